@@ -1,0 +1,20 @@
+"""zero3: full sharding (ZeRO-3) of PyTorch models. Wrap layers, pass their chunks to any optimizer, train as always."""
+
+from .access import full_params, get_trainable_chunk, reset
+from .checkpoint.full_state import full_state_dict, load_full_state_dict
+from .layer import Zero3Layer
+from .optim.clip import clip_grad_norm_
+from .policy import ShardingPolicy
+from .sequential import Zero3Sequential
+
+__all__ = [
+    "ShardingPolicy",
+    "Zero3Layer",
+    "Zero3Sequential",
+    "clip_grad_norm_",
+    "full_params",
+    "full_state_dict",
+    "get_trainable_chunk",
+    "load_full_state_dict",
+    "reset",
+]

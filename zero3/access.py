@@ -1,0 +1,107 @@
+"""Parameters outside compute, and the way back after an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from .agreement import agree
+from .layer import Zero3Layer, layers_of
+from .layer_state import LayerState
+
+__all__: list[str] = []
+
+
+def get_trainable_chunk(model: nn.Module) -> list[nn.Parameter]:
+    """This rank's trainable chunks, 1-D `[S]`, of every layer in `model`: what any optimizer takes.
+
+    Raises:
+        ValueError: nothing in `model` is sharded.
+    """
+    return [chunk for state in states_of(model) for chunk in state.trainable()]
+
+
+@contextmanager
+def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
+    """Inside, the parameters of `module` are whole and readable under their own names, and there are no chunks.
+
+        with zero3.full_params(model.head):
+            norm = model.head.weight.norm()
+
+    Every rank enters and leaves it (it gathers). All layers of `module` are held at once. Changes are lost at the end,
+    unless `writeback`: then rank 0's values become everybody's, if the block ends without an exception on all ranks.
+
+    Args:
+        module: a sharded model, a layer, or any module inside one (whose whole layer is gathered).
+
+    Raises:
+        ValueError: nothing in `module` is sharded.
+    """
+    states = states_of(module)
+    pinned: list[LayerState] = []
+    try:
+        for state in states:
+            state.pin()
+            pinned.append(state)
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            if writeback:
+                _write_back(states, error)
+    finally:
+        for state in pinned:
+            state.unpin()
+
+
+def _write_back(states: list[LayerState], error: BaseException | None) -> None:
+    first = states[0]
+    cause = RuntimeError(f"full_params(writeback=True) ended with {type(error).__name__}: {error}. Nothing was written.") if error else None
+    try:
+        agree(first.communicator, first.device, "the end of full_params", [], cause)
+    except RuntimeError:
+        if error is not None:
+            return  # the user's own exception is on its way
+        raise
+    for state in states:
+        state.write_back()
+
+
+def reset(model: nn.Module) -> None:
+    """After an exception: releases every layer and drops the step that broke. The next forward does it by itself too.
+
+    Gradients accumulated before are dropped as well (set to None) if it was a backward that broke.
+
+    Raises:
+        ValueError: nothing in `model` is sharded.
+    """
+    for layer in _layers(model):
+        if layer._runtime is not None:
+            layer._runtime.reset()
+        layer._state.reset()
+
+
+def states_of(module: nn.Module) -> list[LayerState]:
+    """The layers in `module`; if it has none, the layers that its own parameters belong to."""
+    states = [layer._state for layer in layers_of(module)]
+    for inner in module.modules():
+        for value in [*vars(inner).values(), *inner._parameters.values()]:
+            owner = getattr(value, "zero3_state", None) if isinstance(value, nn.Parameter) else None
+            state = owner() if owner is not None else None
+            if state is not None and state not in states:
+                states.append(state)
+    if not states:
+        raise ValueError(f"nothing in this {type(module).__name__} is sharded: wrap its layers in Zero3Layer first")
+    return states
+
+
+def _layers(model: nn.Module) -> list[Zero3Layer]:
+    layers = layers_of(model)
+    if not layers:
+        raise ValueError(f"nothing in this {type(model).__name__} is sharded: wrap its layers in Zero3Layer first")
+    return layers

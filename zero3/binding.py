@@ -1,0 +1,149 @@
+"""A layer's parameters in its modules: found, checked, shown while the layer is fetched, hidden while it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from .chunk import Chunk, storage_span
+from .released import ReleasedParameter
+
+__all__: list[str] = []
+
+
+@dataclass(eq=False)
+class Binding:
+    """One parameter and all the places in the layer's modules that have it (several, if it is tied)."""
+
+    name: str
+    parameter: nn.Parameter
+    sites: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    def show(self, value: Tensor) -> None:
+        """The parameter is itself again, with the values of `value` (its slot of the full buffer, no copy)."""
+        self.parameter.__class__ = nn.Parameter
+        self.parameter.data = value
+        for module, attribute in self.sites:
+            if module.__dict__.pop(attribute, None) is not self.parameter:
+                raise RuntimeError(
+                    f"{self.name}: the module's attribute {attribute!r} was replaced after wrapping. A wrapped parameter "
+                    "stays one object; change its values inside `with zero3.full_params(module, writeback=True):`."
+                )
+            module._parameters[attribute] = self.parameter
+
+    def hide(self, stand_in: Tensor) -> None:
+        """Metadata stays readable, values raise; `model.parameters()` no longer finds it."""
+        self.parameter.grad = None
+        self.parameter.data = stand_in.expand(self.parameter.shape)
+        for module, attribute in self.sites:
+            module._parameters.pop(attribute, None)
+            module.__dict__[attribute] = self.parameter
+        self.parameter.__class__ = ReleasedParameter
+
+    def replace(self, parameter: nn.Parameter) -> None:
+        """For a parameter on the meta device, which can't be given other data: a new object takes its places."""
+        for module, attribute in self.sites:
+            module._parameters[attribute] = parameter
+        self.parameter = parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A binding with the chunk and the slot that hold its values."""
+
+    binding: Binding
+    chunk: Chunk
+    index: int
+
+    @property
+    def value(self) -> Tensor:
+        return self.chunk.views[self.index]
+
+
+def own_modules(module: nn.Module, is_layer: Callable[[nn.Module], bool], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """`module` and those below it, in order, once each; wrapped layers inside keep their own, so they are left out."""
+    seen: set[nn.Module] = set()
+
+    def walk(current: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        if current in seen or is_layer(current):
+            return
+        seen.add(current)
+        yield name, current
+        for child_name, child in current._modules.items():
+            if child is not None:
+                yield from walk(child, f"{name}.{child_name}" if name else child_name)
+
+    yield from walk(module, prefix)
+
+
+def bindings_of(module: nn.Module, is_layer: Callable[[nn.Module], bool]) -> list[Binding]:
+    """The parameters that belong to `module` itself, in order; a tied one once, under its first name."""
+    found: dict[int, Binding] = {}
+    for prefix, owner in own_modules(module, is_layer):
+        for attribute, parameter in [*owner._parameters.items(), *released_in(owner)]:
+            if parameter is None:
+                continue
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            found.setdefault(id(parameter), Binding(name, parameter)).sites.append((owner, attribute))
+    return list(found.values())
+
+
+def released_in(module: nn.Module) -> list[tuple[str, ReleasedParameter]]:
+    """The parameters that `module` has lent to a layer."""
+    return [(name, value) for name, value in vars(module).items() if isinstance(value, ReleasedParameter)]
+
+
+def check_bindings(bindings: list[Binding], dtype: torch.dtype | None) -> None:
+    """Raises ValueError, naming the parameter, for what can't be sharded; touches nothing."""
+    for binding in bindings:
+        parameter = binding.parameter
+        if isinstance(parameter, ReleasedParameter):
+            raise ValueError(
+                f"parameter {binding.name!r} is already sharded, as {parameter.zero3_name}. Wrap a module once; if the "
+                "parameter is tied across layers, put both into one Zero3Layer, or use zero3.shard(model)."
+            )
+        if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:
+            raise ValueError(
+                f"parameter {binding.name!r} is a {type(parameter).__name__} (data: {type(parameter.data).__name__}), expected a "
+                "plain torch.nn.Parameter: subclasses hold more than flat values. Convert it before wrapping, or leave it out."
+            )
+        if dtype is not None and parameter.requires_grad and parameter.dtype != dtype:
+            raise ValueError(
+                f"trainable parameter {binding.name!r} is {parameter.dtype}, expected dtype={dtype}: dtype checks what the "
+                "optimizer updates, it converts nothing. Convert the module before wrapping, or drop the argument."
+            )
+    _check_overlap([binding for binding in bindings if not binding.parameter.is_meta and binding.parameter.numel()])
+
+
+def _check_overlap(bindings: list[Binding]) -> None:
+    spans = []
+    for binding in bindings:
+        storage, start, stop = storage_span(binding.parameter)
+        if stop - start < binding.parameter.numel() * binding.parameter.element_size():
+            raise ValueError(
+                f"parameter {binding.name!r} overlaps itself (shape {tuple(binding.parameter.shape)}, stride "
+                f"{binding.parameter.stride()}): an expanded tensor can't be trained. Use .clone() before wrapping."
+            )
+        spans.append((storage, start, stop, binding))
+    spans.sort(key=lambda span: span[:3])
+    for (storage, _, stop, first), (other, start, _, second) in zip(spans, spans[1:], strict=False):
+        if storage == other and start < stop and _share_elements(first.parameter, second.parameter):
+            raise ValueError(
+                f"parameters {first.name!r} and {second.name!r} overlap in memory but are two objects. Make them one "
+                "Parameter if they are tied, or .clone() one of them."
+            )
+
+
+def _share_elements(a: Tensor, b: Tensor) -> bool:
+    """Exactly: interleaved columns of one buffer cover each other's range without sharing an element."""
+
+    def addresses(tensor: Tensor) -> Tensor:
+        index = torch.tensor(tensor.storage_offset())
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            index = index[..., None] + torch.arange(size) * stride
+        return index.flatten()
+
+    return bool(torch.isin(addresses(a), addresses(b)).any())

@@ -1,0 +1,1 @@
+"""Sharded models in and out of memory and files."""

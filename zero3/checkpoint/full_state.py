@@ -1,0 +1,125 @@
+"""The whole model as one state dict on rank 0, and back: layer by layer, never more than one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..access import states_of
+from ..agreement import agree
+from ..layer import Zero3Layer
+from ..layer_state import LayerState
+
+__all__: list[str] = []
+
+
+def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The state dict of the unwrapped model, on the CPU: its own names (tied parameters under each), its shapes, its order.
+
+    Every rank calls it. One layer at a time is gathered and copied off.
+
+    Args:
+        rank0_only: only rank 0 keeps what is gathered; the others get {}.
+        dtype: floating tensors are converted to it on their way.
+
+    Raises:
+        ValueError: nothing in `model` is sharded.
+    """
+    states = states_of(model)
+    keeps = not rank0_only or states[0].communicator.rank == 0
+    values: dict[int, Tensor] = {}
+    for state in states:
+        state.pin()
+        try:
+            if keeps:
+                values.update({id(b.binding.parameter): _copy(b.value, dtype) for b in state.bound})
+        finally:
+            state.unpin()
+    if not keeps:
+        return {}
+    return {name: values[id(tensor)] if id(tensor) in values else _copy(tensor, dtype) for name, tensor in named_tensors(model)}
+
+
+def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | None, *, strict: bool = True) -> None:
+    """Fills the model from rank 0's `state_dict`, which has the names of the unwrapped model. The inverse of `full_state_dict`.
+
+    Every rank calls it; what the others pass does not count. One layer at a time is gathered, changed and scattered.
+
+    Args:
+        strict: names that are missing or unknown are an error; otherwise they are left alone.
+
+    Raises:
+        ValueError: missing or unknown names, other shapes: all in one error, on every rank, before anything changes.
+    """
+    states = states_of(model)
+    first = states[0]
+    given: Mapping[str, Any] = state_dict if first.communicator.rank == 0 and state_dict is not None else {}
+    error = ValueError(problems) if first.communicator.rank == 0 and (problems := _problems(model, states, given, strict)) else None
+    agree(first.communicator, first.device, "load_full_state_dict", [], error)
+    values = {id(tensor): given[name] for name, tensor in named_tensors(model) if name in given}
+    for state in states:
+        _load_layer(state, values)
+    with torch.no_grad():
+        owned = {id(bound.binding.parameter) for state in states for bound in state.bound}
+        for _, tensor in named_tensors(model):
+            if id(tensor) not in owned:
+                if id(tensor) in values:
+                    tensor.copy_(values[id(tensor)])
+                first.communicator.broadcast(tensor)
+
+
+@torch.no_grad()
+def _load_layer(state: LayerState, values: Mapping[int, Tensor]) -> None:
+    state.pin_unloaded()
+    try:
+        for bound in state.bound:
+            if id(bound.binding.parameter) in values:
+                bound.value.copy_(values[id(bound.binding.parameter)])
+        state.write_back()
+    finally:
+        state.unpin()
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What the unwrapped model's state dict holds, in its order: parameters (released or not) and persistent buffers."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Zero3Layer):
+            continue
+        dot = f"{prefix}." if prefix else ""
+        parameters = {**module._parameters, **{n: v for n, v in vars(module).items() if isinstance(v, nn.Parameter)}}
+        for name, parameter in parameters.items():
+            if parameter is not None:
+                yield dot + name, parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield dot + name, buffer
+
+
+def _copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return torch.empty(tensor.shape, dtype=target).copy_(tensor.detach())
+
+
+def _problems(model: nn.Module, states: list[LayerState], given: Mapping[str, Any], strict: bool) -> str:
+    expected = dict(named_tensors(model))
+    names: dict[int, list[str]] = {}
+    for name, tensor in expected.items():
+        names.setdefault(id(tensor), []).append(name)
+    unloaded = {id(b.binding.parameter) for state in states for b in state.bound if not b.chunk.loaded}
+    missing = [ns[0] for key, ns in names.items() if not any(n in given for n in ns) and (strict or key in unloaded)]
+    found = []
+    if missing:
+        found.append(f"missing: {', '.join(missing)}")
+    if strict and (unknown := [name for name in given if name not in expected]):
+        found.append(f"unknown: {', '.join(unknown)}")
+    misshapen = [
+        f"{name} has {tuple(given[name].shape)}, expected {tuple(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in given and tuple(given[name].shape) != tuple(tensor.shape)
+    ]
+    if misshapen:
+        found.append(f"other shapes: {'; '.join(misshapen)}")
+    return f"the state dict does not fit the model; nothing was loaded. {'. '.join(found)}" if found else ""

@@ -1,0 +1,140 @@
+"""A chunk: this rank's slice of a layer's flat parameters, and the full buffer that it is gathered into."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+
+from .collectives import Communicator
+from .flat import unpack, zero_padding
+from .layout import ChunkLayout
+from .streams import Lane, Mark
+
+__all__: list[str] = []
+
+
+class FullBuffer:
+    """A flat tensor whose storage comes and goes while the tensor, and all views of it, stay the same objects.
+
+    Graphs save views of the weights they need. They see the storage, so a layer's buffer is its own for life: given
+    back after forward and filled again in backward, it holds for the graph what it held before.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)  # 1-D [W*S]
+        self._storage = self.tensor.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+
+    def allocate(self) -> None:
+        if self._storage.nbytes() != self._nbytes:
+            self._storage.resize_(self._nbytes)
+
+    def free(self) -> None:
+        self._storage.resize_(0)
+
+    def aliases(self, tensor: Tensor) -> bool:
+        return bool(tensor.untyped_storage()._cdata == self._storage._cdata)
+
+
+class ResidentBuffer:
+    """At world size 1 the chunk is the full buffer: nothing is allocated, moved or freed."""
+
+    def __init__(self, shard: nn.Parameter) -> None:
+        self.tensor = shard.data  # 1-D [S], the same memory
+
+    def allocate(self) -> None:
+        return None
+
+    def free(self) -> None:
+        return None
+
+    def aliases(self, tensor: Tensor) -> bool:
+        return False  # its storage stays, so a tensor that aliases it may escape
+
+
+class Chunk:
+    """One dtype's trainable or frozen parameters of a layer. Glossary: shard `[S]`, full `[W*S]`, views in slots' shapes."""
+
+    def __init__(self, layout: ChunkLayout, shard: nn.Parameter, communicator: Communicator) -> None:
+        self.layout = layout
+        self.shard = shard  # 1-D [S], what the optimizer updates
+        self.loaded = True  # False: made from a meta model, to be filled before its first fetch
+        self.trainable_when_wrapped = shard.requires_grad
+        self._communicator = communicator
+        self._seen_version = shard._version
+        self._in_flight: Mark | None = None
+        self.full: FullBuffer | ResidentBuffer
+        if communicator.world_size == 1:
+            self.full = ResidentBuffer(shard)
+        else:
+            self.full = FullBuffer(layout.padded_numel, shard.dtype, shard.device)
+        self.views = unpack(self.full.tensor, layout)  # made while the storage is there, valid whenever it is again
+        self.full.free()
+
+    def start_fetch(self, lane: Lane) -> None:
+        """Begins to gather. The lane waits for compute: for the optimizer's step, and for the buffer's last reader."""
+        if self._communicator.world_size == 1:
+            self._follow_shard()
+            return
+        self.full.allocate()
+        with lane.issue():
+            pending = self._communicator.all_gather(self.full.tensor, self.shard.data)
+            self._in_flight = lane.complete(pending)
+
+    def finish_fetch(self) -> None:
+        """Compute waits for the gather."""
+        if self._in_flight is not None:
+            self._in_flight.wait()
+            self._in_flight = None
+
+    def release(self) -> None:
+        self.finish_fetch()
+        self.full.free()
+
+    def abandon_fetch(self) -> None:
+        """The wait for a gather that may have failed; whatever it brought is of no use."""
+        with suppress(RuntimeError):
+            self.finish_fetch()
+        self._in_flight = None
+
+    def changed(self) -> bool:
+        """Whether the shard was written since this was last asked: graphs built before must not run after."""
+        version = self.shard._version
+        changed, self._seen_version = version != self._seen_version, version
+        return changed
+
+    @torch.no_grad()
+    def scatter(self) -> None:
+        """Rank 0's full buffer, cut into everybody's chunks."""
+        zero_padding(self.full.tensor, self.layout)
+        if self._communicator.world_size > 1:
+            self._communicator.scatter(self.shard.data, self.full.tensor if self._communicator.rank == 0 else None)
+            torch.autograd.graph.increment_version(self.shard)
+        self.loaded = True
+
+    def replace_buffer(self) -> None:
+        """Leaves the buffer to whoever else looks at it, and takes a new one from the next fetch on."""
+        self.full = FullBuffer(self.layout.padded_numel, self.shard.dtype, self.shard.device)
+        self.views = unpack(self.full.tensor, self.layout)
+        self.full.free()
+
+    def _follow_shard(self) -> None:
+        if self.full.tensor.data_ptr() != self.shard.data_ptr():  # somebody gave the chunk other data
+            self.full = ResidentBuffer(self.shard)
+            self.views = unpack(self.full.tensor, self.layout)
+
+
+def shrink_to_shard(full: Tensor, shard_numel: int) -> Tensor:
+    """Rank 0's chunk out of the full buffer it scattered: the first slice stays where it is, the rest is given back."""
+    shard = full[:shard_numel]
+    full.untyped_storage().resize_(shard_numel * full.element_size())
+    return shard
+
+
+def storage_span(tensor: Tensor) -> tuple[int, int, int]:
+    """Storage identity and the half-open byte range that `tensor` covers in it, for finding parameters that overlap."""
+    first = tensor.storage_offset()
+    last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage()._cdata, first * tensor.element_size(), (last + 1) * tensor.element_size()

@@ -1,0 +1,247 @@
+"""The only door to torch.distributed. Collectives take flat tensors and know nothing of parameters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .streams import Done, Lanes, Pending, lanes_for
+
+__all__: list[str] = []
+
+_GATHER_TAG, _REDUCE_TAG = 1, 2
+
+
+class Communicator(Protocol):
+    """What a model needs of the ranks that share it. A test passes its own; users pass a process group."""
+
+    rank: int
+    world_size: int
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
+        """Every rank's `shard` `[S]`, in rank order, into `full` `[W*S]`."""
+        ...
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Pending:
+        """This rank's slice of the sum of every rank's `full` `[W*S]`, into `shard` `[S]`; `full` may be overwritten."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None: ...
+
+    def scatter(self, shard: Tensor, full: Tensor | None) -> None:
+        """Rank 0's `full` `[W*S]`, cut in W slices, one to every rank's `shard` `[S]`."""
+        ...
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Rank 0's values to every rank."""
+        ...
+
+    def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
+        """Every rank's `payload`, of one length on all ranks, in rank order. Blocks the host."""
+        ...
+
+    def twin(self) -> Communicator:
+        """A second communicator of the same ranks, whose collectives do not queue behind this one's."""
+        ...
+
+    def lanes(self, device: torch.device) -> Lanes: ...
+
+    def same_ranks(self, other: Communicator) -> bool: ...
+
+
+class SoloCommunicator:
+    """One rank, no process group. The chunk is the full buffer, so nothing is ever moved."""
+
+    rank = 0
+    world_size = 1
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
+        full.copy_(shard)
+        return Done()
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Pending:
+        shard.copy_(full)
+        return Done()
+
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
+        return None
+
+    def scatter(self, shard: Tensor, full: Tensor | None) -> None:
+        if full is not None:
+            shard.copy_(full)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        return None
+
+    def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
+        return [payload]
+
+    def twin(self) -> Communicator:
+        return self
+
+    def lanes(self, device: torch.device) -> Lanes:
+        return lanes_for(device)
+
+    def same_ranks(self, other: Communicator) -> bool:
+        return isinstance(other, SoloCommunicator)
+
+
+class GroupCommunicator:
+    """A process group whose collectives are ordered by streams (NCCL) or by their handles (everything else)."""
+
+    def __init__(self, group: Any, backend: str) -> None:
+        self._group = group
+        self._backend = backend
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self._on_streams = backend == "nccl"
+        # torch 2.13 deprecates the old names, 2.11 has no others
+        self._all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
+        return self._all_gather(full, shard, group=self._group, async_op=not self._on_streams) or Done()
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Pending:
+        return self._reduce_scatter(shard, full, group=self._group, async_op=not self._on_streams) or Done()
+
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self._group)
+
+    def scatter(self, shard: Tensor, full: Tensor | None) -> None:
+        pieces = list(full.view(self.world_size, -1)) if full is not None and shard.numel() else None
+        if shard.numel():
+            dist.scatter(shard, pieces, group=self._group, group_src=0)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, group=self._group, group_src=0)
+
+    def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+        all_ranks = torch.empty(self.world_size * len(payload), dtype=torch.uint8, device=device)
+        self._all_gather(all_ranks, mine, group=self._group)
+        everything = bytes(all_ranks.tolist())
+        return [everything[i : i + len(payload)] for i in range(0, len(everything), len(payload))]
+
+    def twin(self) -> Communicator:
+        if not self._on_streams:
+            return self  # transfers that are ordered by handles do not queue behind each other
+        ranks = dist.get_process_group_ranks(self._group)
+        return GroupCommunicator(dist.new_group(ranks, backend=self._backend, use_local_synchronization=True), self._backend)
+
+    def lanes(self, device: torch.device) -> Lanes:
+        return lanes_for(device)
+
+    def same_ranks(self, other: Communicator) -> bool:
+        return isinstance(other, GroupCommunicator) and self._group == other._group
+
+
+class _Transfers:
+    """Sends and receives under way, and what to do with what came in. Holds its buffers until the wait."""
+
+    def __init__(self, works: list[Any], then: Callable[[], object] | None = None) -> None:
+        self._works = works
+        self._then = then
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        if self._then is not None:
+            self._then()
+
+
+class GlooCommunicator(GroupCommunicator):
+    """gloo on the CPU, by sends and receives: half the time of its all-gather, and a third of its reduce-scatter.
+
+    Its reduce-scatter runs an all-reduce inside, which moves twice the bytes. Here every rank sends each other rank
+    just that rank's slice, and sums what it received in rank order: on 2 ranks the same bits as gloo's own (a sum of
+    two numbers does not depend on their order), on more the result may differ from it in the last place, and is the
+    same in every run.
+    """
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
+        if full.is_cuda or not shard.numel():
+            return self._staged(super().all_gather, full, shard)
+        slices = full.view(torch.uint8).view(self.world_size, -1)
+        works = self._swap(_GATHER_TAG, slices, [shard.view(torch.uint8)] * self.world_size)
+        full[self.rank * shard.numel() : (self.rank + 1) * shard.numel()].copy_(shard)
+        return _Transfers(works)
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Pending:
+        if full.is_cuda or not shard.numel():
+            return self._staged(self.reduce_scatter if shard.numel() else super().reduce_scatter, shard, full)
+        outgoing = full.view(self.world_size, -1)
+        incoming = full.new_empty((self.world_size - 1, shard.numel()))
+        others = iter(incoming)
+        slices = [outgoing[self.rank] if rank == self.rank else next(others) for rank in range(self.world_size)]
+        works = self._swap(_REDUCE_TAG, [s.view(torch.uint8) for s in slices], [s.view(torch.uint8) for s in outgoing])
+
+        def sum_up() -> None:
+            torch.add(slices[0], slices[1], out=shard)
+            for received in slices[2:]:
+                shard.add_(received)
+
+        return _Transfers(works, sum_up)
+
+    def _swap(self, tag: int, incoming: Any, outgoing: Any) -> list[Any]:
+        """Sends `outgoing[r]` to each other rank r and receives `incoming[r]` from it; bytes, so that any dtype goes."""
+        works = []
+        for distance in range(1, self.world_size):
+            source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
+            works.append(dist.irecv(incoming[source], group=self._group, group_src=source, tag=tag))
+            works.append(dist.isend(outgoing[target], group=self._group, group_dst=target, tag=tag))
+        return works
+
+    def _staged(self, collective: Callable[[Tensor, Tensor], Pending], output: Tensor, source: Tensor) -> Pending:
+        """Through host memory, blocking: for tests of several ranks on one GPU, which NCCL does not allow."""
+        if not output.is_cuda:
+            return collective(output, source)
+        host = torch.empty_like(output, device="cpu")
+        collective(host, source.cpu()).wait()
+        output.copy_(host)
+        return Done()
+
+
+def communicator_for(process_group: Any, device: torch.device) -> Communicator:
+    """The communicator of a process group (None: the default one, or no group at all for a single process).
+
+    Raises:
+        RuntimeError: no process group, though a launcher has started several processes.
+        TypeError: something that is no process group.
+        ValueError: a process group that this process is not a member of.
+    """
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        if hasattr(process_group, "all_gather") and hasattr(process_group, "twin"):
+            return process_group  # type: ignore[no-any-return]
+        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup or None, found {type(process_group).__name__}")
+    if process_group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return _alone()
+        process_group = dist.group.WORLD
+    if dist.get_rank(process_group) < 0:
+        raise ValueError("this process is not a member of the process_group it passed: only members may build the layer")
+    backend = _backend(process_group, device)
+    if backend == "gloo" and dist.get_world_size(process_group) > 1:
+        return GlooCommunicator(process_group, backend)
+    return GroupCommunicator(process_group, backend)
+
+
+def _alone() -> Communicator:
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > 1:
+        raise RuntimeError(
+            f"a launcher started WORLD_SIZE={launched} processes, but there is no process group: each would train alone. "
+            "Call torch.distributed.init_process_group() before wrapping layers."
+        )
+    return SoloCommunicator()
+
+
+def _backend(group: Any, device: torch.device) -> str:
+    """The backend that serves `device`: one group may have several ("cpu:gloo,cuda:nccl")."""
+    served = dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(",") if ":" in entry)
+    return served.get(device.type, str(dist.get_backend(group)))

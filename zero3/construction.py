@@ -1,0 +1,184 @@
+"""From a module to a LayerState: check on every rank, agree, then flatten and scatter rank 0's values."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .agreement import agree
+from .binding import Binding, bindings_of, check_bindings, own_modules
+from .chunk import Chunk, shrink_to_shard
+from .collectives import Communicator, communicator_for
+from .flat import pack
+from .layer_state import LayerState
+from .layout import ChunkLayout
+from .policy import ShardingPolicy
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a user asked for when wrapping a module, not yet checked."""
+
+    module: nn.Module
+    rank: int | None
+    world_size: int | None
+    device: torch.device | str | int | None
+    dtype: torch.dtype | None
+    policy: ShardingPolicy
+    process_group: object
+
+
+def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> LayerState:
+    """Shards `request.module`. Every rank raises the same error, or none does; before that nothing has changed.
+
+    Raises:
+        ValueError: rank or world_size that the process group denies, a parameter or buffer that can't be sharded,
+            ranks whose models or policies differ.
+        TypeError: arguments of the wrong type.
+        RuntimeError: no process group under a launcher of several processes.
+    """
+    error: Exception | None = None
+    try:
+        device = _device_of(request, is_layer)
+    except (TypeError, ValueError) as caught:
+        device, error = torch.get_default_device(), caught
+    communicator = communicator_for(request.process_group, device)
+    label = type(request.module).__name__
+    bindings: list[Binding] = []
+    lines: list[str] = []
+    if error is None:
+        try:
+            _check_request(request, communicator)
+            bindings = bindings_of(request.module, is_layer)
+            check_bindings(bindings, request.dtype)
+            lines = _digest(request, bindings, device, is_layer)
+        except (TypeError, ValueError) as caught:
+            error = caught
+    agree(communicator, device, f"a new layer ({label})" if error is None else "a new layer", lines, error)
+    state = LayerState(label, communicator, device, request.policy)
+    groups = _chunk_groups(bindings)
+    buffers = _buffers_of(request.module, is_layer)
+    meta = [any(binding.parameter.is_meta for binding in group) for group in groups] + [buffer.tensor.is_meta for buffer in buffers]
+    empty_on_rank_0 = [flag != 0 for flag in communicator.exchange(bytes(meta), device)[0]]
+    for group, unloaded in zip(groups, empty_on_rank_0[: len(groups)], strict=True):
+        state.add_chunk(*_scatter(group, communicator, device, unloaded=unloaded))
+    for bound in state.bound:
+        bound.binding.parameter.zero3_name = f"{bound.binding.name!r} of layer {label}"  # type: ignore[attr-defined]
+        bound.binding.parameter.zero3_state = weakref.ref(state)  # type: ignore[attr-defined]
+    for buffer, unloaded in zip(buffers, empty_on_rank_0[len(groups) :], strict=True):
+        buffer.broadcast(communicator, device, unloaded=unloaded)
+    state.meta_buffers = [(b.owner, b.attribute, b.name) for b in buffers if b.tensor.is_meta]
+    return state
+
+
+def _device_of(request: Request, is_layer: Callable[[nn.Module], bool]) -> torch.device:
+    if not isinstance(request.module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, found {type(request.module).__name__}")
+    if request.device is not None:
+        try:
+            device = torch.device(request.device)
+            return torch.empty(0, device=device).device  # with its index, and known to exist
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"device={request.device!r} is not to be had here: {error}") from None
+    found: dict[torch.device, str] = {}
+    for prefix, module in own_modules(request.module, is_layer):
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and not tensor.is_meta:
+                found.setdefault(tensor.device, f"{prefix}.{name}" if prefix else name)
+    if len(found) > 1:
+        places = ", ".join(f"{name!r} on {device}" for device, name in found.items())
+        raise ValueError(f"the module's tensors are on several devices ({places}): pass device= to say where the layer computes")
+    return next(iter(found), torch.get_default_device())
+
+
+def _check_request(request: Request, communicator: Communicator) -> None:
+    if not isinstance(request.policy, ShardingPolicy):
+        raise TypeError(f"policy must be a zero3.ShardingPolicy, found {type(request.policy).__name__}")
+    if request.dtype is not None and not isinstance(request.dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype or None, found {request.dtype!r}")
+    for name, given, actual in (
+        ("rank", request.rank, communicator.rank),
+        ("world_size", request.world_size, communicator.world_size),
+    ):
+        if given is None:
+            continue
+        if not isinstance(given, int) or isinstance(given, bool):
+            raise TypeError(f"{name} must be an integer or None, found {given!r}")
+        if given != actual:
+            raise ValueError(
+                f"{name}={given}, but the process group says {actual}. Pass {name}=None to take the group's, or the "
+                "process_group that you mean."
+            )
+
+
+def _digest(request: Request, bindings: list[Binding], device: torch.device, is_layer: Callable[[nn.Module], bool]) -> list[str]:
+    lines = [f"policy {asdict(request.policy)}", f"device type {device.type}"]
+    lines += [
+        f"parameter {b.name}: shape {tuple(b.parameter.shape)}, {b.parameter.dtype}, requires_grad={b.parameter.requires_grad}" for b in bindings
+    ]
+    lines += [f"buffer {b.name}: shape {tuple(b.tensor.shape)}, {b.tensor.dtype}" for b in _buffers_of(request.module, is_layer)]
+    return lines
+
+
+def _chunk_groups(bindings: list[Binding]) -> list[list[Binding]]:
+    """One group, so one chunk, per (trainable or frozen, dtype); in the order in which their first members come."""
+    groups: dict[tuple[bool, torch.dtype], list[Binding]] = {}
+    for binding in bindings:
+        groups.setdefault((binding.parameter.requires_grad, binding.parameter.dtype), []).append(binding)
+    return list(groups.values())
+
+
+@torch.no_grad()
+def _scatter(group: list[Binding], communicator: Communicator, device: torch.device, *, unloaded: bool) -> tuple[Chunk, list[Binding]]:
+    """Flattens one group on rank 0 and deals it out: the most that is held at a time is the module and one flat copy."""
+    layout = ChunkLayout.build([(b.name, tuple(b.parameter.shape)) for b in group], communicator.world_size)
+    by_name = {binding.name: binding for binding in group}
+    ordered = [by_name[slot.name] for slot in layout.slots]
+    dtype, trainable = group[0].parameter.dtype, group[0].parameter.requires_grad
+    shard: Tensor
+    if communicator.rank == 0 and not unloaded:
+        full = torch.empty(layout.padded_numel, dtype=dtype, device=device)
+        pack([binding.parameter.detach() for binding in ordered], layout, full)
+        communicator.scatter(full[: layout.shard_numel], full)
+        shard = shrink_to_shard(full, layout.shard_numel)
+    else:
+        shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+        if not unloaded:
+            communicator.scatter(shard, None)
+    chunk = Chunk(layout, nn.Parameter(shard, requires_grad=trainable), communicator)
+    chunk.loaded = not unloaded
+    return chunk, ordered
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    owner: nn.Module
+    attribute: str
+    name: str
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.owner._buffers[self.attribute]  # type: ignore[return-value]
+
+    def broadcast(self, communicator: Communicator, device: torch.device, *, unloaded: bool) -> None:
+        """Rank 0's values on the layer's device; where rank 0 has none, the buffer waits on meta for its loader."""
+        if unloaded:
+            self.owner._buffers[self.attribute] = self.tensor.to("meta")
+            return
+        self.owner._buffers[self.attribute] = torch.empty_like(self.tensor, device=device) if self.tensor.is_meta else self.tensor.to(device)
+        communicator.broadcast(self.tensor)
+
+
+def _buffers_of(module: nn.Module, is_layer: Callable[[nn.Module], bool]) -> list[_Buffer]:
+    return [
+        _Buffer(owner, attribute, f"{prefix}.{attribute}" if prefix else attribute)
+        for prefix, owner in own_modules(module, is_layer)
+        for attribute, buffer in owner._buffers.items()
+        if buffer is not None
+    ]

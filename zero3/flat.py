@@ -1,0 +1,47 @@
+"""Flatten, pad and split: pure functions between parameters' shapes and a flat buffer, over a ChunkLayout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from .layout import ChunkLayout
+
+__all__: list[str] = []
+
+
+def pack(tensors: Iterable[Tensor], layout: ChunkLayout, full: Tensor) -> Tensor:
+    """Copies `tensors` (in the order of the slots, any strides and device) into `full` `[W*S]` and zeroes the padding."""
+    for index, tensor in enumerate(tensors):
+        view(full, layout, index).copy_(tensor)
+    return zero_padding(full, layout)
+
+
+def unpack(full: Tensor, layout: ChunkLayout) -> list[Tensor]:
+    """One view of `full` `[W*S]` a slot, in the slots' shapes: the inverse of `pack`."""
+    return [view(full, layout, index) for index in range(len(layout.slots))]
+
+
+def view(full: Tensor, layout: ChunkLayout, index: int) -> Tensor:
+    """The slot number `index` as a view of `full`, in its parameter's shape."""
+    slot = layout.slots[index]
+    return full[slot.offset : slot.stop].view(slot.shape)
+
+
+def zero_padding(full: Tensor, layout: ChunkLayout) -> Tensor:
+    if layout.numel < layout.padded_numel:
+        full[layout.numel :].zero_()
+    return full
+
+
+def split(full: Tensor, layout: ChunkLayout) -> list[Tensor]:
+    """The chunks `[S]` of `full` `[W*S]`, one a rank, as views."""
+    return [full[slice(*layout.chunk_range(rank))] for rank in range(layout.world_size)]
+
+
+def stand_in(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A 0-dim tensor to stretch over a released parameter's shape: NaN, so that a value used by mistake is loud."""
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device)

@@ -1,0 +1,99 @@
+"""The flat gradient of a chunk: gathered from autograd one parameter at a time, backed up to the rank's slice of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .chunk import Chunk
+from .collectives import Communicator
+from .flat import view, zero_padding
+from .shard_gradient import ShardGradient
+from .streams import Done, Lane, Mark
+
+__all__: list[str] = []
+
+
+class Backup(NamedTuple):
+    """A reduction on its way. Its buffer lives until compute has waited for it: only then may it be handed out again."""
+
+    mark: Mark
+    full: Tensor
+
+    def wait(self) -> None:
+        self.mark.wait()
+
+
+class FlatGradient:
+    """Adds up the gradients of a chunk's parameters in one buffer `[W*S]`, from the first that comes to `backup`.
+
+    Nothing is counted: a slot that got no gradient is zero, one that got several holds their sum.
+    """
+
+    def __init__(self, chunk: Chunk, communicator: Communicator, *, mean: bool) -> None:
+        self._chunk = chunk
+        self._communicator = communicator
+        self._mean = mean
+        self._full: Tensor | None = None  # 1-D [W*S]
+        self._written: set[int] = set()
+        self.on_first: Callable[[], None] | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients have come in that no backup has taken."""
+        return self._full is not None
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Takes in the gradient of slot number `index`."""
+        if self._full is None:
+            self._full = self._chunk.shard.new_empty(self._chunk.layout.padded_numel)
+            if self.on_first is not None:
+                self.on_first()
+        if not gradient.layout == torch.strided:
+            gradient = gradient.to_dense()
+        slot = view(self._full, self._chunk.layout, index)
+        if index in self._written:
+            slot.add_(gradient)
+        else:
+            self._written.add(index)
+            slot.copy_(gradient)
+
+    def back_up(self, lane: Lane, communicator: Communicator) -> Backup:
+        """Begins to reduce what has come in (zeros, if nothing has) into this rank's slice; frees this object's buffer."""
+        full = self._take()
+        shard = full if communicator.world_size == 1 else full.new_empty(self._chunk.layout.shard_numel)
+        with lane.issue():
+            pending = Done() if shard is full else communicator.reduce_scatter(shard, full)
+            mark = lane.complete(pending, lambda: self._land(shard))
+        return Backup(mark, full)
+
+    def drop(self) -> None:
+        self._full = None
+        self._written.clear()
+
+    def _take(self) -> Tensor:
+        full, layout = self._full, self._chunk.layout
+        if full is None:
+            return torch.zeros(layout.padded_numel, dtype=self._chunk.shard.dtype, device=self._chunk.shard.device)
+        for index in range(len(layout.slots)):
+            if index not in self._written:
+                view(full, layout, index).zero_()
+        zero_padding(full, layout)
+        self.drop()
+        return full
+
+    @torch.no_grad()
+    def _land(self, gradient: Tensor) -> None:
+        """`gradient` `[S]`, the sum over ranks, becomes or joins the chunk's."""
+        if self._mean and self._communicator.world_size > 1:
+            gradient.div_(self._communicator.world_size)
+        shard = self._chunk.shard
+        if shard.grad is not None:
+            shard.grad.add_(gradient)
+        elif self._communicator.world_size > 1:
+            shard.grad = ShardGradient.of(gradient, self._communicator)
+        else:
+            shard.grad = gradient

@@ -1,0 +1,183 @@
+"""Zero3Layer: a module whose parameters, gradients and optimizer state are spread over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from .construction import Request, build_state
+from .policy import ShardingPolicy
+from .runtime import Runtime
+
+__all__: list[str] = []
+
+
+class Zero3Layer(nn.Module):
+    """Shards one module, or a few consecutive ones, over the ranks of a process group (ZeRO stage 3).
+
+    Every rank keeps 1/W of the parameters as flat chunks; the full parameters exist only around the layer's own
+    forward and backward. Rank 0's values win. Wrap every rank's module in the same order, freeze before wrapping.
+
+        layers = [Zero3Layer(block) for block in blocks]
+        model = Zero3Sequential(layers)
+        optimizer = torch.optim.AdamW(model.get_trainable_chunk())
+
+    Args:
+        module: any module without sharded parameters of its own; one that holds `Zero3Layer`s keeps what they left.
+        rank, world_size: checked against the process group; None takes the group's.
+        device: where the layer computes and its chunks live; None: where the module's tensors are.
+        dtype: checks the dtype of the trainable parameters, which is that of the optimizer's master copy. Converts nothing.
+        policy: see `ShardingPolicy`.
+        process_group: the ranks that share the layer; None: the default group, or this process alone.
+
+    Raises:
+        ValueError, TypeError: on every rank alike, before anything has changed; the text names the rank that is wrong.
+        RuntimeError: a launcher started several processes, but there is no process group.
+
+    Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        rank: int | None = None,
+        world_size: int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        policy: ShardingPolicy = ShardingPolicy(),  # noqa: B008 (frozen)
+        process_group: Any = None,
+    ) -> None:
+        super().__init__()
+        self._runtime: Runtime | None = None
+        self._state = build_state(Request(module, rank, world_size, device, dtype, policy, process_group), is_layer)
+        self.module = module
+        self._state.registry = self._parameters
+        self._parameters.update(self._state.chunk_names())
+
+    def get_trainable_chunk(self) -> list[nn.Parameter]:
+        """This rank's trainable chunks, 1-D `[S]`, one a dtype, of this layer and those inside it; [] if it has none."""
+        return [chunk for layer in layers_of(self) for chunk in layer._state.trainable()]
+
+    # -- one call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        runtime = self._runtime or adopt(self, ordered=False)
+        with runtime.forward_pass():
+            runtime.pre_forward(self._state)
+            with _uncached_autocast():
+                output = self.module(*args, **kwargs)
+            return runtime.post_forward(self._state, output)
+
+    # -- a module like the one it wraps
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+            return getattr(module, name)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The wrapped module takes the wrapper's own name, so that parameters are called what they are unwrapped."""
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def extra_repr(self) -> str:
+        state = self._state
+        chunks = ", ".join(f"{name}: [{chunk.numel()}] {str(chunk.dtype).removeprefix('torch.')}" for name, chunk in state.chunk_names().items() if chunk is not None)
+        return f"rank {state.communicator.rank} of {state.communicator.world_size}, {chunks or 'no parameters'}"
+
+    # -- what would copy or convert a rank's slice as if it were the whole
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        if not self._state.pinned:
+            _refuse("state_dict()", "a state dict of chunks has neither the names nor the shapes of the model", "zero3.full_state_dict(model)")
+        return self.module.state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if not self._state.pinned:
+            _refuse("load_state_dict()", "the model's values lie in chunks on all ranks", "zero3.load_full_state_dict(model, state_dict)")
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._state.pinned:
+            _refuse("load_state_dict()", "the model's values lie in chunks on all ranks", "zero3.load_full_state_dict(model, state_dict)")
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        _refuse("deepcopy", "a copy would need collectives, which hang unless every rank copies", "zero3.full_state_dict(model), and wrap another module")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        _refuse("pickle", "a pickle would hold one rank's slice only", "zero3.full_state_dict(model)")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Zero3Layer:
+        """`model.to()`, `.double()`, `.share_memory()`: passes what changes nothing, refuses the rest before it begins."""
+        for layer in layers_of(self):
+            for chunk in layer._state.chunks:
+                probe = chunk.shard.new_empty(1)
+                result = fn(probe)
+                if (result.dtype, result.device, result.is_shared()) != (probe.dtype, chunk.shard.device, result.is_cuda):
+                    _refuse(
+                        f"converting layer {layer._state.label} from {probe.dtype} on {chunk.shard.device} to {result.dtype} on {result.device}",
+                        "its chunks, gradients and optimizer state would no longer fit together",
+                        "device= and the module's dtype before wrapping",
+                    )
+        return super()._apply(fn, recurse) if not self._state.chunks else self._apply_to_buffers(fn)
+
+    def _apply_to_buffers(self, fn: Any) -> Zero3Layer:
+        self.module._apply(fn)
+        return self
+
+
+def is_layer(module: nn.Module) -> bool:
+    return isinstance(module, Zero3Layer)
+
+
+def layers_of(model: nn.Module) -> list[Zero3Layer]:
+    """Every layer in `model`, outer before inner, once."""
+    return [module for module in model.modules() if isinstance(module, Zero3Layer)]
+
+
+def adopt(root: nn.Module, *, ordered: bool) -> Runtime:
+    """One runtime for all layers in `root`, in place of what they had. `ordered`: they are called in the order they stand in."""
+    layers = layers_of(root)
+    for name, module in root.named_modules(remove_duplicate=False):
+        if isinstance(module, Zero3Layer) and name:
+            module._state.label = f"{name!r} ({type(module.module).__name__})"
+    runtime = Runtime([layer._state for layer in layers], layers[0]._state.policy, ordered=ordered)
+    for layer in layers:
+        if layer._runtime is not None:
+            layer._runtime.reset()
+        layer._runtime = runtime
+    return runtime
+
+
+class _uncached_autocast:
+    """Within a layer, autocast keeps no cast copies: they would outlive the layer's full parameters, and a step."""
+
+    __slots__ = ("_enabled",)
+
+    def __enter__(self) -> None:
+        self._enabled = torch.is_autocast_cache_enabled()
+        if self._enabled:
+            torch.set_autocast_cache_enabled(False)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._enabled:
+            torch.set_autocast_cache_enabled(True)
+
+
+def _refuse(what: str, why: str, instead: str) -> NoReturn:
+    raise RuntimeError(f"{what} of a sharded model: {why}. Use {instead}.")

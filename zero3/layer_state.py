@@ -1,0 +1,231 @@
+"""A layer without its module: chunks, parameters, gradients, and whether they are fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from .autograd import accumulates_into
+from .binding import Binding, Bound
+from .chunk import Chunk
+from .collectives import Communicator
+from .flat import stand_in
+from .gradient import Backup, FlatGradient
+from .policy import ShardingPolicy
+from .streams import Lanes
+
+__all__: list[str] = []
+
+
+class Presence(Enum):
+    RELEASED = "released"  # chunks only
+    FETCHING = "fetching"  # full buffer filling, parameters still hidden
+    FETCHED = "fetched"  # parameters shown
+
+
+class LayerState:
+    """Moves a layer between released and fetched. Knows neither what comes next nor why: the runtime does.
+
+        presence  | parameters in the modules        | full buffer    | next
+        released  | hidden: metadata yes, values no  | no storage     | start_fetch
+        fetching  | hidden                           | being written  | finish_fetch
+        fetched   | shown, views of the full buffer  | all values     | release
+    """
+
+    def __init__(self, label: str, communicator: Communicator, device: torch.device, policy: ShardingPolicy) -> None:
+        self.label = label
+        self.communicator = communicator
+        self.device = device
+        self.policy = policy
+        self.chunks: list[Chunk] = []
+        self.bound: list[Bound] = []
+        self.presence = Presence.RELEASED
+        self.lanes: Lanes = communicator.lanes(device)  # the runtime gives all its layers the same
+        self.registry: dict[str, nn.Parameter | None] = {}  # where the module tree finds the chunks
+        self.meta_buffers: list[tuple[nn.Module, str, str]] = []  # owner, attribute, name: to be filled before use
+        self._pins = 0
+        self._gradients: dict[Chunk, FlatGradient] = {}
+        self._stand_ins: dict[Chunk, Tensor] = {}
+        self._hooked: set[int] = set()
+
+    def add_chunk(self, chunk: Chunk, bindings: list[Binding]) -> None:
+        """Takes over the parameters of `bindings` (in the order of the slots); they are hidden from now on."""
+        self.chunks.append(chunk)
+        mean = self.policy.gradient_reduction == "mean"
+        self._gradients[chunk] = FlatGradient(chunk, self.communicator, mean=mean)
+        self._stand_ins[chunk] = stand_in(chunk.shard.dtype, chunk.shard.device)
+        for index, binding in enumerate(bindings):
+            self.bound.append(Bound(binding, chunk, index))
+            if binding.parameter.is_meta:
+                parameter = nn.Parameter(self._stand_ins[chunk].expand(binding.parameter.shape), binding.parameter.requires_grad)
+                binding.replace(parameter)
+            binding.hide(self._stand_ins[chunk])
+            self._hook(self.bound[-1])
+
+    def trainable(self) -> list[nn.Parameter]:
+        return [chunk.shard for chunk in self.chunks if chunk.shard.requires_grad]
+
+    # -- fetch and release
+
+    def start_fetch(self) -> None:
+        if self.presence is not Presence.RELEASED:
+            return
+        self._check_loaded()
+        self.presence = Presence.FETCHING
+        for chunk in self.chunks:
+            chunk.start_fetch(self.lanes.fetch)
+
+    def finish_fetch(self) -> None:
+        """After this, compute on the current stream may use the parameters."""
+        if self.presence is Presence.FETCHING:
+            try:
+                for chunk in self.chunks:
+                    chunk.finish_fetch()
+            except RuntimeError as error:
+                raise self._transfer_error("gathering", error) from error
+            self.presence = Presence.FETCHED  # first: an interrupt between two parameters must find all to hide
+            for bound in self.bound:
+                self._follow_requires_grad(bound)
+                bound.binding.show(bound.value)
+        for chunk in self.chunks:
+            if chunk.changed():  # then what older graphs saved is stale: torch's own version check has to see it
+                torch.autograd.graph.increment_version([b.binding.parameter for b in self.bound if b.chunk is chunk])
+
+    def release(self) -> None:
+        if self._pins or self.presence is Presence.RELEASED:
+            return
+        if self.presence is Presence.FETCHED:
+            for bound in self.bound:
+                bound.binding.hide(self._stand_ins[bound.chunk])
+        for chunk in self.chunks:
+            chunk.release()
+        self.presence = Presence.RELEASED
+
+    def let_escape(self, tensors: Iterable[Tensor]) -> None:
+        """Outputs that are views of parameters keep the memory they look at; the layer takes a new buffer."""
+        for tensor in tensors:
+            for chunk in self.chunks:
+                if chunk.full.aliases(tensor):
+                    chunk.replace_buffer()
+
+    def reset(self) -> None:
+        """Whatever was under way is dropped. Transfers are waited for first (their buffers must not be written later)."""
+        for gradient in self._gradients.values():
+            gradient.drop()
+        if self.presence is Presence.FETCHING:
+            for chunk in self.chunks:
+                chunk.abandon_fetch()
+        self.release()
+
+    # -- access outside a forward
+
+    def pin(self) -> None:
+        """Fetched until unpinned: parameters stand in the modules, and the chunks do not."""
+        self.start_fetch()
+        self.finish_fetch()
+        self._pins += 1
+        if self._pins == 1:
+            for name in self.chunk_names():
+                self.registry.pop(name)
+
+    def pin_unloaded(self) -> None:
+        """As `pin`, for a loader: chunks that have no values yet count as loaded, for it is about to fill them."""
+        for chunk in self.chunks:
+            chunk.loaded = True
+        meta_buffers, self.meta_buffers = self.meta_buffers, []
+        self.pin()
+        self.meta_buffers = meta_buffers
+
+    def unpin(self) -> None:
+        self._pins -= 1
+        if not self._pins:
+            self.registry.update(self.chunk_names())
+            self.release()
+
+    @property
+    def pinned(self) -> bool:
+        return self._pins > 0
+
+    def chunk_names(self) -> dict[str, nn.Parameter | None]:
+        """The names under which the chunks are parameters: `trainable_chunk`, `frozen_chunk`, with dtypes if there are several."""
+        names: dict[str, nn.Parameter | None] = {}
+        for chunk in self.chunks:
+            name = "trainable_chunk" if chunk.trainable_when_wrapped else "frozen_chunk"
+            if sum(c.trainable_when_wrapped == chunk.trainable_when_wrapped for c in self.chunks) > 1:
+                name += f"_{str(chunk.shard.dtype).removeprefix('torch.')}"
+            names[name] = chunk.shard
+        return names
+
+    def write_back(self) -> None:
+        """Rank 0's values of the fetched parameters become everybody's."""
+        for bound in self.bound:
+            if bound.binding.parameter.data_ptr() != bound.value.data_ptr():  # given other data: that is what was meant
+                bound.value.copy_(bound.binding.parameter.data)
+        for chunk in self.chunks:
+            chunk.scatter()
+
+    # -- gradients
+
+    def watch_gradients(self, on_first: Callable[[], None]) -> None:
+        for gradient in self._gradients.values():
+            gradient.on_first = on_first
+
+    def has_gradients(self) -> bool:
+        return any(gradient.pending for gradient in self._gradients.values())
+
+    def receives_gradients(self) -> bool:
+        """Whether the backward that runs now writes gradients of this layer's parameters."""
+        return accumulates_into(bound.binding.parameter for bound in self.bound)
+
+    def back_up(self, communicator: Communicator) -> list[Backup]:
+        """Begins to reduce the gradients of all trainable chunks."""
+        try:
+            return [self._gradients[c].back_up(self.lanes.backup, communicator) for c in self.chunks if c.shard.requires_grad]
+        except RuntimeError as error:
+            raise self._transfer_error("reducing the gradients of", error) from error
+
+    def drop_gradients(self) -> None:
+        for chunk in self.chunks:
+            chunk.shard.grad = None
+
+    def _follow_requires_grad(self, bound: Bound) -> None:
+        """A chunk frozen or unfrozen as a whole takes its parameters along."""
+        parameter, wanted = bound.binding.parameter, bound.chunk.shard.requires_grad
+        if parameter.requires_grad != wanted:
+            with torch._C.DisableTorchFunctionSubclass():
+                parameter.requires_grad_(wanted)
+            self._hook(bound)
+
+    def _hook(self, bound: Bound) -> None:
+        parameter, index = bound.binding.parameter, bound.index
+        if not parameter.requires_grad or id(bound) in self._hooked:
+            return
+        gradient = self._gradients[bound.chunk]
+
+        def take(leaf: Tensor) -> None:
+            value, leaf.grad = leaf.grad, None
+            if value is not None:
+                gradient.add(index, value)
+
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.register_post_accumulate_grad_hook(take)
+        self._hooked.add(id(bound))
+
+    def _check_loaded(self) -> None:
+        if self.meta_buffers:
+            self.meta_buffers = [b for b in self.meta_buffers if (held := b[0]._buffers.get(b[1])) is not None and held.is_meta]
+        if self.meta_buffers or not all(chunk.loaded for chunk in self.chunks):
+            missing = [bound.binding.name for bound in self.bound if not bound.chunk.loaded] + [name for _, _, name in self.meta_buffers]
+            raise RuntimeError(
+                f"rank {self.communicator.rank}: layer {self.label} was built on the meta device and has no values yet: "
+                f"{', '.join(missing)}. Load them (zero3.load_full_state_dict) before the first forward."
+            )
+
+    def _transfer_error(self, doing: str, error: Exception) -> RuntimeError:
+        return RuntimeError(
+            f"rank {self.communicator.rank} of {self.communicator.world_size}: {doing} layer {self.label} failed: {error} "
+            "Most often another rank died, or took another path through the model: its own error says why."
+        )

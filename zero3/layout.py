@@ -1,0 +1,103 @@
+"""Where each parameter lies in a layer's flat buffer: integers only, no tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__: list[str] = []
+
+# Slots whose length is a multiple of this come first, so that every one of them starts on a boundary that
+# vectorised kernels like (64 bytes for fp32). Odd lengths follow; no padding is spent between slots.
+ALIGNMENT_NUMEL = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One original parameter's place in the flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of a slot that one rank's chunk holds: elements `[start, stop)` of the slot, at `offset` in the chunk."""
+
+    slot: Slot
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLayout:
+    """Slots side by side in a buffer of `world_size * shard_numel` elements, cut into `world_size` equal chunks.
+
+        rank 0's chunk      rank 1's chunk      rank 2's chunk
+       |-------- S --------|-------- S --------|-------- S --------|
+       | slot a | slot b        | slot c   | slot d           |pad|      pad < world_size elements, always zero
+    """
+
+    slots: tuple[Slot, ...]
+    world_size: int
+
+    @classmethod
+    def build(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], world_size: int) -> ChunkLayout:
+        named = list(shapes)
+        ordered = sorted(named, key=lambda item: math.prod(item[1]) % ALIGNMENT_NUMEL != 0)  # stable
+        slots, offset = [], 0
+        for name, shape in ordered:
+            slots.append(Slot(name, tuple(shape), offset))
+            offset = slots[-1].stop
+        return cls(tuple(slots), world_size)
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world_size must be at least 1, found {self.world_size}")
+        end = 0
+        for slot in self.slots:
+            if slot.offset != end:
+                raise ValueError(f"slot {slot.name!r} starts at {slot.offset}, expected {end}: slots must not overlap or leave gaps")
+            end = slot.stop
+        if len({slot.name for slot in self.slots}) != len(self.slots):
+            raise ValueError("two slots share a name")
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameters, without padding."""
+        return self.slots[-1].stop if self.slots else 0
+
+    @property
+    def shard_numel(self) -> int:
+        """S, the length of every rank's chunk."""
+        return -(-self.numel // self.world_size)
+
+    @property
+    def padded_numel(self) -> int:
+        """W * S, the length of the full buffer."""
+        return self.shard_numel * self.world_size
+
+    def chunk_range(self, rank: int) -> tuple[int, int]:
+        """The half-open range of the full buffer that `rank` keeps."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """The parts of parameters in `rank`'s chunk, in order; empty parameters have none."""
+        low, high = self.chunk_range(rank)
+        found = []
+        for slot in self.slots:
+            start, stop = max(low, slot.offset), min(high, slot.stop)
+            if start < stop:
+                found.append(Piece(slot, start - slot.offset, stop - slot.offset, start - low))
+        return tuple(found)

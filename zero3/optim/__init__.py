@@ -1,0 +1,1 @@
+"""What happens between backward and the next forward."""

@@ -1,0 +1,59 @@
+"""Gradient clipping by the one global norm."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..access import states_of
+
+__all__: list[str] = []
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+    """Scales all gradients so that their norm, taken over all parameters of all ranks as one vector, is at most `max_norm`.
+
+    As `torch.nn.utils.clip_grad_norm_` does for an unsharded model, in one all-reduce of one number. Every rank calls it.
+
+    Args:
+        model: any model that contains zero3 layers.
+        max_norm: `float("inf")` only measures.
+        norm_type: p of the p-norm, `float("inf")` for the largest element.
+        error_if_nonfinite: raise if the norm is nan or inf, with the gradients untouched.
+
+    Returns:
+        The total norm before clipping, 0-dim, float64 if any chunk is, float32 otherwise; the same bits on all ranks.
+
+    Raises:
+        RuntimeError: the norm is nan or inf, and `error_if_nonfinite`; on every rank.
+        ValueError: nothing in `model` is sharded, or `norm_type` is not positive.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive, found {norm_type}")
+    states = states_of(model)
+    chunks = [chunk.shard for state in states for chunk in state.chunks]
+    gradients = [chunk.grad.as_subclass(Tensor) for chunk in chunks if chunk.grad is not None]
+    filled = [gradient for gradient in gradients if gradient.numel()]
+    maximum = math.isinf(norm_type)
+    local = torch.zeros((), dtype=torch.float64, device=states[0].device)
+    if filled:
+        # torch's own norm of norms, so that one rank gives the very bits that torch gives for one process
+        local = torch.nn.utils.get_total_norm(filled, norm_type).to(torch.float64)
+    total = local if maximum else local**norm_type
+    states[0].communicator.all_reduce(total, maximum=maximum)
+    if not maximum:
+        total = total ** (1.0 / norm_type) if states[0].communicator.world_size > 1 else local
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {total.item()}, so they can't be clipped. "
+            "Set error_if_nonfinite=False to scale by it anyway."
+        )
+    total = total.to(torch.float64 if any(chunk.dtype == torch.float64 for chunk in chunks) else torch.float32)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    if gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype) if len({g.dtype for g in gradients}) == 1 else factor)
+    return total

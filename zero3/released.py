@@ -1,0 +1,73 @@
+"""The guard that stands for a parameter while its layer is released: metadata is answered, values are refused.
+
+A parameter stays one object for life. While it is released its class is `ReleasedParameter`, so that every operation
+of Python on it comes through `__torch_function__`, whoever kept the object; its data is a NaN stretched to its shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+__all__: list[str] = []
+
+_METADATA_PROPERTIES = (
+    "shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "names", "grad", "grad_fn", "is_cuda",
+    "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "itemsize", "nbytes", "_backward_hooks",
+    "output_nr", "_version",
+)  # fmt: skip
+_METADATA = frozenset(getattr(Tensor, name).__get__ for name in _METADATA_PROPERTIES if hasattr(Tensor, name)) | {
+    Tensor.numel, Tensor.nelement, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.element_size, Tensor.__len__,
+    Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__, Tensor.type, torch.numel, torch.is_floating_point,
+    torch.is_complex, torch.is_tensor,
+}  # fmt: skip
+
+
+class ReleasedParameter(nn.Parameter):
+    """A parameter whose values live in chunks on all ranks. Made only by switching a parameter's class."""
+
+    zero3_name: str  # "weight of layer '0' (Linear)": set on the instance when its layer is made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func in (Tensor.__repr__, Tensor.__format__):
+            return args[0]._describe()
+        _refuse(_first_released((args, kwargs)), getattr(func.__self__, "__name__", name) if name in ("__get__", "__set__") else name)
+
+    def _describe(self) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"Parameter(released, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+
+    def __repr__(self, **kwargs: object) -> str:  # type: ignore[override]
+        return self._describe()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        _refuse(self, "deepcopy")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        _refuse(self, "pickle")
+
+
+def _first_released(arguments: Any) -> ReleasedParameter | None:
+    if isinstance(arguments, ReleasedParameter):
+        return arguments
+    values = arguments.values() if isinstance(arguments, Mapping) else arguments if isinstance(arguments, (tuple, list)) else ()
+    return next((found for value in values if (found := _first_released(value)) is not None), None)
+
+
+def _refuse(parameter: ReleasedParameter | None, operation: str) -> NoReturn:
+    name = getattr(parameter, "zero3_name", "a parameter")
+    raise RuntimeError(
+        f"{operation}: {name} is released, its values lie in chunks on all ranks. Read or change it inside "
+        "`with zero3.full_params(module):` (entered by every rank), or work on the chunks that "
+        "get_trainable_chunk() returns."
+    )

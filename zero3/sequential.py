@@ -1,0 +1,79 @@
+"""Zero3Sequential: layers one after another, each fetched while the one before it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from .agreement import agree
+from .layer import Zero3Layer, adopt, layers_of
+from .runtime import Runtime
+
+__all__: list[str] = []
+
+
+class Zero3Sequential(nn.Module):
+    """Threads its input through `Zero3Layer`s, and gathers each layer's parameters ahead of time.
+
+    Args:
+        modules: the layers, in the order in which they are called; at least one, all of one process group.
+
+    Raises:
+        TypeError: an item that is no `Zero3Layer`.
+        ValueError: no items; items of different process groups or devices; ranks that have different numbers of layers.
+    """
+
+    def __init__(self, modules: Iterable[Zero3Layer]) -> None:
+        super().__init__()
+        layers = list(modules)
+        _check_items(layers)
+        for index, layer in enumerate(layers):
+            self.add_module(str(index), layer)
+        self._layers = tuple(layers)
+        self._runtime: Runtime | None = None
+
+    def forward(self, x: Any) -> Any:
+        runtime = self._runtime
+        if runtime is None or any(layer._runtime is not runtime for layer in self._layers):
+            nested = len(layers_of(self)) > len(self._layers)
+            runtime = self._runtime = adopt(self, ordered=not nested)
+        with runtime.forward_pass():
+            for layer in self._layers:
+                x = layer(x)
+            return x
+
+    def get_trainable_chunk(self) -> list[nn.Parameter]:
+        """This rank's trainable chunks, 1-D `[S]`, of all layers in order: what any optimizer takes."""
+        return [chunk for layer in layers_of(self) for chunk in layer._state.trainable()]
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __iter__(self) -> Iterator[Zero3Layer]:
+        return iter(self._layers)
+
+    def __getitem__(self, index: int) -> Zero3Layer:
+        return self._layers[index]
+
+
+def _check_items(layers: list[Any]) -> None:
+    error: Exception | None = None
+    states = [layer._state for layer in layers if isinstance(layer, Zero3Layer)]
+    wrong = next(((i, item) for i, item in enumerate(layers) if not isinstance(item, Zero3Layer)), None)
+    if not layers:
+        error = ValueError("modules is empty: Zero3Sequential needs at least one Zero3Layer")
+    elif wrong is not None:
+        error = TypeError(f"item {wrong[0]} is a {type(wrong[1]).__name__}, expected a Zero3Layer: wrap it as Zero3Layer(module)")
+    if not states:
+        if error is not None:
+            raise error
+        return
+    first = states[0]
+    for index, state in enumerate(states):
+        if error is None and not first.communicator.same_ranks(state.communicator):
+            error = ValueError(f"item {index} has another process group than item 0: all layers of a model share one")
+        if error is None and state.device != first.device:
+            error = ValueError(f"item {index} is on {state.device}, item 0 on {first.device}: all layers of a model share one device")
+    agree(first.communicator, first.device, f"a Zero3Sequential of {len(states)} layers", [state.label for state in states], error)

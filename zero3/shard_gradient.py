@@ -1,0 +1,51 @@
+"""The type of a chunk's gradient: a slice of the model's, on which operations that need all of it must not pass for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .collectives import Communicator
+
+__all__: list[str] = []
+
+_NORMS = frozenset({torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm})
+_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
+
+
+class ShardGradient(Tensor):
+    """A gradient `[S]` of one rank's chunk; every operation but those below sees a plain tensor.
+
+    * A norm is this rank's alone: `torch.nn.utils.clip_grad_norm_` on chunks would clip each rank by another factor.
+      It raises and names `zero3.clip_grad_norm_`.
+    * `torch.amp.GradScaler` looks for inf and nan in it: what one rank finds, all ranks are told, or they would step
+      differently. (One scalar all-reduce; every rank unscales.)
+    """
+
+    communicator: Communicator
+
+    @classmethod
+    def of(cls, gradient: Tensor, communicator: Communicator) -> ShardGradient:
+        guarded = gradient.as_subclass(cls)
+        guarded.communicator = communicator
+        return guarded
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _NORMS:
+            raise RuntimeError(
+                "a norm of a chunk's gradient is that of one rank's slice, different on every rank: use "
+                "zero3.clip_grad_norm_(model, max_norm) to clip, or zero3.clip_grad_norm_(model, float('inf')) to read "
+                "the global norm. (The slice's own norm: chunk.grad.as_subclass(torch.Tensor).norm().)"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if func is _UNSCALE:
+            found_inf = args[1]
+            next(g for g in args[0] if isinstance(g, cls)).communicator.all_reduce(found_inf, maximum=True)
+        return result

@@ -1,0 +1,122 @@
+"""The order of work on a device: a compute stream, a fetch lane, a backup lane. On the CPU, lanes do nothing.
+
+Everything is allocated and freed on the compute stream. A lane entered waits for what compute has been given so far,
+and compute waits for a mark before it touches what the lane made. So a buffer that compute has freed may be handed
+out again at once: whoever writes it next waits for its last reader, and no allocator needs to be told of streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+import torch
+
+__all__: list[str] = []
+
+
+class Pending(Protocol):
+    """A transfer under way. `wait` returns when the host may rely on it (a no-op where streams keep the order)."""
+
+    def wait(self) -> object: ...
+
+
+class Done:
+    """A transfer that is over."""
+
+    def wait(self) -> None:
+        return None
+
+
+class Mark(Protocol):
+    """A point in a lane's work that compute can wait for."""
+
+    def wait(self) -> None: ...
+
+
+class Lane(Protocol):
+    """A queue of transfers beside the computation."""
+
+    def issue(self) -> AbstractContextManager[object]:
+        """Work begun inside waits for all that compute has been given so far."""
+        ...
+
+    def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Mark:
+        """Runs `then` after `pending`, in the lane's order; returns the mark that says both are done."""
+        ...
+
+
+class Lanes(NamedTuple):
+    fetch: Lane
+    backup: Lane
+
+
+class _HostMark:
+    def __init__(self, pending: Pending, then: Callable[[], None] | None) -> None:
+        self._pending: Pending | None = pending
+        self._then = then
+
+    def wait(self) -> None:
+        if self._pending is None:
+            return
+        self._pending.wait()
+        if self._then is not None:
+            self._then()
+        self._pending = self._then = None  # not before: a transfer that failed must not pass for one that is done
+
+
+class HostLane:
+    """No streams: transfers run in the communicator's threads, and waiting for their handles keeps the order."""
+
+    def issue(self) -> AbstractContextManager[object]:
+        return _NOTHING
+
+    def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Mark:
+        return _HostMark(pending, then)
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+
+_NOTHING = _Nothing()
+
+
+class _CudaMark:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class CudaLane:
+    """A CUDA stream of the model's own. [1] and [2] are the two halves of every order between lane and compute."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def issue(self) -> AbstractContextManager[object]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))  # [1] lane after compute
+        return torch.cuda.stream(self._stream)
+
+    def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Mark:
+        # Called inside issue(): a stream-ordered pending is already queued, a host-ordered one blocks here.
+        pending.wait()
+        if then is not None:
+            then()
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return _CudaMark(event)  # [2] compute after lane
+
+
+def lanes_for(device: torch.device) -> Lanes:
+    """The lanes of a model that computes on `device`."""
+    if device.type == "cuda":
+        return Lanes(CudaLane(device), CudaLane(device))
+    return Lanes(HostLane(), HostLane())
