@@ -1,0 +1,189 @@
+"""Ranks as threads: a communicator that joins W threads of one process, and a way to run a function on each.
+
+A collective here is late on purpose. What it brings is written when its handle is waited for, and until then its
+output holds NaN, so that a wait left out shows up as NaN instead of passing by luck. Ranks compare what they are
+doing at every collective; one that does something else is an error on all of them, never a mix-up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero3.streams import Lanes, lanes_for
+
+
+class Collective(NamedTuple):
+    """One line of a rank's log."""
+
+    kind: str
+    numel: int  # of the full buffer
+    dtype: torch.dtype
+
+
+class RanksDisagree(RuntimeError):
+    pass
+
+
+@dataclass
+class _Round:
+    values: dict[int, Any] = field(default_factory=dict)
+    left: int = 0
+
+
+class World:
+    """What the threads share: a meeting point per communicator and position in its sequence."""
+
+    def __init__(self, size: int, timeout: float = 20.0) -> None:
+        self.size = size
+        self.timeout = timeout
+        self.failed: BaseException | None = None
+        self._condition = threading.Condition()
+        self._rounds: dict[tuple[str, int], _Round] = {}
+
+    def meet(self, place: str, number: int, rank: int, what: Any, value: Any) -> list[Any]:
+        """Waits for all ranks; returns what each brought, in rank order."""
+        with self._condition:
+            meeting = self._rounds.setdefault((place, number), _Round())
+            meeting.values[rank] = (what, value)
+            self._condition.notify_all()
+            complete = self._condition.wait_for(lambda: len(meeting.values) == self.size or self.failed, self.timeout)
+            if len(meeting.values) < self.size:
+                raise RanksDisagree(f"rank {rank} waited for the others at {what} ({'a rank failed' if complete else 'timeout'})")
+            meeting.left += 1
+            if meeting.left == self.size:
+                del self._rounds[place, number]
+        kinds = {str(entry[0]) for entry in meeting.values.values()}
+        if len(kinds) > 1:
+            raise RanksDisagree(f"ranks make different collectives: {sorted(kinds)}")
+        return [meeting.values[r][1] for r in range(self.size)]
+
+    def fail(self, error: BaseException) -> None:
+        with self._condition:
+            self.failed = self.failed or error
+            self._condition.notify_all()
+
+
+class _Late:
+    def __init__(self, arrive: Callable[[], None]) -> None:
+        self._arrive: Callable[[], None] | None = arrive
+
+    def wait(self) -> None:
+        if self._arrive is not None:
+            self._arrive()
+            self._arrive = None
+
+
+def poison(tensor: Tensor) -> None:
+    if tensor.is_floating_point():
+        tensor.fill_(float("nan"))
+
+
+class ThreadCommunicator:
+    """The `Communicator` of one thread. `log` holds its collectives; `before` is called ahead of each (faults, delays)."""
+
+    def __init__(self, world: World, rank: int, place: str = "main") -> None:
+        self.world, self.rank, self.world_size = world, rank, world.size
+        self.log: list[Collective] = []
+        self.before: Callable[[str], None] = lambda kind: None
+        self._place, self._count = place, 0
+
+    def _meet(self, kind: str, value: Any, numel: int, dtype: torch.dtype) -> list[Any]:
+        self._count += 1
+        return self.world.meet(self._place, self._count, self.rank, Collective(kind, numel, dtype), value)
+
+    def _post(self, kind: str, value: Tensor, numel: int) -> Callable[[], list[Any]]:
+        """Takes part now, waits for the others later."""
+        self.before(kind)
+        self.log.append(Collective(kind, numel, value.dtype))
+        self._count += 1
+        number, collective, sent = self._count, self.log[-1], value.detach().clone()
+        with self.world._condition:
+            self.world._rounds.setdefault((self._place, number), _Round()).values[self.rank] = (collective, sent)
+            self.world._condition.notify_all()
+        return lambda: self.world.meet(self._place, number, self.rank, collective, sent)
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> _Late:
+        arrive = self._post("all_gather", shard, full.numel())
+        poison(full)
+
+        def land() -> None:
+            full.copy_(torch.cat(arrive()))
+
+        return _Late(land)
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor) -> _Late:
+        arrive = self._post("reduce_scatter", full, full.numel())
+        poison(shard)
+        poison(full)  # the contract lets it be overwritten
+
+        def land() -> None:
+            mine = slice(self.rank * shard.numel(), (self.rank + 1) * shard.numel())
+            parts = [other[mine] for other in arrive()]
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total += part
+            shard.copy_(total)
+
+        return _Late(land)
+
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
+        self.log.append(Collective("all_reduce", tensor.numel(), tensor.dtype))
+        values = torch.stack(self._meet("all_reduce", tensor.clone(), tensor.numel(), tensor.dtype))
+        tensor.copy_(values.amax(0) if maximum else values.sum(0))
+
+    def scatter(self, shard: Tensor, full: Tensor | None) -> None:
+        self.log.append(Collective("scatter", shard.numel() * self.world_size, shard.dtype))
+        values = self._meet("scatter", None if full is None else full.clone(), shard.numel() * self.world_size, shard.dtype)
+        shard.copy_(values[0][self.rank * shard.numel() : (self.rank + 1) * shard.numel()])
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self.log.append(Collective("broadcast", tensor.numel(), tensor.dtype))
+        tensor.copy_(self._meet("broadcast", tensor.clone(), tensor.numel(), tensor.dtype)[0])
+
+    def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
+        self.log.append(Collective("exchange", len(payload), torch.uint8))
+        return self._meet("exchange", payload, len(payload), torch.uint8)
+
+    def twin(self) -> ThreadCommunicator:
+        other = ThreadCommunicator(self.world, self.rank, self._place + "'")
+        other.log, other.before = self.log, self.before
+        return other
+
+    def lanes(self, device: torch.device) -> Lanes:
+        return lanes_for(device)
+
+    def same_ranks(self, other: object) -> bool:
+        return isinstance(other, ThreadCommunicator) and other.world is self.world
+
+
+def run_ranks(size: int, body: Callable[[ThreadCommunicator], Any], timeout: float = 20.0) -> list[Any]:
+    """Runs `body` on `size` threads, each with its communicator; returns what each returned, or raises the first error."""
+    world = World(size, timeout)
+    results: list[Any] = [None] * size
+    errors: list[BaseException | None] = [None] * size
+
+    def thread(rank: int) -> None:
+        try:
+            results[rank] = body(ThreadCommunicator(world, rank))
+        except BaseException as error:
+            errors[rank] = error
+            world.fail(error)
+
+    threads = [threading.Thread(target=thread, args=(rank,), daemon=True) for rank in range(size)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(timeout + 10)
+    if any(each.is_alive() for each in threads):
+        raise TimeoutError(f"ranks {[r for r, each in enumerate(threads) if each.is_alive()]} are stuck")
+    first = next((error for error in errors if error is not None and not isinstance(error, RanksDisagree)), None)
+    first = first or next((error for error in errors if error is not None), None)
+    if first is not None:
+        raise first
+    return results
