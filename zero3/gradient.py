@@ -18,10 +18,10 @@ __all__: list[str] = []
 
 
 class Backup(NamedTuple):
-    """A reduction on its way. Its buffer lives until compute has waited for it: only then may it be handed out again."""
+    """A reduction on its way. Its buffers live until compute has waited for it: only then may they be handed out again."""
 
     mark: Mark
-    full: Tensor
+    held: tuple[Tensor, ...]
 
     def wait(self) -> None:
         self.mark.wait()
@@ -68,7 +68,7 @@ class FlatGradient:
         with lane.issue():
             pending = Done() if shard is full else communicator.reduce_scatter(shard, full)
             mark = lane.complete(pending, lambda: self._land(shard))
-        return Backup(mark, full)
+        return Backup(mark, (full, shard))
 
     def drop(self) -> None:
         self._full = None

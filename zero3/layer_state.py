@@ -43,7 +43,7 @@ class LayerState:
         self.chunks: list[Chunk] = []
         self.bound: list[Bound] = []
         self.presence = Presence.RELEASED
-        self.lanes: Lanes = communicator.lanes(device)  # the runtime gives all its layers the same
+        self._lanes: Lanes | None = None
         self.registry: dict[str, nn.Parameter | None] = {}  # where the module tree finds the chunks
         self.meta_buffers: list[tuple[nn.Module, str, str]] = []  # owner, attribute, name: to be filled before use
         self._pins = 0
@@ -64,6 +64,17 @@ class LayerState:
                 binding.replace(parameter)
             binding.hide(self._stand_ins[chunk])
             self._hook(self.bound[-1])
+
+    @property
+    def lanes(self) -> Lanes:
+        """The runtime gives all its layers the same; a layer that is read before any forward makes its own."""
+        if self._lanes is None:
+            self._lanes = self.communicator.lanes(self.device)
+        return self._lanes
+
+    @lanes.setter
+    def lanes(self, lanes: Lanes) -> None:
+        self._lanes = lanes
 
     def trainable(self) -> list[nn.Parameter]:
         return [chunk.shard for chunk in self.chunks if chunk.shard.requires_grad]
