@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 __all__: list[str] = []
+
+_MARK = "zero3"
 
 
 def inside_backward() -> bool:
@@ -23,33 +29,57 @@ def backward_task() -> int:
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Runs `callback` once the current backward is over. It does not run if that backward raises."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def as_plain_tensors() -> AbstractContextManager[object]:
+    """Inside, subclasses of Tensor pass for plain tensors: their `__torch_function__` is not asked."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def accumulates_into(parameters: Iterable[Tensor]) -> bool:
     """Whether the current backward will write the `.grad` of any of `parameters` (`autograd.grad` does not)."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
-        return any(
-            torch._C._will_engine_execute_node(parameter.view_as(parameter).grad_fn.next_functions[0][0])  # type: ignore[attr-defined,union-attr]
-            for parameter in parameters
-            if parameter.requires_grad
-        )
+    with as_plain_tensors(), torch.enable_grad():
+        views = (parameter.view_as(parameter) for parameter in parameters if parameter.requires_grad)
+        accumulators = (view.grad_fn.next_functions[0][0] for view in views if view.grad_fn is not None)
+        return any(node is not None and torch._C._will_engine_execute_node(node) for node in accumulators)
 
 
-def before_gradient_flows(outputs: Iterable[Tensor], callback: Callable[[], None]) -> None:
+def before_gradient_flows(outputs: Iterable[Tensor], callback: Callable[[], None], mark: object) -> None:
     """Runs `callback` before the backward of the graph that made `outputs` begins.
 
     The hook sits on the graph's nodes, not on tensors: a view that is modified in place gets a new node, but the
-    node of its base stays in the graph. So both are hooked.
+    node of its base stays in the graph. So both are hooked. `mark` is left on them for `mark_upstream`.
     """
 
     def prehook(_: Any) -> None:
         callback()
 
-    nodes = {}
+    nodes: set[Node] = set()
     for output in outputs:
         for tensor in (output, output._base):
             if tensor is not None and tensor.grad_fn is not None:
-                nodes[tensor.grad_fn] = None
+                nodes.add(tensor.grad_fn)
     for node in nodes:
         node.register_prehook(prehook)
+        node.metadata[_MARK] = weakref.ref(mark)
+
+
+def mark_upstream(tensors: Iterable[Tensor], limit: int = 1000) -> object | None:
+    """The mark of a nearest layer whose outputs `tensors` were computed from, looking at no more than `limit` nodes."""
+    nodes: deque[Node | None] = deque(tensor.grad_fn for tensor in tensors)
+    seen: set[Node] = set()
+    while nodes and len(seen) < limit:
+        node = nodes.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found = node.metadata.get(_MARK, _nothing)()
+        if found is not None:
+            return found
+        nodes.extend(following for following, _ in node.next_functions)
+    return None
+
+
+def _nothing() -> None:
+    return None

@@ -8,9 +8,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from .autograd import mark_upstream
 from .construction import Request, build_state
 from .policy import ShardingPolicy
 from .runtime import Runtime
+from .tree import tensors_in
 
 __all__: list[str] = []
 
@@ -65,12 +67,26 @@ class Zero3Layer(nn.Module):
     # -- one call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        runtime = self._runtime or adopt(self, ordered=False)
-        with runtime.forward_pass():
+        runtime = self._runtime
+        if runtime is None or (runtime.lone and torch.is_grad_enabled()):
+            runtime = self._find_runtime(args, kwargs)
+        with runtime.forward_pass(self):
             runtime.pre_forward(self._state)
             with _uncached_autocast():
                 output = self.module(*args, **kwargs)
             return runtime.post_forward(self._state, output)
+
+    def _find_runtime(self, args: Any, kwargs: Any) -> Runtime:
+        """Layers called one by one, by a plain module, find each other through the graph; a layer that finds none is a model."""
+        upstream = mark_upstream(tensors_in((args, kwargs)))
+        own = self._runtime or adopt(self, ordered=False)
+        if not isinstance(upstream, Runtime) or upstream is own or not upstream.serves(self._state.communicator, self._state.device):
+            return own
+        own.reset()
+        for layer in layers_of(self):
+            upstream.join(layer._state)
+            layer._runtime = upstream
+        return upstream
 
     # -- a module like the one it wraps
 
@@ -134,10 +150,8 @@ class Zero3Layer(nn.Module):
                         "its chunks, gradients and optimizer state would no longer fit together",
                         "device= and the module's dtype before wrapping",
                     )
-        return super()._apply(fn, recurse) if not self._state.chunks else self._apply_to_buffers(fn)
-
-    def _apply_to_buffers(self, fn: Any) -> Zero3Layer:
-        self.module._apply(fn)
+        if recurse:
+            self.module._apply(fn)  # type: ignore[no-untyped-call]
         return self
 
 

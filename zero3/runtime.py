@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import takewhile
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import torch
 
 from .agreement import agree
 from .autograd import backward_task, before_gradient_flows, inside_backward, when_backward_ends
+from .collectives import Communicator
 from .gradient import Backup
 from .layer_state import LayerState, Presence
 from .policy import ShardingPolicy
@@ -49,30 +51,43 @@ class _Token:
 class Runtime:
     def __init__(self, layers: Sequence[LayerState], policy: ShardingPolicy, *, ordered: bool) -> None:
         first = layers[0]
-        self.layers = layers
         self._communicator = first.communicator
         self._device = first.device
         self._backup_communicator = first.communicator.twin() if policy.separate_backup_group else first.communicator
         self._depth = policy.prefetch_depth
-        self._order: ForwardOrder[LayerState] = ForwardOrder(layers if ordered else ())
+        self._order: ForwardOrder[LayerState | None] = ForwardOrder(layers if ordered else ())  # None: between modules
         self._agreed: set[tuple[LayerState, ...]] = set()  # tapes that all ranks are known to share
         self._tape: LayerTape | None = None  # of the forward under way
+        self._open_tape: LayerTape | None = None  # of a forward that another module may continue
         self._passes = 0
         self._frames: list[_Frame] = []
         self._lingering: list[LayerState] = []  # forward is over, backward may need them at once
         self._touched: list[LayerTape] = []  # tapes the present backward has come to, newest first
         self._backups: deque[Backup] = deque()
         self._backward: weakref.ref[_Token] | None = None
-        this = weakref.ref(self)
+        self._called: set[int] = set()  # outermost modules of the present pass, by id: a reference would keep them alive
+        self.layers: list[LayerState] = []
         for state in layers:
-            state.lanes = first.lanes
-            state.watch_gradients(partial(_gradient_outside_calls, this))
+            self.join(state)
 
     # -- forward
 
-    def forward_pass(self) -> _ForwardPass:
-        """The context of any zero3 module's forward; the outermost one begins and ends a pass."""
-        return _ForwardPass(self)
+    def forward_pass(self, module: object) -> _ForwardPass:
+        """The context of any zero3 module's forward. See `_begin_call` for when a new pass begins."""
+        return _ForwardPass(self, module)
+
+    @property
+    def lone(self) -> bool:
+        return len(self.layers) == 1
+
+    def serves(self, communicator: Communicator, device: torch.device) -> bool:
+        return self._communicator.same_ranks(communicator) and self._device == device
+
+    def join(self, state: LayerState) -> None:
+        """Takes in a layer that was found to follow this runtime's in a graph."""
+        self.layers.append(state)
+        state.lanes = self.layers[0].lanes
+        state.watch_gradients(partial(_gradient_outside_calls, weakref.ref(self)))
 
     def pre_forward(self, state: LayerState) -> None:
         if self._in_backward() and any(tape.holds(state) for tape in self._touched):
@@ -83,11 +98,11 @@ class Runtime:
         tape = self._tape
         if tape is None:
             raise RuntimeError(f"layer {state.label} was called outside a forward pass of its model")
-        ahead: Sequence[LayerState] = ()
+        ahead: list[LayerState] = []
         if not inside_backward():
             if not self._order.advance(state):
                 self._agree(f"the layer called as number {self._order.position} of a forward", [state.label])
-            ahead = self._order.upcoming(self._depth)
+            ahead = self._ahead()
         self._release_lingering(keep=[state, *ahead])
         self._fetch(state)
         for following in ahead:
@@ -105,30 +120,48 @@ class Runtime:
         differentiable = [tensor for tensor in tensors if tensor.requires_grad]
         if self._tape is not None and torch.is_grad_enabled() and (differentiable or state.trainable()):
             call = self._tape.record(state, frame.start)
-            before_gradient_flows(differentiable, partial(self._pre_backward, self._tape, call))
+            before_gradient_flows(differentiable, partial(self._pre_backward, self._tape, call), mark=self)
             self._lingering.append(state)
         else:
             self._release(state)
         return output
 
-    def _begin_pass(self) -> None:
+    def _begin_call(self, module: object) -> None:
+        """An outermost module is called. It continues the pass of the one before (a plain container calls one layer
+        after another), unless it has been called in that pass, or a backward has ended since: then a new one begins.
+        """
         if inside_backward():
             self._finish_nested()
+            self._tape = self._new_tape()
+            return
+        if self._open_tape is not None and id(module) not in self._called:
+            self._tape = self._open_tape
+            self._order.advance(None)
+            self._release_lingering(keep=())  # an optimizer may have stepped between two modules
         else:
             self.reset()
             self._order.begin()
-        self._passes += 1
-        self._tape = Tape(serial=self._passes)
+            self._tape = self._new_tape()
+        self._called.add(id(module))
 
-    def _end_pass(self) -> None:
+    def _end_call(self) -> None:
         tape, self._tape = self._tape, None
-        if inside_backward():
+        if inside_backward() or tape is None:
             return
+        self._open_tape = tape
         self._order.learn()
-        kept = self._lingering if tape is not None and tape.calls else []
+        kept = self._lingering if tape.calls else []
         for state in self.layers:
             if state.presence is not Presence.RELEASED and state not in kept:
                 self._release(state)
+
+    def _new_tape(self) -> LayerTape:
+        self._passes += 1
+        return Tape(serial=self._passes)
+
+    def _ahead(self) -> list[LayerState]:
+        """The layers to prefetch: never beyond the outermost module that runs, for what follows it may come after a step."""
+        return [state for state in takewhile(lambda state: state is not None, self._order.upcoming(self._depth)) if state is not None]
 
     def _release_lingering(self, keep: Iterable[LayerState]) -> None:
         kept = set(keep)
@@ -216,7 +249,7 @@ class Runtime:
         for state in self.layers:
             self._release(state)
         self._lingering.clear()
-        self._backward = None
+        self._backward = self._open_tape = None
 
     def gradient_outside_calls(self) -> None:
         """A layer's first gradient came in: make sure that this backward ends by reducing it."""
@@ -244,7 +277,8 @@ class Runtime:
         self._touched.clear()
         self._frames.clear()
         self._lingering.clear()
-        self._tape = self._backward = None
+        self._called.clear()
+        self._tape = self._open_tape = self._backward = None
         for state in self.layers:
             state.reset()
             if broken:
@@ -266,26 +300,26 @@ class Runtime:
 class _ForwardPass:
     """Entered by every zero3 module's forward. Restores what it found, so an exception anywhere leaves no trace."""
 
-    __slots__ = ("_frames", "_outermost", "_runtime")
+    __slots__ = ("_frames", "_module", "_outermost", "_runtime")
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, module: object) -> None:
         self._runtime = runtime
+        self._module = module
 
     def __enter__(self) -> None:
         runtime = self._runtime
         self._outermost = runtime._tape is None
         if self._outermost:
-            runtime._begin_pass()
+            runtime._begin_call(self._module)
         self._frames = len(runtime._frames)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         runtime = self._runtime
         del runtime._frames[self._frames :]
-        if not self._outermost:
-            return
-        if kind is None:
-            runtime._end_pass()
-        runtime._tape = None
+        if self._outermost and kind is None:
+            runtime._end_call()
+        elif self._outermost:
+            runtime._tape = runtime._open_tape = None
 
 
 def _gradient_outside_calls(runtime: weakref.ref[Runtime]) -> None:

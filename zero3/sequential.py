@@ -39,7 +39,7 @@ class Zero3Sequential(nn.Module):
         if runtime is None or any(layer._runtime is not runtime for layer in self._layers):
             nested = len(layers_of(self)) > len(self._layers)
             runtime = self._runtime = adopt(self, ordered=not nested)
-        with runtime.forward_pass():
+        with runtime.forward_pass(self):
             for layer in self._layers:
                 x = layer(x)
             return x
