@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .chunk import Chunk, storage_span
+from .chunk import Chunk
 from .released import ReleasedParameter
 
 __all__: list[str] = []
@@ -121,29 +121,43 @@ def check_bindings(bindings: list[Binding], dtype: torch.dtype | None) -> None:
 def _check_overlap(bindings: list[Binding]) -> None:
     spans = []
     for binding in bindings:
-        storage, start, stop = storage_span(binding.parameter)
-        if stop - start < binding.parameter.numel() * binding.parameter.element_size():
+        parameter = binding.parameter
+        if _overlaps_itself(parameter):
             raise ValueError(
-                f"parameter {binding.name!r} overlaps itself (shape {tuple(binding.parameter.shape)}, stride "
-                f"{binding.parameter.stride()}): an expanded tensor can't be trained. Use .clone() before wrapping."
+                f"parameter {binding.name!r} overlaps itself (shape {tuple(parameter.shape)}, stride {parameter.stride()}): "
+                "a tensor with several names for one element can't be trained. Use .clone() before wrapping."
             )
-        spans.append((storage, start, stop, binding))
-    spans.sort(key=lambda span: span[:3])
-    for (storage, _, stop, first), (other, start, _, second) in zip(spans, spans[1:], strict=False):
-        if storage == other and start < stop and _share_elements(first.parameter, second.parameter):
-            raise ValueError(
-                f"parameters {first.name!r} and {second.name!r} overlap in memory but are two objects. Make them one "
-                "Parameter if they are tied, or .clone() one of them."
-            )
+        last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+        spans.append((parameter.data_ptr(), parameter.data_ptr() + (last + 1) * parameter.element_size(), binding))
+    reached: list[tuple[int, Binding]] = []  # spans that reach beyond where the next one starts
+    for start, stop, binding in sorted(spans, key=lambda span: span[:2]):
+        reached = [(end, other) for end, other in reached if end > start]
+        for _, other in reached:
+            if _share_elements(other.parameter, binding.parameter):
+                raise ValueError(
+                    f"parameters {other.name!r} and {binding.name!r} overlap in memory but are two objects. Make them one "
+                    "Parameter if they are tied, or .clone() one of them."
+                )
+        reached.append((stop, binding))
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < extent:
+            return len(set(_addresses(tensor).tolist())) < tensor.numel()
+        extent += (size - 1) * stride
+    return False
 
 
 def _share_elements(a: Tensor, b: Tensor) -> bool:
     """Exactly: interleaved columns of one buffer cover each other's range without sharing an element."""
+    return bool(torch.isin(_addresses(a), _addresses(b)).any())
 
-    def addresses(tensor: Tensor) -> Tensor:
-        index = torch.tensor(tensor.storage_offset())
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            index = index[..., None] + torch.arange(size) * stride
-        return index.flatten()
 
-    return bool(torch.isin(addresses(a), addresses(b)).any())
+def _addresses(tensor: Tensor) -> Tensor:
+    """Where every element lies, in bytes."""
+    index = torch.tensor(tensor.data_ptr())
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        index = index[..., None] + torch.arange(size) * stride * tensor.element_size()
+    return index.flatten()

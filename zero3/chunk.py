@@ -35,7 +35,7 @@ class FullBuffer:
         self._storage.resize_(0)
 
     def aliases(self, tensor: Tensor) -> bool:
-        return bool(tensor.untyped_storage()._cdata == self._storage._cdata)
+        return tensor.layout == torch.strided and tensor.untyped_storage() is self._storage  # other layouts have no storage
 
 
 class ResidentBuffer:
@@ -131,10 +131,3 @@ def shrink_to_shard(full: Tensor, shard_numel: int) -> Tensor:
     shard = full[:shard_numel]
     full.untyped_storage().resize_(shard_numel * full.element_size())
     return shard
-
-
-def storage_span(tensor: Tensor) -> tuple[int, int, int]:
-    """Storage identity and the half-open byte range that `tensor` covers in it, for finding parameters that overlap."""
-    first = tensor.storage_offset()
-    last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.untyped_storage()._cdata, first * tensor.element_size(), (last + 1) * tensor.element_size()

@@ -52,7 +52,7 @@ class FlatGradient:
             self._full = self._chunk.shard.new_empty(self._chunk.layout.padded_numel)
             if self.on_first is not None:
                 self.on_first()
-        if not gradient.layout == torch.strided:
+        if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
         slot = view(self._full, self._chunk.layout, index)
         if index in self._written:

@@ -8,7 +8,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from .autograd import accumulates_into
+from .autograd import accumulates_into, as_plain_tensors
 from .binding import Binding, Bound
 from .chunk import Chunk
 from .collectives import Communicator
@@ -206,7 +206,7 @@ class LayerState:
         """A chunk frozen or unfrozen as a whole takes its parameters along."""
         parameter, wanted = bound.binding.parameter, bound.chunk.shard.requires_grad
         if parameter.requires_grad != wanted:
-            with torch._C.DisableTorchFunctionSubclass():
+            with as_plain_tensors():
                 parameter.requires_grad_(wanted)
             self._hook(bound)
 
@@ -221,8 +221,8 @@ class LayerState:
             if value is not None:
                 gradient.add(index, value)
 
-        with torch._C.DisableTorchFunctionSubclass():
-            parameter.register_post_accumulate_grad_hook(take)
+        with as_plain_tensors():
+            parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
         self._hooked.add(id(bound))
 
     def _check_loaded(self) -> None:

@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from .autograd import as_plain_tensors
+
 __all__: list[str] = []
 
 _METADATA_PROPERTIES = (
@@ -35,16 +37,15 @@ class ReleasedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", str(func))
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with as_plain_tensors():
                 return func(*args, **(kwargs or {}))
         if func in (Tensor.__repr__, Tensor.__format__):
             return args[0]._describe()
-        _refuse(_first_released((args, kwargs)), getattr(func.__self__, "__name__", name) if name in ("__get__", "__set__") else name)
+        _refuse(_first_released((args, kwargs)), _name_of(func))
 
     def _describe(self) -> str:
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             return f"Parameter(released, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 
     def __repr__(self, **kwargs: object) -> str:  # type: ignore[override]
@@ -62,6 +63,13 @@ def _first_released(arguments: Any) -> ReleasedParameter | None:
         return arguments
     values = arguments.values() if isinstance(arguments, Mapping) else arguments if isinstance(arguments, (tuple, list)) else ()
     return next((found for value in values if (found := _first_released(value)) is not None), None)
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):  # of a property: `data`, not the accessor
+        return str(getattr(getattr(func, "__self__", None), "__name__", name))
+    return name
 
 
 def _refuse(parameter: ReleasedParameter | None, operation: str) -> NoReturn:

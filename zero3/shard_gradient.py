@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .autograd import as_plain_tensors
 from .collectives import Communicator
 
 __all__: list[str] = []
@@ -43,7 +44,7 @@ class ShardGradient(Tensor):
                 "zero3.clip_grad_norm_(model, max_norm) to clip, or zero3.clip_grad_norm_(model, float('inf')) to read "
                 "the global norm. (The slice's own norm: chunk.grad.as_subclass(torch.Tensor).norm().)"
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             result = func(*args, **(kwargs or {}))
         if func is _UNSCALE:
             found_inf = args[1]

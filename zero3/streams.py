@@ -8,7 +8,7 @@ out again at once: whoever writes it next waits for its last reader, and no allo
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -70,21 +70,10 @@ class HostLane:
     """No streams: transfers run in the communicator's threads, and waiting for their handles keeps the order."""
 
     def issue(self) -> AbstractContextManager[object]:
-        return _NOTHING
+        return nullcontext()
 
     def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Mark:
         return _HostMark(pending, then)
-
-
-class _Nothing:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *exc: object) -> None:
-        return None
-
-
-_NOTHING = _Nothing()
 
 
 class _CudaMark:
@@ -99,7 +88,7 @@ class CudaLane:
     """A CUDA stream of the model's own. [1] and [2] are the two halves of every order between lane and compute."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def issue(self) -> AbstractContextManager[object]:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))  # [1] lane after compute
@@ -110,7 +99,7 @@ class CudaLane:
         pending.wait()
         if then is not None:
             then()
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return _CudaMark(event)  # [2] compute after lane
 

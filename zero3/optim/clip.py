@@ -53,7 +53,5 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
             "Set error_if_nonfinite=False to scale by it anyway."
         )
     total = total.to(torch.float64 if any(chunk.dtype == torch.float64 for chunk in chunks) else torch.float32)
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    if gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype) if len({g.dtype for g in gradients}) == 1 else factor)
+    torch.nn.utils.clip_grads_with_norm_(chunks, max_norm, total)
     return total
