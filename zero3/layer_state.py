@@ -81,6 +81,10 @@ class LayerState:
 
     # -- fetch and release
 
+    def fetch(self) -> None:
+        self.start_fetch()
+        self.finish_fetch()
+
     def start_fetch(self) -> None:
         if self.presence is not Presence.RELEASED:
             return
@@ -135,8 +139,7 @@ class LayerState:
 
     def pin(self) -> None:
         """Fetched until unpinned: parameters stand in the modules, and the chunks do not."""
-        self.start_fetch()
-        self.finish_fetch()
+        self.fetch()
         self._pins += 1
         if self._pins == 1:
             for name in self.chunk_names():

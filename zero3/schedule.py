@@ -103,6 +103,7 @@ class Tape(Generic[L]):
     serial: int = 0  # the later the forward, the higher
     task: int = 0  # the backward (or backward within a backward) that came to it last
     reduces: bool = False  # whether that backward writes gradients of parameters
+    walked: bool = False  # a backward has been through it
     _clock: int = 0
     _cursor: int = -1  # the next call to open, from the end; reset by rewind()
     _open: list[Call[L]] = field(default_factory=list)
@@ -144,6 +145,7 @@ class Tape(Generic[L]):
 
     def rewind(self) -> None:
         """Ready for another backward through the same graph (`retain_graph`)."""
+        self.walked = True
         for call in self.calls:
             call.phase = Phase.PENDING
         self._open.clear()

@@ -1,0 +1,186 @@
+"""One model's backward: walks the tapes of its forwards from their ends, fetches, backs up and releases.
+
+    backward of layer i    back up and release i+1; wait fetch(i); start fetch(i-1); autograd
+    end of backward        compute waits for all backups; nothing is fetched, nothing in flight
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from .agreement import agree
+from .autograd import backward_task, before_gradient_flows, inside_backward, when_backward_ends
+from .collectives import Communicator
+from .gradient import Backup
+from .layer_state import LayerState
+from .schedule import Call, Step, Tape
+
+__all__: list[str] = []
+
+LayerTape = Tape[LayerState]
+LayerCall = Call[LayerState]
+
+
+class Frame(NamedTuple):
+    """A layer's forward under way."""
+
+    state: LayerState
+    start: int
+    recomputes: bool
+    fetched_here: bool
+
+
+class _Token:
+    """Lives as long as the backward whose final callback holds it: dead without having finished means that it raised."""
+
+
+class Backward:
+    """What backward does with the layers of a model, whichever hook of the graph calls first."""
+
+    def __init__(self, communicator: Communicator, backup_communicator: Communicator, device: torch.device, depth: int) -> None:
+        self.layers: list[LayerState] = []
+        self.frames: list[Frame] = []  # forwards under way; inside a backward, recomputations
+        self._communicator = communicator
+        self._backup_communicator = backup_communicator
+        self._device = device
+        self._depth = depth
+        self._agreed: set[tuple[LayerState, ...]] = set()  # tapes that all ranks are known to share
+        self._touched: list[LayerTape] = []  # the tapes it has come to
+        self._backups: deque[Backup] = deque()
+        self._token: weakref.ref[_Token] | None = None
+
+    def watch(self, state: LayerState) -> None:
+        """Takes charge of `state`: whatever gradient it gets, by whatever way, is reduced by the end of the backward."""
+        self.layers.append(state)
+        state.watch_gradients(partial(_gradient_came, weakref.ref(self)))
+
+    def follow(self, tape: LayerTape, call: LayerCall, outputs: Iterable[torch.Tensor], mark: object) -> None:
+        """From now on, a gradient that flows into `outputs` opens `call` first."""
+        before_gradient_flows(outputs, partial(self._before, tape, call), mark)
+
+    @property
+    def running(self) -> bool:
+        return self._token is not None and self._token() is not None
+
+    def is_recomputing(self, state: LayerState) -> bool:
+        """Whether a forward of `state` now is a checkpoint's recomputation of a call that this backward has on a tape."""
+        return self.running and any(tape.holds(state) for tape in self._touched)
+
+    def release(self, state: LayerState) -> None:
+        """Releases `state`, unless one of its calls is under way."""
+        if not any(tape.is_open(state) for tape in self._touched) and not any(frame.state is state for frame in self.frames):
+            state.release()
+
+    def finish_nested(self) -> None:
+        """Ends the walk over tapes of backwards that ran inside this one and are over (reentrant checkpointing)."""
+        for nested in [tape for tape in self._touched if tape.task > backward_task()]:
+            self._finish(nested)
+
+    def reset(self) -> None:
+        """Releases everything. If the last backward raised, the gradients accumulated so far are dropped with it."""
+        broken = self._token is not None and not self.running
+        while self._backups:
+            try:
+                self._backups.popleft().wait()
+            except RuntimeError:  # a transfer that failed is over
+                broken = True
+        for tape in self._touched:
+            tape.rewind()
+        self._touched.clear()
+        self.frames.clear()
+        self._token = None
+        for state in self.layers:
+            state.reset()
+            if broken:
+                state.drop_gradients()
+
+    def _before(self, tape: LayerTape, call: LayerCall) -> None:
+        """A gradient is about to flow into the graph of `call`."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"create_graph=True through layer {call.layer.label}: the graph of the gradients would use the layer's "
+                "weights after they are released. Double backward is not supported; compute such a term on an unsharded model."
+            )
+        self._enter()
+        self.finish_nested()
+        for newer in [t for t in self._touched if t.serial > tape.serial]:
+            self._finish(newer)
+        if tape not in self._touched:
+            self._touch(tape)
+        for step in tape.advance(call):
+            self._take(step, tape)
+
+    def _touch(self, tape: LayerTape) -> None:
+        signature = tape.signature()
+        if signature not in self._agreed:
+            labels = [state.label for state in signature]
+            agree(self._communicator, self._device, "the layers that take part in backward", labels)
+            self._agreed.add(signature)
+        # `autograd.grad` writes no parameter's gradient: then nothing is reduced
+        tape.reduces = any(state.receives_gradients() for state in dict.fromkeys(reversed(signature)))
+        tape.task = backward_task()
+        self._touched.append(tape)
+
+    def _take(self, step: Step[LayerState], tape: LayerTape) -> None:
+        state = step.call.layer
+        if step.opens:
+            state.fetch()
+            for following in tape.upcoming(self._depth):
+                following.start_fetch()
+            return
+        if step.reduce and tape.reduces:
+            self._back_up(state)
+        self.release(state)
+
+    def _finish(self, tape: LayerTape) -> None:
+        for step in tape.finish(complete=tape.reduces):
+            self._take(step, tape)
+        self._touched.remove(tape)
+
+    def _back_up(self, state: LayerState) -> None:
+        while len(self._backups) >= max(1, self._depth):
+            self._backups.popleft().wait()
+        self._backups.extend(state.back_up(self._backup_communicator))
+        if not self._depth:
+            self._drain_backups()
+
+    def _drain_backups(self) -> None:
+        while self._backups:
+            self._backups.popleft().wait()
+
+    def _enter(self) -> None:
+        if self.running:
+            return
+        if self._token is not None:
+            self.reset()  # the one before raised
+        token = _Token()
+        self._token = weakref.ref(token)
+        when_backward_ends(partial(self._end, token))
+
+    def _end(self, token: _Token) -> None:
+        for tape in sorted(self._touched, key=lambda tape: -tape.serial):
+            self._finish(tape)
+        for state in self.layers:
+            if state.has_gradients():
+                self._back_up(state)
+        self._drain_backups()
+        for state in self.layers:
+            self.release(state)
+        self._token = None
+
+    def gradient_came(self) -> None:
+        """A layer's first gradient, perhaps by a way outside its calls: make sure that this backward ends by reducing it."""
+        if inside_backward():
+            self._enter()
+
+
+def _gradient_came(backward: weakref.ref[Backward]) -> None:
+    found = backward()
+    if found is not None:
+        found.gradient_came()
