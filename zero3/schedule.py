@@ -107,7 +107,7 @@ class Tape(Generic[L]):
     _clock: int = 0
     _cursor: int = -1  # the next call to open, from the end; reset by rewind()
     _open: list[Call[L]] = field(default_factory=list)
-    _first: dict[L, int] = field(default_factory=dict)  # layer -> its earliest call: the last one backward closes
+    _first: dict[L, Call[L]] = field(default_factory=dict)  # layer -> the call that began first: backward closes it last
 
     def begin(self) -> int:
         self._clock += 1
@@ -115,7 +115,8 @@ class Tape(Generic[L]):
 
     def record(self, layer: L, start: int) -> Call[L]:
         call = Call(layer, start, self.begin(), len(self.calls))
-        self._first.setdefault(layer, call.index)
+        if layer not in self._first or start < self._first[layer].start:  # it may have called itself
+            self._first[layer] = call
         self.calls.append(call)
         self._cursor = call.index
         return call
@@ -168,4 +169,4 @@ class Tape(Generic[L]):
         for call in over:
             self._open.remove(call)
             call.phase = Phase.CLOSED
-            yield Step(call, opens=False, reduce=self._first[call.layer] == call.index)
+            yield Step(call, opens=False, reduce=self._first[call.layer] is call)

@@ -1,0 +1,290 @@
+"""ForwardOrder and Tape as pure data: which layer comes next, and what a backward does, in which order.
+
+The ranks of a model decide alone what they gather and reduce next. They stay together only because what these two
+say depends on the forward's calls, never on where gradients happen to flow: that is the main property below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero3.schedule import Call, ForwardOrder, Phase, Step, Tape
+
+Tree = tuple[str, list["Tree"]]  # type: ignore[misc]  # a layer's call, and the calls made inside it
+
+LAYERS = "abcdef"  # few, so that most forwards call some layer again, beside itself or inside itself
+trees = st.recursive(
+    st.sampled_from(LAYERS).map(lambda layer: (layer, [])),
+    lambda inner: st.tuples(st.sampled_from(LAYERS), st.lists(inner, max_size=3)),
+    max_leaves=8,
+)
+forwards = st.lists(trees, min_size=1, max_size=5)
+
+
+def record(forward: list[Tree]) -> Tape[str]:
+    tape: Tape[str] = Tape()
+
+    def call(tree: Tree) -> None:
+        start = tape.begin()
+        for inner in tree[1]:
+            call(inner)
+        tape.record(tree[0], start)
+
+    for tree in forward:
+        call(tree)
+    return tape
+
+
+def describe(steps: Iterator[Step[str]]) -> list[tuple[str, int, bool]]:
+    return [("open" if step.opens else "close", step.call.index, step.reduce) for step in steps]
+
+
+def whole_walk(tape: Tape[str]) -> list[tuple[str, int, bool]]:
+    return [*describe(tape.advance(tape.calls[0])), *describe(tape.finish(complete=True))]
+
+
+def position(walk: list[tuple[str, int, bool]], kind: str, call: Call[str]) -> int:
+    return [step[:2] for step in walk].index((kind, call.index))
+
+
+# -- the backward
+
+
+@given(forwards, st.lists(st.integers(0, 40), max_size=12))
+def test_the_steps_do_not_depend_on_which_gradients_arrive(forward: list[Tree], arrivals: list[int]) -> None:
+    """Any calls, in any order, any number of times, if only none arrives after its call is over; then `finish`."""
+    expected = whole_walk(record(forward))
+    tape = record(forward)
+    steps = []
+    for arrival in arrivals:
+        call = tape.calls[arrival % len(tape.calls)]
+        if call.phase is not Phase.CLOSED:
+            steps += describe(tape.advance(call))
+            assert call.phase is Phase.OPEN
+    steps += describe(tape.finish(complete=True))
+    assert steps == expected
+
+
+@given(forwards)
+def test_every_call_is_opened_once_and_then_closed_once(forward: list[Tree]) -> None:
+    tape = record(forward)
+    walk = whole_walk(tape)
+    assert sorted(index for kind, index, _ in walk if kind == "open") == list(range(len(tape.calls)))
+    assert sorted(index for kind, index, _ in walk if kind == "close") == list(range(len(tape.calls)))
+    for call in tape.calls:
+        assert position(walk, "open", call) < position(walk, "close", call)
+
+
+@given(forwards)
+def test_calls_are_opened_from_the_last_that_ended_to_the_first(forward: list[Tree]) -> None:
+    tape = record(forward)
+    opened = [index for kind, index, _ in whole_walk(tape) if kind == "open"]
+    assert opened == sorted(opened, reverse=True)
+    assert [call.end for call in tape.calls] == sorted(call.end for call in tape.calls)
+
+
+@given(forwards)
+def test_calls_one_after_another_are_never_open_together(forward: list[Tree]) -> None:
+    """Else a backward would hold every layer it has passed."""
+    tape = record(forward)
+    walk = whole_walk(tape)
+    for earlier in tape.calls:
+        for later in tape.calls:
+            if earlier.end < later.start:
+                assert position(walk, "close", later) < position(walk, "open", earlier)
+
+
+@given(forwards)
+def test_an_outer_call_is_open_while_those_inside_it_are(forward: list[Tree]) -> None:
+    tape = record(forward)
+    walk = whole_walk(tape)
+    for outer in tape.calls:
+        for inner in tape.calls:
+            if outer.start < inner.start and inner.end < outer.end:
+                assert position(walk, "open", outer) < position(walk, "open", inner)
+                assert position(walk, "close", inner) < position(walk, "close", outer)
+
+
+@given(forwards)
+def test_a_layer_is_reduced_once_when_all_its_calls_are_over(forward: list[Tree]) -> None:
+    tape = record(forward)
+    walk = whole_walk(tape)
+    assert not any(reduce for kind, _, reduce in walk if kind == "open")
+    reduced = [tape.calls[index].layer for _, index, reduce in walk if reduce]
+    assert sorted(reduced) == sorted(set(tape.signature()))
+    for layer in reduced:
+        closings = [reduce for kind, index, reduce in walk if kind == "close" and tape.calls[index].layer == layer]
+        assert closings == [False] * (len(closings) - 1) + [True]
+
+
+@given(forwards, st.integers(0, 4))
+def test_look_ahead_names_the_layers_that_are_opened_next(forward: list[Tree], depth: int) -> None:
+    tape = record(forward)
+    order = list(reversed(tape.signature()))
+    assert tape.upcoming(depth) == order[:depth]
+    for step in tape.advance(tape.calls[0]):
+        if step.opens:
+            done = len(tape.calls) - step.call.index
+            assert tape.upcoming(depth) == order[done : done + depth]
+            assert tape.is_open(step.call.layer)
+    assert tape.upcoming(depth) == []
+
+
+@given(forwards, st.integers(0, 40))
+def test_a_backward_that_is_not_complete_stops_at_the_last_gradient(forward: list[Tree], arrival: int) -> None:
+    """`autograd.grad` for something in the middle gathers nothing below it."""
+    tape = record(forward)
+    call = tape.calls[arrival % len(tape.calls)]
+    walk = [*describe(tape.advance(call)), *describe(tape.finish(complete=False))]
+    opened = [index for kind, index, _ in walk if kind == "open"]
+    assert opened == list(range(len(tape.calls) - 1, call.index - 1, -1))
+    assert sorted(index for kind, index, _ in walk if kind == "close") == sorted(opened)
+
+
+@given(forwards, st.integers(0, 40), st.booleans())
+def test_a_second_backward_takes_the_same_steps(forward: list[Tree], arrival: int, finished: bool) -> None:
+    """`retain_graph`, whether the backward before came to its end or raised in the middle."""
+    tape = record(forward)
+    for _ in tape.advance(tape.calls[arrival % len(tape.calls)]):
+        pass
+    if finished:
+        assert describe(tape.finish(complete=True))
+    else:
+        tape.rewind()
+    assert {call.phase for call in tape.calls} == {Phase.PENDING}
+    assert not any(tape.is_open(layer) for layer in LAYERS)
+    assert whole_walk(tape) == whole_walk(record(forward))
+
+
+def test_a_gradient_that_comes_late_opens_its_call_again() -> None:
+    tape = record([("a", []), ("b", [])])
+    first, second = tape.calls
+    assert describe(tape.advance(first)) == [("open", 1, False), ("close", 1, True), ("open", 0, False)]
+    assert describe(tape.advance(second)) == [("open", 1, False)]
+    assert describe(tape.finish(complete=True)) == [("close", 1, True), ("close", 0, True)]
+
+
+def test_an_outer_layer_is_over_only_at_the_very_end() -> None:
+    """The picture in the docstring of Tape."""
+    tape = record([("outer", [("a", []), ("b", [])])])
+    a, b, outer = tape.calls
+    assert [(call.start, call.end) for call in (outer, a, b)] == [(1, 6), (2, 3), (4, 5)]
+    assert describe(tape.advance(outer)) == [("open", 2, False)]
+    assert describe(tape.advance(b)) == [("open", 1, False)]
+    assert describe(tape.advance(a)) == [("close", 1, True), ("open", 0, False)]
+    assert describe(tape.finish(complete=True)) == [("close", 0, True), ("close", 2, True)]
+
+
+def test_a_tape_knows_its_layers() -> None:
+    tape = record([("a", []), ("b", []), ("a", [])])
+    assert tape.signature() == ("a", "b", "a")
+    assert tape.holds("a") and tape.holds("b") and not tape.holds("c")
+    assert not describe(Tape[str]().finish(complete=True))
+
+
+# -- the forward
+
+passes = st.lists(st.sampled_from(LAYERS), min_size=1, max_size=6)
+
+
+def run(order: ForwardOrder[str], layers: str | list[str], depth: int = 2) -> list[tuple[bool, str]]:
+    """A whole pass: for each layer, whether it was foreseen, and what was foreseen behind it."""
+    order.begin()
+    seen = []
+    for index, layer in enumerate(layers):
+        assert order.position == index
+        seen.append((order.advance(layer), "".join(order.upcoming(depth))))
+    order.learn()
+    return seen
+
+
+@given(passes, st.integers(0, 4))
+def test_the_second_pass_is_foreseen(layers: list[str], depth: int) -> None:
+    order: ForwardOrder[str] = ForwardOrder()
+    assert run(order, layers, depth) == [(False, "")] * len(layers)
+    ahead = ["".join(layers[i + 1 : i + 1 + depth]) for i in range(len(layers))]
+    assert run(order, layers, depth) == [(True, text) for text in ahead]
+
+
+@given(passes)
+def test_an_expected_order_is_foreseen_from_the_first_pass(layers: list[str]) -> None:
+    assert all(foreseen for foreseen, _ in run(ForwardOrder(layers), layers))
+
+
+@given(st.lists(passes, max_size=ForwardOrder.MAX_KNOWN), passes)
+def test_a_layer_is_foreseen_exactly_while_a_known_order_begins_so(before: list[list[str]], layers: list[str]) -> None:
+    """What all ranks know alike is what needs no word between them: foreseen must not mean more than that."""
+    order: ForwardOrder[str] = ForwardOrder()
+    for each in before:
+        run(order, each)
+    known = [any(each[:n] == layers[:n] for each in before) for n in range(1, len(layers) + 1)]
+    assert [foreseen for foreseen, _ in run(order, layers)] == known
+
+
+@given(st.lists(passes, max_size=6), passes)
+def test_what_is_foreseen_next_goes_on_a_known_order(before: list[list[str]], layers: list[str]) -> None:
+    order: ForwardOrder[str] = ForwardOrder()
+    for each in before:
+        run(order, each)
+    order.begin()
+    for index, layer in enumerate(layers):
+        if order.advance(layer):
+            ahead = [*layers[: index + 1], *order.upcoming(3)]
+            assert any(each[: len(ahead)] == ahead for each in before)
+        else:
+            assert not order.upcoming(3)
+
+
+def test_training_and_evaluation_take_turns() -> None:
+    order: ForwardOrder[str] = ForwardOrder("abc")
+    run(order, "abd")
+    assert run(order, "abc") == [(True, "bd"), (True, "d"), (True, "")]  # the one used last is expected first
+    assert run(order, "abc") == [(True, "bc"), (True, "c"), (True, "")]
+    assert run(order, "abd") == [(True, "bc"), (True, "c"), (True, "")]
+
+
+def test_a_pass_off_the_known_orders_foresees_nothing_any_more() -> None:
+    order: ForwardOrder[str] = ForwardOrder("abc")
+    assert run(order, "axc") == [(True, "bc"), (False, ""), (False, "")]
+    assert run(order, "axc") == [(True, "xc"), (True, "c"), (True, "")]
+
+
+def test_a_pass_that_ends_early_leaves_the_order_known() -> None:
+    order: ForwardOrder[str] = ForwardOrder("abc")
+    run(order, "ab")
+    assert run(order, "abc") == [(True, "bc"), (True, "c"), (True, "")]
+
+
+def test_a_pass_that_goes_on_is_learned_whole() -> None:
+    order: ForwardOrder[str] = ForwardOrder("ab")
+    assert run(order, "abc") == [(True, "b"), (True, ""), (False, "")]
+    assert run(order, "abc") == [(True, "bc"), (True, "c"), (True, "")]
+
+
+@pytest.mark.parametrize("used_again", [False, True])
+def test_the_order_not_used_for_longest_is_forgotten(used_again: bool) -> None:
+    order: ForwardOrder[int] = ForwardOrder()
+    last = ForwardOrder.MAX_KNOWN - 1
+
+    def foreseen(layer: int) -> bool:
+        order.begin()
+        found = order.advance(layer)
+        order.learn()
+        return found
+
+    assert not any(foreseen(layer) for layer in range(last + 1))
+    if used_again:
+        assert foreseen(0)
+    assert not foreseen(last + 1)  # one too many: 0 goes, or 1 if 0 was used since
+    assert not foreseen(1 if used_again else 0)
+    assert foreseen(last)
+
+
+def test_a_pass_that_calls_nothing_teaches_nothing() -> None:
+    order: ForwardOrder[str] = ForwardOrder("ab")
+    run(order, "")
+    assert run(order, "ab") == [(True, "b"), (True, "")]
