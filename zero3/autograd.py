@@ -62,7 +62,7 @@ def before_gradient_flows(outputs: Iterable[Tensor], callback: Callable[[], None
                 nodes.add(tensor.grad_fn)
     for node in nodes:
         node.register_prehook(prehook)
-        node.metadata[_MARK] = weakref.ref(mark)
+        _notes_on(node)[_MARK] = weakref.ref(mark)
 
 
 def mark_upstream(tensors: Iterable[Tensor], limit: int = 1000) -> object | None:
@@ -74,12 +74,12 @@ def mark_upstream(tensors: Iterable[Tensor], limit: int = 1000) -> object | None
         if node is None or node in seen:
             continue
         seen.add(node)
-        found = node.metadata.get(_MARK, _nothing)()
-        if found is not None:
+        mark: weakref.ref[object] | None = _notes_on(node).get(_MARK)
+        if mark is not None and (found := mark()) is not None:
             return found
         nodes.extend(following for following, _ in node.next_functions)
     return None
 
 
-def _nothing() -> None:
-    return None
+def _notes_on(node: Node) -> dict[str, Any]:
+    return node.metadata  # type: ignore[return-value]  # declared as a method, but is a property

@@ -1,0 +1,207 @@
+"""The laws of the house (docs/design.md), read from the sources: who may import whom, and who may touch what of torch."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+from collections.abc import Iterator, MutableMapping, MutableSequence, MutableSet
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+import zero3
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "zero3"
+
+# A file imports only from lower floors. A folder stands for what is in it.
+FLOORS = {
+    "layout": 0, "schedule": 0,
+    "policy": 1, "streams": 1, "tree": 1, "autograd": 1,
+    "released": 2, "flat": 2, "collectives": 2,
+    "agreement": 3, "chunk": 3, "shard_gradient": 3,
+    "gradient": 4, "binding": 4,
+    "layer_state": 5,
+    "construction": 6, "backward": 6,
+    "runtime": 7,
+    "layer": 8,
+    "sequential": 9, "access": 9,
+    "optim": 10, "checkpoint": 10,
+    "": 11,
+}  # fmt: skip
+
+SOURCES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
+INNER = [name for name in SOURCES if name not in ("__init__", "__main__")]
+
+
+def floor_of(module: str) -> int:
+    """`module`: a dotted path below `zero3`; "" is the package itself."""
+    top = module.split(".")[0]
+    return FLOORS[top] if top in FLOORS else pytest.fail(f"zero3/{module.replace('.', '/')}.py has no floor: give it one in FLOORS")
+
+
+def dotted_name(source: str) -> str:
+    return source.replace("/", ".").removesuffix("__init__").removesuffix("__main__").rstrip(".")
+
+
+def imports_of(source: str) -> Iterator[str]:
+    """What a file imports, as absolute dotted names; `from a import b` gives `a.b`."""
+    package = ["zero3", *source.split("/")[:-1]]
+    for node in ast.walk(TREES[source]):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            yield from (".".join([*base, *(node.module or "").split("."), alias.name]).replace("..", ".") for alias in node.names)
+
+
+def names_in(source: str) -> Iterator[str]:
+    """Every dotted name that a file's code writes: `torch.cuda.Stream` gives itself, `torch.cuda` and `torch`."""
+    for node in ast.walk(TREES[source]):
+        if isinstance(node, ast.Attribute | ast.Name):
+            yield ast.unparse(node)
+    yield from imports_of(source)
+
+
+def sources_that_write(pattern: str) -> set[str]:
+    return {source for source in SOURCES if any(re.search(pattern, name) for name in names_in(source))}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_file_imports_only_from_lower_floors(source: str) -> None:
+    own = floor_of(dotted_name(source))
+    for name in imports_of(source):
+        if name.split(".")[0] == "zero3":
+            imported = name.removeprefix("zero3").lstrip(".")
+            assert floor_of(imported) < own, f"floor {own} imports {name} of floor {floor_of(imported)}"
+
+
+def test_every_floor_is_inhabited() -> None:
+    assert {dotted_name(source).split(".")[0] for source in SOURCES} == set(FLOORS)
+
+
+@pytest.mark.parametrize("source", [source for source in SOURCES if FLOORS.get(source) == 0])
+def test_the_ground_floor_is_plain_python(source: str) -> None:
+    assert not [name for name in imports_of(source) if name.split(".")[0] in ("torch", "numpy", "zero3")]
+
+
+def test_one_door_to_torch_distributed() -> None:
+    assert sources_that_write(r"^torch\.distributed\b|^dist\.") == {"collectives"}
+
+
+def test_one_door_to_cuda() -> None:
+    assert sources_that_write(r"^torch\.cuda\b") == {"streams"}
+
+
+def test_one_door_to_storages() -> None:
+    assert sources_that_write(r"\buntyped_storage\b|\btyped_storage\b|\bUntypedStorage\b") <= {"chunk", "pool"}
+
+
+def test_private_names_of_torch_are_in_two_files() -> None:
+    """`torch._x` of any depth, imported or written. (`_version`, `_base` and a module's `_parameters` have no public twin,
+    and have been what they are since torch 1.0: they are not counted.)"""
+    assert sources_that_write(r"^torch(\.\w+)*\._|_execution_engine") == {"autograd", "shard_gradient"}
+
+
+def can_change(value: object) -> bool:
+    containers = (MutableSequence, MutableSet, MutableMapping, Iterator, torch.Tensor)
+    made = getattr(type(value), "__dataclass_params__", None)
+    ours = type(value).__module__.startswith("zero3") and not isinstance(value, Enum)
+    return isinstance(value, containers) or (ours and not (made is not None and made.frozen))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_no_state_outlives_a_model(source: str) -> None:
+    """Ranks live as threads of one process in most tests: what a module or a class kept, they would share."""
+    module = importlib.import_module(f"zero3.{dotted_name(source)}".rstrip("."))
+    held = {name: value for name, value in vars(module).items() if name != "__all__"}
+    for class_name, value in vars(module).items():
+        if isinstance(value, type) and value.__module__ == module.__name__ and not issubclass(value, Enum):
+            held |= {f"{class_name}.{name}": attribute for name, attribute in vars(value).items()}
+    made_by_python = re.compile(r"(^|\.)(__\w+__|_field_defaults)$")
+    assert not [name for name, value in held.items() if can_change(value) and not made_by_python.search(name)]
+    assert not [node.lineno for node in ast.walk(TREES[source]) if isinstance(node, ast.Global)]
+    assert not [name for name in names_in(source) if re.search(r"\b(lru_cache|functools\.cache|ContextVar|threading\.local)\b", name)]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_no_assert_statement(source: str) -> None:
+    """`python -O` drops them, and what they guard must hold there too."""
+    assert not [node.lineno for node in ast.walk(TREES[source]) if isinstance(node, ast.Assert)]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_files_and_functions_are_short(source: str) -> None:
+    assert len(SOURCES[source].read_text().splitlines()) <= 300
+    functions = [node for node in ast.walk(TREES[source]) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    lengths = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
+    assert not {name: length for name, length in lengths.items() if length > 50}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_file_says_what_it_is_for(source: str) -> None:
+    assert ast.get_docstring(TREES[source])
+
+
+@pytest.mark.parametrize("source", [source for source in INNER if not source.endswith("__init__")])
+def test_inner_modules_export_nothing(source: str) -> None:
+    assert "__all__: list[str] = []" in SOURCES[source].read_text()
+
+
+def test_the_package_exports_its_public_names_and_nothing_else() -> None:
+    public = {name for name, value in vars(zero3).items() if not name.startswith("_") and not isinstance(value, ModuleType)}
+    assert public == set(zero3.__all__)
+    assert zero3.__all__ == sorted(zero3.__all__)
+
+
+@pytest.mark.parametrize("name", zero3.__all__)
+def test_public_names_are_documented_and_annotated(name: str) -> None:
+    value = getattr(zero3, name)
+    assert value.__module__.startswith("zero3."), "public names are our own"
+    functions = {name: value}
+    if isinstance(value, type):
+        # a dataclass and a module say in the class's docstring what they are made with
+        functions = {name: value.__init__}
+        inherited = dir(nn.Module) if issubclass(value, nn.Module) else ()
+        for method, held in vars(value).items():
+            if inspect.isfunction(held) and not method.startswith("_") and method not in inherited:
+                functions[method] = held
+    for function_name, function in functions.items():
+        text = inspect.getdoc(value if function_name == name else function) or ""
+        assert len(text) > 20, f"{function_name} has no docstring"
+        signature = inspect.signature(function)
+        for parameter in signature.parameters.values():
+            if parameter.name != "self":
+                assert parameter.annotation is not parameter.empty, f"{function_name}({parameter.name}) has no type"
+                assert re.search(rf"\b{parameter.name}\b", text), f"{function_name}({parameter.name}) is not documented"
+        assert signature.return_annotation is not signature.empty or function_name == name, f"{function_name} returns what?"
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        return [path for path in ROOT.rglob("*") if path.is_file() and not re.search(r"/(\.venv|\.git|__pycache__)/", path.as_posix())]
+    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_no_file_names_the_machine_it_was_written_on() -> None:
+    """Paths of a home or a mount, and package registries other than the public ones."""
+    machine = re.compile(r"(?<![\w.])/(work|farm|home/\w+|root|opt/pypi[\w-]*|opt/wheels)(/|\b)")
+    registry = re.compile(r"https?://(?!pypi\.org/|download\.pytorch\.org/)[^\s\"')]*/(simple|whl)\b|file:///")
+    found = []
+    for path in tracked_files():
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        if path != Path(__file__):
+            found += [f"{path.relative_to(ROOT)}: {match.group()}" for rule in (machine, registry) for match in rule.finditer(text)]
+    assert not found
