@@ -51,7 +51,9 @@ def _explain(reports: list[dict[str, object]]) -> Exception:
             return kind(f"rank {rank}: {report['error']}")
     subjects = [report["subject"] for report in reports]
     if len(set(map(str, subjects))) > 1:
-        return ValueError(f"ranks are not at the same point: {_by_rank(subjects)}. All ranks must build and call the same layers in the same order.")
+        return ValueError(
+            f"ranks are not at the same point: {_by_rank(subjects)}. All ranks must build and call the same layers in the same order."
+        )
     columns = [[str(line) for line in report["lines"]] for report in reports]  # type: ignore[attr-defined]
     for number in range(max(map(len, columns))):
         row = [column[number] if number < len(column) else "nothing" for column in columns]

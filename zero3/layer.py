@@ -113,14 +113,20 @@ class Zero3Layer(nn.Module):
 
     def extra_repr(self) -> str:
         state = self._state
-        chunks = ", ".join(f"{name}: [{chunk.numel()}] {str(chunk.dtype).removeprefix('torch.')}" for name, chunk in state.chunk_names().items() if chunk is not None)
+        chunks = ", ".join(
+            f"{name}: [{chunk.numel()}] {str(chunk.dtype).removeprefix('torch.')}"
+            for name, chunk in state.chunk_names().items()
+            if chunk is not None
+        )
         return f"rank {state.communicator.rank} of {state.communicator.world_size}, {chunks or 'no parameters'}"
 
     # -- what would copy or convert a rank's slice as if it were the whole
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         if not self._state.pinned:
-            _refuse("state_dict()", "a state dict of chunks has neither the names nor the shapes of the model", "zero3.full_state_dict(model)")
+            _refuse(
+                "state_dict()", "a state dict of chunks has neither the names nor the shapes of the model", "zero3.full_state_dict(model)"
+            )
         return self.module.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -133,7 +139,11 @@ class Zero3Layer(nn.Module):
         return self.module.load_state_dict(*args, **kwargs)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        _refuse("deepcopy", "a copy would need collectives, which hang unless every rank copies", "zero3.full_state_dict(model), and wrap another module")
+        _refuse(
+            "deepcopy",
+            "a copy would need collectives, which hang unless every rank copies",
+            "zero3.full_state_dict(model), and wrap another module",
+        )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         _refuse("pickle", "a pickle would hold one rank's slice only", "zero3.full_state_dict(model)")
@@ -144,9 +154,9 @@ class Zero3Layer(nn.Module):
             for chunk in layer._state.chunks:
                 probe = chunk.shard.new_empty(1)
                 result = fn(probe)
-                if (result.dtype, result.device, result.is_shared()) != (probe.dtype, chunk.shard.device, result.is_cuda):
+                if (result.dtype, result.device, result.is_shared()) != (probe.dtype, probe.device, result.is_cuda):
                     _refuse(
-                        f"converting layer {layer._state.label} from {probe.dtype} on {chunk.shard.device} to {result.dtype} on {result.device}",
+                        f"converting layer {layer._state.label} from {probe.dtype} on {probe.device} to {result.dtype} on {result.device}",
                         "its chunks, gradients and optimizer state would no longer fit together",
                         "device= and the module's dtype before wrapping",
                     )
