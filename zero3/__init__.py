@@ -6,6 +6,7 @@ from .layer import Zero3Layer
 from .optim.clip import clip_grad_norm_
 from .policy import ShardingPolicy
 from .sequential import Zero3Sequential
+from .shard import shard
 
 __all__ = [
     "ShardingPolicy",
@@ -17,4 +18,5 @@ __all__ = [
     "get_trainable_chunk",
     "load_full_state_dict",
     "reset",
+    "shard",
 ]

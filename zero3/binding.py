@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -79,12 +79,20 @@ def own_modules(module: nn.Module, is_layer: Callable[[nn.Module], bool], prefix
     yield from walk(module, prefix)
 
 
-def bindings_of(module: nn.Module, is_layer: Callable[[nn.Module], bool]) -> list[Binding]:
-    """The parameters that belong to `module` itself, in order; a tied one once, under its first name."""
-    found: dict[int, Binding] = {}
+def bindings_of(
+    module: nn.Module,
+    is_layer: Callable[[nn.Module], bool],
+    elsewhere: Container[int] = (),
+    borrowed: Iterable[Binding] = (),
+) -> list[Binding]:
+    """The parameters that belong to `module` itself, in order; a tied one once, under its first name.
+
+    Left out are those whose ids are in `elsewhere`; `borrowed` ones, which stand in other layers, come first.
+    """
+    found: dict[int, Binding] = {id(binding.parameter): binding for binding in borrowed}
     for prefix, owner in own_modules(module, is_layer):
         for attribute, parameter in [*owner._parameters.items(), *released_in(owner)]:
-            if parameter is None:
+            if parameter is None or id(parameter) in elsewhere:
                 continue
             name = f"{prefix}.{attribute}" if prefix else attribute
             found.setdefault(id(parameter), Binding(name, parameter)).sites.append((owner, attribute))

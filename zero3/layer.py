@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from .autograd import mark_upstream
 from .construction import Request, build_state
+from .layer_state import LayerState
 from .policy import ShardingPolicy
 from .runtime import Runtime
 from .tree import tensors_in
@@ -54,9 +55,20 @@ class Zero3Layer(nn.Module):
         process_group: Any = None,
     ) -> None:
         super().__init__()
+        self._wrap(Request(module, rank, world_size, device, dtype, policy, process_group))
+
+    @classmethod
+    def from_request(cls, request: Request) -> Zero3Layer:
+        """For `shard`, which says more about a layer than a user needs to."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer._wrap(request)
+        return layer
+
+    def _wrap(self, request: Request) -> None:
         self._runtime: Runtime | None = None
-        self._state = build_state(Request(module, rank, world_size, device, dtype, policy, process_group), is_layer)
-        self.module = module
+        self._state = build_state(request, is_layer)
+        self.module = request.module
         self._state.registry = self._parameters
         self._parameters.update(self._state.chunk_names())
 
@@ -70,11 +82,7 @@ class Zero3Layer(nn.Module):
         runtime = self._runtime
         if runtime is None or (runtime.lone and torch.is_grad_enabled()):
             runtime = self._find_runtime(args, kwargs)
-        with runtime.forward_pass(self):
-            runtime.pre_forward(self._state)
-            with _uncached_autocast():
-                output = self.module(*args, **kwargs)
-            return runtime.post_forward(self._state, output)
+        return run_sharded(runtime, self._state, self, self.module, args, kwargs)
 
     def _find_runtime(self, args: Any, kwargs: Any) -> Runtime:
         """Layers called one by one, by a plain module, find each other through the graph; a layer that finds none is a model."""
@@ -165,6 +173,15 @@ class Zero3Layer(nn.Module):
         return self
 
 
+def run_sharded(runtime: Runtime, state: LayerState, entry: object, module: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """One forward of a sharded module: fetched before, released after. `entry`: what the user called, if it is the outermost."""
+    with runtime.forward_pass(entry):
+        runtime.pre_forward(state)
+        with _uncached_autocast():
+            output = module(*args, **kwargs)
+        return runtime.post_forward(state, output)
+
+
 def is_layer(module: nn.Module) -> bool:
     return isinstance(module, Zero3Layer)
 
@@ -174,13 +191,14 @@ def layers_of(model: nn.Module) -> list[Zero3Layer]:
     return [module for module in model.modules() if isinstance(module, Zero3Layer)]
 
 
-def adopt(root: nn.Module, *, ordered: bool) -> Runtime:
+def adopt(root: nn.Module, *, ordered: bool, outer: Sequence[LayerState] = ()) -> Runtime:
     """One runtime for all layers in `root`, in place of what they had. `ordered`: they are called in the order they stand in."""
     layers = layers_of(root)
     for name, module in root.named_modules(remove_duplicate=False):
         if isinstance(module, Zero3Layer) and name:
             module._state.label = f"{name!r} ({type(module.module).__name__})"
-    runtime = Runtime([layer._state for layer in layers], layers[0]._state.policy, ordered=ordered)
+    states = [*outer, *(layer._state for layer in layers)]
+    runtime = Runtime(states, states[0].policy, ordered=ordered)
     for layer in layers:
         if layer._runtime is not None:
             layer._runtime.reset()

@@ -57,6 +57,10 @@ class Runtime:
     def lone(self) -> bool:
         return len(self.layers) == 1
 
+    def is_running(self, state: LayerState) -> bool:
+        """Whether a forward of `state` is under way."""
+        return any(frame.state is state for frame in self._backward.frames)
+
     def serves(self, communicator: Communicator, device: torch.device) -> bool:
         return self._communicator.same_ranks(communicator) and self._device == device
 
@@ -77,7 +81,7 @@ class Runtime:
         ahead: list[LayerState] = []
         if not inside_backward():
             if not self._order.advance(state):
-                agree(self._communicator, self._device, f"the layer called as number {self._order.position} of a forward", [state.label])
+                agree(self._communicator, self._device, f"the layer called as number {self._order.position} of a forward", [state.name_among_ranks])
             ahead = self._ahead()
         self._release_lingering(keep=[state, *ahead])
         state.fetch()

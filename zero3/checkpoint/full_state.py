@@ -85,13 +85,14 @@ def _load_layer(state: LayerState, values: Mapping[int, Tensor]) -> None:
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """What the unwrapped model's state dict holds, in its order: parameters (released or not) and persistent buffers."""
+    chunks = {id(chunk.shard) for state in states_of(model) for chunk in state.chunks}
     for prefix, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Zero3Layer):
             continue
         dot = f"{prefix}." if prefix else ""
         parameters = {**module._parameters, **{n: v for n, v in vars(module).items() if isinstance(v, nn.Parameter)}}
         for name, parameter in parameters.items():
-            if parameter is not None:
+            if parameter is not None and id(parameter) not in chunks:
                 yield dot + name, parameter
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
