@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .collectives import Communicator
+from .collectives import Communicator, naming_failures
 
 __all__: list[str] = []
 
@@ -31,10 +31,12 @@ def agree(communicator: Communicator, device: torch.device, subject: str, lines:
     kind = next((kind.__name__ for kind in _KINDS if isinstance(error, kind)), "RuntimeError") if error is not None else ""
     text = json.dumps({"subject": subject, "lines": list(lines), "kind": kind, "error": str(error) if error else ""})
     digest = hashlib.sha256(text.encode()).digest()[:15] + bytes([error is not None])
-    digests = communicator.exchange(digest, device)
-    if all(other == digests[0] for other in digests) and not digests[0][-1]:
-        return
-    raise _explain([json.loads(t) for t in _exchange_texts(communicator, device, text)])
+    with naming_failures(communicator, f"comparing {subject} with the other ranks"):
+        digests = communicator.exchange(digest, device)
+        if all(other == digests[0] for other in digests) and not digests[0][-1]:
+            return
+        texts = _exchange_texts(communicator, device, text)
+    raise _explain([json.loads(text) for text in texts])
 
 
 def _exchange_texts(communicator: Communicator, device: torch.device, text: str) -> list[str]:

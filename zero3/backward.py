@@ -119,8 +119,8 @@ class Backward:
     def _touch(self, tape: LayerTape) -> None:
         signature = tape.signature()
         if signature not in self._agreed:
-            labels = [state.label for state in signature]
-            agree(self._communicator, self._device, "the layers that take part in backward", labels)
+            names = [state.name_among_ranks for state in signature]
+            agree(self._communicator, self._device, "the layers that take part in backward", names)
             self._agreed.add(signature)
         # `autograd.grad` writes no parameter's gradient: then nothing is reduced
         tape.reduces = any(state.receives_gradients() for state in dict.fromkeys(reversed(signature)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import torch
 from torch import Tensor, nn
 
@@ -95,9 +93,11 @@ class Chunk:
 
     def abandon_fetch(self) -> None:
         """The wait for a gather that may have failed; whatever it brought is of no use."""
-        with suppress(RuntimeError):
+        try:
             self.finish_fetch()
-        self._in_flight = None
+        except RuntimeError:
+            self._in_flight = None
+            self.replace_buffer()  # what failed may still write into the old one
 
     def changed(self) -> bool:
         """Whether the shard was written since this was last asked: graphs built before must not run after."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,8 @@ from .streams import Done, Lanes, Pending, lanes_for
 
 __all__: list[str] = []
 
-_GATHER_TAG, _REDUCE_TAG = 1, 2
+IDENTITY_BYTES = 3  # of the number by which ranks know a layer; with a bit for the kind of transfer it is a message's tag
+_GATHER, _REDUCE = 0, 1
 
 
 class Communicator(Protocol):
@@ -22,6 +24,7 @@ class Communicator(Protocol):
 
     rank: int
     world_size: int
+    channel: int  # the layer whose communicator this is: where messages have tags, they can't reach another layer
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
         """Every rank's `shard` `[S]`, in rank order, into `full` `[W*S]`."""
@@ -54,11 +57,26 @@ class Communicator(Protocol):
     def same_ranks(self, other: Communicator) -> bool: ...
 
 
+@contextmanager
+def naming_failures(communicator: Communicator, doing: str) -> Iterator[None]:
+    """A collective that fails or times out inside says what it was for, and on which rank."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as failure:
+        raise RuntimeError(
+            f"rank {communicator.rank} of {communicator.world_size}: {doing} failed: {failure} "
+            "Most often another rank died, or took another path through the model: its own error says why."
+        ) from failure
+
+
 class SoloCommunicator:
     """One rank, no process group. The chunk is the full buffer, so nothing is ever moved."""
 
     rank = 0
     world_size = 1
+    channel = 0
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
         full.copy_(shard)
@@ -99,6 +117,7 @@ class GroupCommunicator:
         self._backend = backend
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self.channel = 0
         self._on_streams = backend == "nccl"
         # torch 2.13 deprecates the old names, 2.11 has no others
         self._all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -149,8 +168,14 @@ class _Transfers:
         self._then = then
 
     def wait(self) -> None:
+        failed: RuntimeError | None = None
         for work in self._works:
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as error:  # the others go on: none may write into a buffer that is given back
+                failed = failed or error
+        if failed is not None:
+            raise failed
         if self._then is not None:
             self._then()
 
@@ -162,13 +187,16 @@ class GlooCommunicator(GroupCommunicator):
     just that rank's slice, and sums what it received in rank order: on 2 ranks the same bits as gloo's own (a sum of
     two numbers does not depend on their order), on more the result may differ from it in the last place, and is the
     same in every run.
+
+    Messages carry their layer's tag. So ranks that have come apart, and gather different layers of equal size, wait
+    for each other in vain until the group's timeout, and don't take one layer's weights for another's.
     """
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
         if full.is_cuda or not shard.numel():
             return self._staged(super().all_gather, full, shard)
         slices = full.view(torch.uint8).view(self.world_size, -1)
-        works = self._swap(_GATHER_TAG, slices, [shard.view(torch.uint8)] * self.world_size)
+        works = self._swap(_GATHER, slices, [shard.view(torch.uint8)] * self.world_size)
         full[self.rank * shard.numel() : (self.rank + 1) * shard.numel()].copy_(shard)
         return _Transfers(works)
 
@@ -179,7 +207,7 @@ class GlooCommunicator(GroupCommunicator):
         incoming = full.new_empty((self.world_size - 1, shard.numel()))
         others = iter(incoming)
         slices = [outgoing[self.rank] if rank == self.rank else next(others) for rank in range(self.world_size)]
-        works = self._swap(_REDUCE_TAG, [s.view(torch.uint8) for s in slices], [s.view(torch.uint8) for s in outgoing])
+        works = self._swap(_REDUCE, [s.view(torch.uint8) for s in slices], [s.view(torch.uint8) for s in outgoing])
 
         def sum_up() -> None:
             torch.add(slices[0], slices[1], out=shard)
@@ -188,9 +216,9 @@ class GlooCommunicator(GroupCommunicator):
 
         return _Transfers(works, sum_up)
 
-    def _swap(self, tag: int, incoming: Any, outgoing: Any) -> list[Any]:
+    def _swap(self, kind: int, incoming: Any, outgoing: Any) -> list[Any]:
         """Sends `outgoing[r]` to each other rank r and receives `incoming[r]` from it; bytes, so that any dtype goes."""
-        works = []
+        works, tag = [], 2 * self.channel + kind
         for distance in range(1, self.world_size):
             source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
             works.append(dist.irecv(incoming[source], group=self._group, group_src=source, tag=tag))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from .agreement import agree
 from .binding import Binding, bindings_of, check_bindings, own_modules
 from .chunk import Chunk, shrink_to_shard
-from .collectives import Communicator, communicator_for
+from .collectives import IDENTITY_BYTES, Communicator, communicator_for
 from .flat import pack
 from .layer_state import LayerState
 from .layout import ChunkLayout
@@ -65,7 +66,9 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     groups = _chunk_groups(bindings)
     buffers = _buffers_of(request.module, is_layer)
     meta = [any(binding.parameter.is_meta for binding in group) for group in groups] + [buffer.tensor.is_meta for buffer in buffers]
-    empty_on_rank_0 = [flag != 0 for flag in communicator.exchange(bytes(meta), device)[0]]
+    told_by_rank_0 = communicator.exchange(secrets.token_bytes(IDENTITY_BYTES) + bytes(meta), device)[0]
+    state.identity = communicator.channel = int.from_bytes(told_by_rank_0[:IDENTITY_BYTES], "little")
+    empty_on_rank_0 = [flag != 0 for flag in told_by_rank_0[IDENTITY_BYTES:]]
     for group, unloaded in zip(groups, empty_on_rank_0[: len(groups)], strict=True):
         state.add_chunk(*_scatter(group, communicator, device, unloaded=unloaded))
     for bound in state.bound:
@@ -97,7 +100,9 @@ def _device_of(request: Request, is_layer: Callable[[nn.Module], bool]) -> torch
     return next(iter(found), torch.get_default_device())
 
 
-def _check_request(request: Request, communicator: Communicator) -> None:
+def _check_request(request: Request, communicator: Communicator, is_layer: Callable[[nn.Module], bool]) -> None:
+    if is_layer(request.module):
+        raise ValueError("the module is a Zero3Layer already, expected an unwrapped module: wrap a module once")
     if not isinstance(request.policy, ShardingPolicy):
         raise TypeError(f"policy must be a zero3.ShardingPolicy, found {type(request.policy).__name__}")
     if request.dtype is not None and not isinstance(request.dtype, torch.dtype):

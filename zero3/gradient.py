@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -22,9 +23,11 @@ class Backup(NamedTuple):
 
     mark: Mark
     held: tuple[Tensor, ...]
+    naming: Callable[[], AbstractContextManager[None]]
 
     def wait(self) -> None:
-        self.mark.wait()
+        with self.naming():
+            self.mark.wait()
 
 
 class FlatGradient:
@@ -33,10 +36,11 @@ class FlatGradient:
     Nothing is counted: a slot that got no gradient is zero, one that got several holds their sum.
     """
 
-    def __init__(self, chunk: Chunk, communicator: Communicator, *, mean: bool) -> None:
+    def __init__(self, chunk: Chunk, communicator: Communicator, *, mean: bool, naming: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self._chunk = chunk
         self._communicator = communicator
         self._mean = mean
+        self._naming = naming  # of the layer, around transfers that may fail
         self._full: Tensor | None = None  # 1-D [W*S]
         self._written: set[int] = set()
         self.on_first: Callable[[], None] | None = None
@@ -65,10 +69,10 @@ class FlatGradient:
         """Begins to reduce what has come in (zeros, if nothing has) into this rank's slice; frees this object's buffer."""
         full = self._take()
         shard = full if communicator.world_size == 1 else full.new_empty(self._chunk.layout.shard_numel)
-        with lane.issue():
+        with self._naming(), lane.issue():
             pending = Done() if shard is full else communicator.reduce_scatter(shard, full)
             mark = lane.complete(pending, lambda: self._land(shard))
-        return Backup(mark, (full, shard))
+        return Backup(mark, (full, shard), self._naming)
 
     def drop(self) -> None:
         self._full = None

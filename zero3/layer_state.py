@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from .autograd import accumulates_into, as_plain_tensors
 from .binding import Binding, Bound
 from .chunk import Chunk
-from .collectives import Communicator
+from .collectives import Communicator, naming_failures
 from .flat import stand_in
 from .gradient import Backup, FlatGradient
 from .policy import ShardingPolicy
@@ -37,6 +39,7 @@ class LayerState:
 
     def __init__(self, label: str, communicator: Communicator, device: torch.device, policy: ShardingPolicy) -> None:
         self.label = label
+        self.identity = 0  # a random number, the same on all ranks: labels are not, if ranks wrap equal modules in other orders
         self.communicator = communicator
         self.device = device
         self.policy = policy
@@ -55,7 +58,7 @@ class LayerState:
         """Takes over the parameters of `bindings` (in the order of the slots); they are hidden from now on."""
         self.chunks.append(chunk)
         mean = self.policy.gradient_reduction == "mean"
-        self._gradients[chunk] = FlatGradient(chunk, self.communicator, mean=mean)
+        self._gradients[chunk] = FlatGradient(chunk, self.communicator, mean=mean, naming=partial(self._naming, "reducing the gradients of"))
         self._stand_ins[chunk] = stand_in(chunk.shard.dtype, chunk.shard.device)
         for index, binding in enumerate(bindings):
             self.bound.append(Bound(binding, chunk, index))
@@ -64,6 +67,10 @@ class LayerState:
                 binding.replace(parameter)
             binding.hide(self._stand_ins[chunk])
             self._hook(self.bound[-1])
+
+    @property
+    def name_among_ranks(self) -> str:
+        return f"{self.label}, wrapped as #{self.identity:06x}"
 
     @property
     def lanes(self) -> Lanes:
@@ -90,17 +97,16 @@ class LayerState:
             return
         self._check_loaded()
         self.presence = Presence.FETCHING
-        for chunk in self.chunks:
-            chunk.start_fetch(self.lanes.fetch)
+        with self._naming("gathering"):
+            for chunk in self.chunks:
+                chunk.start_fetch(self.lanes.fetch)
 
     def finish_fetch(self) -> None:
         """After this, compute on the current stream may use the parameters."""
         if self.presence is Presence.FETCHING:
-            try:
+            with self._naming("gathering"):
                 for chunk in self.chunks:
                     chunk.finish_fetch()
-            except RuntimeError as error:
-                raise self._transfer_error("gathering", error) from error
             self.presence = Presence.FETCHED  # first: an interrupt between two parameters must find all to hide
             for bound in self.bound:
                 self._follow_requires_grad(bound)
@@ -196,10 +202,7 @@ class LayerState:
 
     def back_up(self, communicator: Communicator) -> list[Backup]:
         """Begins to reduce the gradients of all trainable chunks."""
-        try:
-            return [self._gradients[c].back_up(self.lanes.backup, communicator) for c in self.chunks if c.shard.requires_grad]
-        except RuntimeError as error:
-            raise self._transfer_error("reducing the gradients of", error) from error
+        return [self._gradients[c].back_up(self.lanes.backup, communicator) for c in self.chunks if c.shard.requires_grad]
 
     def drop_gradients(self) -> None:
         for chunk in self.chunks:
@@ -238,8 +241,5 @@ class LayerState:
                 f"{', '.join(missing)}. Load them (zero3.load_full_state_dict) before the first forward."
             )
 
-    def _transfer_error(self, doing: str, error: Exception) -> RuntimeError:
-        return RuntimeError(
-            f"rank {self.communicator.rank} of {self.communicator.world_size}: {doing} layer {self.label} failed: {error} "
-            "Most often another rank died, or took another path through the model: its own error says why."
-        )
+    def _naming(self, doing: str) -> AbstractContextManager[None]:
+        return naming_failures(self.communicator, f"{doing} layer {self.label}")

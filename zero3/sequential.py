@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from .agreement import agree
+from .collectives import communicator_for
 from .layer import Zero3Layer, adopt, layers_of
 from .runtime import Runtime
 
@@ -27,7 +29,7 @@ class Zero3Sequential(nn.Module):
 
     def __init__(self, modules: Iterable[Zero3Layer]) -> None:
         super().__init__()
-        layers = list(modules)
+        layers = list(modules) if isinstance(modules, Iterable) else modules
         _check_items(layers)
         for index, layer in enumerate(layers):
             self.add_module(str(index), layer)
@@ -58,17 +60,19 @@ class Zero3Sequential(nn.Module):
         return self._layers[index]
 
 
-def _check_items(layers: list[Any]) -> None:
+def _check_items(layers: Any) -> None:
     error: Exception | None = None
+    if not isinstance(layers, list):
+        layers, error = [], TypeError(f"modules must be an iterable of Zero3Layers, found {type(layers).__name__}")
     states = [layer._state for layer in layers if isinstance(layer, Zero3Layer)]
     wrong = next(((i, item) for i, item in enumerate(layers) if not isinstance(item, Zero3Layer)), None)
     if not layers:
-        error = ValueError("modules is empty: Zero3Sequential needs at least one Zero3Layer")
+        error = error or ValueError("modules is empty: Zero3Sequential needs at least one Zero3Layer")
     elif wrong is not None:
         error = TypeError(f"item {wrong[0]} is a {type(wrong[1]).__name__}, expected a Zero3Layer: wrap it as Zero3Layer(module)")
-    if not states:
-        if error is not None:
-            raise error
+    if not states:  # no group to tell the others by: most likely they use the default one
+        device = torch.get_default_device()
+        agree(communicator_for(None, device), device, "a Zero3Sequential without layers", [], error)
         return
     first = states[0]
     for index, state in enumerate(states):
@@ -76,4 +80,4 @@ def _check_items(layers: list[Any]) -> None:
             error = ValueError(f"item {index} has another process group than item 0: all layers of a model share one")
         if error is None and state.device != first.device:
             error = ValueError(f"item {index} is on {state.device}, item 0 on {first.device}: all layers of a model share one device")
-    agree(first.communicator, first.device, f"a Zero3Sequential of {len(states)} layers", [state.label for state in states], error)
+    agree(first.communicator, first.device, f"a Zero3Sequential of {len(states)} layers", [state.name_among_ranks for state in states], error)

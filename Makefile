@@ -1,0 +1,52 @@
+# Everything happens in .venv, which is made when it is first needed. Each stamp in it stands for what was installed.
+#
+#   make finetune NPROC=4 ARGS="--train biases --steps 500"
+#   make test ARGS="-k parity"
+
+PYTHON ?= python3
+NPROC ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint requirements/lock.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help finetune test lint types clean
+.NOTPARALLEL:  # two installations would get in each other's way
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+finetune: $(VENV)/.examples  ## fine-tune a small language model, on all GPUs or else in two CPU processes (NPROC, ARGS)
+	@set -- $$($(BIN)/python -c 'import os, torch; n = int("$(NPROC)" or torch.cuda.device_count() or 2); print(n, max(1, os.cpu_count() // n))'); \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$2} $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $$1 examples/finetune.py $(ARGS)
+
+test: $(VENV)/.examples $(VENV)/.tests  ## run the tests (ARGS go to pytest)
+	TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev  ## check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev  ## check the types of zero3/
+	$(BIN)/mypy
+
+clean:  ## remove the virtual environment and everything else that can be made again
+	rm -rf $(VENV) build dist finetuned *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and by its exact version: any other request may bring another build, with gigabytes around it.
+$(VENV)/.torch: requirements/lock.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "zero3 needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	@echo "Installing torch into $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) $$(grep '^torch==' requirements/lock.txt)
+	@$(PIP) setuptools
+	@touch $@
+
+# The package is installed as it stands here, with one of its extras.
+$(VENV)/.%: $(VENV)/.torch pyproject.toml
+	@echo "Installing zero3[$*] into $(VENV)"
+	@$(PIP) --no-build-isolation --editable '.[$*]'
+	@touch $@
