@@ -1,0 +1,254 @@
+"""Fine-tunes a GPT-NeoX language model whose parameters, gradients and optimizer state are spread over all processes.
+
+    torchrun --nproc-per-node 2 examples/finetune.py                            a small model, made here
+    torchrun --nproc-per-node 8 examples/finetune.py --model DIR --text FILE    your model, your text
+    python examples/finetune.py                                                 one plain process, to compare
+
+Sharding is the one line in `shard`; the rest is what any training script has. The losses depend on the seed and on the
+sizes, but not on the number of processes: `--batch-size` counts the sequences of all of them together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import zero3
+
+try:
+    from tqdm import tqdm
+    from transformers import AutoTokenizer, GPTNeoXConfig, PreTrainedTokenizerBase
+
+    from finetuning import data
+    from finetuning import model as neox
+    from finetuning.ranks import Ranks, join_ranks
+    from finetuning.report import Memory, Summary, draw_losses, live_memory, memory_of_one_process, peak_memory, table
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"this example needs the package {missing.name!r}: pip install 'zero3[examples]' brings it") from None
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    summary, _, examples = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(description=summary, epilog=examples, formatter_class=_HelpFormatter)
+    add = parser.add_argument
+    add("--model", type=Path, metavar="DIR", help="Hugging Face GPT-NeoX directory; without it a small model is made")
+    add("--text", type=Path, metavar="FILE", help="what to train on; without it, the help pages that come with Python")
+    add("--output", type=Path, metavar="DIR", default=Path("finetuned"), help="for the model, loss.png and summary.json")
+    add("--train", type=trainable, metavar="CHOICE", default="all", help="all, biases, or last-N: N blocks and the readout")
+    add("--generate", metavar="TEXT", help="show how the model goes on from this text, before and after")
+    add("--generate-tokens", type=positive, metavar="N", default=40, help="how far it goes on")
+    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu", help="where to compute")
+
+    add = parser.add_argument_group("training").add_argument
+    add("--steps", type=positive, metavar="N", default=300, help="optimizer steps")
+    add("--batch-size", type=positive, metavar="N", default=8, help="sequences a step, of all processes together")
+    add("--accumulate", type=positive, metavar="N", default=1, help="backward passes among which a step's sequences are split")
+    add("--sequence-length", type=positive, metavar="N", default=128, help="tokens a sequence")
+    add("--lr", type=float, metavar="X", help="peak learning rate (default: 3e-3 for the small model, 3e-5 with --model)")
+    add(
+        "--warm-up",
+        type=float,
+        metavar="X",
+        default=0.1,
+        help="share of the steps before the learning rate falls along a cosine",
+    )
+    add("--weight-decay", type=float, metavar="X", default=0.01, help="of AdamW")
+    add("--max-norm", type=float, metavar="X", default=1.0, help="gradients are clipped to this norm")
+    add("--held-out", type=positive, metavar="N", default=64, help="most sequences to measure the held-out loss on")
+    add("--seed", type=int, metavar="N", default=0, help="of fresh weights, batches and dropout")
+
+    add = parser.add_argument_group("the small model, when there is no --model").add_argument
+    add("--vocabulary", type=positive, metavar="N", default=2048, help="tokens that its tokenizer learns")
+    add("--width", type=positive, metavar="N", default=192, help="length of its hidden states")
+    add("--blocks", type=positive, metavar="N", default=6, help="transformer blocks")
+    add("--heads", type=positive, metavar="N", default=6, help="attention heads a block")
+    options = parser.parse_args(arguments)
+    if options.lr is None:
+        options.lr = 3e-3 if options.model is None else 3e-5  # fresh weights have far to go; trained ones know something to lose
+    return options
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows the defaults that there are, and keeps the lines of the examples."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, found {text}")
+    return number
+
+
+def trainable(text: str) -> str:
+    if not re.fullmatch(r"all|biases|last-\d+", text):
+        raise argparse.ArgumentTypeError(f"expected all, biases or last-N, found {text!r}")
+    return text
+
+
+def shard(layers: list[nn.Module], ranks: Ranks) -> zero3.Zero3Sequential:
+    """From here on, every rank holds its slice of each layer, and a whole layer only while that layer computes."""
+    return zero3.Zero3Sequential([zero3.Zero3Layer(layer, device=ranks.device) for layer in layers])
+
+
+def finetune(options: argparse.Namespace, ranks: Ranks) -> Summary:
+    """The whole job: read, shard, measure, train, measure again, save."""
+    torch.manual_seed(options.seed)
+    text = data.load_text(options.text)
+    config, tokenizer = load_config_and_tokenizer(options, text, ranks)
+    check_sizes(options, config, ranks)
+    training_tokens, held_out_tokens = data.split_tokens(tokenizer, text)
+    batches = data.held_out_batches(held_out_tokens, options.batch_size // options.accumulate, options.sequence_length, options.held_out)
+
+    whole = neox.build_model(config, options.model, empty=ranks.rank > 0)
+    neox.choose_trainable(whole, options.train)
+    alone = memory_of_one_process(whole)
+    layers = neox.cut_into_layers(whole)
+    names = neox.hugging_face_names(whole, layers)
+    model = shard(layers, ranks)
+    optimizer = torch.optim.AdamW(model.get_trainable_chunk(), lr=options.lr, weight_decay=options.weight_decay)
+
+    texts: dict[str, str] = {}
+    loss_before = evaluate(model, batches, ranks)
+    if options.generate:
+        texts["before"] = generate(model, tokenizer, options)
+    run = train(model, optimizer, training_tokens, options, ranks)
+    loss_after = evaluate(model, batches, ranks)
+    if options.generate:
+        texts["after"] = generate(model, tokenizer, options)
+
+    state = zero3.full_state_dict(model)  # the whole model in rank 0's host memory; {} on the others
+    if ranks.rank == 0:
+        neox.save_model(options.output, config, tokenizer, {names[name]: value for name, value in state.items()})
+    return Summary(
+        world_size=ranks.world_size,
+        held_out_loss_before=loss_before,
+        held_out_loss_after=loss_after,
+        tokens_per_second=run.tokens_per_second,
+        memory_per_rank=ranks.all(run.memory),
+        memory_of_one_process=alone,
+        peak_memory_per_rank=ranks.all(peak_memory(ranks.device)),
+        losses=run.losses,
+        texts=texts,
+    )
+
+
+def load_config_and_tokenizer(options: argparse.Namespace, text: str, ranks: Ranks) -> tuple[GPTNeoXConfig, PreTrainedTokenizerBase]:
+    """Those of `--model`, or new ones. A new tokenizer is rank 0's, so that no two ranks can have learnt different ones."""
+    if options.model is not None:
+        return neox.load_config(options.model), AutoTokenizer.from_pretrained(options.model)
+    learnt = data.train_bpe(text, options.vocabulary) if ranks.rank == 0 else None
+    tokenizer = data.make_tokenizer(ranks.from_first(learnt))
+    return neox.small_config(len(tokenizer), options.width, options.blocks, options.heads), tokenizer
+
+
+def check_sizes(options: argparse.Namespace, config: GPTNeoXConfig, ranks: Ranks) -> None:
+    """Ends the program with advice, on every rank alike, if the sizes do not fit together."""
+    parts = ranks.world_size * options.accumulate
+    if options.batch_size % parts:
+        dealt = f"{ranks.world_size} processes, --accumulate {options.accumulate}"
+        raise SystemExit(f"--batch-size {options.batch_size} can't be dealt out evenly ({dealt}): take a multiple of {parts}")
+    if options.sequence_length > config.max_position_embeddings:
+        raise SystemExit(f"--sequence-length {options.sequence_length}: the model has only {config.max_position_embeddings} positions")
+
+
+class Run(NamedTuple):
+    """What training leaves behind, beside the trained model."""
+
+    losses: list[float]  # of every step, mean over all ranks
+    tokens_per_second: float
+    memory: Memory  # of this rank, after the last step
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, options: argparse.Namespace, ranks: Ranks) -> Run:
+    """An ordinary training loop. Sharding shows in one line only: the norm to clip by is that of all ranks together."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, steps=options.steps, warm_up=options.warm_up))
+    draws = torch.Generator().manual_seed(options.seed)
+    torch.manual_seed(options.seed + ranks.rank)  # for dropout, which should differ between ranks
+    losses: list[float] = []
+    start = time.perf_counter()
+    model.train()
+    with tqdm(total=options.steps, unit="step", disable=ranks.rank > 0, mininterval=0.2 if sys.stderr.isatty() else 10) as progress:
+        for step in range(1, options.steps + 1):
+            optimizer.zero_grad()
+            step_loss = torch.zeros((), device=ranks.device)
+            batch = data.training_batch(tokens, options.batch_size, options.sequence_length, draws)
+            for windows in batch.chunk(options.accumulate):
+                loss = loss_of(model, windows, ranks) / options.accumulate
+                loss.backward()
+                step_loss += loss.detach()
+            zero3.clip_grad_norm_(model, options.max_norm)
+            optimizer.step()
+            schedule.step()
+            losses.append(ranks.mean(step_loss))
+            speed = step * options.batch_size * options.sequence_length / (time.perf_counter() - start)
+            peak = peak_memory(ranks.device) / 1e6
+            progress.set_postfix_str(f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s, peak {peak:,.0f} MB", refresh=False)
+            progress.update()
+    return Run(losses, speed, live_memory(model, optimizer))
+
+
+def learning_rate_factor(step: int, steps: int, warm_up: float) -> float:
+    """Rises over the first steps, then falls to zero along a cosine."""
+    rising = max(1, round(warm_up * steps))
+    if step < rising:
+        return (step + 1) / rising
+    return (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising))) / 2
+
+
+def loss_of(model: nn.Module, windows: Tensor, ranks: Ranks) -> Tensor:
+    """The mean loss over this rank's rows of `windows` `[batch, length + 1]`, in nats per token."""
+    rows = windows[ranks.rank :: ranks.world_size].to(ranks.device)
+    logits = model(rows[:, :-1])
+    return functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+
+
+@torch.inference_mode()
+def evaluate(model: nn.Module, batches: list[Tensor], ranks: Ranks) -> float:
+    """The loss on held-out text, in nats per token; the same number on every rank."""
+    model.eval()
+    losses = [loss_of(model, windows, ranks) for windows in batches]
+    return ranks.mean(torch.stack(losses).mean())
+
+
+@torch.inference_mode()
+def generate(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> str:
+    """The likeliest next token, again and again. All ranks do the same, for every layer is on all of them."""
+    model.eval()
+    tokens = torch.tensor([tokenizer(options.generate, add_special_tokens=False).input_ids], device=options.device)
+    for _ in range(options.generate_tokens):
+        logits = model(tokens[:, -options.sequence_length :])
+        tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
+    return tokenizer.decode(tokens[0])
+
+
+def present(summary: Summary, output: Path) -> None:
+    draw_losses(summary, output / "loss.png")
+    summary.save(output / "summary.json")
+    for when, text in summary.texts.items():
+        print(f"\n--- written {when} training\n{text}")
+    print(f"\n{table(summary)}\n\nModel, loss.png and summary.json are in {output}/")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_options(arguments)
+    with join_ranks(options.device) as ranks:
+        summary = finetune(options, ranks)
+        if ranks.rank == 0:
+            present(summary, options.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Text, tokens and batches. Every rank reads the same text, draws the same batches, and takes its own rows of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+__all__ = ["held_out_batches", "load_text", "make_tokenizer", "split_tokens", "train_bpe", "training_batch"]
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def load_text(path: Path | None) -> str:
+    """The text of a file, or the English that every Python carries with it: the help pages of the language."""
+    if path is not None:
+        return path.read_text(encoding="utf-8")
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics.values())
+
+
+def train_bpe(text: str, vocabulary: int) -> str:
+    """A byte-level BPE tokenizer learnt from `text`, of the kind that GPT-NeoX models have, as JSON."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # every byte has a token, so that no text is unknown
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    return tokenizer.to_str()
+
+
+def make_tokenizer(json: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json), eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
+
+
+def split_tokens(tokenizer: PreTrainedTokenizerBase, text: str, held_out: float = 0.1) -> tuple[Tensor, Tensor]:
+    """Tokens to train on, and the last tenth of the text, which training never sees. Both 1-D."""
+    tokens = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+    boundary = int(len(tokens) * (1 - held_out))
+    return tokens[:boundary], tokens[boundary:]
+
+
+def training_batch(tokens: Tensor, batch_size: int, length: int, generator: torch.Generator) -> Tensor:
+    """`batch_size` windows at random places, `[batch_size, length + 1]`: inputs, and one more to predict."""
+    starts = torch.randint(len(tokens) - length, (batch_size, 1), generator=generator)
+    return tokens[starts + torch.arange(length + 1)]
+
+
+def held_out_batches(tokens: Tensor, batch_size: int, length: int, limit: int) -> list[Tensor]:
+    """At most `limit` windows one after another, in whole batches `[batch_size, length + 1]`: equal work for every rank."""
+    windows = tokens[: len(tokens) // (length + 1) * (length + 1)].view(-1, length + 1)[:limit]
+    if len(windows) < batch_size:
+        raise SystemExit(
+            f"{len(windows)} held-out sequences are less than one batch of {batch_size}: take a longer text, a larger --held-out, "
+            "or a smaller --sequence-length or --batch-size"
+        )
+    return list(windows[: len(windows) // batch_size * batch_size].split(batch_size))

@@ -1,0 +1,63 @@
+"""This process among those that the launcher started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Ranks", "join_ranks"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who this process is, and the three things that a training script asks of the others."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def mean(self, value: torch.Tensor) -> float:
+        """The mean over all ranks of a number that each of them has."""
+        total = value.detach().clone()
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        return total.item() / self.world_size
+
+    def from_first(self, value: Any) -> Any:
+        """What rank 0 passes, on every rank."""
+        values = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def all(self, value: Any) -> list[Any]:
+        """What every rank passes, in rank order, on every rank."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+
+@contextmanager
+def join_ranks(device_type: str) -> Iterator[Ranks]:
+    """Joins the process group that `torchrun` prepared; a plain process stays alone and needs none.
+
+    Args:
+        device_type: "cuda" (one GPU a process, over NCCL) or "cpu" (over gloo).
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device(device_type, int(os.environ.get("LOCAL_RANK", "0"))) if device_type == "cuda" else torch.device(device_type)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None)
+    yield Ranks(int(os.environ.get("RANK", "0")), world_size, device)
+    # Not in a `finally`: after an exception the others may be waiting for this rank, and the launcher ends them all.
+    if world_size > 1:
+        dist.destroy_process_group()
