@@ -37,6 +37,11 @@ def as_plain_tensors() -> AbstractContextManager[object]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def accumulates_everywhere() -> bool:
+    """Whether the current backward writes the `.grad` of every leaf it comes to: a plain `.backward()`, nested or not."""
+    return bool(torch.autograd._is_checkpoint_valid())
+
+
 def accumulates_into(parameters: Iterable[Tensor]) -> bool:
     """Whether the current backward will write the `.grad` of any of `parameters` (`autograd.grad` does not)."""
     with as_plain_tensors(), torch.enable_grad():

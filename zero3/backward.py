@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from .agreement import agree
-from .autograd import backward_task, before_gradient_flows, inside_backward, when_backward_ends
+from .autograd import accumulates_everywhere, backward_task, before_gradient_flows, inside_backward, when_backward_ends
 from .collectives import Communicator
 from .gradient import Backup
 from .layer_state import LayerState
@@ -123,7 +123,7 @@ class Backward:
             agree(self._communicator, self._device, "the layers that take part in backward", names)
             self._agreed.add(signature)
         # `autograd.grad` writes no parameter's gradient: then nothing is reduced
-        tape.reduces = any(state.receives_gradients() for state in dict.fromkeys(reversed(signature)))
+        tape.reduces = accumulates_everywhere() or any(state.receives_gradients() for state in dict.fromkeys(reversed(signature)))
         tape.task = backward_task()
         self._touched.append(tape)
 
