@@ -1,6 +1,6 @@
 """zero3: full sharding (ZeRO-3) of PyTorch models. Wrap layers, pass their chunks to any optimizer, train as always."""
 
-from .access import full_params, get_trainable_chunk, reset
+from .access import full_params, get_trainable_chunk, reset, resident
 from .checkpoint.full_state import full_state_dict, load_full_state_dict
 from .layer import Zero3Layer
 from .optim.clip import clip_grad_norm_
@@ -18,5 +18,6 @@ __all__ = [
     "get_trainable_chunk",
     "load_full_state_dict",
     "reset",
+    "resident",
     "shard",
 ]

@@ -59,6 +59,30 @@ def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]
             state.unpin()
 
 
+@contextmanager
+def resident(model: nn.Module) -> Iterator[None]:
+    """For inference: inside, layers stay fetched and forwards make no collectives, so every rank may go its own way.
+
+        with zero3.resident(model), torch.no_grad():
+            ids = model.generate(**prompt)                      # another prompt and length on every rank
+
+    Every rank enters and leaves it. The whole model is held meanwhile. Parameters are as in `full_params`.
+
+    Raises:
+        RuntimeError: a backward through what was computed inside.
+        ValueError: nothing in `model` is sharded.
+    """
+    states = states_of(model)
+    with full_params(model):
+        for state in states:
+            state.resident += 1
+        try:
+            yield
+        finally:
+            for state in states:
+                state.resident -= 1
+
+
 def _write_back(states: list[LayerState], error: BaseException | None) -> None:
     first = states[0]
     cause = RuntimeError(f"full_params(writeback=True) ended with {type(error).__name__}: {error}. Nothing was written.") if error else None

@@ -64,6 +64,18 @@ class Backward:
         """From now on, a gradient that flows into `outputs` opens `call` first."""
         before_gradient_flows(outputs, partial(self._before, tape, call), mark)
 
+    def forbid(self, state: LayerState, outputs: Iterable[torch.Tensor]) -> None:
+        """A gradient that flows into `outputs`, which were computed while the layer was resident, is an error."""
+        label = state.label
+
+        def refuse() -> None:
+            raise RuntimeError(
+                f"backward through layer {label}, whose forward ran inside zero3.resident(model): ranks may have made different "
+                "forwards there, so gradients can't be reduced. Run what you train outside of it."
+            )
+
+        before_gradient_flows(outputs, refuse, mark=self)
+
     @property
     def running(self) -> bool:
         return self._token is not None and self._token() is not None

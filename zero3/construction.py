@@ -49,13 +49,16 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
         device = _device_of(request, is_layer)
     except (TypeError, ValueError) as caught:
         device, error = torch.get_default_device(), caught
-    communicator = communicator_for(request.process_group, device)
+    try:
+        communicator = communicator_for(request.process_group, device)
+    except TypeError as caught:  # no group to tell the others by: most likely they use the default one
+        communicator, error = communicator_for(None, device), error or caught
     label = type(request.module).__name__
     bindings: list[Binding] = []
     lines: list[str] = []
     if error is None:
         try:
-            _check_request(request, communicator)
+            _check_request(request, communicator, is_layer)
             bindings = bindings_of(request.module, is_layer)
             check_bindings(bindings, request.dtype)
             lines = _digest(request, bindings, device, is_layer)

@@ -70,6 +70,10 @@ class Runtime:
         state.lanes = self.layers[0].lanes
 
     def pre_forward(self, state: LayerState) -> None:
+        if state.resident:  # ranks may be at different points, or at none: no word and no transfer
+            state.fetch()
+            self._backward.frames.append(Frame(state, 0, recomputes=True, fetched_here=False))
+            return
         if self._backward.is_recomputing(state):
             released = state.presence is not Presence.FETCHED
             state.fetch()
@@ -93,6 +97,9 @@ class Runtime:
         frame = self._backward.frames.pop()
         tensors = list(tensors_in(output))
         state.let_escape(tensors)
+        if state.resident:
+            self._backward.forbid(state, tensors)
+            return output
         if frame.recomputes:
             if frame.fetched_here:
                 self._backward.release(state)

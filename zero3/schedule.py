@@ -54,6 +54,8 @@ class ForwardOrder(Generic[L]):
 
     def learn(self) -> None:
         """The pass is over: its order is known from now on, and expected first next time."""
+        if not self._seen:
+            return
         order = self._follows if self._follows is not None else tuple(self._seen)
         if order in self._known:
             self._known.remove(order)
