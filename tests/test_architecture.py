@@ -32,7 +32,7 @@ FLOORS = {
     "construction": 6, "backward": 6,
     "runtime": 7,
     "layer": 8,
-    "sequential": 9, "access": 9,
+    "sequential": 9, "shard": 9, "access": 9,
     "optim": 10, "checkpoint": 10,
     "": 11,
 }  # fmt: skip
