@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 examples/finetune.py --model DIR --text FILE    your model, your text
     python examples/finetune.py                                                 one plain process, to compare
 
-Sharding is the one line in `shard`; the rest is what any training script has. The losses depend on the seed and on the
+Sharding is the one line in `wrap`; the rest is what any training script has. The losses depend on the seed and on the
 sizes, but not on the number of processes: `--batch-size` counts the sequences of all of them together.
 """
 
@@ -56,13 +56,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--accumulate", type=positive, metavar="N", default=1, help="backward passes among which a step's sequences are split")
     add("--sequence-length", type=positive, metavar="N", default=128, help="tokens a sequence")
     add("--lr", type=float, metavar="X", help="peak learning rate (default: 3e-3 for the small model, 3e-5 with --model)")
-    add(
-        "--warm-up",
-        type=float,
-        metavar="X",
-        default=0.1,
-        help="share of the steps before the learning rate falls along a cosine",
-    )
+    add("--warm-up", type=float, metavar="X", default=0.1, help="share of the steps before lr falls along a cosine")
     add("--weight-decay", type=float, metavar="X", default=0.01, help="of AdamW")
     add("--max-norm", type=float, metavar="X", default=1.0, help="gradients are clipped to this norm")
     add("--held-out", type=positive, metavar="N", default=64, help="most sequences to measure the held-out loss on")
@@ -98,7 +92,7 @@ def trainable(text: str) -> str:
     return text
 
 
-def shard(layers: list[nn.Module], ranks: Ranks) -> zero3.Zero3Sequential:
+def wrap(layers: list[nn.Module], ranks: Ranks) -> zero3.Zero3Sequential:
     """From here on, every rank holds its slice of each layer, and a whole layer only while that layer computes."""
     return zero3.Zero3Sequential([zero3.Zero3Layer(layer, device=ranks.device) for layer in layers])
 
@@ -117,7 +111,7 @@ def finetune(options: argparse.Namespace, ranks: Ranks) -> Summary:
     alone = memory_of_one_process(whole)
     layers = neox.cut_into_layers(whole)
     names = neox.hugging_face_names(whole, layers)
-    model = shard(layers, ranks)
+    model = wrap(layers, ranks)
     optimizer = torch.optim.AdamW(model.get_trainable_chunk(), lr=options.lr, weight_decay=options.weight_decay)
 
     texts: dict[str, str] = {}

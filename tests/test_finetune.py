@@ -127,7 +127,7 @@ def test_one_process_gives_the_same_losses(
 ) -> None:
     """The same sequences, in one process and in two backward passes a step; and what it saves has its very logits."""
     models = []
-    monkeypatch.setattr(example, "shard", lambda *arguments, shard=example.shard: models.append(shard(*arguments)) or models[0])
+    monkeypatch.setattr(example, "wrap", lambda *arguments, wrap=example.wrap: models.append(wrap(*arguments)) or models[0])
     options = [*SIZES, *SMALL, "--steps", STEPS, "--accumulate", 2, "--output", tmp_path, "--device", "cpu"]
     example.main([str(option) for option in options])
     alone = Outcome(tmp_path, capsys.readouterr().out).summary
