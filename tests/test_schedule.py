@@ -216,13 +216,22 @@ def test_an_expected_order_is_foreseen_from_the_first_pass(layers: list[str]) ->
 
 
 @given(st.lists(passes, max_size=ForwardOrder.MAX_KNOWN), passes)
-def test_a_layer_is_foreseen_exactly_while_a_known_order_begins_so(before: list[list[str]], layers: list[str]) -> None:
-    """What all ranks know alike is what needs no word between them: foreseen must not mean more than that."""
+def test_a_layer_is_foreseen_only_while_a_known_order_begins_so(before: list[list[str]], layers: list[str]) -> None:
     order: ForwardOrder[str] = ForwardOrder()
     for each in before:
         run(order, each)
     known = [any(each[:n] == layers[:n] for each in before) for n in range(1, len(layers) + 1)]
-    assert [foreseen for foreseen, _ in run(order, layers)] == known
+    assert all(known[i] for i, (foreseen, _) in enumerate(run(order, layers)) if foreseen)
+
+
+@given(passes, passes)
+def test_a_turn_from_one_known_order_to_another_is_not_foreseen(first: list[str], second: list[str]) -> None:
+    """All ranks know both, but each turns by its own data: the turn needs a word between them, what follows does not."""
+    order: ForwardOrder[str] = ForwardOrder()
+    run(order, first)
+    run(order, second)
+    turn = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
+    assert [foreseen for foreseen, _ in run(order, first)] == [i != turn for i in range(len(first))]
 
 
 @given(st.lists(passes, max_size=6), passes)
@@ -232,19 +241,19 @@ def test_what_is_foreseen_next_goes_on_a_known_order(before: list[list[str]], la
         run(order, each)
     order.begin()
     for index, layer in enumerate(layers):
-        if order.advance(layer):
-            ahead = [*layers[: index + 1], *order.upcoming(3)]
-            assert any(each[: len(ahead)] == ahead for each in before)
-        else:
-            assert not order.upcoming(3)
+        order.advance(layer)
+        ahead = [*layers[: index + 1], *order.upcoming(3)]
+        assert any(each[: len(ahead)] == ahead for each in before) or not order.upcoming(3)
 
 
 def test_training_and_evaluation_take_turns() -> None:
     order: ForwardOrder[str] = ForwardOrder("abc")
     run(order, "abd")
-    assert run(order, "abc") == [(True, "bd"), (True, "d"), (True, "")]  # the one used last is expected first
+    assert run(order, "abc") == [(True, "bd"), (True, "d"), (False, "")]  # the one used last is expected first
     assert run(order, "abc") == [(True, "bc"), (True, "c"), (True, "")]
-    assert run(order, "abd") == [(True, "bc"), (True, "c"), (True, "")]
+    assert run(order, "abd") == [(True, "bc"), (True, "c"), (False, "")]
+    assert run(order, "axe") == [(True, "bd"), (False, ""), (False, "")]
+    assert run(order, "abd") == [(True, "xe"), (False, "d"), (True, "")]  # followed from the turn on
 
 
 def test_a_pass_off_the_known_orders_foresees_nothing_any_more() -> None:
@@ -272,7 +281,9 @@ def test_the_order_not_used_for_longest_is_forgotten(used_again: bool) -> None:
 
     def foreseen(layer: int) -> bool:
         order.begin()
-        found = order.advance(layer)
+        order.advance(layer)
+        found = bool(order.upcoming(1))
+        order.advance(-layer)
         order.learn()
         return found
 

@@ -15,8 +15,9 @@ L = TypeVar("L", bound=Hashable)
 class ForwardOrder(Generic[L]):
     """The orders in which forwards call their layers, learned from those that ran, used to look ahead.
 
-    All ranks learn the same orders, so a layer that comes as a known order foresees needs no word with the other
-    ranks. One that comes otherwise leaves known ground for the rest of its pass: nothing is foreseen there.
+    All ranks learn the same orders and expect the same one, so a layer that it foresees needs no word with the other
+    ranks. A layer that comes otherwise does, though another known order begins so: to which one a rank turns depends
+    on its data. That order is followed then; where there is none, nothing is foreseen for the rest of the pass.
     """
 
     MAX_KNOWN = 8  # training, evaluation, generation with and without a cache, ...
@@ -37,15 +38,17 @@ class ForwardOrder(Generic[L]):
         self._follows = self._known[0] if self._known else None
 
     def advance(self, layer: L) -> bool:
-        """Notes that `layer` is called now; True if a known order foresaw it."""
+        """Notes that `layer` is called now; True if the order that this pass follows foresaw it."""
         position = len(self._seen)
         self._seen.append(layer)
         order = self._follows
-        if order is None or (position < len(order) and order[position] == layer):
-            return order is not None
+        if order is None:
+            return False
+        if position < len(order) and order[position] == layer:
+            return True
         seen = tuple(self._seen)
         self._follows = next((known for known in self._known if known[: position + 1] == seen), None)
-        return self._follows is not None
+        return False
 
     def upcoming(self, depth: int) -> Sequence[L]:
         """The layers expected next, at most `depth`."""
