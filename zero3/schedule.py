@@ -137,8 +137,9 @@ class Tape(Generic[L]):
         while self._cursor >= call.index:
             following = self.calls[self._cursor]
             self._cursor -= 1
+            opening = self._opened(following)  # before others close: a layer called twice running stays fetched
             yield from self._close_those_after(following.end)
-            yield self._opened(following)
+            yield opening
         if call.phase is Phase.CLOSED:  # a gradient came late, by a path that the forward order did not foretell
             yield self._opened(call)
 
