@@ -40,6 +40,7 @@ def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]
         ValueError: nothing in `module` is sharded.
     """
     states = states_of(module)
+    agree_to_gather(states, f"full_params(writeback={writeback})")
     pinned: list[LayerState] = []
     try:
         for state in states:
@@ -81,6 +82,17 @@ def resident(model: nn.Module) -> Iterator[None]:
         finally:
             for state in states:
                 state.resident -= 1
+
+
+def agree_to_gather(states: list[LayerState], caller: str) -> None:
+    """Compares before a gather outside a forward: one that a rank makes alone could meet another layer's on the others.
+
+    Raises:
+        ValueError, RuntimeError: ranks are elsewhere, or want other layers.
+    """
+    if not all(state.pinned for state in states):  # else all is here, and a rank may look at it by itself
+        first = states[0]
+        agree(first.communicator, first.device, caller, [state.name_among_ranks for state in states])
 
 
 def _write_back(states: list[LayerState], error: BaseException | None) -> None:

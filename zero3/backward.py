@@ -50,7 +50,7 @@ class Backward:
         self._backup_communicator = backup_communicator
         self._device = device
         self._depth = depth
-        self._agreed: set[tuple[LayerState, ...]] = set()  # tapes that all ranks are known to share
+        self._agreed: tuple[LayerState, ...] = ()  # the tape compared last: ranks may know several, and choose by their data
         self._touched: list[LayerTape] = []  # the tapes it has come to
         self._backups: deque[Backup] = deque()
         self._token: weakref.ref[_Token] | None = None
@@ -130,10 +130,10 @@ class Backward:
 
     def _touch(self, tape: LayerTape) -> None:
         signature = tape.signature()
-        if signature not in self._agreed:
+        if signature != self._agreed:
             names = [state.name_among_ranks for state in signature]
             agree(self._communicator, self._device, "the layers that take part in backward", names)
-            self._agreed.add(signature)
+            self._agreed = signature
         # `autograd.grad` writes no parameter's gradient: then nothing is reduced
         tape.reduces = accumulates_everywhere() or any(state.receives_gradients() for state in dict.fromkeys(reversed(signature)))
         tape.task = backward_task()

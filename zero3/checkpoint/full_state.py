@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..access import states_of
+from ..access import agree_to_gather, states_of
 from ..agreement import agree
 from ..layer import Zero3Layer
 from ..layer_state import LayerState
@@ -30,6 +30,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
     """
     states = states_of(model)
     keeps = not rank0_only or states[0].communicator.rank == 0
+    agree_to_gather(states, "full_state_dict")
     values: dict[int, Tensor] = {}
     for state in states:
         state.pin()
