@@ -33,6 +33,9 @@ class Request:
     dtype: torch.dtype | None
     policy: ShardingPolicy
     process_group: object
+    label: str | None = None  # what errors call the layer; None: the module's type
+    elsewhere: frozenset[int] = frozenset()  # ids of parameters that another layer owns
+    borrowed: tuple[Binding, ...] = ()  # parameters inside other layers that this one owns
 
 
 def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> LayerState:
@@ -53,13 +56,13 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
         communicator = communicator_for(request.process_group, device)
     except TypeError as caught:  # no group to tell the others by: most likely they use the default one
         communicator, error = communicator_for(None, device), error or caught
-    label = type(request.module).__name__
+    label = request.label or type(request.module).__name__
     bindings: list[Binding] = []
     lines: list[str] = []
     if error is None:
         try:
             _check_request(request, communicator, is_layer)
-            bindings = bindings_of(request.module, is_layer)
+            bindings = bindings_of(request.module, is_layer, request.elsewhere, request.borrowed)
             check_bindings(bindings, request.dtype)
             lines = _digest(request, bindings, device, is_layer)
         except (TypeError, ValueError) as caught:

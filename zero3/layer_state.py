@@ -50,6 +50,7 @@ class LayerState:
         self.registry: dict[str, nn.Parameter | None] = {}  # where the module tree finds the chunks
         self.meta_buffers: list[tuple[nn.Module, str, str]] = []  # owner, attribute, name: to be filled before use
         self._pins = 0
+        self.resident = 0  # contexts in which ranks go their own ways
         self._gradients: dict[Chunk, FlatGradient] = {}
         self._stand_ins: dict[Chunk, Tensor] = {}
         self._hooked: set[int] = set()
@@ -85,6 +86,10 @@ class LayerState:
 
     def trainable(self) -> list[nn.Parameter]:
         return [chunk.shard for chunk in self.chunks if chunk.shard.requires_grad]
+
+    def full_nbytes(self) -> int:
+        """Bytes of the layer's full buffers while it is fetched."""
+        return sum(chunk.layout.padded_numel * chunk.shard.element_size() for chunk in self.chunks)
 
     # -- fetch and release
 

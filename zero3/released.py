@@ -22,7 +22,7 @@ _METADATA_PROPERTIES = (
     "output_nr", "_version",
 )  # fmt: skip
 _METADATA = frozenset(getattr(Tensor, name).__get__ for name in _METADATA_PROPERTIES if hasattr(Tensor, name)) | {
-    Tensor.numel, Tensor.nelement, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.element_size, Tensor.__len__,
+    Tensor.numel, Tensor.nelement, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.element_size, Tensor.untyped_storage, Tensor.__len__,
     Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__, Tensor.type, torch.numel, torch.is_floating_point,
     torch.is_complex, torch.is_tensor,
 }  # fmt: skip
