@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -42,6 +42,11 @@ def accumulates_everywhere() -> bool:
     return bool(torch.autograd._is_checkpoint_valid())
 
 
+def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Makes graphs that saved `tensors` at these versions valid again: they hold the same values as then."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
 def accumulates_into(parameters: Iterable[Tensor]) -> bool:
     """Whether the current backward will write the `.grad` of any of `parameters` (`autograd.grad` does not)."""
     with as_plain_tensors(), torch.enable_grad():
@@ -50,21 +55,33 @@ def accumulates_into(parameters: Iterable[Tensor]) -> bool:
         return any(node is not None and torch._C._will_engine_execute_node(node) for node in accumulators)
 
 
-def before_gradient_flows(outputs: Iterable[Tensor], callback: Callable[[], None], mark: object) -> None:
-    """Runs `callback` before the backward of the graph that made `outputs` begins.
+def graph_clock() -> int:
+    """Goes up with every node: those that this thread's graphs get from now on have this number or a higher one."""
+    return torch._C._autograd._get_sequence_nr()
 
-    The hook sits on the graph's nodes, not on tensors: a view that is modified in place gets a new node, but the
-    node of its base stays in the graph. So both are hooked. `mark` is left on them for `mark_upstream`.
+
+def nodes_since(clock: int, tensors: Iterable[Tensor]) -> set[Node]:
+    """The nodes of the graph that made `tensors`, as far as they are not older than `clock`.
+
+    A view that is modified in place gets a new node, but the node of its base stays in the graph: so it is among them.
+    """
+    nodes: set[Node] = set()
+    for given in tensors:
+        for tensor in (given, given._base):
+            if tensor is not None and tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= clock:
+                nodes.add(tensor.grad_fn)
+    return nodes
+
+
+def before_gradient_flows(nodes: Iterable[Node], callback: Callable[[], None], mark: object) -> None:
+    """Runs `callback` before a gradient flows into one of `nodes`. `mark` is left on them for `mark_upstream`.
+
+    A hook on a tensor would not do: it is lost when the tensor is a view that is later modified in place.
     """
 
     def prehook(_: Any) -> None:
         callback()
 
-    nodes: set[Node] = set()
-    for output in outputs:
-        for tensor in (output, output._base):
-            if tensor is not None and tensor.grad_fn is not None:
-                nodes.add(tensor.grad_fn)
     for node in nodes:
         node.register_prehook(prehook)
         _notes_on(node)[_MARK] = weakref.ref(mark)

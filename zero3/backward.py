@@ -13,6 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import Node
 
 from .agreement import agree
 from .autograd import accumulates_everywhere, backward_task, before_gradient_flows, inside_backward, when_backward_ends
@@ -32,12 +33,9 @@ class Frame(NamedTuple):
 
     state: LayerState
     start: int
+    clock: int  # of the graph: the nodes that the forward makes are not older
     recomputes: bool
     fetched_here: bool
-
-
-class _Token:
-    """Lives as long as the backward whose final callback holds it: dead without having finished means that it raised."""
 
 
 class Backward:
@@ -53,19 +51,19 @@ class Backward:
         self._agreed: tuple[LayerState, ...] = ()  # the tape compared last: ranks may know several, and choose by their data
         self._touched: list[LayerTape] = []  # the tapes it has come to
         self._backups: deque[Backup] = deque()
-        self._token: weakref.ref[_Token] | None = None
+        self._ending: weakref.ref[partial[None]] | None = None  # the present backward's final callback, which dies with it
 
     def watch(self, state: LayerState) -> None:
         """Takes charge of `state`: whatever gradient it gets, by whatever way, is reduced by the end of the backward."""
         self.layers.append(state)
         state.watch_gradients(partial(_gradient_came, weakref.ref(self)))
 
-    def follow(self, tape: LayerTape, call: LayerCall, outputs: Iterable[torch.Tensor], mark: object) -> None:
-        """From now on, a gradient that flows into `outputs` opens `call` first."""
-        before_gradient_flows(outputs, partial(self._before, tape, call), mark)
+    def follow(self, tape: LayerTape, call: LayerCall, nodes: Iterable[Node], mark: object) -> None:
+        """From now on, a gradient that flows into `nodes` opens `call` first."""
+        before_gradient_flows(nodes, partial(self._before, tape, call), mark)
 
-    def forbid(self, state: LayerState, outputs: Iterable[torch.Tensor]) -> None:
-        """A gradient that flows into `outputs`, which were computed while the layer was resident, is an error."""
+    def forbid(self, state: LayerState, nodes: Iterable[Node]) -> None:
+        """A gradient that flows into `nodes`, which were computed while the layer was resident, is an error."""
         label = state.label
 
         def refuse() -> None:
@@ -74,11 +72,11 @@ class Backward:
                 "forwards there, so gradients can't be reduced. Run what you train outside of it."
             )
 
-        before_gradient_flows(outputs, refuse, mark=self)
+        before_gradient_flows(nodes, refuse, mark=self)
 
     @property
     def running(self) -> bool:
-        return self._token is not None and self._token() is not None
+        return self._ending is not None and self._ending() is not None and inside_backward()
 
     def is_recomputing(self, state: LayerState) -> bool:
         """Whether a forward of `state` now is a checkpoint's recomputation of a call that this backward has on a tape."""
@@ -96,7 +94,7 @@ class Backward:
 
     def reset(self) -> None:
         """Releases everything. If the last backward raised, the gradients accumulated so far are dropped with it."""
-        broken = self._token is not None and not self.running
+        broken = self._ending is not None and not self.running
         while self._backups:
             try:
                 self._backups.popleft().wait()
@@ -106,7 +104,7 @@ class Backward:
             tape.rewind()
         self._touched.clear()
         self.frames.clear()
-        self._token = None
+        self._ending = None
         for state in self.layers:
             state.reset()
             if broken:
@@ -169,13 +167,13 @@ class Backward:
     def _enter(self) -> None:
         if self.running:
             return
-        if self._token is not None:
+        if self._ending is not None:
             self.reset()  # the one before raised
-        token = _Token()
-        self._token = weakref.ref(token)
-        when_backward_ends(partial(self._end, token))
+        ending = partial(self._end)  # a new object; no frame refers to it, so that a kept traceback does not keep it alive
+        self._ending = weakref.ref(ending)
+        when_backward_ends(ending)
 
-    def _end(self, token: _Token) -> None:
+    def _end(self) -> None:
         for tape in sorted(self._touched, key=lambda tape: -tape.serial):
             self._finish(tape)
         for state in self.layers:
@@ -184,7 +182,7 @@ class Backward:
         self._drain_backups()
         for state in self.layers:
             self.release(state)
-        self._token = None
+        self._ending = None
 
     def gradient_came(self) -> None:
         """A layer's first gradient, perhaps by a way outside its calls: make sure that this backward ends by reducing it."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .autograd import mark_upstream
+from .binding import own_modules
 from .construction import Request, build_state
 from .layer_state import LayerState
 from .policy import ShardingPolicy
@@ -173,13 +174,20 @@ class Zero3Layer(nn.Module):
         return self
 
 
-def run_sharded(runtime: Runtime, state: LayerState, entry: object, module: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run_sharded(runtime: Runtime, state: LayerState, entry: nn.Module, module: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """One forward of a sharded module: fetched before, released after. `entry`: what the user called, if it is the outermost."""
     with runtime.forward_pass(entry):
         runtime.pre_forward(state)
         with _uncached_autocast():
             output = module(*args, **kwargs)
-        return runtime.post_forward(state, output)
+        holder = module if isinstance(module, nn.Module) else entry
+        return runtime.post_forward(state, output, kept=(args, kwargs, list(_attributes(holder))))
+
+
+def _attributes(holder: nn.Module) -> Iterator[Any]:
+    """What modules may keep of a forward as plain attributes: caches, auxiliary losses."""
+    for _, module in own_modules(holder, is_layer):
+        yield from (value for value in vars(module).values() if isinstance(value, (torch.Tensor, list, tuple)))
 
 
 def is_layer(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .agreement import agree
-from .autograd import inside_backward
+from .autograd import graph_clock, inside_backward, nodes_since
 from .backward import Backward, Frame, LayerTape
 from .collectives import Communicator
 from .layer_state import LayerState, Presence
@@ -72,12 +72,12 @@ class Runtime:
     def pre_forward(self, state: LayerState) -> None:
         if state.resident:  # ranks may be at different points, or at none: no word and no transfer
             state.fetch()
-            self._backward.frames.append(Frame(state, 0, recomputes=True, fetched_here=False))
+            self._backward.frames.append(Frame(state, 0, graph_clock(), recomputes=True, fetched_here=False))
             return
         if self._backward.is_recomputing(state):
             released = state.presence is not Presence.FETCHED
             state.fetch()
-            self._backward.frames.append(Frame(state, 0, recomputes=True, fetched_here=released))
+            self._backward.frames.append(Frame(state, 0, graph_clock(), recomputes=True, fetched_here=released))
             return
         tape = self._tape
         if tape is None:
@@ -91,23 +91,26 @@ class Runtime:
         state.fetch()
         for following in ahead:
             following.start_fetch()
-        self._backward.frames.append(Frame(state, tape.begin(), recomputes=False, fetched_here=True))
+        self._backward.frames.append(Frame(state, tape.begin(), graph_clock(), recomputes=False, fetched_here=True))
 
-    def post_forward(self, state: LayerState, output: Any) -> Any:
+    def post_forward(self, state: LayerState, output: Any, kept: Any) -> Any:
+        """`kept`: wherever else the layer may have left tensors: arguments that it changed, attributes of its modules."""
         frame = self._backward.frames.pop()
-        tensors = list(tensors_in(output))
-        state.let_escape(tensors)
+        outputs, kept_tensors = list(tensors_in(output)), list(tensors_in(kept))
+        state.let_escape(outputs + kept_tensors)
+        nodes = nodes_since(frame.clock, outputs + kept_tensors)
         if state.resident:
-            self._backward.forbid(state, tensors)
+            self._backward.forbid(state, nodes)
             return output
         if frame.recomputes:
             if frame.fetched_here:
                 self._backward.release(state)
             return output
-        differentiable = [tensor for tensor in tensors if tensor.requires_grad]
-        if self._tape is not None and torch.is_grad_enabled() and (differentiable or state.trainable()):
+        # Whether it is recorded must not depend on what this rank's data made it do: its input may be its output.
+        takes_part = nodes or state.trainable() or any(tensor.requires_grad for tensor in outputs)
+        if self._tape is not None and torch.is_grad_enabled() and takes_part:
             call = self._tape.record(state, frame.start)
-            self._backward.follow(self._tape, call, differentiable, mark=self)
+            self._backward.follow(self._tape, call, nodes, mark=self)
             self._lingering.append(state)
         else:
             self._backward.release(state)

@@ -11,7 +11,6 @@ from torch import nn
 from .agreement import agree
 from .collectives import communicator_for
 from .layer import Zero3Layer, adopt, layers_of
-from .runtime import Runtime
 
 __all__: list[str] = []
 
@@ -34,13 +33,12 @@ class Zero3Sequential(nn.Module):
         for index, layer in enumerate(layers):
             self.add_module(str(index), layer)
         self._layers = tuple(layers)
-        self._runtime: Runtime | None = None
 
     def forward(self, x: Any) -> Any:
-        runtime = self._runtime
+        runtime = self._layers[0]._runtime
         if runtime is None or any(layer._runtime is not runtime for layer in self._layers):
             nested = len(layers_of(self)) > len(self._layers)
-            runtime = self._runtime = adopt(self, ordered=not nested)
+            runtime = adopt(self, ordered=not nested)
         with runtime.forward_pass(self):
             for layer in self._layers:
                 x = layer(x)
