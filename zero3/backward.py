@@ -20,7 +20,7 @@ from .autograd import accumulates_everywhere, backward_task, before_gradient_flo
 from .collectives import Communicator
 from .gradient import Backup
 from .layer_state import LayerState
-from .schedule import Call, Step, Tape
+from .schedule import Call, ForwardOrder, Step, Tape
 
 __all__: list[str] = []
 
@@ -48,7 +48,7 @@ class Backward:
         self._backup_communicator = backup_communicator
         self._device = device
         self._depth = depth
-        self._agreed: tuple[LayerState, ...] = ()  # the tape compared last: ranks may know several, and choose by their data
+        self._order: ForwardOrder[tuple[LayerState, ...]] = ForwardOrder()  # of the tapes: nested backwards have their own
         self._touched: list[LayerTape] = []  # the tapes it has come to
         self._backups: deque[Backup] = deque()
         self._ending: weakref.ref[partial[None]] | None = None  # the present backward's final callback, which dies with it
@@ -128,10 +128,9 @@ class Backward:
 
     def _touch(self, tape: LayerTape) -> None:
         signature = tape.signature()
-        if signature != self._agreed:
+        if not self._order.advance(signature):
             names = [state.name_among_ranks for state in signature]
             agree(self._communicator, self._device, "the layers that take part in backward", names)
-            self._agreed = signature
         # `autograd.grad` writes no parameter's gradient: then nothing is reduced
         tape.reduces = accumulates_everywhere() or any(state.receives_gradients() for state in dict.fromkeys(reversed(signature)))
         tape.task = backward_task()
@@ -172,6 +171,7 @@ class Backward:
         ending = partial(self._end)  # a new object; no frame refers to it, so that a kept traceback does not keep it alive
         self._ending = weakref.ref(ending)
         when_backward_ends(ending)
+        self._order.begin()
 
     def _end(self) -> None:
         for tape in sorted(self._touched, key=lambda tape: -tape.serial):
@@ -182,6 +182,7 @@ class Backward:
         self._drain_backups()
         for state in self.layers:
             self.release(state)
+        self._order.learn()
         self._ending = None
 
     def gradient_came(self) -> None:
