@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from zero3.flat import pack, split, stand_in, unpack, view, zero_padding
+from zero3.flat import pack, split, not_a_number, unpack, view, zero_padding
 from zero3.layout import ALIGNMENT_NUMEL, ChunkLayout, Slot
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.uint8, torch.bool]
@@ -189,6 +189,6 @@ def test_two_slots_of_one_name_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_stand_in_is_loud_where_its_dtype_can_be(dtype: torch.dtype) -> None:
-    value = stand_in(dtype, torch.device("cpu"))
+    value = not_a_number(dtype, torch.device("cpu"))
     assert value.shape == () and value.dtype == dtype
     assert bool(value.isnan()) == (dtype.is_floating_point or dtype.is_complex)

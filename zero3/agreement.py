@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .collectives import Communicator, naming_failures
+from .collectives import Communicator, NamingFailures, Subject
 
 __all__: list[str] = []
 
@@ -31,7 +31,7 @@ def agree(communicator: Communicator, device: torch.device, subject: str, lines:
     kind = next((kind.__name__ for kind in _KINDS if isinstance(error, kind)), "RuntimeError") if error is not None else ""
     text = json.dumps({"subject": subject, "lines": list(lines), "kind": kind, "error": str(error) if error else ""})
     digest = hashlib.sha256(text.encode()).digest()[:15] + bytes([error is not None])
-    with naming_failures(communicator, f"comparing {subject} with the other ranks"):
+    with NamingFailures(communicator, "comparing with the other ranks", Subject(subject)):
         digests = communicator.exchange(digest, device)
         if all(other == digests[0] for other in digests) and not digests[0][-1]:
             return
@@ -60,7 +60,7 @@ def _explain(reports: list[dict[str, object]]) -> Exception:
     for number in range(max(map(len, columns))):
         row = [column[number] if number < len(column) else "nothing" for column in columns]
         if len(set(row)) > 1:
-            return ValueError(f"ranks differ in {subjects[0]}: {_by_rank(row)}. Give every rank the same model and policy.")
+            return ValueError(f"ranks differ in {subjects[0]}: {_by_rank(row)}. All ranks must have the same model and policy, and call the same layers in the same order.")
     return ValueError(f"ranks differ in {subjects[0]}")
 
 

@@ -37,7 +37,7 @@ class Binding:
     def hide(self, stand_in: Tensor) -> None:
         """Metadata stays readable, values raise; `model.parameters()` no longer finds it."""
         self.parameter.grad = None
-        self.parameter.data = stand_in.expand(self.parameter.shape)
+        self.parameter.data = stand_in
         for module, attribute in self.sites:
             module._parameters.pop(attribute, None)
             module.__dict__[attribute] = self.parameter
@@ -45,8 +45,9 @@ class Binding:
 
     def replace(self, parameter: nn.Parameter) -> None:
         """For a parameter on the meta device, which can't be given other data: a new object takes its places."""
+        parameter.__dict__.update(self.parameter.__dict__)  # users' marks, such as no_weight_decay
         for module, attribute in self.sites:
-            module._parameters[attribute] = parameter
+            setattr(module, attribute, parameter)  # not into _parameters: some modules keep lists of their own (LSTM)
         self.parameter = parameter
 
 
@@ -57,26 +58,25 @@ class Bound:
     binding: Binding
     chunk: Chunk
     index: int
+    stand_in: Tensor  # what the parameter shows while released, in its shape
 
     @property
     def value(self) -> Tensor:
         return self.chunk.views[self.index]
 
 
-def own_modules(module: nn.Module, is_layer: Callable[[nn.Module], bool], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def own_modules(
+    module: nn.Module, is_layer: Callable[[nn.Module], bool], prefix: str = "", seen: set[nn.Module] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
     """`module` and those below it, in order, once each; wrapped layers inside keep their own, so they are left out."""
-    seen: set[nn.Module] = set()
-
-    def walk(current: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-        if current in seen or is_layer(current):
-            return
-        seen.add(current)
-        yield name, current
-        for child_name, child in current._modules.items():
-            if child is not None:
-                yield from walk(child, f"{name}.{child_name}" if name else child_name)
-
-    yield from walk(module, prefix)
+    seen = set() if seen is None else seen
+    if module in seen or is_layer(module):
+        return
+    seen.add(module)
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from own_modules(child, is_layer, f"{prefix}.{name}" if prefix else name, seen)
 
 
 def bindings_of(

@@ -58,8 +58,8 @@ class Chunk:
     def __init__(self, layout: ChunkLayout, shard: nn.Parameter, communicator: Communicator) -> None:
         self.layout = layout
         self.shard = shard  # 1-D [S], what the optimizer updates
-        self.loaded = True  # False: made from a meta model, to be filled before its first fetch
-        self.trainable_when_wrapped = shard.requires_grad
+        self.unloaded: set[int] = set()  # slots that were on meta and have no values yet: to be filled before the first fetch
+        self.trainable_when_wrapped = self.trains = shard.requires_grad  # trains: what its parameters have been told
         self._communicator = communicator
         self._seen_version = shard._version
         self._in_flight: Mark | None = None
@@ -112,7 +112,7 @@ class Chunk:
         if self._communicator.world_size > 1:
             self._communicator.scatter(self.shard.data, self.full.tensor if self._communicator.rank == 0 else None)
             torch.autograd.graph.increment_version(self.shard)
-        self.loaded = True
+        self.unloaded.clear()
 
     def replace_buffer(self) -> None:
         """Leaves the buffer to whoever else looks at it, and takes a new one from the next fetch on."""

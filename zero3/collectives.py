@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -57,16 +57,33 @@ class Communicator(Protocol):
     def same_ranks(self, other: Communicator) -> bool: ...
 
 
-@contextmanager
-def naming_failures(communicator: Communicator, doing: str) -> Iterator[None]:
-    """A collective that fails or times out inside says what it was for, and on which rank."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as failure:
+class Subject:
+    """What a transfer is for, by a name that may still change: a layer learns its place in the model at its first forward."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class NamingFailures:
+    """A context: a collective that fails or times out inside says what it was for, and on which rank. Made once, used often."""
+
+    __slots__ = ("_communicator", "_doing", "_subject")
+
+    def __init__(self, communicator: Communicator, doing: str, subject: Subject) -> None:
+        self._communicator = communicator
+        self._doing = doing
+        self._subject = subject
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None) -> None:
+        if not isinstance(failure, RuntimeError) or isinstance(failure, torch.OutOfMemoryError):
+            return
         raise RuntimeError(
-            f"rank {communicator.rank} of {communicator.world_size}: {doing} failed: {failure} "
+            f"rank {self._communicator.rank} of {self._communicator.world_size}: {self._doing} {self._subject.name} failed: {failure}\n"
             "Most often another rank died, or took another path through the model: its own error says why."
         ) from failure
 
@@ -168,14 +185,8 @@ class _Transfers:
         self._then = then
 
     def wait(self) -> None:
-        failed: RuntimeError | None = None
-        for work in self._works:
-            try:
-                work.wait()
-            except RuntimeError as error:  # the others go on: none may write into a buffer that is given back
-                failed = failed or error
-        if failed is not None:
-            raise failed
+        for work in self._works:  # if one fails the others may go on: whoever made the buffers leaves them to these works
+            work.wait()
         if self._then is not None:
             self._then()
 

@@ -41,7 +41,7 @@ def split(full: Tensor, layout: ChunkLayout) -> list[Tensor]:
     return [full[slice(*layout.chunk_range(rank))] for rank in range(layout.world_size)]
 
 
-def stand_in(dtype: torch.dtype, device: torch.device) -> Tensor:
+def not_a_number(dtype: torch.dtype, device: torch.device) -> Tensor:
     """A 0-dim tensor to stretch over a released parameter's shape: NaN, so that a value used by mistake is loud."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device)

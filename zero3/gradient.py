@@ -23,10 +23,10 @@ class Backup(NamedTuple):
 
     mark: Mark
     held: tuple[Tensor, ...]
-    naming: Callable[[], AbstractContextManager[None]]
+    naming: AbstractContextManager[None]
 
     def wait(self) -> None:
-        with self.naming():
+        with self.naming:
             self.mark.wait()
 
 
@@ -36,7 +36,7 @@ class FlatGradient:
     Nothing is counted: a slot that got no gradient is zero, one that got several holds their sum.
     """
 
-    def __init__(self, chunk: Chunk, communicator: Communicator, *, mean: bool, naming: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    def __init__(self, chunk: Chunk, communicator: Communicator, *, mean: bool, naming: AbstractContextManager[None] = nullcontext()) -> None:
         self._chunk = chunk
         self._communicator = communicator
         self._mean = mean
@@ -69,7 +69,7 @@ class FlatGradient:
         """Begins to reduce what has come in (zeros, if nothing has) into this rank's slice; frees this object's buffer."""
         full = self._take()
         shard = full if communicator.world_size == 1 else full.new_empty(self._chunk.layout.shard_numel)
-        with self._naming(), lane.issue():
+        with self._naming, lane.issue():
             pending = Done() if shard is full else communicator.reduce_scatter(shard, full)
             mark = lane.complete(pending, lambda: self._land(shard))
         return Backup(mark, (full, shard), self._naming)

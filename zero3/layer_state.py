@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from enum import Enum
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +11,8 @@ from torch import Tensor, nn
 from .autograd import accumulates_into, as_plain_tensors
 from .binding import Binding, Bound
 from .chunk import Chunk
-from .collectives import Communicator, naming_failures
-from .flat import stand_in
+from .collectives import Communicator, NamingFailures, Subject
+from .flat import not_a_number
 from .gradient import Backup, FlatGradient
 from .policy import ShardingPolicy
 from .streams import Lanes
@@ -38,7 +36,7 @@ class LayerState:
     """
 
     def __init__(self, label: str, communicator: Communicator, device: torch.device, policy: ShardingPolicy) -> None:
-        self.label = label
+        self.subject = Subject(f"layer {label}")
         self.identity = 0  # a random number, the same on all ranks: labels are not, if ranks wrap equal modules in other orders
         self.communicator = communicator
         self.device = device
@@ -49,25 +47,33 @@ class LayerState:
         self._lanes: Lanes | None = None
         self.registry: dict[str, nn.Parameter | None] = {}  # where the module tree finds the chunks
         self.meta_buffers: list[tuple[nn.Module, str, str]] = []  # owner, attribute, name: to be filled before use
+        self._gathering = NamingFailures(communicator, "gathering", self.subject)
         self._pins = 0
         self.resident = 0  # contexts in which ranks go their own ways
         self._gradients: dict[Chunk, FlatGradient] = {}
-        self._stand_ins: dict[Chunk, Tensor] = {}
         self._hooked: set[int] = set()
 
     def add_chunk(self, chunk: Chunk, bindings: list[Binding]) -> None:
         """Takes over the parameters of `bindings` (in the order of the slots); they are hidden from now on."""
         self.chunks.append(chunk)
         mean = self.policy.gradient_reduction == "mean"
-        self._gradients[chunk] = FlatGradient(chunk, self.communicator, mean=mean, naming=partial(self._naming, "reducing the gradients of"))
-        self._stand_ins[chunk] = stand_in(chunk.shard.dtype, chunk.shard.device)
+        self._gradients[chunk] = FlatGradient(chunk, self.communicator, mean=mean, naming=NamingFailures(self.communicator, "reducing the gradients of", self.subject))
+        empty = not_a_number(chunk.shard.dtype, chunk.shard.device)
         for index, binding in enumerate(bindings):
-            self.bound.append(Bound(binding, chunk, index))
+            stand_in = empty.expand(binding.parameter.shape)
             if binding.parameter.is_meta:
-                parameter = nn.Parameter(self._stand_ins[chunk].expand(binding.parameter.shape), binding.parameter.requires_grad)
-                binding.replace(parameter)
-            binding.hide(self._stand_ins[chunk])
+                binding.replace(nn.Parameter(stand_in, binding.parameter.requires_grad))
+            binding.hide(stand_in)
+            self.bound.append(Bound(binding, chunk, index, stand_in))
             self._hook(self.bound[-1])
+
+    @property
+    def label(self) -> str:
+        return self.subject.name.removeprefix("layer ")
+
+    @label.setter
+    def label(self, label: str) -> None:
+        self.subject.name = f"layer {label}"
 
     @property
     def name_among_ranks(self) -> str:
@@ -102,19 +108,21 @@ class LayerState:
             return
         self._check_loaded()
         self.presence = Presence.FETCHING
-        with self._naming("gathering"):
+        with self._gathering:
             for chunk in self.chunks:
                 chunk.start_fetch(self.lanes.fetch)
 
     def finish_fetch(self) -> None:
         """After this, compute on the current stream may use the parameters."""
         if self.presence is Presence.FETCHING:
-            with self._naming("gathering"):
+            with self._gathering:
                 for chunk in self.chunks:
                     chunk.finish_fetch()
             self.presence = Presence.FETCHED  # first: an interrupt between two parameters must find all to hide
+            for chunk in self.chunks:
+                if chunk.trains != chunk.shard.requires_grad:
+                    self._follow_requires_grad(chunk)
             for bound in self.bound:
-                self._follow_requires_grad(bound)
                 bound.binding.show(bound.value)
         for chunk in self.chunks:
             if chunk.changed():  # then what older graphs saved is stale: torch's own version check has to see it
@@ -125,7 +133,7 @@ class LayerState:
             return
         if self.presence is Presence.FETCHED:
             for bound in self.bound:
-                bound.binding.hide(self._stand_ins[bound.chunk])
+                bound.binding.hide(bound.stand_in)
         for chunk in self.chunks:
             chunk.release()
         self.presence = Presence.RELEASED
@@ -159,7 +167,7 @@ class LayerState:
     def pin_unloaded(self) -> None:
         """As `pin`, for a loader: chunks that have no values yet count as loaded, for it is about to fill them."""
         for chunk in self.chunks:
-            chunk.loaded = True
+            chunk.unloaded.clear()
         meta_buffers, self.meta_buffers = self.meta_buffers, []
         self.pin()
         self.meta_buffers = meta_buffers
@@ -213,13 +221,14 @@ class LayerState:
         for chunk in self.chunks:
             chunk.shard.grad = None
 
-    def _follow_requires_grad(self, bound: Bound) -> None:
+    def _follow_requires_grad(self, chunk: Chunk) -> None:
         """A chunk frozen or unfrozen as a whole takes its parameters along."""
-        parameter, wanted = bound.binding.parameter, bound.chunk.shard.requires_grad
-        if parameter.requires_grad != wanted:
-            with as_plain_tensors():
-                parameter.requires_grad_(wanted)
-            self._hook(bound)
+        chunk.trains = chunk.shard.requires_grad
+        for bound in self.bound:
+            if bound.chunk is chunk:
+                with as_plain_tensors():
+                    bound.binding.parameter.requires_grad_(chunk.trains)
+                self._hook(bound)
 
     def _hook(self, bound: Bound) -> None:
         parameter, index = bound.binding.parameter, bound.index
@@ -239,12 +248,10 @@ class LayerState:
     def _check_loaded(self) -> None:
         if self.meta_buffers:
             self.meta_buffers = [b for b in self.meta_buffers if (held := b[0]._buffers.get(b[1])) is not None and held.is_meta]
-        if self.meta_buffers or not all(chunk.loaded for chunk in self.chunks):
-            missing = [bound.binding.name for bound in self.bound if not bound.chunk.loaded] + [name for _, _, name in self.meta_buffers]
+        if self.meta_buffers or any(chunk.unloaded for chunk in self.chunks):
+            missing = [f"parameter {bound.binding.name}" for bound in self.bound if bound.index in bound.chunk.unloaded]
+            missing += [f"buffer {name}" for _, _, name in self.meta_buffers]
             raise RuntimeError(
-                f"rank {self.communicator.rank}: layer {self.label} was built on the meta device and has no values yet: "
-                f"{', '.join(missing)}. Load them (zero3.load_full_state_dict) before the first forward."
+                f"rank {self.communicator.rank}: layer {self.label} has no values yet for: {', '.join(missing)}. They were on the meta device when "
+                "it was wrapped. Load them (zero3.load_pretrained, zero3.load_full_state_dict); give a buffer that no checkpoint holds to its module."
             )
-
-    def _naming(self, doing: str) -> AbstractContextManager[None]:
-        return naming_failures(self.communicator, f"{doing} layer {self.label}")

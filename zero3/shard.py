@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -83,18 +85,25 @@ class _Root:
     """
 
     def __init__(self, state: LayerState, model: nn.Module) -> None:
-        self._state = state
-        self._runtime: Runtime = adopt(model, ordered=False, outer=[state])
+        self._state = weakref.ref(state)
+        self._runtime: weakref.ref[Runtime] = weakref.ref(adopt(model, ordered=False, outer=[state]))  # its layers hold it
 
     def wrap(self, module: nn.Module) -> Callable[..., Any]:
-        forward, state, runtime = module.forward, self._state, self._runtime
+        """A forward for `module` to have as its own attribute. It holds nothing: a cycle would keep a deleted model's memory."""
+        own, plain = vars(module).get("forward"), type(module).forward
+        this, state, runtime = weakref.ref(module), self._state, self._runtime
 
-        @functools.wraps(forward)
+        @functools.wraps(own or plain)
         def sharded_forward(*args: Any, **kwargs: Any) -> Any:
-            if runtime.is_running(state):
+            found, root, present = this(), state(), runtime()
+            if found is None or root is None or present is None:
+                raise RuntimeError(f"the model that this {plain.__qualname__} belongs to is gone")
+            forward = own or functools.partial(plain, found)
+            if present.is_running(root):
                 return forward(*args, **kwargs)
-            return run_sharded(runtime, state, module, forward, args, kwargs)
+            return run_sharded(present, root, found, forward, args, kwargs)
 
+        sharded_forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]  # without self
         return sharded_forward
 
 
