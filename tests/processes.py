@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -186,6 +187,7 @@ def _run(job: _Job) -> Outcome:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()  # the last reference to the group closes its connections, as the end of a process would
 
 
 def start_group(rank: Rank, timeout: float = 20.0, debug: str = "DETAIL", name: str = "rendezvous") -> None:
