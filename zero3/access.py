@@ -126,6 +126,10 @@ def states_of(module: nn.Module) -> list[LayerState]:
     """The layers in `module`; if it has none, the layers that its own parameters belong to."""
     states = [layer._state for layer in layers_of(module)]
     for inner in module.modules():
+        root = vars(inner).get("_zero3_root")
+        if isinstance(root, LayerState):
+            states.append(root)
+    for inner in module.modules():
         for value in [*vars(inner).values(), *inner._parameters.values()]:
             owner = getattr(value, "zero3_state", None) if isinstance(value, nn.Parameter) else None
             state = owner() if owner is not None else None

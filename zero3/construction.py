@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -38,6 +38,38 @@ class Request:
     borrowed: tuple[Binding, ...] = ()  # parameters inside other layers that this one owns
 
 
+@dataclass(frozen=True, slots=True)
+class _Examined:
+    """A request, looked at on this rank alone."""
+
+    request: Request
+    device: torch.device
+    communicator: Communicator
+    bindings: list[Binding]
+    lines: list[str]  # what the ranks compare
+    error: Exception | None
+
+    @property
+    def label(self) -> str:
+        return self.request.label or type(self.request.module).__name__
+
+    def agree(self) -> None:
+        subject = "a new layer" if self.error is not None else f"a new layer ({self.label})"
+        agree(self.communicator, self.device, subject, self.lines, self.error)
+
+
+def agree_on(requests: Sequence[Request], is_layer: Callable[[nn.Module], bool], error: Exception | None) -> None:
+    """Every rank raises the first mistake in any of `requests`, or `error`, or none does. Changes nothing.
+
+    `is_layer`: also says of modules that are yet to become layers that they do, unless it is the request's own.
+    """
+    examined = [_examine(request, lambda m, own=request.module: m is not own and is_layer(m)) for request in requests]
+    first = examined[0]
+    error = error or next((each.error for each in examined if each.error is not None), None)
+    lines = [f"{each.label}: {line}" for each in examined for line in each.lines]
+    agree(first.communicator, first.device, "what becomes a layer", lines, error)
+
+
 def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> LayerState:
     """Shards `request.module`. Every rank raises the same error, or none does; before that nothing has changed.
 
@@ -47,16 +79,39 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
         TypeError: arguments of the wrong type.
         RuntimeError: no process group under a launcher of several processes.
     """
+    examined = _examine(request, is_layer)
+    examined.agree()
+    communicator, device, label = examined.communicator, examined.device, examined.label
+    state = LayerState(label, communicator, device, request.policy)
+    groups = _chunk_groups(examined.bindings)
+    buffers = _buffers_of(request.module, is_layer)
+    meta = [binding.parameter.is_meta for group in groups for binding in group] + [buffer.tensor.is_meta for buffer in buffers]
+    told_by_rank_0 = communicator.exchange(secrets.token_bytes(IDENTITY_BYTES) + bytes(meta), device)[0]
+    state.identity = communicator.channel = int.from_bytes(told_by_rank_0[:IDENTITY_BYTES], "little")
+    empty_on_rank_0 = iter([flag != 0 for flag in told_by_rank_0[IDENTITY_BYTES:]])
+    for group in groups:
+        unloaded_names = {binding.name for binding in group if next(empty_on_rank_0)}
+        state.add_chunk(*_scatter(group, communicator, device, unloaded_names))
+    for bound in state.bound:
+        bound.binding.parameter.zero3_name = f"{bound.binding.name!r} of layer {label}"  # type: ignore[attr-defined]
+        bound.binding.parameter.zero3_state = weakref.ref(state)  # type: ignore[attr-defined]
+    for buffer, unloaded in zip(buffers, empty_on_rank_0, strict=True):
+        buffer.broadcast(communicator, device, unloaded=unloaded)
+    state.meta_buffers = [(b.owner, b.attribute, b.name) for b in buffers if b.tensor.is_meta]
+    return state
+
+
+def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examined:
     error: Exception | None = None
     try:
-        device = _device_of(request, is_layer)
+        device = device_of(request, is_layer)
     except (TypeError, ValueError) as caught:
         device, error = torch.get_default_device(), caught
+        device = torch.device("cpu") if device.type == "meta" else device  # the error has to travel
     try:
         communicator = communicator_for(request.process_group, device)
     except TypeError as caught:  # no group to tell the others by: most likely they use the default one
         communicator, error = communicator_for(None, device), error or caught
-    label = request.label or type(request.module).__name__
     bindings: list[Binding] = []
     lines: list[str] = []
     if error is None:
@@ -67,32 +122,16 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
             lines = _digest(request, bindings, device, is_layer)
         except (TypeError, ValueError) as caught:
             error = caught
-    agree(communicator, device, f"a new layer ({label})" if error is None else "a new layer", lines, error)
-    state = LayerState(label, communicator, device, request.policy)
-    groups = _chunk_groups(bindings)
-    buffers = _buffers_of(request.module, is_layer)
-    meta = [any(binding.parameter.is_meta for binding in group) for group in groups] + [buffer.tensor.is_meta for buffer in buffers]
-    told_by_rank_0 = communicator.exchange(secrets.token_bytes(IDENTITY_BYTES) + bytes(meta), device)[0]
-    state.identity = communicator.channel = int.from_bytes(told_by_rank_0[:IDENTITY_BYTES], "little")
-    empty_on_rank_0 = [flag != 0 for flag in told_by_rank_0[IDENTITY_BYTES:]]
-    for group, unloaded in zip(groups, empty_on_rank_0[: len(groups)], strict=True):
-        state.add_chunk(*_scatter(group, communicator, device, unloaded=unloaded))
-    for bound in state.bound:
-        bound.binding.parameter.zero3_name = f"{bound.binding.name!r} of layer {label}"  # type: ignore[attr-defined]
-        bound.binding.parameter.zero3_state = weakref.ref(state)  # type: ignore[attr-defined]
-    for buffer, unloaded in zip(buffers, empty_on_rank_0[len(groups) :], strict=True):
-        buffer.broadcast(communicator, device, unloaded=unloaded)
-    state.meta_buffers = [(b.owner, b.attribute, b.name) for b in buffers if b.tensor.is_meta]
-    return state
+    return _Examined(request, device, communicator, bindings, lines, error)
 
 
-def _device_of(request: Request, is_layer: Callable[[nn.Module], bool]) -> torch.device:
+def device_of(request: Request, is_layer: Callable[[nn.Module], bool]) -> torch.device:
     if not isinstance(request.module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, found {type(request.module).__name__}")
     if request.device is not None:
         try:
             device = torch.device(request.device)
-            return torch.empty(0, device=device).device  # with its index, and known to exist
+            return _not_meta(torch.empty(0, device=device).device)  # with its index, and known to exist
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"device={request.device!r} is not to be had here: {error}") from None
     found: dict[torch.device, str] = {}
@@ -103,7 +142,16 @@ def _device_of(request: Request, is_layer: Callable[[nn.Module], bool]) -> torch
     if len(found) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in found.items())
         raise ValueError(f"the module's tensors are on several devices ({places}): pass device= to say where the layer computes")
-    return next(iter(found), torch.get_default_device())
+    return _not_meta(next(iter(found), torch.get_default_device()))
+
+
+def _not_meta(device: torch.device) -> torch.device:
+    if device.type == "meta":
+        raise ValueError(
+            "a layer can't compute on the meta device: its module may be built there, but wrap it outside of "
+            '`with torch.device("meta")`, or pass the device= on which it computes'
+        )
+    return device
 
 
 def _check_request(request: Request, communicator: Communicator, is_layer: Callable[[nn.Module], bool]) -> None:
@@ -131,7 +179,8 @@ def _check_request(request: Request, communicator: Communicator, is_layer: Calla
 def _digest(request: Request, bindings: list[Binding], device: torch.device, is_layer: Callable[[nn.Module], bool]) -> list[str]:
     lines = [f"policy {asdict(request.policy)}", f"device type {device.type}"]
     lines += [
-        f"parameter {b.name}: shape {tuple(b.parameter.shape)}, {b.parameter.dtype}, requires_grad={b.parameter.requires_grad}" for b in bindings
+        f"parameter {b.name}: shape {tuple(b.parameter.shape)}, {b.parameter.dtype}, requires_grad={b.parameter.requires_grad}"
+        for b in bindings
     ]
     lines += [f"buffer {b.name}: shape {tuple(b.tensor.shape)}, {b.tensor.dtype}" for b in _buffers_of(request.module, is_layer)]
     return lines
@@ -146,24 +195,29 @@ def _chunk_groups(bindings: list[Binding]) -> list[list[Binding]]:
 
 
 @torch.no_grad()
-def _scatter(group: list[Binding], communicator: Communicator, device: torch.device, *, unloaded: bool) -> tuple[Chunk, list[Binding]]:
-    """Flattens one group on rank 0 and deals it out: the most that is held at a time is the module and one flat copy."""
+def _scatter(group: list[Binding], communicator: Communicator, device: torch.device, unloaded: set[str]) -> tuple[Chunk, list[Binding]]:
+    """Flattens one group on rank 0 and deals it out: the most that is held at a time is the module and one flat copy.
+
+    Those whose names are in `unloaded` have no values on rank 0, and wait for a loader; if all have none, nothing is dealt.
+    """
     layout = ChunkLayout.build([(b.name, tuple(b.parameter.shape)) for b in group], communicator.world_size)
     by_name = {binding.name: binding for binding in group}
     ordered = [by_name[slot.name] for slot in layout.slots]
     dtype, trainable = group[0].parameter.dtype, group[0].parameter.requires_grad
     shard: Tensor
-    if communicator.rank == 0 and not unloaded:
+    nothing = len(unloaded) == len(group)
+    if communicator.rank == 0 and not nothing:
         full = torch.empty(layout.padded_numel, dtype=dtype, device=device)
-        pack([binding.parameter.detach() for binding in ordered], layout, full)
+        blank = torch.zeros((), dtype=dtype, device=device)
+        pack([blank.expand(b.parameter.shape) if b.name in unloaded else b.parameter.detach() for b in ordered], layout, full)
         communicator.scatter(full[: layout.shard_numel], full)
         shard = shrink_to_shard(full, layout.shard_numel)
     else:
         shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
-        if not unloaded:
+        if not nothing:
             communicator.scatter(shard, None)
     chunk = Chunk(layout, nn.Parameter(shard, requires_grad=trainable), communicator)
-    chunk.loaded = not unloaded
+    chunk.unloaded = {index for index, binding in enumerate(ordered) if binding.name in unloaded}
     return chunk, ordered
 
 
@@ -182,7 +236,9 @@ class _Buffer:
         if unloaded:
             self.owner._buffers[self.attribute] = self.tensor.to("meta")
             return
-        self.owner._buffers[self.attribute] = torch.empty_like(self.tensor, device=device) if self.tensor.is_meta else self.tensor.to(device)
+        self.owner._buffers[self.attribute] = (
+            torch.empty_like(self.tensor, device=device) if self.tensor.is_meta else self.tensor.to(device)
+        )
         communicator.broadcast(self.tensor)
 
 

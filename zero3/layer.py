@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -133,42 +133,35 @@ class Zero3Layer(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         if not self._state.pinned:
-            _refuse(
+            refuse(
                 "state_dict()", "a state dict of chunks has neither the names nor the shapes of the model", "zero3.full_state_dict(model)"
             )
         return self.module.state_dict(*args, **kwargs)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if not self._state.pinned:
-            _refuse("load_state_dict()", "the model's values lie in chunks on all ranks", "zero3.load_full_state_dict(model, state_dict)")
+            refuse("load_state_dict()", "the model's values lie in chunks on all ranks", "zero3.load_full_state_dict(model, state_dict)")
+        for name in [name for name in state_dict if name.startswith(prefix)]:  # the names are the unwrapped module's
+            state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         if not self._state.pinned:
-            _refuse("load_state_dict()", "the model's values lie in chunks on all ranks", "zero3.load_full_state_dict(model, state_dict)")
+            refuse("load_state_dict()", "the model's values lie in chunks on all ranks", "zero3.load_full_state_dict(model, state_dict)")
         return self.module.load_state_dict(*args, **kwargs)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        _refuse(
+        refuse(
             "deepcopy",
             "a copy would need collectives, which hang unless every rank copies",
             "zero3.full_state_dict(model), and wrap another module",
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        _refuse("pickle", "a pickle would hold one rank's slice only", "zero3.full_state_dict(model)")
+        refuse("pickle", "a pickle would hold one rank's slice only", "zero3.full_state_dict(model)")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Zero3Layer:
         """`model.to()`, `.double()`, `.share_memory()`: passes what changes nothing, refuses the rest before it begins."""
-        for layer in layers_of(self):
-            for chunk in layer._state.chunks:
-                probe = chunk.shard.new_empty(1)
-                result = fn(probe)
-                if (result.dtype, result.device, result.is_shared()) != (probe.dtype, probe.device, result.is_cuda):
-                    _refuse(
-                        f"converting layer {layer._state.label} from {probe.dtype} on {probe.device} to {result.dtype} on {result.device}",
-                        "its chunks, gradients and optimizer state would no longer fit together",
-                        "device= and the module's dtype before wrapping",
-                    )
+        check_conversion([layer._state for layer in layers_of(self)], fn)
         if recurse:
             self.module._apply(fn)  # type: ignore[no-untyped-call]
         return self
@@ -214,6 +207,21 @@ def adopt(root: nn.Module, *, ordered: bool, outer: Sequence[LayerState] = ()) -
     return runtime
 
 
+def check_conversion(states: Iterable[LayerState], fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Raises if `fn`, of `nn.Module._apply`, would give any of the chunks another dtype or device."""
+    for state in states:
+        for chunk in state.chunks:
+            probe = chunk.shard.new_empty(1)
+            result = fn(probe)
+            moved = result.is_shared() != result.is_cuda  # type: ignore[no-untyped-call]
+            if moved or (result.dtype, result.device) != (probe.dtype, probe.device):
+                refuse(
+                    f"converting layer {state.label} from {probe.dtype} on {probe.device} to {result.dtype} on {result.device}",
+                    "its chunks, gradients and optimizer state would no longer fit together",
+                    "device= and the module's dtype before wrapping",
+                )
+
+
 class _uncached_autocast:
     """Within a layer, autocast keeps no cast copies: they would outlive the layer's full parameters, and a step."""
 
@@ -229,5 +237,5 @@ class _uncached_autocast:
             torch.set_autocast_cache_enabled(True)
 
 
-def _refuse(what: str, why: str, instead: str) -> NoReturn:
+def refuse(what: str, why: str, instead: str) -> NoReturn:
     raise RuntimeError(f"{what} of a sharded model: {why}. Use {instead}.")

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from .binding import Binding, own_modules
-from .construction import Request, build_state
-from .layer import Zero3Layer, adopt, is_layer, layers_of, run_sharded
+from .binding import bindings_of, check_bindings, own_modules
+from .construction import Request, agree_on, build_state, device_of
+from .layer import Zero3Layer, adopt, check_conversion, is_layer, layers_of, refuse, run_sharded
 from .layer_state import LayerState
 from .policy import ShardingPolicy
 from .runtime import Runtime
+from .selection import CONTAINERS, Layers, choose, tied_across
 
 __all__: list[str] = []
 
 _log = logging.getLogger("zero3")
 
-Layers = type[nn.Module] | Sequence[type[nn.Module] | nn.Module] | Callable[[str, nn.Module], bool] | None
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -46,189 +44,147 @@ def shard(
 
     Args:
         layers: which submodules become layers: a class, several classes or modules, or a predicate `(name, module) -> bool`.
-            A match inside a match becomes an inner layer. None: the elements of the `ModuleList`s that hold most
-            parameters (of the outermost ones: an encoder's and a decoder's), untied token embeddings, and heads.
-        rank, world_size, device, dtype, policy, process_group: as for `Zero3Layer`.
+            A match inside a match becomes an inner layer, and is not held while the rest of the outer one computes. None:
 
-    A parameter that stands in several layers (tied), and everything outside of them, belongs to the root's own layer. It
-    is fetched when the model is called, and kept to the end of backward. One line of the log ("zero3", INFO) says what became what.
+            * blocks: the elements of every `ModuleList` that lies in no other and holds a tenth of the parameters or more
+              (so an encoder's and a decoder's); of the largest one if none does;
+            * ends: what `get_input_embeddings()` and `get_output_embeddings()` return, or without these every
+              `nn.Embedding`; and each `nn.Linear` right under the model. Unless they are in a block, or tied.
+
+        rank, world_size, device, dtype, policy, process_group: as for `Zero3Layer`; the whole model computes on one device.
+
+    A parameter that stands in several layers (tied), and everything outside of them, belongs to the root's own layer. It is
+    fetched when the model, or a module outside the layers, is called, and kept to the end of backward. One line of the log
+    ("zero3", INFO) says what became what; a warning, if the root's own layer is larger than any other.
 
     Raises:
-        ValueError: no layers found or named; what `Zero3Layer` refuses.
-        TypeError: `layers` is none of the above.
+        ValueError: no layers found or matched; a model that is sharded already; what `Zero3Layer` refuses.
+        TypeError: `layers` is none of the above, or `model` no module.
+        RuntimeError: as for `Zero3Layer`. Every rank raises the same error, and then nothing has changed.
     """
-    if layers_of(model):
-        raise ValueError(f"this {type(model).__name__} is sharded already, or holds Zero3Layers: shard a model once, before wrapping any part of it")
-    chosen = _choose(model, layers)
-    common = Request(model, rank, world_size, device, dtype, policy, process_group)
-    tied = _tied_across(model, chosen)
-    elsewhere = frozenset(tied)
-    for name, module in reversed(chosen):  # inner before outer
-        request = replace(common, module=module, label=f"{name!r} ({type(module).__name__})", elsewhere=elsewhere)
-        _put(model, module, Zero3Layer.from_request(request))
-    label = f"the root ({type(model).__name__})"
-    root = build_state(replace(common, label=label, borrowed=tuple(tied.values())), is_layer)
-    root.registry = model._parameters
-    model._parameters.update(root.chunk_names())
-    entry = _Root(root, model)
-    for _, container in own_modules(model, is_layer):
-        if not isinstance(container, (nn.ModuleList, nn.ModuleDict)):
-            container.forward = entry.wrap(container)
-    _report(model, root)
+    common = Request(model, rank, world_size, device, dtype, policy, process_group, label=f"the root ({type(model).__name__})")
+    plan = _agreed_plan(common, layers)
+    for request in reversed(plan.layers):  # inner before outer
+        _put(model, request.module, Zero3Layer.from_request(request))
+    _Root(build_state(plan.root, is_layer), model)
     return model
 
 
-class _Root:
-    """Makes any module outside the layers an entry to the model: it runs with the root's own layer fetched.
-
-    Models are not only called as a whole: generation calls an encoder by itself, users call `model.get_decoder()`.
-    """
-
-    def __init__(self, state: LayerState, model: nn.Module) -> None:
-        self._state = weakref.ref(state)
-        self._runtime: weakref.ref[Runtime] = weakref.ref(adopt(model, ordered=False, outer=[state]))  # its layers hold it
-
-    def wrap(self, module: nn.Module) -> Callable[..., Any]:
-        """A forward for `module` to have as its own attribute. It holds nothing: a cycle would keep a deleted model's memory."""
-        own, plain = vars(module).get("forward"), type(module).forward
-        this, state, runtime = weakref.ref(module), self._state, self._runtime
-
-        @functools.wraps(own or plain)
-        def sharded_forward(*args: Any, **kwargs: Any) -> Any:
-            found, root, present = this(), state(), runtime()
-            if found is None or root is None or present is None:
-                raise RuntimeError(f"the model that this {plain.__qualname__} belongs to is gone")
-            forward = own or functools.partial(plain, found)
-            if present.is_running(root):
-                return forward(*args, **kwargs)
-            return run_sharded(present, root, found, forward, args, kwargs)
-
-        sharded_forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]  # without self
-        return sharded_forward
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    layers: list[Request]  # outer before inner
+    root: Request
 
 
-Chosen = list[tuple[str, nn.Module]]
-
-
-def _choose(model: nn.Module, layers: Layers) -> Chosen:
-    """The modules that become layers, each once, outer before inner; never the model itself."""
-    named = [(name, module) for name, module in model.named_modules() if module is not model]
-    if layers is None:
-        return _choose_by_size(model, named)
-    if isinstance(layers, type):
-        layers = [layers]
-    if isinstance(layers, Iterable):
-        wanted = list(layers)
-        wrong = [item for item in wanted if not isinstance(item, (type, nn.Module))]
-        if wrong:
-            raise TypeError(f"layers holds a {type(wrong[0]).__name__}, expected module classes or modules")
-        classes = tuple(item for item in wanted if isinstance(item, type))
-        identities = {id(item) for item in wanted if not isinstance(item, type)}
-        chosen = [(name, module) for name, module in named if isinstance(module, classes) or id(module) in identities]
-        missing = identities - {id(module) for _, module in named}
-        if missing:
-            raise ValueError("layers holds a module that is no submodule of the model")
-    elif callable(layers):
-        chosen = [(name, module) for name, module in named if layers(name, module)]
-    else:
-        raise TypeError(f"layers must be a module class, several, modules, or a predicate (name, module) -> bool; found {type(layers).__name__}")
-    if not chosen:
-        raise ValueError(f"layers={layers!r} names no submodule of this {type(model).__name__}")
-    return chosen
-
-
-def _choose_by_size(model: nn.Module, named: Chosen) -> Chosen:
-    lists = _outermost_lists(named)
-    sizes = [(sum(p.numel() for p in module.parameters()), name, module) for name, module in lists]
-    total = sum(p.numel() for p in model.parameters())
-    big = {name for size, name, _ in sizes if size and size * 10 >= total} or {max(sizes)[1]} if any(s[0] for s in sizes) else set()
-    if not big:
-        raise ValueError(f"no ModuleList of this {type(model).__name__} holds parameters, so its blocks are unknown: name them with layers=")
-    blocks = {id(element): element for name, module in lists if name in big for element in module}
-    counts: dict[int, int] = {}
-    for _, module in model.named_modules(remove_duplicate=True):
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                counts[id(parameter)] = counts.get(id(parameter), 0) + 1
-    ends = [module for module in _ends(model, named) if all(counts[id(p)] == 1 for p in module.parameters())]
-    inside = {id(inner) for block in blocks.values() for inner in block.modules()}
-    wanted = {id(end) for end in ends if id(end) not in inside} | set(blocks)
-    return [(name, module) for name, module in named if id(module) in wanted]
-
-
-def _outermost_lists(named: Chosen) -> list[tuple[str, nn.ModuleList]]:
-    lists: list[tuple[str, nn.ModuleList]] = []
-    for name, module in named:  # outer before inner
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer, _ in lists):
-            lists.append((name, module))
-    return lists
-
-
-def _ends(model: nn.Module, named: Chosen) -> list[nn.Module]:
-    """Token embeddings and heads: what a transformers model says they are, or embeddings anywhere; linear layers right under the model."""
-    ends: list[nn.Module | None] = [module for module in model.children() if type(module) is nn.Linear]
-    if hasattr(model, "get_input_embeddings"):
-        ends += [_ask(model.get_input_embeddings), _ask(getattr(model, "get_output_embeddings", None))]
-    else:
-        ends += [module for _, module in named if type(module) is nn.Embedding]
-    return [end for end in ends if end is not None and next(end.parameters(recurse=True), None) is not None]
-
-
-def _ask(getter: Any) -> nn.Module | None:
+def _agreed_plan(common: Request, layers: Layers) -> _Plan:
+    """What becomes of each part of the model, found to be possible on every rank before anything changes."""
+    error: Exception | None = None
+    plan = _Plan([], common)
     try:
-        answer = getter() if getter is not None else None
-    except (NotImplementedError, AttributeError):
-        return None
-    return answer if isinstance(answer, nn.Module) else None
+        plan = _plan(common, layers)
+    except (TypeError, ValueError) as caught:
+        error = caught
+    own = {id(request.module) for request in plan.layers}
+    agree_on([plan.root, *plan.layers], lambda module: is_layer(module) or id(module) in own, error)
+    return plan
 
 
-def _tied_across(model: nn.Module, chosen: Chosen) -> dict[int, Binding]:
-    """Parameters that stand in more than one layer (the root counts as one), with all their places, under their first names."""
-    boundaries = {id(module) for _, module in chosen}
-    units: dict[int, set[int]] = {}
-    bindings: dict[int, Binding] = {}
-    for unit_name, unit in [("", model), *chosen]:
-        for name, module in own_modules_of_unit(unit, boundaries, unit_name):
-            for attribute, parameter in module._parameters.items():
-                if parameter is not None:
-                    units.setdefault(id(parameter), set()).add(id(unit))
-                    full_name = f"{name}.{attribute}" if name else attribute
-                    binding = bindings.setdefault(id(parameter), Binding(full_name, parameter))
-                    if (module, attribute) not in binding.sites:
-                        binding.sites.append((module, attribute))
-    return {key: bindings[key] for key, found in units.items() if len(found) > 1}
-
-
-def own_modules_of_unit(unit: nn.Module, boundaries: set[int], prefix: str) -> list[tuple[str, nn.Module]]:
-    return list(own_modules(unit, lambda module: module is not unit and id(module) in boundaries, prefix))
+def _plan(common: Request, layers: Layers) -> _Plan:
+    model = common.module
+    common = replace(common, device=device_of(common, lambda module: False))
+    if layers_of(model):
+        raise ValueError(
+            f"this {type(model).__name__} is sharded already, or holds Zero3Layers: shard a model once, before wrapping any part of it"
+        )
+    chosen = choose(model, layers)
+    check_bindings(bindings_of(model, lambda module: False), common.dtype)  # the whole, for parameters may overlap across layers
+    tied = tied_across(model, chosen)
+    elsewhere = frozenset(tied)
+    parts = [replace(common, module=m, label=f"{name!r} ({type(m).__name__})", elsewhere=elsewhere) for name, m in chosen]
+    return _Plan(parts, replace(common, borrowed=tuple(tied.values())))
 
 
 def _put(model: nn.Module, module: nn.Module, layer: Zero3Layer) -> None:
     """`layer` takes every place in the model that `module` has (several, if it is shared)."""
     for owner in list(model.modules()):
-        if owner is layer:
-            continue
         for name, child in owner._modules.items():
-            if child is module:
+            if child is module and owner is not layer:
                 owner._modules[name] = layer
 
 
+class _Root:
+    """The model's own layer, and what makes every module outside the layers an entry to the model.
+
+    Models are not only called as a whole: generation calls an encoder by itself, users call `model.get_decoder()`. So each
+    of these modules runs with the root's own layer fetched, and refuses what would take a rank's slice for the whole.
+    """
+
+    def __init__(self, state: LayerState, model: nn.Module) -> None:
+        self._state = state
+        state.registry = model._parameters
+        model._parameters.update(state.chunk_names())
+        model.__dict__["_zero3_root"] = state
+        self._runtime: Runtime = adopt(model, ordered=False, outer=[state])
+        for _, module in own_modules(model, is_layer):
+            self._take_charge(module)
+        _report(model, state)
+
+    def _take_charge(self, module: nn.Module) -> None:
+        if not isinstance(module, CONTAINERS):
+            module.forward = self._sharded(module)
+        module._apply = self._guarded_apply(module)  # type: ignore[method-assign]
+        module.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(self._before_load_state_dict)  # type: ignore[no-untyped-call]
+
+    def _sharded(self, module: nn.Module) -> Callable[..., Any]:
+        forward, state, runtime = module.forward, self._state, self._runtime
+
+        @functools.wraps(forward)
+        def sharded_forward(*args: Any, **kwargs: Any) -> Any:
+            if runtime.is_running(state):
+                return forward(*args, **kwargs)
+            return run_sharded(runtime, state, module, forward, args, kwargs)
+
+        return sharded_forward
+
+    def _guarded_apply(self, module: nn.Module) -> Callable[..., nn.Module]:
+        apply = module._apply
+
+        @functools.wraps(apply)
+        def guarded_apply(fn: Any, recurse: bool = True) -> nn.Module:
+            check_conversion([self._state, *(layer._state for layer in layers_of(module))], fn)
+            return apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+        return guarded_apply
+
+    def _before_state_dict(self, *_: object) -> None:
+        self._refuse_unless_full("state_dict()", "zero3.full_state_dict(model)")
+
+    def _before_load_state_dict(self, *_: object) -> None:
+        self._refuse_unless_full("load_state_dict()", "zero3.load_full_state_dict(model, state_dict)")
+
+    def _refuse_unless_full(self, what: str, instead: str) -> None:
+        if self._state.bound and not self._state.pinned:
+            refuse(what, "the model's values lie in chunks on all ranks", instead)
+
+
 def _report(model: nn.Module, root: LayerState) -> None:
-    states = [layer._state for layer in layers_of(model)]
+    if root.communicator.rank != 0:
+        return
     kinds: dict[str, list[int]] = {}
     for layer in layers_of(model):
         kinds.setdefault(type(layer.module).__name__, []).append(layer._state.full_nbytes())
     parts = ", ".join(f"{len(sizes)} x {kind} (each up to {_megabytes(max(sizes))})" for kind, sizes in kinds.items())
-    own, largest = root.full_nbytes(), max(state.full_nbytes() for state in states)
-    if root.communicator.rank == 0:
-        names = [bound.binding.name for bound in root.bound]
-        _log.info("%s: %s; in the root's own layer %s (%s)", type(model).__name__, parts, _megabytes(own), ", ".join(names[:6]) + (" ..." if len(names) > 6 else ""))
-        if own > largest:
-            _log.warning(
-                "%s: the root's own layer holds %s, more than the largest layer (%s), from the forward to the end of backward. "
-                "Name more submodules in layers=, or untie what is tied (%s).",
-                type(model).__name__, _megabytes(own), _megabytes(largest), ", ".join(names[:6]),
-            )  # fmt: skip
+    own, largest = root.full_nbytes(), max(max(sizes) for sizes in kinds.values())
+    names = [bound.binding.name for bound in root.bound]
+    listed = ", ".join(names[:6]) + (" ..." if len(names) > 6 else "") if names else "nothing"
+    _log.info("%s: %s; in the root's own layer %s (%s)", type(model).__name__, parts, _megabytes(own), listed)
+    if own > largest:
+        _log.warning(
+            "%s: the root's own layer holds %s, more than the largest layer (%s), from the forward to the end of backward. "
+            "Name more submodules in layers=, or untie what is tied (%s).",
+            type(model).__name__, _megabytes(own), _megabytes(largest), listed,
+        )  # fmt: skip
 
 
 def _megabytes(nbytes: int) -> str:
