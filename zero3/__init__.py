@@ -2,6 +2,7 @@
 
 from .access import full_params, get_trainable_chunk, reset, resident
 from .checkpoint.full_state import full_state_dict, load_full_state_dict
+from .checkpoint.pretrained import load_pretrained
 from .layer import Zero3Layer
 from .optim.clip import clip_grad_norm_
 from .policy import ShardingPolicy
@@ -17,6 +18,7 @@ __all__ = [
     "full_state_dict",
     "get_trainable_chunk",
     "load_full_state_dict",
+    "load_pretrained",
     "reset",
     "resident",
     "shard",

@@ -12,6 +12,7 @@ from ..access import agree_to_gather, states_of
 from ..agreement import agree
 from ..layer import Zero3Layer
 from ..layer_state import LayerState
+from .meta_buffers import initialise, put
 
 __all__: list[str] = []
 
@@ -63,13 +64,27 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | No
     values = {id(tensor): given[name] for name, tensor in named_tensors(model) if name in given}
     for state in states:
         _load_layer(state, values)
-    with torch.no_grad():
-        owned = {id(bound.binding.parameter) for state in states for bound in state.bound}
-        for _, tensor in named_tensors(model):
-            if id(tensor) not in owned:
-                if id(tensor) in values:
-                    tensor.copy_(values[id(tensor)])
-                first.communicator.broadcast(tensor)
+    _load_others(model, states, values)
+
+
+@torch.no_grad()
+def _load_others(model: nn.Module, states: list[LayerState], values: Mapping[int, Tensor]) -> None:
+    """What no layer owns: buffers, mostly. Those that no state dict holds are computed, if they are on meta."""
+    first = states[0]
+    owned = {id(bound.binding.parameter) for state in states for bound in state.bound}
+    others = {id(tensor): tensor for _, tensor in named_tensors(model) if id(tensor) not in owned}
+    given = torch.tensor([key in values for key in others], dtype=torch.uint8, device=first.device)
+    if others:
+        first.communicator.broadcast(given)
+    for (key, tensor), is_given in zip(others.items(), given.tolist(), strict=True):
+        if is_given:
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=first.device)
+            if first.communicator.rank == 0:
+                value.copy_(values[key])
+            first.communicator.broadcast(value)
+            put(model, tensor, value)
+    for _, value in initialise(model, states):
+        first.communicator.broadcast(value)
 
 
 @torch.no_grad()
@@ -110,7 +125,7 @@ def _problems(model: nn.Module, states: list[LayerState], given: Mapping[str, An
     names: dict[int, list[str]] = {}
     for name, tensor in expected.items():
         names.setdefault(id(tensor), []).append(name)
-    unloaded = {id(b.binding.parameter) for state in states for b in state.bound if not b.chunk.loaded}
+    unloaded = {id(b.binding.parameter) for state in states for b in state.bound if b.index in b.chunk.unloaded}
     missing = [ns[0] for key, ns in names.items() if not any(n in given for n in ns) and (strict or key in unloaded)]
     found = []
     if missing:

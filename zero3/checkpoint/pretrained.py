@@ -1,0 +1,169 @@
+"""A sharded model filled from a Hugging Face safetensors directory: every rank reads the bytes of its own chunks, no others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ..access import states_of
+from ..agreement import agree
+from ..binding import Bound
+from ..layer_state import LayerState
+from ..layout import Piece
+from .fitting import Fit, Part, fit
+from .meta_buffers import initialise, put
+from .safetensors_files import STAGE_BYTES, SafetensorsFiles
+
+__all__: list[str] = []
+
+
+def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> None:
+    """Fills a sharded model from a directory with `model.safetensors`, or several files and `model.safetensors.index.json`.
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        zero3.load_pretrained(zero3.shard(model, device=device), directory)
+
+    Every rank calls it. Each reads the ranges of the files that its own chunks hold, a few MB at a time, so no tensor is
+    ever whole anywhere, and every byte is read once in all. Values are converted to the chunks' dtypes. Names are the
+    unwrapped model's, with or without its `base_model_prefix`; a tied parameter may stand under any of its names; what
+    transformers renames, stacks or concatenates for this model (experts) is followed. Persistent buffers come from the
+    file. Others that are on meta (rotary frequencies) are computed by the model's `_init_weights`, or `reset_parameters`.
+
+    Args:
+        model: sharded by `shard`, `Zero3Layer` or `Zero3Sequential`; built on meta, or with values, which are replaced.
+        path: the directory, the same files on every rank.
+        strict: missing and unexpected names are an error; otherwise they are left alone, and the first forward names
+            the parameters that have no values.
+
+    Raises:
+        ValueError: no safetensors, a corrupt or truncated file, files that differ between ranks; missing or unexpected
+            names, other shapes, other kinds of values (all in one); a tied parameter stored twice with two values.
+            On every rank alike, before anything has changed.
+        TypeError: `path` is no path.
+        RuntimeError: called inside `full_params` or `resident`; a read that failed: what was to be filled is unloaded then.
+
+    Source: the safetensors format, https://huggingface.co/docs/safetensors.
+    """
+    states = states_of(model)
+    first = states[0]
+    files: SafetensorsFiles | None = None
+    found: Fit | None = None
+    error: Exception | None = None
+    try:
+        _check_released(states)
+        files = SafetensorsFiles(path)
+        found = fit(model, files.tensors, strict)
+        _check_repeated(states, files, found)
+    except (ValueError, TypeError, RuntimeError) as caught:
+        error = caught
+    except OSError as caught:
+        error = ValueError(f"{path} can't be read: {caught}")
+    try:
+        agree(first.communicator, first.device, f"load_pretrained({str(path)!r})", files.listing() if files else [], error)
+        if files is not None and found is not None:
+            _load(model, states, files, found)
+    finally:
+        if files is not None:
+            files.close()
+
+
+def _check_released(states: list[LayerState]) -> None:
+    if pinned := next((state for state in states if state.pinned), None):
+        raise RuntimeError(f"load_pretrained inside full_params or resident: layer {pinned.label} is whole there. Call it before or after.")
+
+
+def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, found: Fit) -> None:
+    """From here on values change. If a read fails, what was to be filled counts as unloaded everywhere: half-filled is worse."""
+    first = states[0]
+    error: Exception | None = None
+    values: dict[int, Tensor] = {}
+    computed: list[tuple[str, Tensor]] = []
+    try:
+        for state in states:
+            state.release()  # what is still fetched, after a forward, is about to be old
+            _fill_chunks(state, files, found)
+        values = _new_values(states, files, found)
+        computed = initialise(model, states)
+    except (OSError, RuntimeError) as caught:
+        error = RuntimeError(f"reading {files.directory} failed: {caught}. What it was to fill is unloaded now: load again.")
+    try:
+        agree(first.communicator, first.device, "what load_pretrained filled", [name for name, _ in computed], error)
+    except (RuntimeError, ValueError):
+        for state in states:
+            for bound in state.bound:
+                if id(bound.binding.parameter) in found.parts:
+                    bound.chunk.unloaded.add(bound.index)
+        raise
+    for value in [*values.values(), *(value for _, value in computed)]:
+        if value.numel():
+            first.communicator.broadcast(value)
+    for key, value in values.items():
+        put(model, found.tensors[key], value)
+
+
+def _fill_chunks(state: LayerState, files: SafetensorsFiles, found: Fit) -> None:
+    for bound, piece in _pieces(state):
+        parts = found.parts.get(id(bound.binding.parameter))
+        if parts is not None:
+            target = bound.chunk.shard.data[piece.offset : piece.offset + piece.stop - piece.start]
+            _read(files, parts, piece.start, target)
+    for bound in state.bound:
+        if id(bound.binding.parameter) in found.parts:
+            bound.chunk.unloaded.discard(bound.index)
+            torch.autograd.graph.increment_version(bound.chunk.shard)  # graphs built before are stale
+
+
+def _pieces(state: LayerState) -> Iterator[tuple[Bound, Piece]]:
+    """The layer's parameters of which this rank's chunks hold something, and what."""
+    for chunk in state.chunks:
+        pieces = {piece.slot.name: piece for piece in chunk.layout.pieces(state.communicator.rank)}
+        for bound in state.bound:
+            if bound.chunk is chunk and bound.binding.name in pieces:
+                yield bound, pieces[bound.binding.name]
+
+
+def _read(files: SafetensorsFiles, parts: list[Part], start: int, target: Tensor) -> None:
+    """Elements `[start, start + n)` of the flattened tensor that `parts` make up, into `target` `[n]`."""
+    stop = start + target.numel()
+    for part in parts:
+        low, high = max(start, part.offset), min(stop, part.offset + part.stored.numel)
+        if low < high:
+            files.read(part.stored, low - part.offset, target[low - start : high - start])
+
+
+def _new_values(states: list[LayerState], files: SafetensorsFiles, found: Fit) -> dict[int, Tensor]:
+    """What no layer owns (buffers, mostly), read by rank 0 for all."""
+    first = states[0]
+    owned = {id(bound.binding.parameter) for state in states for bound in state.bound}
+    values = {}
+    for key in found.parts:
+        if key not in owned:
+            like = found.tensors[key]
+            values[key] = torch.empty(like.shape, dtype=like.dtype, device=first.device)
+            if first.communicator.rank == 0:
+                _read(files, found.parts[key], 0, values[key].view(-1))
+    return values
+
+
+def _check_repeated(states: list[LayerState], files: SafetensorsFiles, found: Fit) -> None:
+    """A tied parameter that is stored under several of its names: fine if they agree. Each rank compares what it holds."""
+    if not found.again:
+        return
+    for state in states:
+        for bound, piece in _pieces(state):
+            key = id(bound.binding.parameter)
+            for other in found.again.get(key, []):
+                for start in range(piece.start, piece.stop, STAGE_BYTES // 8):
+                    first, second = torch.empty(2, min(STAGE_BYTES // 8, piece.stop - start), dtype=bound.chunk.shard.dtype)
+                    _read(files, found.parts[key], start, first)
+                    files.read(other, start, second)
+                    if not torch.equal(first.view(torch.uint8), second.view(torch.uint8)):
+                        raise ValueError(
+                            f"{' and '.join(found.names[key])} are one parameter in this model, but {files.directory} has two values "
+                            f"for it, as {found.parts[key][0].stored.name} and as {other.name}. "
+                            "Untie them (config.tie_word_embeddings=False), or remove one."
+                        )

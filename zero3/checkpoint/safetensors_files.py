@@ -1,0 +1,235 @@
+"""Safetensors files, read by element ranges: headers checked before anything in them is believed, bytes in pieces.
+
+The format: 8 bytes with the header's length (little-endian), the header (JSON: per tensor its dtype, shape and
+`data_offsets`), then the tensors' bytes, row-major, without gaps. The safetensors package slices along dimensions; a
+chunk is a range of a flattened tensor, so we read ourselves. https://huggingface.co/docs/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__: list[str] = []
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+LONGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors package
+STAGE_BYTES = 1 << 22  # on their way from file to chunk; a multiple of every dtype's size
+_INCOMPLETE = "the download may be incomplete"
+
+# the format's names
+_DTYPES = (
+    ("BOOL", torch.bool), ("U8", torch.uint8), ("I8", torch.int8), ("U16", torch.uint16), ("I16", torch.int16), ("U32", torch.uint32),
+    ("I32", torch.int32), ("U64", torch.uint64), ("I64", torch.int64), ("F16", torch.float16), ("BF16", torch.bfloat16),
+    ("F32", torch.float32), ("F64", torch.float64), ("C64", torch.complex64), ("F8_E4M3", torch.float8_e4m3fn),
+    ("F8_E5M2", torch.float8_e5m2), ("F8_E4M3FNUZ", torch.float8_e4m3fnuz), ("F8_E5M2FNUZ", torch.float8_e5m2fnuz),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor in a file: `offset` is its first byte, counted from the file's beginning."""
+
+    name: str
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class SafetensorsFiles:
+    """The open files of a checkpoint directory, with all headers read and checked. `close` it.
+
+    Raises:
+        ValueError: no safetensors in the directory; an index or a header that is not what the format says.
+        TypeError: `path` is no path.
+        OSError: what the file system says.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.directory = Path(path)
+        self.tensors: dict[str, Stored] = {}
+        self.bytes_read = 0  # of tensors, by this object
+        self._files: dict[str, FileIO] = {}
+        self._listing: list[str] = []
+        self._stage = bytearray()
+        if sys.byteorder != "little":
+            raise ValueError("safetensors files are little-endian, this machine is not")
+        try:
+            names, index = _names_of_files(self.directory)
+            for name in names:
+                self._add(name)
+            for tensor, name in index.items():
+                if tensor not in self.tensors or self.tensors[tensor].file != name:
+                    raise ValueError(f"{self.directory / INDEX} says that {tensor!r} is in {name}, where it is not: {_INCOMPLETE}")
+        except BaseException:
+            self.close()
+            raise
+
+    def _add(self, name: str) -> None:
+        path = self.directory / name
+        if not path.is_file():
+            raise ValueError(f"{path} is named by the index, but there is no such file: {_INCOMPLETE}")
+        file = self._files[name] = FileIO(os.fspath(path))
+        header, tensors = _read_header(file, path, name)
+        self._listing.append(f"{name}: {os.fstat(file.fileno()).st_size} bytes, header {sha256(header).hexdigest()[:16]}")
+        for tensor in tensors:
+            if tensor.name in self.tensors:
+                other = self.tensors[tensor.name].file
+                raise ValueError(f"{tensor.name!r} is in {other} and again in {name}: expected every name once in {self.directory}")
+            self.tensors[tensor.name] = tensor
+
+    def listing(self) -> list[str]:
+        """One line a file, the same on ranks that see the same files."""
+        return self._listing
+
+    def read(self, tensor: Stored, start: int, target: Tensor) -> None:
+        """Elements `[start, start + n)` of a stored tensor, flattened, into `target` `[n]`, in its dtype and on its device.
+
+        Raises:
+            OSError: the file can't be read.
+            RuntimeError: it ends early.
+        """
+        if not self._stage:
+            self._stage = bytearray(STAGE_BYTES)
+        size = tensor.dtype.itemsize
+        # a bool of torch must be 0 or 1, a file may hold any byte: converted from uint8, it is one of them
+        dtype = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
+        step = STAGE_BYTES // size
+        for done in range(0, target.numel(), step):
+            count = min(step, target.numel() - done)
+            self._fill_stage(tensor, tensor.offset + (start + done) * size, count * size)
+            target[done : done + count].copy_(torch.frombuffer(self._stage, dtype=dtype, count=count))
+
+    def _fill_stage(self, tensor: Stored, offset: int, nbytes: int) -> None:
+        view = memoryview(self._stage)[:nbytes]
+        while view:
+            count = read_bytes(self._files[tensor.file], offset, view)
+            if not count:
+                raise RuntimeError(f"{self.directory / tensor.file} ended within {tensor.name!r}: was it replaced meanwhile?")
+            view, offset = view[count:], offset + count
+        self.bytes_read += nbytes
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+def read_bytes(file: FileIO, offset: int, into: memoryview) -> int:
+    """The one place where tensors' bytes are read. May read less than asked for, 0 at the end."""
+    file.seek(offset)
+    return file.readinto(into) or 0
+
+
+def _names_of_files(directory: Path) -> tuple[list[str], dict[str, str]]:
+    """The files, and what the index says of each tensor ({} without an index)."""
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is not a directory: expected one with {SINGLE}, or {INDEX} and the files that it names")
+    if (directory / SINGLE).is_file():
+        return [SINGLE], {}
+    if not (directory / INDEX).is_file():
+        found = ", ".join(sorted(entry.name for entry in directory.iterdir())[:12]) or "nothing"
+        remedy = "save the model with save_pretrained, which writes safetensors"
+        raise ValueError(f"{directory} holds neither {SINGLE} nor {INDEX}, found {found}: {remedy}")
+    index = _parse((directory / INDEX).read_bytes(), directory / INDEX)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{directory / INDEX}: weight_map must be an object that names a file for each tensor")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or any(mark in name for mark in "/\\\0") or not name.endswith(".safetensors"):
+            raise ValueError(f"{directory / INDEX}: {tensor!r} is said to be in {name!r}, expected a .safetensors file beside it")
+    return sorted(set(weight_map.values())), weight_map
+
+
+def _read_header(file: FileIO, path: Path, name: str) -> tuple[bytes, list[Stored]]:
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(_exactly(file, 8, path), "little") if size >= 8 else 0
+    if size < 8 or 8 + length > size:
+        raise ValueError(f"{path} is cut off: {size} bytes, its header alone ends at {8 + length}")
+    if length > LONGEST_HEADER:
+        raise ValueError(f"{path}: a header of {length} bytes, the format allows {LONGEST_HEADER}: not a safetensors file")
+    header = _exactly(file, length, path)
+    entries = _parse(header, path)
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{path}: __metadata__ must map strings to strings, found {metadata!r:.80}")
+    tensors = [_stored(key, entry, path, name, 8 + length) for key, entry in entries.items()]
+    _check_spans(((t.offset, t.offset + t.numel * t.dtype.itemsize, t.name) for t in tensors), path, 8 + length, size)
+    return header, tensors
+
+
+def _exactly(file: FileIO, count: int, path: Path) -> bytes:
+    """The next `count` bytes: one raw read may return less."""
+    found = bytearray()
+    while len(found) < count:
+        more = file.read(count - len(found))
+        if not more:
+            raise ValueError(f"{path} is cut off: expected {count} more bytes of its header, found {len(found)}")
+        found += more
+    return bytes(found)
+
+
+def _parse(text: bytes, path: Path) -> dict[str, Any]:
+    def without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"the name {next(name for name in names if names.count(name) > 1)!r} stands there twice")
+        return found
+
+    try:
+        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=without_repetitions)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is corrupt, its header is not the JSON that the format asks for: {error}") from None
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{path} is corrupt: expected a JSON object, found {type(parsed).__name__}")
+    return parsed
+
+
+def _stored(key: str, entry: Any, path: Path, name: str, begin: int) -> Stored:
+    dtypes = dict(_DTYPES)
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{path} is corrupt: {key!r} must have dtype, shape and data_offsets, found {entry!r:.80}")
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in dtypes:
+        raise ValueError(f"{path}: {key!r} has the dtype {entry['dtype']!r:.40}, which can't be read; known are {', '.join(dtypes)}")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        found = f"shape {shape!r:.80} and data_offsets {offsets!r:.80}"
+        raise ValueError(f"{path} is corrupt: {key!r} has {found}, expected integers from 0 up, and two offsets")
+    stored = Stored(key, name, dtypes[entry["dtype"]], tuple(shape), begin + offsets[0])
+    expected = stored.numel * stored.dtype.itemsize
+    if offsets[1] - offsets[0] != expected:
+        found = f"{offsets[1] - offsets[0]} bytes"
+        raise ValueError(f"{path} is corrupt: {key!r} has {found}, its shape {shape} of {stored.dtype} takes {expected}")
+    return stored
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+
+
+def _check_spans(spans: Iterable[tuple[int, int, str]], path: Path, begin: int, size: int) -> None:
+    """Side by side from the header's end to the file's, as the format asks for: neither overlaps nor gaps."""
+    end = begin
+    for start, stop, name in sorted(spans):
+        if start != end:
+            raise ValueError(f"{path} is corrupt: {name!r} starts at byte {start}, expected {end}: without overlaps and gaps")
+        end = stop
+    if end != size:
+        raise ValueError(f"{path} is cut off or corrupt: {size} bytes, its header speaks of {end}")
