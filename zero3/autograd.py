@@ -39,7 +39,7 @@ def as_plain_tensors() -> AbstractContextManager[object]:
 
 def accumulates_everywhere() -> bool:
     """Whether the current backward writes the `.grad` of every leaf it comes to: a plain `.backward()`, nested or not."""
-    return bool(torch.autograd._is_checkpoint_valid())
+    return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
 
 
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:

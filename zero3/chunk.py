@@ -20,14 +20,17 @@ class FullBuffer:
     back after forward and filled again in backward, it holds for the graph what it held before.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.tensor = torch.empty(numel, dtype=dtype, device=device)  # 1-D [W*S]
-        self._storage = self.tensor.untyped_storage()
-        self._nbytes = self._storage.nbytes()
+    def __init__(self, layout: ChunkLayout, dtype: torch.dtype, device: torch.device) -> None:
+        self._layout = layout
+        self.tensor = torch.empty(0, dtype=dtype, device=device)  # 1-D [W*S], from its first use on
+        self.views: list[Tensor] = []  # one a slot, in its shape
 
     def allocate(self) -> None:
-        if self._storage.nbytes() != self._nbytes:
-            self._storage.resize_(self._nbytes)
+        if not self.views:
+            self.tensor = self.tensor.new_empty(self._layout.padded_numel)
+            self.views = unpack(self.tensor, self._layout)
+        elif self._storage.nbytes() != self.tensor.nbytes:
+            self._storage.resize_(self.tensor.nbytes)
 
     def free(self) -> None:
         self._storage.resize_(0)
@@ -35,12 +38,17 @@ class FullBuffer:
     def aliases(self, tensor: Tensor) -> bool:
         return tensor.layout == torch.strided and tensor.untyped_storage() is self._storage  # other layouts have no storage
 
+    @property
+    def _storage(self) -> torch.UntypedStorage:
+        return self.tensor.untyped_storage()
+
 
 class ResidentBuffer:
     """At world size 1 the chunk is the full buffer: nothing is allocated, moved or freed."""
 
-    def __init__(self, shard: nn.Parameter) -> None:
+    def __init__(self, layout: ChunkLayout, shard: nn.Parameter) -> None:
         self.tensor = shard.data  # 1-D [S], the same memory
+        self.views = unpack(self.tensor, layout)
 
     def allocate(self) -> None:
         return None
@@ -63,18 +71,19 @@ class Chunk:
         self._communicator = communicator
         self._seen_version = shard._version
         self._in_flight: Mark | None = None
-        self.full: FullBuffer | ResidentBuffer
-        if communicator.world_size == 1:
-            self.full = ResidentBuffer(shard)
-        else:
-            self.full = FullBuffer(layout.padded_numel, shard.dtype, shard.device)
-        self.views = unpack(self.full.tensor, layout)  # made while the storage is there, valid whenever it is again
-        self.full.free()
+        self.full = self._new_buffer()
+        self._lent = False  # somebody else looks at the buffer: it is not given back, but left behind
+
+    @property
+    def views(self) -> list[Tensor]:
+        """The parameters in the full buffer, in the order of the slots."""
+        return self.full.views
 
     def start_fetch(self, lane: Lane) -> None:
         """Begins to gather. The lane waits for compute: for the optimizer's step, and for the buffer's last reader."""
         if self._communicator.world_size == 1:
-            self._follow_shard()
+            if self.full.tensor.data_ptr() != self.shard.data_ptr():  # somebody gave the chunk other data
+                self.full = self._new_buffer()
             return
         self.full.allocate()
         with lane.issue():
@@ -89,7 +98,14 @@ class Chunk:
 
     def release(self) -> None:
         self.finish_fetch()
-        self.full.free()
+        if self._lent:
+            self.full, self._lent = self._new_buffer(), False
+        else:
+            self.full.free()
+
+    def let_escape(self, tensor: Tensor) -> None:
+        """An output that is a view of a parameter keeps the memory it looks at; the next fetch takes new."""
+        self._lent = self._lent or self.full.aliases(tensor)
 
     def abandon_fetch(self) -> None:
         """The wait for a gather that may have failed; whatever it brought is of no use."""
@@ -97,7 +113,7 @@ class Chunk:
             self.finish_fetch()
         except RuntimeError:
             self._in_flight = None
-            self.replace_buffer()  # what failed may still write into the old one
+            self._lent = True  # what failed may still write into it
 
     def changed(self) -> bool:
         """Whether the shard was written since this was last asked: graphs built before must not run after."""
@@ -114,16 +130,10 @@ class Chunk:
             torch.autograd.graph.increment_version(self.shard)
         self.unloaded.clear()
 
-    def replace_buffer(self) -> None:
-        """Leaves the buffer to whoever else looks at it, and takes a new one from the next fetch on."""
-        self.full = FullBuffer(self.layout.padded_numel, self.shard.dtype, self.shard.device)
-        self.views = unpack(self.full.tensor, self.layout)
-        self.full.free()
-
-    def _follow_shard(self) -> None:
-        if self.full.tensor.data_ptr() != self.shard.data_ptr():  # somebody gave the chunk other data
-            self.full = ResidentBuffer(self.shard)
-            self.views = unpack(self.full.tensor, self.layout)
+    def _new_buffer(self) -> FullBuffer | ResidentBuffer:
+        if self._communicator.world_size == 1:
+            return ResidentBuffer(self.layout, self.shard)
+        return FullBuffer(self.layout, self.shard.dtype, self.shard.device)
 
 
 def shrink_to_shard(full: Tensor, shard_numel: int) -> Tensor:

@@ -139,11 +139,10 @@ class LayerState:
         self.presence = Presence.RELEASED
 
     def let_escape(self, tensors: Iterable[Tensor]) -> None:
-        """Outputs that are views of parameters keep the memory they look at; the layer takes a new buffer."""
+        """Outputs that are views of parameters keep the memory they look at."""
         for tensor in tensors:
             for chunk in self.chunks:
-                if chunk.full.aliases(tensor):
-                    chunk.replace_buffer()
+                chunk.let_escape(tensor)
 
     def reset(self) -> None:
         """Whatever was under way is dropped. Transfers are waited for first (their buffers must not be written later)."""
