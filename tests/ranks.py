@@ -91,7 +91,7 @@ class ThreadCommunicator:
         self.world, self.rank, self.world_size = world, rank, world.size
         self.log: list[Collective] = []
         self.before: Callable[[str], None] = lambda kind: None
-        self._place, self._count = place, 0
+        self._place, self._count, self._twins = place, 0, 0
 
     def _meet(self, kind: str, value: Any, numel: int, dtype: torch.dtype) -> list[Any]:
         self._count += 1
@@ -151,7 +151,8 @@ class ThreadCommunicator:
         return self._meet("exchange", payload, len(payload), torch.uint8)
 
     def twin(self) -> ThreadCommunicator:
-        other = ThreadCommunicator(self.world, self.rank, self._place + "'")
+        self._twins += 1
+        other = ThreadCommunicator(self.world, self.rank, f"{self._place}'{self._twins}")
         other.log, other.before = self.log, self.before
         return other
 

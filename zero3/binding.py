@@ -35,7 +35,8 @@ class Binding:
             module._parameters[attribute] = self.parameter
 
     def hide(self, stand_in: Tensor) -> None:
-        """Metadata stays readable, values raise; `model.parameters()` no longer finds it."""
+        """Metadata stays readable, values raise; `model.parameters()` no longer finds it. Twice is as good as once."""
+        self.parameter.__class__ = nn.Parameter
         self.parameter.grad = None
         self.parameter.data = stand_in
         for module, attribute in self.sites:

@@ -27,8 +27,9 @@ class FullBuffer:
 
     def allocate(self) -> None:
         if not self.views:
-            self.tensor = self.tensor.new_empty(self._layout.padded_numel)
-            self.views = unpack(self.tensor, self._layout)
+            with torch.inference_mode(False):  # it will serve training too
+                self.tensor = torch.empty(self._layout.padded_numel, dtype=self.tensor.dtype, device=self.tensor.device)
+                self.views = unpack(self.tensor, self._layout)
         elif self._storage.nbytes() != self.tensor.nbytes:
             self._storage.resize_(self.tensor.nbytes)
 
@@ -71,6 +72,7 @@ class Chunk:
         self._communicator = communicator
         self._seen_version = shard._version
         self._in_flight: Mark | None = None
+        self.guarded = communicator.world_size > 1  # its full buffer comes and goes, and only the layer and its graphs look at it
         self.full = self._new_buffer()
         self._lent = False  # somebody else looks at the buffer: it is not given back, but left behind
 
@@ -105,7 +107,9 @@ class Chunk:
 
     def let_escape(self, tensor: Tensor) -> None:
         """An output that is a view of a parameter keeps the memory it looks at; the next fetch takes new."""
-        self._lent = self._lent or self.full.aliases(tensor)
+        if self.full.aliases(tensor):
+            self._lent = True
+            self.guarded = False  # for torch makes a view's node anew when its base has another version, from what the base looks like then
 
     def abandon_fetch(self) -> None:
         """The wait for a gather that may have failed; whatever it brought is of no use."""
@@ -131,9 +135,10 @@ class Chunk:
         self.unloaded.clear()
 
     def _new_buffer(self) -> FullBuffer | ResidentBuffer:
-        if self._communicator.world_size == 1:
-            return ResidentBuffer(self.layout, self.shard)
-        return FullBuffer(self.layout, self.shard.dtype, self.shard.device)
+        with torch.inference_mode(False):  # it will serve training too
+            if self._communicator.world_size == 1:
+                return ResidentBuffer(self.layout, self.shard)
+            return FullBuffer(self.layout, self.shard.dtype, self.shard.device)
 
 
 def shrink_to_shard(full: Tensor, shard_numel: int) -> Tensor:

@@ -7,8 +7,9 @@ from enum import Enum
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
-from .autograd import accumulates_into, as_plain_tensors
+from .autograd import accumulates_into, as_plain_tensors, set_versions
 from .binding import Binding, Bound
 from .chunk import Chunk
 from .collectives import Communicator, NamingFailures, Subject
@@ -52,6 +53,7 @@ class LayerState:
         self.resident = 0  # contexts in which ranks go their own ways
         self._gradients: dict[Chunk, FlatGradient] = {}
         self._hooked: set[int] = set()
+        self._versions: list[int] = []  # of the parameters, as graphs know them
 
     def add_chunk(self, chunk: Chunk, bindings: list[Binding]) -> None:
         """Takes over the parameters of `bindings` (in the order of the slots); they are hidden from now on."""
@@ -63,9 +65,9 @@ class LayerState:
             stand_in = empty.expand(binding.parameter.shape)
             if binding.parameter.is_meta:
                 binding.replace(nn.Parameter(stand_in, binding.parameter.requires_grad))
-            binding.hide(stand_in)
             self.bound.append(Bound(binding, chunk, index, stand_in))
             self._hook(self.bound[-1])
+        self._hide()
 
     @property
     def label(self) -> str:
@@ -124,25 +126,47 @@ class LayerState:
                     self._follow_requires_grad(chunk)
             for bound in self.bound:
                 bound.binding.show(bound.value)
+            guarded = [(b.binding.parameter, v) for b, v in zip(self.bound, self._versions, strict=True) if b.chunk.guarded]
+            set_versions([parameter for parameter, _ in guarded], [version for _, version in guarded])
         for chunk in self.chunks:
             if chunk.changed():  # then what older graphs saved is stale: torch's own version check has to see it
-                torch.autograd.graph.increment_version([b.binding.parameter for b in self.bound if b.chunk is chunk])
+                increment_version([b.binding.parameter for b in self.bound if b.chunk is chunk])
+        self._versions = [bound.binding.parameter._version for bound in self.bound]
 
     def release(self) -> None:
         if self._pins or self.presence is Presence.RELEASED:
             return
         if self.presence is Presence.FETCHED:
-            for bound in self.bound:
-                bound.binding.hide(bound.stand_in)
+            self._hide()
         for chunk in self.chunks:
             chunk.release()
         self.presence = Presence.RELEASED
 
     def let_escape(self, tensors: Iterable[Tensor]) -> None:
-        """Outputs that are views of parameters keep the memory they look at."""
+        """Tensors that are views of parameters keep the memory they look at. (A parameter itself is hidden wherever it is.)"""
         for tensor in tensors:
-            for chunk in self.chunks:
-                chunk.let_escape(tensor)
+            if not isinstance(tensor, nn.Parameter):
+                for chunk in self.chunks:
+                    chunk.let_escape(tensor)
+
+    def check_unwritten(self) -> None:
+        """Raises if a forward changed a parameter in place: with the full buffer, the change would be lost."""
+        if self._pins or self.communicator.world_size == 1:
+            return
+        for bound, version in zip(self.bound, self._versions, strict=True):
+            if bound.binding.parameter._version != version:
+                raise RuntimeError(
+                    f"rank {self.communicator.rank}: the forward of layer {self.label} changed parameter {bound.binding.name!r} in place, which "
+                    "the ranks' chunks can't follow. Change it between steps, inside `with zero3.full_params(module, writeback=True):`, or "
+                    "make it a buffer."
+                )
+
+    def _hide(self) -> None:
+        self._versions = [bound.binding.parameter._version for bound in self.bound]
+        # A graph that comes to a parameter before it is fetched for it must raise torch's error, not read what it finds.
+        increment_version([bound.binding.parameter for bound in self.bound if bound.chunk.guarded])
+        for bound in self.bound:
+            bound.binding.hide(bound.value if self.communicator.world_size == 1 else bound.stand_in)
 
     def reset(self) -> None:
         """Whatever was under way is dropped. Transfers are waited for first (their buffers must not be written later)."""
@@ -157,6 +181,7 @@ class LayerState:
 
     def pin(self) -> None:
         """Fetched until unpinned: parameters stand in the modules, and the chunks do not."""
+        self.release()  # a layer kept for a backward may be older than the last optimizer step
         self.fetch()
         self._pins += 1
         if self._pins == 1:
@@ -236,7 +261,8 @@ class LayerState:
         gradient = self._gradients[bound.chunk]
 
         def take(leaf: Tensor) -> None:
-            value, leaf.grad = leaf.grad, None
+            with as_plain_tensors():  # it may be released by now
+                value, leaf.grad = leaf.grad, None
             if value is not None:
                 gradient.add(index, value)
 

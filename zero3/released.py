@@ -17,7 +17,7 @@ from .autograd import as_plain_tensors
 __all__: list[str] = []
 
 _METADATA_PROPERTIES = (
-    "shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "names", "grad", "grad_fn", "is_cuda",
+    "shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "names", "grad_fn", "is_cuda",
     "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "itemsize", "nbytes", "_backward_hooks",
     "output_nr", "_version",
 )  # fmt: skip

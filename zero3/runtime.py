@@ -97,6 +97,7 @@ class Runtime:
         """`kept`: wherever else the layer may have left tensors: arguments that it changed, attributes of its modules."""
         frame = self._backward.frames.pop()
         outputs, kept_tensors = list(tensors_in(output)), list(tensors_in(kept))
+        state.check_unwritten()
         state.let_escape(outputs + kept_tensors)
         nodes = nodes_since(frame.clock, outputs + kept_tensors)
         if state.resident:
