@@ -13,6 +13,8 @@ from .released import ReleasedParameter
 
 __all__: list[str] = []
 
+_ORDER = "_zero3_order"  # in a module's __dict__: the names of its parameters
+
 
 @dataclass(eq=False)
 class Binding:
@@ -90,14 +92,36 @@ def bindings_of(
 
     Left out are those whose ids are in `elsewhere`; `borrowed` ones, which stand in other layers, come first.
     """
-    found: dict[int, Binding] = {id(binding.parameter): binding for binding in borrowed}
+    found = {id(binding.parameter): Binding(binding.name, binding.parameter, list(binding.sites)) for binding in borrowed}
     for prefix, owner in own_modules(module, is_layer):
         for attribute, parameter in [*owner._parameters.items(), *released_in(owner)]:
             if parameter is None or id(parameter) in elsewhere:
                 continue
             name = f"{prefix}.{attribute}" if prefix else attribute
-            found.setdefault(id(parameter), Binding(name, parameter)).sites.append((owner, attribute))
+            binding = found.setdefault(id(parameter), Binding(name, parameter))
+            if (owner, attribute) not in binding.sites:
+                binding.sites.append((owner, attribute))
     return list(found.values())
+
+
+def remember_order(module: nn.Module) -> None:
+    """Before the first of its parameters is hidden: several layers, or chunks, may show and hide them in another order."""
+    module.__dict__.setdefault(_ORDER, tuple(module._parameters))
+
+
+def restore_order(module: nn.Module) -> None:
+    """The parameters that are shown stand as they did before wrapping: state dicts have an order."""
+    ordered = {name: parameter for name, parameter in parameters_of(module) if name in module._parameters}
+    if list(ordered) != list(module._parameters):
+        module._parameters.clear()
+        module._parameters.update(ordered)
+
+
+def parameters_of(module: nn.Module) -> list[tuple[str, nn.Parameter | None]]:
+    """The module's own parameters, shown and released, in the order that they had before wrapping."""
+    found: dict[str, nn.Parameter | None] = {**module._parameters, **dict(released_in(module))}
+    first = [name for name in vars(module).get(_ORDER, ()) if name in found]
+    return [(name, found[name]) for name in dict.fromkeys([*first, *found])]
 
 
 def released_in(module: nn.Module) -> list[tuple[str, ReleasedParameter]]:

@@ -63,11 +63,15 @@ def agree_on(requests: Sequence[Request], is_layer: Callable[[nn.Module], bool],
 
     `is_layer`: also says of modules that are yet to become layers that they do, unless it is the request's own.
     """
-    examined = [_examine(request, lambda m, own=request.module: m is not own and is_layer(m)) for request in requests]
+    examined = [_examine(request, _all_but(request.module, is_layer)) for request in requests]
     first = examined[0]
     error = error or next((each.error for each in examined if each.error is not None), None)
     lines = [f"{each.label}: {line}" for each in examined for line in each.lines]
     agree(first.communicator, first.device, "what becomes a layer", lines, error)
+
+
+def _all_but(own: nn.Module, is_layer: Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:
+    return lambda module: module is not own and is_layer(module)
 
 
 def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> LayerState:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from .autograd import accumulates_into, as_plain_tensors, set_versions
-from .binding import Binding, Bound
+from .binding import Binding, Bound, remember_order, restore_order
 from .chunk import Chunk
 from .collectives import Communicator, NamingFailures, Subject
 from .flat import not_a_number
@@ -61,6 +61,8 @@ class LayerState:
         mean = self.policy.gradient_reduction == "mean"
         self._gradients[chunk] = FlatGradient(chunk, self.communicator, mean=mean, naming=NamingFailures(self.communicator, "reducing the gradients of", self.subject))
         empty = not_a_number(chunk.shard.dtype, chunk.shard.device)
+        for module in {module for binding in bindings for module, _ in binding.sites}:
+            remember_order(module)
         for index, binding in enumerate(bindings):
             stand_in = empty.expand(binding.parameter.shape)
             if binding.parameter.is_meta:
@@ -187,6 +189,8 @@ class LayerState:
         if self._pins == 1:
             for name in self.chunk_names():
                 self.registry.pop(name)
+            for module in {module for bound in self.bound for module, _ in bound.binding.sites}:
+                restore_order(module)
 
     def pin_unloaded(self) -> None:
         """As `pin`, for a loader: chunks that have no values yet count as loaded, for it is about to fill them."""

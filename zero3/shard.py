@@ -64,7 +64,7 @@ def shard(
     """
     common = Request(model, rank, world_size, device, dtype, policy, process_group, label=f"the root ({type(model).__name__})")
     plan = _agreed_plan(common, layers)
-    for request in reversed(plan.layers):  # inner before outer
+    for request in plan.layers:
         _put(model, request.module, Zero3Layer.from_request(request))
     _Root(build_state(plan.root, is_layer), model)
     return model
@@ -72,7 +72,7 @@ def shard(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    layers: list[Request]  # outer before inner
+    layers: list[Request]  # inner before outer
     root: Request
 
 
@@ -96,11 +96,13 @@ def _plan(common: Request, layers: Layers) -> _Plan:
         raise ValueError(
             f"this {type(model).__name__} is sharded already, or holds Zero3Layers: shard a model once, before wrapping any part of it"
         )
-    chosen = choose(model, layers)
     check_bindings(bindings_of(model, lambda module: False), common.dtype)  # the whole, for parameters may overlap across layers
+    chosen = choose(model, layers)
+    ids = {id(module) for _, module in chosen}
     tied = tied_across(model, chosen)
     elsewhere = frozenset(tied)
     parts = [replace(common, module=m, label=f"{name!r} ({type(m).__name__})", elsewhere=elsewhere) for name, m in chosen]
+    parts.sort(key=lambda part: sum(id(inner) in ids for inner in part.module.modules()))  # a shared one may lie in several
     return _Plan(parts, replace(common, borrowed=tuple(tied.values())))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..access import agree_to_gather, states_of
 from ..agreement import agree
+from ..binding import parameters_of
 from ..layer import Zero3Layer
 from ..layer_state import LayerState
 from .meta_buffers import initialise, put
@@ -106,8 +107,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if isinstance(module, Zero3Layer):
             continue
         dot = f"{prefix}." if prefix else ""
-        parameters = {**module._parameters, **{n: v for n, v in vars(module).items() if isinstance(v, nn.Parameter)}}
-        for name, parameter in parameters.items():
+        for name, parameter in parameters_of(module):
             if parameter is not None and id(parameter) not in chunks:
                 yield dot + name, parameter
         for name, buffer in module._buffers.items():
