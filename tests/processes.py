@@ -65,6 +65,7 @@ class _Job(NamedTuple):
     group_timeout: float
     debug: str
     process_group: bool
+    last: bool  # the process ends with it, so that its connections close
 
 
 class _Worker:
@@ -107,7 +108,7 @@ def try_on_ranks(
     """How `body(rank, *arguments)` ended on each rank.
 
     Args:
-        fresh: new processes, killed afterwards: for bodies that kill ranks or leave threads behind.
+        fresh: new processes, which end with the body: for bodies that kill ranks or wait for others to notice.
         group_timeout: seconds after which a collective that the others don't join raises.
         join_timeout: seconds after which every rank is killed and TimeoutError raised.
         debug: torch's distributed debug level. DETAIL turns mismatched collectives into errors.
@@ -118,7 +119,7 @@ def try_on_ranks(
     reusable = False
     try:
         for number, worker in enumerate(workers):
-            worker.send(_Job(body, arguments, Rank(number, world_size, scratch), group_timeout, debug, process_group))
+            worker.send(_Job(body, arguments, Rank(number, world_size, scratch), group_timeout, debug, process_group, fresh))
         outcomes = _collect(workers, join_timeout)
         reusable = not fresh and all(outcome.error != "killed" for outcome in outcomes)
         return outcomes
@@ -169,6 +170,8 @@ def _serve(connection: Connection) -> None:
         except EOFError:
             return
         connection.send_bytes(pickle.dumps(_run(job)))
+        if job.last:
+            return
 
 
 def _run(job: _Job) -> Outcome:
@@ -187,7 +190,7 @@ def _run(job: _Job) -> Outcome:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()  # the last reference to the group closes its connections, as the end of a process would
+        gc.collect()  # the last reference to the group closes its connections
 
 
 def start_group(rank: Rank, timeout: float = 20.0, debug: str = "DETAIL", name: str = "rendezvous") -> None:

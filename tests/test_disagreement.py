@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-import zero3
 from tests.processes import Rank, on_ranks
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
 
@@ -137,3 +137,139 @@ def test_a_mistake_is_the_same_error_on_every_rank(name: str, alone: bool) -> No
     for pattern in (*MISTAKES[name].says, "rank 1" if alone else "rank 0"):
         assert re.search(pattern, first.text), first.text
     assert max(first.seconds, second.seconds) < 5
+
+
+@pytest.mark.parametrize("name", ["world_size", "dtype", "module wrapped before", "no layers"])
+def test_the_same_without_torchs_debug_mode_and_on_three_ranks(name: str) -> None:
+    errors = on_ranks(3, refuse, name, True, debug="OFF")
+    assert len({(error.kind, error.text) for error in errors}) == 1
+    assert errors[0].text.startswith("rank 1: ")
+
+
+def without_asserts() -> None:
+    """Run by `python -O`: prints every mistake that passes there."""
+    for found in on_ranks(2, refuse_all):
+        for case, kind in found.items():
+            if kind != MISTAKES[case[0]].kind:
+                print(case, kind)
+
+
+def refuse_all(rank: Rank) -> dict[tuple[str, bool], str]:
+    if __debug__:
+        raise RuntimeError("this is not python -O")
+    cases = [(name, alone) for name in MISTAKES for alone in (False, True)]
+    return {case: getattr(refuse(rank, *case), "kind", "nothing was refused") for case in cases}
+
+
+def test_mistakes_are_refused_where_asserts_are_taken_out() -> None:
+    script = "from tests.test_disagreement import without_asserts; without_asserts()"
+    done = subprocess.run([sys.executable, "-O", "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == ""
+
+
+# -- models that differ: rank 0 and rank 1 each build theirs
+
+
+class Named(nn.Module):
+    def __init__(self, *names: str, shape: tuple[int, ...] = (3,), dtype: torch.dtype = torch.float32, frozen: bool = False) -> None:
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=not frozen))
+
+
+def _buffered(size: int) -> nn.Module:
+    module = Named("a")
+    module.register_buffer("seen", torch.zeros(size))
+    return module
+
+
+def _tied(tie: bool) -> nn.Module:
+    module = Named("a", "b")
+    if tie:
+        module.b = module.a
+    return module
+
+
+DIFFERENCES: dict[str, tuple[Callable[[], object], Callable[[], object], tuple[str, ...]]] = {
+    "name": (lambda: Zero3Layer(Named("a")), lambda: Zero3Layer(Named("b")), ("parameter a", "parameter b")),
+    "order of names": (lambda: Zero3Layer(Named("a", "b")), lambda: Zero3Layer(Named("b", "a")), ("parameter a", "parameter b")),
+    "number": (lambda: Zero3Layer(Named("a", "b")), lambda: Zero3Layer(Named("a")), ("rank 0: parameter b", "rank 1: nothing")),
+    "shape of equal size": (
+        lambda: Zero3Layer(Named("a", shape=(2, 3))),
+        lambda: Zero3Layer(Named("a", shape=(3, 2))),
+        (r"rank 0: parameter a: shape \(2, 3\)", r"rank 1: parameter a: shape \(3, 2\)"),
+    ),
+    "dtype": (lambda: Zero3Layer(Named("a")), lambda: Zero3Layer(Named("a", dtype=torch.float64)), ("float32", "float64")),
+    "requires_grad": (
+        lambda: Zero3Layer(Named("a")),
+        lambda: Zero3Layer(Named("a", frozen=True)),
+        ("rank 0: .*requires_grad=True", "rank 1: .*requires_grad=False"),
+    ),
+    "policy": (
+        lambda: Zero3Layer(Named("a")),
+        lambda: Zero3Layer(Named("a"), policy=ShardingPolicy(prefetch_depth=2)),
+        ("rank 0: policy .*'prefetch_depth': 1", "rank 1: policy .*'prefetch_depth': 2"),
+    ),
+    "buffer": (lambda: Zero3Layer(_buffered(1)), lambda: Zero3Layer(_buffered(2)), (r"buffer seen: shape \(1,\)", r"shape \(2,\)")),
+    "ties": (lambda: Zero3Layer(_tied(True)), lambda: Zero3Layer(_tied(False)), ("rank 0: nothing", "rank 1: parameter b")),
+    "kind of module": (lambda: Zero3Layer(Named("a")), lambda: Zero3Layer(nn.Linear(1, 1)), ("Named", "Linear")),
+    "number of layers": (
+        lambda: Zero3Sequential([Zero3Layer(Named("a")) for _ in range(3)]),
+        lambda: Zero3Sequential([Zero3Layer(Named("a")) for _ in range(2)]),
+        ("rank 0: a new layer", "rank 1: a Zero3Sequential of 2 layers"),
+    ),
+    "order of layers": (
+        lambda: Zero3Sequential([Zero3Layer(Named("a")), Zero3Layer(Named("a"))]),
+        lambda: Zero3Sequential([Zero3Layer(Named("a")), Zero3Layer(Named("a"))][::-1]),
+        ("rank 0: Named, wrapped as #", "rank 1: Named, wrapped as #"),
+    ),
+}
+
+
+def differ(rank: Rank, name: str) -> Refused | None:
+    return refused(rank, lambda _, rank, module: DIFFERENCES[name][rank.number](), True)
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_models_that_differ_are_the_same_error_on_every_rank(name: str) -> None:
+    first, second = on_ranks(2, differ, name)
+    assert first is not None, "nothing was refused"
+    assert second is not None
+    assert (first.kind, first.text) == (second.kind, second.text)
+    assert first.kind == "ValueError"
+    for pattern in (*DIFFERENCES[name][2], "All ranks must"):
+        assert re.search(pattern, first.text), first.text
+    assert max(first.seconds, second.seconds) < 5
+
+
+# -- a launcher without a process group
+
+
+def alone_under_a_launcher(rank: Rank) -> str:
+    os.environ["WORLD_SIZE"] = "2"
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            Zero3Layer(nn.Linear(2, 2))
+        return str(caught.value)
+    finally:
+        del os.environ["WORLD_SIZE"]
+
+
+def test_a_launcher_without_a_process_group_is_an_error() -> None:
+    for text in on_ranks(2, alone_under_a_launcher, process_group=False):
+        assert "WORLD_SIZE=2" in text
+        assert "init_process_group" in text
+
+
+def a_group_without_this_rank(rank: Rank) -> str:
+    group = dist.new_group([0])
+    if rank.number == 0:
+        Zero3Layer(nn.Linear(2, 2), process_group=group)
+        return ""
+    with pytest.raises(ValueError, match="not a member") as caught:
+        Zero3Layer(nn.Linear(2, 2), process_group=group)
+    return str(caught.value)
+
+
+def test_a_rank_outside_of_a_group_is_told_so_and_the_group_is_not_disturbed() -> None:
+    assert "not a member" in on_ranks(2, a_group_without_this_rank)[1]

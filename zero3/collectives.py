@@ -17,6 +17,7 @@ __all__: list[str] = []
 
 IDENTITY_BYTES = 3  # of the number by which ranks know a layer; with a bit for the kind of transfer it is a message's tag
 _GATHER, _REDUCE = 0, 1
+_NOT_A_MEMBER = "this process is not a member of the process_group it passed: only members may build the layer"
 
 
 class Communicator(Protocol):
@@ -254,6 +255,8 @@ def communicator_for(process_group: Any, device: torch.device) -> Communicator:
         TypeError: something that is no process group.
         ValueError: a process group that this process is not a member of.
     """
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns on the other ranks
+        raise ValueError(_NOT_A_MEMBER)
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         if hasattr(process_group, "all_gather") and hasattr(process_group, "twin"):
             return process_group  # type: ignore[no-any-return]
@@ -263,7 +266,7 @@ def communicator_for(process_group: Any, device: torch.device) -> Communicator:
             return _alone()
         process_group = dist.group.WORLD
     if dist.get_rank(process_group) < 0:
-        raise ValueError("this process is not a member of the process_group it passed: only members may build the layer")
+        raise ValueError(_NOT_A_MEMBER)
     backend = _backend(process_group, device)
     if backend == "gloo" and dist.get_world_size(process_group) > 1:
         return GlooCommunicator(process_group, backend)
