@@ -18,7 +18,7 @@ from .safetensors_files import Stored
 __all__: list[str] = []
 
 
-_PROBLEMS = ("missing", "unexpected", "other shapes", "other kinds", "not to be read by ranges")
+_PROBLEMS = ("missing", "unexpected", "stored twice", "other shapes", "other kinds", "not to be read by ranges")
 
 
 class Part(NamedTuple):
@@ -42,7 +42,7 @@ def fit(model: nn.Module, stored: Mapping[str, Stored], strict: bool) -> Fit:
     """Matches a checkpoint with a model. Names may have one more or one less of the model's `base_model_prefix`.
 
     Raises:
-        ValueError: names that are missing or unexpected (if `strict`), other shapes or kinds of values: all in one.
+        ValueError: names that are missing or unexpected (if `strict`), stored twice, other shapes or kinds of values: all in one.
     """
     names: dict[int, list[str]] = {}
     tensors = dict(named_tensors(model))
@@ -61,7 +61,7 @@ def fit(model: nn.Module, stored: Mapping[str, Stored], strict: bool) -> Fit:
         elif converter is not None:
             joined.setdefault(name, (converter, {}))[1].setdefault(pattern, []).append(stored[key])
         elif name in origin:
-            problems["unexpected"].append(f"{key} (it stands for {name}, as {origin[name].name} does)")
+            problems["stored twice"].append(f"{name}, as {origin[name].name} and as {key}")
         else:
             origin[name] = stored[key]
             _add_plain(found, name, tensors[name], stored[key], problems)
