@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +28,34 @@ def backward_task() -> int:
     return torch._C._current_graph_task_id()
 
 
-def when_backward_ends(callback: Callable[[], None]) -> None:
-    """Runs `callback` once the current backward is over. It does not run if that backward raises."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+class EndOfBackward:
+    """The end of a backward, to be awaited inside it: it comes, or the backward raises, which is known afterwards."""
+
+    def __init__(self) -> None:
+        self._callback: weakref.ref[partial[None]] | None = None  # torch holds it, and drops it if the backward raises
+
+    def wait(self, then: Callable[[], None] | None = None) -> None:
+        """Runs `then` once the backward that this thread runs is over."""
+        callback = partial(self._come, then)  # a new object, to which no frame refers: a kept traceback does not keep it alive
+        self._callback = weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    @property
+    def awaited(self) -> bool:
+        return self._callback is not None and self._callback() is not None and inside_backward()
+
+    @property
+    def missed(self) -> bool:
+        """Whether the backward raised."""
+        return self._callback is not None and not self.awaited
+
+    def forget(self) -> None:
+        self._callback = None
+
+    def _come(self, then: Callable[[], None] | None) -> None:
+        if then is not None:
+            then()
+        self._callback = None
 
 
 def as_plain_tensors() -> AbstractContextManager[object]:

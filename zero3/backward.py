@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import Node
 
 from .agreement import agree
-from .autograd import accumulates_everywhere, backward_task, before_gradient_flows, inside_backward, when_backward_ends
+from .autograd import EndOfBackward, accumulates_everywhere, backward_task, before_gradient_flows, inside_backward
 from .collectives import Communicator
 from .gradient import Backup
 from .layer_state import LayerState
@@ -51,7 +51,8 @@ class Backward:
         self._order: ForwardOrder[tuple[LayerState, ...]] = ForwardOrder()  # of the tapes: nested backwards have their own
         self._touched: list[LayerTape] = []  # the tapes it has come to
         self._backups: deque[Backup] = deque()
-        self._ending: weakref.ref[partial[None]] | None = None  # the present backward's final callback, which dies with it
+        self._ending = EndOfBackward()  # of the present one
+        self._outer_ending = EndOfBackward()  # of one that recomputes layers and runs backwards of its own through them
 
     def watch(self, state: LayerState) -> None:
         """Takes charge of `state`: whatever gradient it gets, by whatever way, is reduced by the end of the backward."""
@@ -76,7 +77,7 @@ class Backward:
 
     @property
     def running(self) -> bool:
-        return self._ending is not None and self._ending() is not None and inside_backward()
+        return self._ending.awaited
 
     def is_recomputing(self, state: LayerState) -> bool:
         """Whether a forward of `state` now is a checkpoint's recomputation of a call that this backward has on a tape."""
@@ -87,14 +88,20 @@ class Backward:
         if not any(tape.is_open(state) for tape in self._touched) and not any(frame.state is state for frame in self.frames):
             state.release()
 
-    def finish_nested(self) -> None:
+    def recompute(self) -> None:
+        """Before a forward inside a backward. If it belongs to a reentrant checkpoint, its own backward ends before this one."""
+        if not self._ending.awaited and not self._outer_ending.awaited:
+            self._outer_ending.wait()
+        self._finish_nested()
+
+    def _finish_nested(self) -> None:
         """Ends the walk over tapes of backwards that ran inside this one and are over (reentrant checkpointing)."""
         for nested in [tape for tape in self._touched if tape.task > backward_task()]:
             self._finish(nested)
 
     def reset(self) -> None:
         """Releases everything. If the last backward raised, the gradients accumulated so far are dropped with it."""
-        broken = self._ending is not None and not self.running
+        broken = self._ending.missed or self._outer_ending.missed
         while self._backups:
             try:
                 self._backups.popleft().wait()
@@ -104,7 +111,9 @@ class Backward:
             tape.rewind()
         self._touched.clear()
         self.frames.clear()
-        self._ending = None
+        self._ending.forget()
+        if self._outer_ending.missed:
+            self._outer_ending.forget()
         for state in self.layers:
             state.reset()
             if broken:
@@ -118,7 +127,7 @@ class Backward:
                 "weights after they are released. Double backward is not supported; compute such a term on an unsharded model."
             )
         self._enter()
-        self.finish_nested()
+        self._finish_nested()
         for newer in [t for t in self._touched if t.serial > tape.serial]:
             self._finish(newer)
         if tape not in self._touched:
@@ -166,11 +175,9 @@ class Backward:
     def _enter(self) -> None:
         if self.running:
             return
-        if self._ending is not None:
-            self.reset()  # the one before raised
-        ending = partial(self._end)  # a new object; no frame refers to it, so that a kept traceback does not keep it alive
-        self._ending = weakref.ref(ending)
-        when_backward_ends(ending)
+        if self._ending.missed:
+            self.reset()
+        self._ending.wait(then=self._end)
         self._order.begin()
 
     def _end(self) -> None:
@@ -183,7 +190,6 @@ class Backward:
         for state in self.layers:
             self.release(state)
         self._order.learn()
-        self._ending = None
 
     def gradient_came(self) -> None:
         """A layer's first gradient, perhaps by a way outside its calls: make sure that this backward ends by reducing it."""

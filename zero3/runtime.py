@@ -122,7 +122,7 @@ class Runtime:
         after another), unless it has been called in that pass, or a backward has ended since: then a new one begins.
         """
         if inside_backward():
-            self._backward.finish_nested()
+            self._backward.recompute()
             self._tape = self._new_tape()
             return
         if self._open_tape is not None and not self._open_tape.walked and id(module) not in self._called:
