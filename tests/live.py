@@ -1,0 +1,95 @@
+"""Counting the bytes of live tensors, to the byte, on one rank of a world that is not there."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zero3.streams import Lanes, lanes_for
+
+
+class LiveBytes(TorchDispatchMode):
+    """Inside, sees every tensor that is made; knows at any time how many bytes of their storages are left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._peak = 0
+        self.at_every_operation: Callable[[], None] = lambda: None
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
+                storage = leaf.untyped_storage()
+                self._storages[storage._cdata] = weakref.ref(storage)  # lives as long as the memory, whoever holds it
+        self._peak = max(self._peak, self.now)
+        self.at_every_operation()
+        return result
+
+    @property
+    def now(self) -> int:
+        alive = ((address, ref()) for address, ref in self._storages.items())
+        sizes = {address: storage.nbytes() for address, storage in alive if storage is not None}
+        self._storages = {address: self._storages[address] for address in sizes}
+        return sum(sizes.values())
+
+    def peak_of(self, body: Callable[[], object]) -> int:
+        """The most that was alive after any operation of `body`."""
+        self._peak = self.now
+        body()
+        return self._peak
+
+
+class _Late:
+    """Holds what it works on until it is waited for, as a transfer does."""
+
+    def __init__(self, arrive: Callable[[], object]) -> None:
+        self._arrive: Callable[[], object] | None = arrive
+
+    def wait(self) -> None:
+        if self._arrive is not None:
+            self._arrive()
+            self._arrive = None
+
+
+class LonelyCommunicator:
+    """A rank of `world_size` without the others: every rank is thought to do as this one does. Holds no memory of its own."""
+
+    def __init__(self, world_size: int, rank: int = 0) -> None:
+        self.world_size, self.rank = world_size, rank
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> _Late:
+        return _Late(lambda: full.view(self.world_size, -1).copy_(shard))
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor) -> _Late:
+        return _Late(lambda: shard.copy_(full.view(self.world_size, -1)[self.rank]))
+
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
+        return None
+
+    def scatter(self, shard: Tensor, full: Tensor | None) -> None:
+        return None
+
+    def broadcast(self, tensor: Tensor) -> None:
+        return None
+
+    def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
+        return [payload] * self.world_size
+
+    def twin(self) -> LonelyCommunicator:
+        return self
+
+    def lanes(self, device: torch.device) -> Lanes:
+        return lanes_for(device)
+
+    def same_ranks(self, other: object) -> bool:
+        return isinstance(other, LonelyCommunicator)
