@@ -70,14 +70,14 @@ def _hooks_of(model: nn.Module) -> dict[nn.Module, Callable[[nn.Module], Any]]:
 
 
 def _compute(owner: nn.Module, attributes: list[str], hook: Callable[[nn.Module], Any] | None) -> dict[str, Tensor]:
-    twin = _twin(owner)
     blank = {attribute: torch.empty_like(owner._buffers[attribute], device="cpu") for attribute in attributes}  # type: ignore[arg-type]
-    twin._buffers.update(blank)
-    initialise_twin = getattr(twin, "reset_parameters", None) if hook is None else lambda: hook(twin)
-    if not callable(initialise_twin):
-        return {}
     versions = {attribute: buffer._version for attribute, buffer in blank.items()}
     try:
+        twin = _twin(owner)
+        twin._buffers.update(blank)
+        initialise_twin = getattr(twin, "reset_parameters", None) if hook is None else lambda: hook(twin)
+        if not callable(initialise_twin):
+            return {}
         with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
             initialise_twin()
     except Exception as error:  # it stays on meta, and the first forward says so by name

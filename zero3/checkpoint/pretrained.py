@@ -58,12 +58,12 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
         files = SafetensorsFiles(path)
         found = fit(model, files.tensors, strict)
         _check_repeated(states, files, found)
-    except (ValueError, TypeError, RuntimeError) as caught:
-        error = caught
     except OSError as caught:
         error = ValueError(f"{path} can't be read: {caught}")
+    except Exception as caught:  # whatever it is, the others wait to hear of it
+        error = caught
     try:
-        agree(first.communicator, first.device, f"load_pretrained({str(path)!r})", files.listing() if files else [], error)
+        agree(first.communicator, first.device, "the files that load_pretrained found", files.listing() if files else [], error)
         if files is not None and found is not None:
             _load(model, states, files, found)
     finally:
@@ -88,7 +88,7 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
             _fill_chunks(state, files, found)
         values = _new_values(states, files, found)
         computed = initialise(model, states)
-    except (OSError, RuntimeError) as caught:
+    except Exception as caught:
         error = RuntimeError(f"reading {files.directory} failed: {caught}. What it was to fill is unloaded now: load again.")
     try:
         agree(first.communicator, first.device, "what load_pretrained filled", [name for name, _ in computed], error)
