@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 __all__: list[str] = []
 
-_MAX_DEPTH = 8  # deeper than any output in use; ends the walk through self-referring objects
-_LEAVES = (str, bytes, int, float, complex, bool, type(None), type, nn.Module)
+_MAX_DEPTH = 8  # deeper than any output in use
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, nn.Module)
 
 
-def tensors_in(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Tensor]:
-    """Every tensor in a nest of lists, tuples, dicts, dataclasses and plain objects (caches, model outputs)."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if isinstance(value, _LEAVES) or depth == 0:
-        return
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in a nest of lists, tuples, dicts, dataclasses and plain objects (caches, model outputs).
+
+    Level by level, and each object once, so that a web of objects that know each other costs no more than its size.
+    """
+    level, seen = [value], set[int]()
+    for _ in range(_MAX_DEPTH + 1):
+        following: list[Any] = []
+        for item in level:
+            if isinstance(item, _LEAVES) or id(item) in seen:
+                continue
+            seen.add(id(item))
+            if isinstance(item, Tensor):
+                yield item
+            else:
+                following.extend(_held_by(item))
+        level = following
+
+
+def _held_by(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
-        inner: Any = value.values()
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        inner = value
-    else:
-        slots = (getattr(value, name, None) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
-        inner = [*getattr(value, "__dict__", {}).values(), *slots]
-    for item in inner:
-        yield from tensors_in(item, depth - 1)
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    slots = (kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__)
+    names = [name for slot in slots for name in ((slot,) if isinstance(slot, str) else slot)]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in names)]
