@@ -28,7 +28,7 @@ FLOORS = {
     "released": 2, "flat": 2, "collectives": 2,
     "agreement": 3, "chunk": 3, "shard_gradient": 3,
     "gradient": 4, "binding": 4,
-    "layer_state": 5, "selection": 5,
+    "layer_state": 5, "selection": 5, "guards": 5,
     "construction": 6, "backward": 6,
     "runtime": 7,
     "layer": 8,

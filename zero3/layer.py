@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from .autograd import mark_upstream
 from .binding import own_modules
 from .construction import Request, build_state
+from .guards import check_conversion, guard, refuse
 from .layer_state import LayerState
 from .policy import ShardingPolicy
 from .runtime import Runtime
@@ -72,6 +73,8 @@ class Zero3Layer(nn.Module):
         self.module = request.module
         self._state.registry = self._parameters
         self._parameters.update(self._state.chunk_names())
+        for _, module in own_modules(self.module, is_layer):
+            guard(module, is_layer)
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
         """This rank's trainable chunks, 1-D `[S]`, one a dtype, of this layer and those inside it; [] if it has none."""
@@ -161,7 +164,9 @@ class Zero3Layer(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Zero3Layer:
         """`model.to()`, `.double()`, `.share_memory()`: passes what changes nothing, refuses the rest before it begins."""
-        check_conversion([layer._state for layer in layers_of(self)], fn)
+        for layer in layers_of(self):
+            for chunk in layer._state.chunks:
+                check_conversion(chunk.shard.new_empty(1), fn, f"layer {layer._state.label}")
         if recurse:
             self.module._apply(fn)  # type: ignore[no-untyped-call]
         return self
@@ -207,21 +212,6 @@ def adopt(root: nn.Module, *, ordered: bool, outer: Sequence[LayerState] = ()) -
     return runtime
 
 
-def check_conversion(states: Iterable[LayerState], fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Raises if `fn`, of `nn.Module._apply`, would give any of the chunks another dtype or device."""
-    for state in states:
-        for chunk in state.chunks:
-            probe = chunk.shard.new_empty(1)
-            result = fn(probe)
-            moved = result.is_shared() != result.is_cuda  # type: ignore[no-untyped-call]
-            if moved or (result.dtype, result.device) != (probe.dtype, probe.device):
-                refuse(
-                    f"converting layer {state.label} from {probe.dtype} on {probe.device} to {result.dtype} on {result.device}",
-                    "its chunks, gradients and optimizer state would no longer fit together",
-                    "device= and the module's dtype before wrapping",
-                )
-
-
 class _uncached_autocast:
     """Within a layer, autocast keeps no cast copies: they would outlive the layer's full parameters, and a step."""
 
@@ -235,7 +225,3 @@ class _uncached_autocast:
     def __exit__(self, *exc: object) -> None:
         if self._enabled:
             torch.set_autocast_cache_enabled(True)
-
-
-def refuse(what: str, why: str, instead: str) -> NoReturn:
-    raise RuntimeError(f"{what} of a sharded model: {why}. Use {instead}.")

@@ -17,12 +17,12 @@ from .autograd import as_plain_tensors
 __all__: list[str] = []
 
 _METADATA_PROPERTIES = (
-    "shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "names", "grad_fn", "is_cuda",
+    "shape", "dtype", "device", "requires_grad", "ndim", "layout", "names", "grad_fn", "is_cuda",
     "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "itemsize", "nbytes", "_backward_hooks",
     "output_nr", "_version",
 )  # fmt: skip
 _METADATA = frozenset(getattr(Tensor, name).__get__ for name in _METADATA_PROPERTIES if hasattr(Tensor, name)) | {
-    Tensor.numel, Tensor.nelement, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.element_size, Tensor.untyped_storage, Tensor.__len__,
+    Tensor.numel, Tensor.nelement, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.element_size, Tensor.__len__,
     Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__, Tensor.type, torch.numel, torch.is_floating_point,
     torch.is_complex, torch.is_tensor,
 }  # fmt: skip
@@ -42,7 +42,18 @@ class ReleasedParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         if func in (Tensor.__repr__, Tensor.__format__):
             return args[0]._describe()
+        if func in (Tensor.requires_grad_, Tensor.requires_grad.__set__):  # type: ignore[attr-defined]
+            return args[0]._set_requires_grad(*args[1:], **(kwargs or {}))
         _refuse(_first_released((args, kwargs)), _name_of(func))
+
+    def _set_requires_grad(self, requires_grad: bool = True) -> ReleasedParameter:
+        if self.requires_grad != requires_grad:
+            raise RuntimeError(
+                f"requires_grad: {self.zero3_name} can't be {'trained' if requires_grad else 'frozen'} by itself, its whole chunk is "
+                f"{'frozen' if requires_grad else 'trained'}. Freeze parameters before sharding, or use requires_grad_ of the whole "
+                "chunk (for chunk in layer.parameters(): ...)."
+            )
+        return self
 
     def _describe(self) -> str:
         with as_plain_tensors():

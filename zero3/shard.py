@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -13,7 +13,8 @@ from torch import nn
 
 from .binding import bindings_of, check_bindings, own_modules
 from .construction import Request, agree_on, build_state, device_of
-from .layer import Zero3Layer, adopt, check_conversion, is_layer, layers_of, refuse, run_sharded
+from .guards import Override, guard
+from .layer import Zero3Layer, adopt, is_layer, layers_of, run_sharded
 from .layer_state import LayerState
 from .policy import ShardingPolicy
 from .runtime import Runtime
@@ -66,7 +67,9 @@ def shard(
     plan = _agreed_plan(common, layers)
     for request in plan.layers:
         _put(model, request.module, Zero3Layer.from_request(request))
-    _Root(build_state(plan.root, is_layer), model)
+    root = build_state(plan.root, is_layer)
+    _Root(root, model)
+    _report(model, root)
     return model
 
 
@@ -118,56 +121,27 @@ class _Root:
     """The model's own layer, and what makes every module outside the layers an entry to the model.
 
     Models are not only called as a whole: generation calls an encoder by itself, users call `model.get_decoder()`. So each
-    of these modules runs with the root's own layer fetched, and refuses what would take a rank's slice for the whole.
+    of these modules runs with the root's own layer fetched.
     """
 
     def __init__(self, state: LayerState, model: nn.Module) -> None:
-        self._state = state
         state.registry = model._parameters
         model._parameters.update(state.chunk_names())
         model.__dict__["_zero3_root"] = state
-        self._runtime: Runtime = adopt(model, ordered=False, outer=[state])
+        self._state = weakref.ref(state)
+        self._runtime: weakref.ref[Runtime] = weakref.ref(adopt(model, ordered=False, outer=[state]))  # its layers hold it
         for _, module in own_modules(model, is_layer):
-            self._take_charge(module)
-        _report(model, state)
+            guard(module, is_layer, lists_chunks=module is model)
+            if not isinstance(module, CONTAINERS):
+                Override(module, "forward", self._forward)
 
-    def _take_charge(self, module: nn.Module) -> None:
-        if not isinstance(module, CONTAINERS):
-            module.forward = self._sharded(module)
-        module._apply = self._guarded_apply(module)  # type: ignore[method-assign]
-        module.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(self._before_load_state_dict)  # type: ignore[no-untyped-call]
-
-    def _sharded(self, module: nn.Module) -> Callable[..., Any]:
-        forward, state, runtime = module.forward, self._state, self._runtime
-
-        @functools.wraps(forward)
-        def sharded_forward(*args: Any, **kwargs: Any) -> Any:
-            if runtime.is_running(state):
-                return forward(*args, **kwargs)
-            return run_sharded(runtime, state, module, forward, args, kwargs)
-
-        return sharded_forward
-
-    def _guarded_apply(self, module: nn.Module) -> Callable[..., nn.Module]:
-        apply = module._apply
-
-        @functools.wraps(apply)
-        def guarded_apply(fn: Any, recurse: bool = True) -> nn.Module:
-            check_conversion([self._state, *(layer._state for layer in layers_of(module))], fn)
-            return apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
-
-        return guarded_apply
-
-    def _before_state_dict(self, *_: object) -> None:
-        self._refuse_unless_full("state_dict()", "zero3.full_state_dict(model)")
-
-    def _before_load_state_dict(self, *_: object) -> None:
-        self._refuse_unless_full("load_state_dict()", "zero3.load_full_state_dict(model, state_dict)")
-
-    def _refuse_unless_full(self, what: str, instead: str) -> None:
-        if self._state.bound and not self._state.pinned:
-            refuse(what, "the model's values lie in chunks on all ranks", instead)
+    def _forward(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        state, runtime = self._state(), self._runtime()
+        if state is None or runtime is None:
+            raise RuntimeError(f"the sharded model that this {type(module).__name__} belongs to is gone")
+        if runtime.is_running(state):
+            return forward(*args, **kwargs)
+        return run_sharded(runtime, state, module, forward, args, kwargs)
 
 
 def _report(model: nn.Module, root: LayerState) -> None:
