@@ -18,9 +18,9 @@ from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
 class Routed(nn.Module):
     """Three layers of one size, called in an order that the caller chooses: a mix-up would fit."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: ShardingPolicy = ShardingPolicy()) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Zero3Layer(nn.Linear(4, 4)) for _ in range(3))
+        self.layers = nn.ModuleList(Zero3Layer(nn.Linear(4, 4), policy=policy) for _ in range(3))
 
     def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
         for index in order:
@@ -65,6 +65,30 @@ def test_backwards_over_other_layers_are_the_same_error_on_every_rank() -> None:
     assert (first.error, first.text) == (second.error, second.text)
     assert first.error == "ValueError"
     assert "take part in backward" in first.text
+
+
+def read_other_things(rank: Rank, what: str) -> None:
+    model = Zero3Layer(Routed())
+    if rank.number == 0:
+        with zero3.full_params(model.layers[0]):
+            pass
+    elif what == "another layer":
+        with zero3.full_params(model.layers[1]):
+            pass
+    elif what == "to write":
+        with zero3.full_params(model.layers[0], writeback=True):
+            pass
+    else:
+        zero3.full_state_dict(model)
+
+
+@pytest.mark.parametrize("what", ["another layer", "to write", "a state dict"])
+def test_parameters_read_by_other_calls_are_the_same_error_on_every_rank(what: str) -> None:
+    first, second = try_on_ranks(2, read_other_things, what)
+    assert (first.error, first.text) == (second.error, second.text)
+    assert first.error == "ValueError"
+    assert "full_params" in first.text
+    assert max(first.seconds, second.seconds) < 5
 
 
 # -- later, where ranks no longer compare what they did before
@@ -133,6 +157,27 @@ def test_ranks_that_come_apart_later_are_told_and_train_on_nothing_wrong(how: st
         assert any(words in outcome.text for words in ("gathering layer", "reducing the gradients of layer", "comparing"))
         assert "took another path" in outcome.text
         assert outcome.seconds < 15
+
+
+def gather_what_would_fit(rank: Rank) -> str:
+    """Both ranks gather five times. The fourth and the fifth time they mean other layers, of the same size."""
+    policy = ShardingPolicy(prefetch_depth=0)
+    model = Zero3Layer(Routed(policy), policy=policy)
+    x = torch.ones(2, 4, requires_grad=True)
+    for _ in range(2):
+        torch.autograd.grad(model(x, (0, 1, 2)).sum(), x)
+    y = model(x, (0, 1, 2)).sum()
+    if rank.number == 0:
+        torch.autograd.grad(y, x)  # gathers 1 and 0
+    else:
+        model(x, (0, 1))
+    return "took another layer's weights for its own"
+
+
+def test_a_gather_never_brings_another_layers_weights() -> None:
+    for outcome in try_on_ranks(2, gather_what_would_fit, debug="OFF", group_timeout=2.0, fresh=True):
+        assert outcome.error == "RuntimeError", outcome
+        assert "gathering layer" in outcome.text
 
 
 # -- deaths
