@@ -38,6 +38,7 @@ def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]
 
     Raises:
         ValueError: nothing in `module` is sharded.
+        RuntimeError: at the end, if `requires_grad` of a parameter was changed: only whole chunks can be frozen.
     """
     states = states_of(module)
     agree_to_gather(states, f"full_params(writeback={writeback})")
@@ -56,8 +57,14 @@ def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]
             if writeback:
                 _write_back(states, error)
     finally:
+        toggled = [name for state in pinned for name in state.undo_toggles()]
         for state in pinned:
             state.unpin()
+    if toggled:
+        raise RuntimeError(
+            f"rank {states[0].communicator.rank}: requires_grad was changed inside full_params, of {', '.join(toggled)}. A chunk is "
+            "trained or frozen as a whole, so this was undone: freeze parameters before sharding, or use requires_grad_ of a layer's chunk."
+        )
 
 
 @contextmanager

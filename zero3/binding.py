@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,18 @@ from .released import ReleasedParameter
 __all__: list[str] = []
 
 _ORDER = "_zero3_order"  # in a module's __dict__: the names of its parameters
+
+
+class Owner(weakref.ref[Any]):
+    """On a parameter: the state of its layer, not held. A copy of the parameter, or a pickle, has none."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 @dataclass(eq=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .agreement import agree
-from .binding import Binding, bindings_of, check_bindings, own_modules
+from .binding import Binding, Owner, bindings_of, check_bindings, own_modules
 from .chunk import Chunk, shrink_to_shard
 from .collectives import IDENTITY_BYTES, Communicator, communicator_for
 from .flat import pack
@@ -98,7 +97,7 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
         state.add_chunk(*_scatter(group, communicator, device, unloaded_names))
     for bound in state.bound:
         bound.binding.parameter.zero3_name = f"{bound.binding.name!r} of layer {label}"  # type: ignore[attr-defined]
-        bound.binding.parameter.zero3_state = weakref.ref(state)  # type: ignore[attr-defined]
+        bound.binding.parameter.zero3_state = Owner(state)  # type: ignore[attr-defined]
     for buffer, unloaded in zip(buffers, empty_on_rank_0, strict=True):
         buffer.broadcast(communicator, device, unloaded=unloaded)
     state.meta_buffers = [(b.owner, b.attribute, b.name) for b in buffers if b.tensor.is_meta]
@@ -217,7 +216,7 @@ def _scatter(group: list[Binding], communicator: Communicator, device: torch.dev
         communicator.scatter(full[: layout.shard_numel], full)
         shard = shrink_to_shard(full, layout.shard_numel)
     else:
-        shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+        shard = torch.empty(layout.shard_numel, dtype=dtype, device=device)
         if not nothing:
             communicator.scatter(shard, None)
     chunk = Chunk(layout, nn.Parameter(shard, requires_grad=trainable), communicator)

@@ -200,6 +200,13 @@ class LayerState:
         self.pin()
         self.meta_buffers = meta_buffers
 
+    def undo_toggles(self) -> list[str]:
+        """The parameters whose `requires_grad` is no longer that of their chunk; it is again afterwards."""
+        toggled = [bound for bound in self.bound if bound.binding.parameter.requires_grad != bound.chunk.trains]
+        for bound in toggled:
+            bound.binding.parameter.requires_grad_(bound.chunk.trains)
+        return [f"{bound.binding.name!r} of layer {self.label}" for bound in toggled]
+
     def unpin(self) -> None:
         self._pins -= 1
         if not self._pins:
