@@ -286,3 +286,25 @@ def test_old_buffers_in_a_checkpoint_are_left_alone(tmp_path: Path) -> None:
     rewritten(tmp_path, lambda tensors: tensors.update({f"gpt_neox.layers.0.{name}": value for name, value in old.items()}))
     for state in loaded(expected, tmp_path, 2):
         assert_same_bits(state, expected.state_dict())
+
+
+@three_ways
+def test_padding_is_zero_before_loading_and_after(world_size: int, tmp_path: Path) -> None:
+    plain = nn.Linear(3, 2).double()
+    save_file(plain.state_dict(), tmp_path / SINGLE)
+
+    def body(group: ThreadCommunicator) -> Tensor:
+        torch.use_deterministic_algorithms(True)  # new memory is NaN
+        layer = zero3.Zero3Layer(nn.Linear(3, 2, device="meta").double(), process_group=group)
+        (chunk,) = layer.get_trainable_chunk()
+        padding = chunk[max(0, 8 - group.rank * chunk.numel()) :]
+        assert not padding.any()
+        zero3.load_pretrained(layer, tmp_path)
+        return chunk.detach()
+
+    try:
+        chunks = torch.cat(run_ranks(world_size, body))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not chunks[8:].any()
+    assert sorted(chunks[:8].tolist()) == sorted([*plain.weight.flatten().tolist(), *plain.bias.tolist()])

@@ -219,6 +219,8 @@ def _scatter(group: list[Binding], communicator: Communicator, device: torch.dev
         shard = torch.empty(layout.shard_numel, dtype=dtype, device=device)
         if not nothing:
             communicator.scatter(shard, None)
+        else:  # its loader is the first to touch it, but for the padding
+            shard[max(0, layout.numel - communicator.rank * layout.shard_numel) :].zero_()
     chunk = Chunk(layout, nn.Parameter(shard, requires_grad=trainable), communicator)
     chunk.unloaded = {index for index, binding in enumerate(ordered) if binding.name in unloaded}
     return chunk, ordered
