@@ -17,6 +17,7 @@ __all__: list[str] = []
 
 IDENTITY_BYTES = 3  # of the number by which ranks know a layer; with a bit for the kind of transfer it is a message's tag
 _GATHER, _REDUCE = 0, 1
+_OWN_PACE = "Ranks that generate or evaluate different numbers of times do so inside `with zero3.resident(model):`."
 _NOT_A_MEMBER = "this process is not a member of the process_group it passed: only members may build the layer"
 
 
@@ -83,9 +84,10 @@ class NamingFailures:
     def __exit__(self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None) -> None:
         if not isinstance(failure, RuntimeError) or isinstance(failure, torch.OutOfMemoryError):
             return
+        advice = "" if torch.is_grad_enabled() else f" {_OWN_PACE}"
         raise RuntimeError(
             f"rank {self._communicator.rank} of {self._communicator.world_size}: {self._doing} {self._subject.name} failed: {failure}\n"
-            "Most often another rank died, or took another path through the model: its own error says why."
+            f"Most often another rank died, or took another path through the model: its own error says why.{advice}"
         ) from failure
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import importlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from ..layer_state import LayerState
 from .meta_buffers import initialise, put
 
 __all__: list[str] = []
+
+_LONG = 2**30  # bytes of a model that takes long enough to be watched
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -34,7 +38,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
     keeps = not rank0_only or states[0].communicator.rank == 0
     agree_to_gather(states, "full_state_dict")
     values: dict[int, Tensor] = {}
-    for state in states:
+    for state in _watched(states, "gathering layers"):
         state.pin()
         try:
             if keeps:
@@ -63,7 +67,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | No
     error = ValueError(problems) if first.communicator.rank == 0 and (problems := _problems(model, states, given, strict)) else None
     agree(first.communicator, first.device, "load_full_state_dict", [], error)
     values = {id(tensor): given[name] for name, tensor in named_tensors(model) if name in given}
-    for state in states:
+    for state in _watched(states, "loading layers"):
         _load_layer(state, values)
     _load_others(model, states, values)
 
@@ -98,6 +102,18 @@ def _load_layer(state: LayerState, values: Mapping[int, Tensor]) -> None:
         state.write_back()
     finally:
         state.unpin()
+
+
+def _watched(states: list[LayerState], doing: str) -> Iterable[LayerState]:
+    """A progress bar for those who wait: of a large model, at rank 0's terminal, where tqdm is installed."""
+    nbytes = sum(state.full_nbytes() for state in states)
+    if states[0].communicator.rank != 0 or nbytes < _LONG or not sys.stderr.isatty():
+        return states
+    try:
+        bar = importlib.import_module("tqdm").tqdm
+    except ImportError:
+        return states
+    return bar(states, desc=f"zero3: {doing}", unit="layer", leave=False)  # type: ignore[no-any-return]
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,189 @@
+"""resident(): ranks generate and evaluate at their own pace. Outside of it, those that do not keep step are told of it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero3
+from tests.architectures import ARCHITECTURES
+from tests.processes import Rank, try_on_ranks
+from tests.ranks import ThreadCommunicator, run_ranks
+from tests.reference import Turn, assert_at_rest, assert_close
+from tests.stacks import Block, Stack, built, loss_of, stack, train, words_of
+from zero3.access import states_of
+
+GENERATING = ["GPT-NeoX", "Llama", "Gemma", "GPT-2", "Mixtral", "T5", "Whisper"]
+
+
+def prompt(name: str, rank: int) -> dict[str, Tensor]:
+    """Another one on every rank, and longer."""
+    if name == "Whisper":
+        return {"input_features": Turn(rank, 0, 1).tensor(1, 8, 32)}
+    return {"input_ids": Turn(rank, 0, 1).integers(90, 1, 4 + 3 * rank) + 3}
+
+
+def generated(model: Any, name: str, rank: int, length: int) -> Tensor:
+    return model.generate(**prompt(name, rank), max_new_tokens=length, min_new_tokens=length, do_sample=False, pad_token_id=0)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of generation settings
+@pytest.mark.parametrize("name", GENERATING)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_rank_generates_what_the_unsharded_model_does(name: str, world_size: int) -> None:
+    architecture = ARCHITECTURES[name]
+    plain = architecture.build().eval()
+    lengths = [3 + 4 * rank for rank in range(world_size)]
+    expected = [(generated(plain, name, rank, lengths[rank]), generated(plain, name, rank, 4)) for rank in range(world_size)]
+    plain.train()
+    losses = [architecture.loss(plain, Turn(rank, 0, 1)) for rank in range(world_size)]
+    models = [architecture.build() for _ in range(world_size)]
+
+    def body(group: ThreadCommunicator) -> tuple[Tensor, Tensor, Tensor]:
+        model = zero3.shard(models[group.rank], process_group=group).eval()
+        with zero3.resident(model):
+            before = len(group.log)
+            alone = generated(model, name, group.rank, lengths[group.rank])
+            assert len(group.log) == before, "no collectives inside"
+        assert_at_rest(model)
+        in_step = generated(model, name, group.rank, 4)  # the same number of forwards on every rank
+        assert_at_rest(model)
+        loss = architecture.loss(model.train(), Turn(group.rank, 0, 1))
+        assert_at_rest(model)
+        return alone, in_step, loss
+
+    for rank, (alone, in_step, loss) in enumerate(run_ranks(world_size, body)):
+        assert torch.equal(alone, expected[rank][0])
+        assert torch.equal(in_step, expected[rank][1])
+        assert_close([loss], [losses[rank]], architecture.tolerance, "the loss of a training step afterwards")
+
+
+class Bare(Stack):
+    """Its root owns no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(Block(7), Block(3))
+        self.norm = nn.Identity()
+
+
+MODELS = {"stack": lambda: stack(), "bare root": lambda: built(Bare), "tied": lambda: stack(tied=True)}
+
+
+def on_two(build: Any, body: Any) -> list[Any]:
+    models = [build() for _ in range(2)]
+    return run_ranks(2, lambda group: body(zero3.shard(models[group.rank], process_group=group), group))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_evaluate_different_numbers_of_times(name: str) -> None:
+    plain = MODELS[name]()
+
+    def body(model: nn.Module, group: ThreadCommunicator) -> None:
+        with zero3.resident(model):
+            before = len(group.log)
+            for step in range(1 + 3 * group.rank):
+                with torch.no_grad():
+                    assert torch.equal(loss_of(model, Turn(0, step, 1)), loss_of(plain, Turn(0, step, 1)))
+                with torch.inference_mode():
+                    model(words_of(Turn(0, step, 1)))
+                model.blocks[0](model.embed(words_of(Turn(0, step, 1))))
+            assert len(group.log) == before
+        assert_at_rest(model)
+
+    on_two(MODELS[name], body)
+
+
+@pytest.mark.parametrize("where", ["inside", "after"])
+def test_a_backward_of_what_was_computed_inside_raises(where: str) -> None:
+    plain = stack()
+    expected = train(plain, Turn(0, 1, 1))
+
+    def body(model: nn.Module, group: ThreadCommunicator) -> None:
+        with zero3.resident(model):
+            loss = loss_of(model, Turn(0, 0, 1))
+            if where == "inside":
+                with pytest.raises(RuntimeError, match=r"backward through layer .*resident"):
+                    loss.backward()
+        if where == "after":
+            with pytest.raises(RuntimeError, match=r"backward through layer .*resident"):
+                loss.backward()
+        model.zero_grad()
+        assert torch.allclose(train(model, Turn(0, 1, 1)), expected, rtol=1e-12), "training is right afterwards"
+        assert_at_rest(model)
+
+    on_two(stack, body)
+
+
+def test_residents_and_full_params_nest() -> None:
+    plain = stack()
+    with torch.no_grad():
+        expected = plain(words_of(Turn(0, 0, 1)))
+
+    def body(model: nn.Module, group: ThreadCommunicator) -> None:
+        with zero3.full_params(model.head), zero3.resident(model), zero3.resident(model), zero3.full_params(model):
+            before = len(group.log)
+            with zero3.full_params(model.blocks[1]), torch.no_grad():
+                assert torch.equal(model(words_of(Turn(0, 0, 1))), expected)
+            assert torch.equal(model.head.weight, plain.head.weight)
+            assert len(group.log) == before
+        assert_at_rest(model)
+        assert not any(state.resident for state in states_of(model))
+
+    on_two(stack, body)
+
+
+def test_an_exception_inside_ends_it() -> None:
+    plain = stack()
+    expected = train(plain, Turn(0, 0, 1))
+
+    def body(model: nn.Module, group: ThreadCommunicator) -> None:
+        def fail() -> None:
+            with zero3.resident(model):
+                model(words_of(Turn(0, 0, 1)))
+                raise KeyError("mine")
+
+        with pytest.raises(KeyError, match="mine"):
+            fail()
+        assert_at_rest(model)
+        with pytest.raises(IndexError), zero3.resident(model):
+            model(torch.full((1, 2), 1000))  # no such word
+        assert_at_rest(model)
+        assert torch.allclose(train(model, Turn(0, 0, 1)), expected, rtol=1e-12)
+
+    on_two(stack, body)
+
+
+def test_parameters_changed_by_a_step_are_seen() -> None:
+    def body(model: nn.Module, group: ThreadCommunicator) -> Tensor:
+        optimizer = torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.5)
+        train(model, Turn(0, 0, 1))
+        optimizer.step()
+        with zero3.resident(model), torch.no_grad():
+            return model(words_of(Turn(0, 0, 1)))
+
+    plain = stack()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    train(plain, Turn(0, 0, 1))
+    optimizer.step()
+    for found in on_two(stack, body):
+        assert torch.allclose(found, plain(words_of(Turn(0, 0, 1))), rtol=1e-12)
+
+
+def out_of_step(rank: Rank) -> None:
+    model = zero3.shard(stack()).eval()
+    with torch.no_grad():
+        for step in range(2 + 2 * rank.number):
+            model(words_of(Turn(0, step, 1)))
+    if rank.number == 0:
+        time.sleep(4)  # alive, but with no more to do
+
+
+def test_ranks_out_of_step_are_told_of_resident() -> None:
+    """One rank wants a third forward, the other is done: a timeout, soon and with the way out."""
+    outcomes = try_on_ranks(2, out_of_step, fresh=True, group_timeout=2.0)
+    assert outcomes[1].error == "RuntimeError"
+    assert "rank 1 of 2" in outcomes[1].text and "zero3.resident(model)" in outcomes[1].text, outcomes[1].text
