@@ -60,7 +60,10 @@ def _explain(reports: list[dict[str, object]]) -> Exception:
     for number in range(max(map(len, columns))):
         row = [column[number] if number < len(column) else "nothing" for column in columns]
         if len(set(row)) > 1:
-            return ValueError(f"ranks differ in {subjects[0]}: {_by_rank(row)}. All ranks must have the same model and policy, and call the same layers in the same order.")
+            return ValueError(
+                f"ranks differ in {subjects[0]}: {_by_rank(row)}. All ranks must have the same model and policy, and call the same "
+                "layers in the same order."
+            )
     return ValueError(f"ranks differ in {subjects[0]}")
 
 

@@ -1,7 +1,7 @@
 """One model's backward: walks the tapes of its forwards from their ends, fetches, backs up and releases.
 
-    backward of layer i    back up and release i+1; wait fetch(i); start fetch(i-1); autograd
-    end of backward        compute waits for all backups; nothing is fetched, nothing in flight
+backward of layer i    back up and release i+1; wait fetch(i); start fetch(i-1); autograd
+end of backward        compute waits for all backups; nothing is fetched, nothing in flight
 """
 
 from __future__ import annotations

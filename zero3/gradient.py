@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ class FlatGradient:
     Nothing is counted: a slot that got no gradient is zero, one that got several holds their sum.
     """
 
-    def __init__(self, chunk: Chunk, communicator: Communicator, *, mean: bool, naming: AbstractContextManager[None] = nullcontext()) -> None:
+    def __init__(self, chunk: Chunk, communicator: Communicator, *, mean: bool, naming: AbstractContextManager[None]) -> None:
         self._chunk = chunk
         self._communicator = communicator
         self._mean = mean

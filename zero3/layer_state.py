@@ -30,10 +30,10 @@ class Presence(Enum):
 class LayerState:
     """Moves a layer between released and fetched. Knows neither what comes next nor why: the runtime does.
 
-        presence  | parameters in the modules        | full buffer    | next
-        released  | hidden: metadata yes, values no  | no storage     | start_fetch
-        fetching  | hidden                           | being written  | finish_fetch
-        fetched   | shown, views of the full buffer  | all values     | release
+    presence  | parameters in the modules        | full buffer    | next
+    released  | hidden: metadata yes, values no  | no storage     | start_fetch
+    fetching  | hidden                           | being written  | finish_fetch
+    fetched   | shown, views of the full buffer  | all values     | release
     """
 
     def __init__(self, label: str, communicator: Communicator, device: torch.device, policy: ShardingPolicy) -> None:
@@ -59,7 +59,8 @@ class LayerState:
         """Takes over the parameters of `bindings` (in the order of the slots); they are hidden from now on."""
         self.chunks.append(chunk)
         mean = self.policy.gradient_reduction == "mean"
-        self._gradients[chunk] = FlatGradient(chunk, self.communicator, mean=mean, naming=NamingFailures(self.communicator, "reducing the gradients of", self.subject))
+        naming = NamingFailures(self.communicator, "reducing the gradients of", self.subject)
+        self._gradients[chunk] = FlatGradient(chunk, self.communicator, mean=mean, naming=naming)
         empty = not_a_number(chunk.shard.dtype, chunk.shard.device)
         for module in {module for binding in bindings for module, _ in binding.sites}:
             remember_order(module)
@@ -158,9 +159,9 @@ class LayerState:
         for bound, version in zip(self.bound, self._versions, strict=True):
             if bound.binding.parameter._version != version:
                 raise RuntimeError(
-                    f"rank {self.communicator.rank}: the forward of layer {self.label} changed parameter {bound.binding.name!r} in place, which "
-                    "the ranks' chunks can't follow. Change it between steps, inside `with zero3.full_params(module, writeback=True):`, or "
-                    "make it a buffer."
+                    f"rank {self.communicator.rank}: the forward of layer {self.label} changed parameter {bound.binding.name!r} in "
+                    "place, which the ranks' chunks can't follow. Change it between steps, inside "
+                    "`with zero3.full_params(module, writeback=True):`, or make it a buffer."
                 )
 
     def _hide(self) -> None:
@@ -288,6 +289,7 @@ class LayerState:
             missing = [f"parameter {bound.binding.name}" for bound in self.bound if bound.index in bound.chunk.unloaded]
             missing += [f"buffer {name}" for _, _, name in self.meta_buffers]
             raise RuntimeError(
-                f"rank {self.communicator.rank}: layer {self.label} has no values yet for: {', '.join(missing)}. They were on the meta device when "
-                "it was wrapped. Load them (zero3.load_pretrained, zero3.load_full_state_dict); give a buffer that no checkpoint holds to its module."
+                f"rank {self.communicator.rank}: layer {self.label} has no values yet for: {', '.join(missing)}. They were on the meta "
+                "device when it was wrapped. Load them (zero3.load_pretrained, zero3.load_full_state_dict); give a buffer that no "
+                "checkpoint holds to its module."
             )

@@ -44,9 +44,9 @@ class Piece:
 class ChunkLayout:
     """Slots side by side in a buffer of `world_size * shard_numel` elements, cut into `world_size` equal chunks.
 
-        rank 0's chunk      rank 1's chunk      rank 2's chunk
-       |-------- S --------|-------- S --------|-------- S --------|
-       | slot a | slot b        | slot c   | slot d           |pad|      pad < world_size elements, always zero
+     rank 0's chunk      rank 1's chunk      rank 2's chunk
+    |-------- S --------|-------- S --------|-------- S --------|
+    | slot a | slot b        | slot c   | slot d           |pad|      pad < world_size elements, always zero
     """
 
     slots: tuple[Slot, ...]

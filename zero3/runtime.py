@@ -26,6 +26,7 @@ from .tree import tensors_in
 
 __all__: list[str] = []
 
+
 class Runtime:
     def __init__(self, layers: Sequence[LayerState], policy: ShardingPolicy, *, ordered: bool) -> None:
         first = layers[0]
@@ -85,7 +86,8 @@ class Runtime:
         ahead: list[LayerState] = []
         if not inside_backward():
             if not self._order.advance(state):
-                agree(self._communicator, self._device, f"the layer called as number {self._order.position} of a forward", [state.name_among_ranks])
+                place = f"the layer called as number {self._order.position} of a forward"
+                agree(self._communicator, self._device, place, [state.name_among_ranks])
             ahead = self._ahead()
         self._release_lingering(keep=[state, *ahead])
         state.fetch()

@@ -78,4 +78,5 @@ def _check_items(layers: Any) -> None:
             error = ValueError(f"item {index} has another process group than item 0: all layers of a model share one")
         if error is None and state.device != first.device:
             error = ValueError(f"item {index} is on {state.device}, item 0 on {first.device}: all layers of a model share one device")
-    agree(first.communicator, first.device, f"a Zero3Sequential of {len(states)} layers", [state.name_among_ranks for state in states], error)
+    names = [state.name_among_ranks for state in states]
+    agree(first.communicator, first.device, f"a Zero3Sequential of {len(states)} layers", names, error)
