@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .collectives import Communicator
 from .flat import unpack, zero_padding
@@ -100,16 +101,22 @@ class Chunk:
 
     def release(self) -> None:
         self.finish_fetch()
-        if self._lent:
-            self.full, self._lent = self._new_buffer(), False
-        else:
+        if not self._lent:
             self.full.free()
+            return
+        left = StorageWeakRef(self.full.tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self.full, self._lent = self._new_buffer(), False
+        # Torch makes a view's node anew when its base has another version, from what the base looks like by then.
+        self.guarded = self.guarded and left.expired()  # type: ignore[no-untyped-call]
+
+    def lend(self) -> None:
+        """Somebody may keep views of the full buffer: at its release it is left to them, and the next fetch takes a new one."""
+        self._lent = self._communicator.world_size > 1
 
     def let_escape(self, tensor: Tensor) -> None:
-        """An output that is a view of a parameter keeps the memory it looks at; the next fetch takes new."""
+        """An output that is a view of a parameter keeps the memory it looks at."""
         if self.full.aliases(tensor):
-            self._lent = True
-            self.guarded = False  # for torch makes a view's node anew when its base has another version, from what the base looks like then
+            self.lend()
 
     def abandon_fetch(self) -> None:
         """The wait for a gather that may have failed; whatever it brought is of no use."""
@@ -117,7 +124,7 @@ class Chunk:
             self.finish_fetch()
         except RuntimeError:
             self._in_flight = None
-            self._lent = True  # what failed may still write into it
+            self.lend()  # what failed may still write into it
 
     def changed(self) -> bool:
         """Whether the shard was written since this was last asked: graphs built before must not run after."""

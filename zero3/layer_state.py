@@ -71,6 +71,7 @@ class LayerState:
             self.bound.append(Bound(binding, chunk, index, stand_in))
             self._hook(self.bound[-1])
         self._hide()
+        self._spoil()
 
     @property
     def label(self) -> str:
@@ -139,11 +140,14 @@ class LayerState:
     def release(self) -> None:
         if self._pins or self.presence is Presence.RELEASED:
             return
-        if self.presence is Presence.FETCHED:
+        shown = self.presence is Presence.FETCHED
+        if shown:
             self._hide()
         for chunk in self.chunks:
             chunk.release()
         self.presence = Presence.RELEASED
+        if shown:
+            self._spoil()
 
     def let_escape(self, tensors: Iterable[Tensor]) -> None:
         """Tensors that are views of parameters keep the memory they look at. (A parameter itself is hidden wherever it is.)"""
@@ -166,10 +170,12 @@ class LayerState:
 
     def _hide(self) -> None:
         self._versions = [bound.binding.parameter._version for bound in self.bound]
-        # A graph that comes to a parameter before it is fetched for it must raise torch's error, not read what it finds.
-        increment_version([bound.binding.parameter for bound in self.bound if bound.chunk.guarded])
         for bound in self.bound:
             bound.binding.hide(bound.value if self.communicator.world_size == 1 else bound.stand_in)
+
+    def _spoil(self) -> None:
+        """A graph that comes to a hidden parameter must raise torch's error, not read what it finds."""
+        increment_version([bound.binding.parameter for bound in self.bound if bound.chunk.guarded])
 
     def reset(self) -> None:
         """Whatever was under way is dropped. Transfers are waited for first (their buffers must not be written later)."""
@@ -212,6 +218,8 @@ class LayerState:
         self._pins -= 1
         if not self._pins:
             self.registry.update(self.chunk_names())
+            for chunk in self.chunks:
+                chunk.lend()
             self.release()
 
     @property
