@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -68,9 +68,10 @@ def accumulates_everywhere() -> bool:
     return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
 
 
-def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Makes graphs that saved `tensors` at these versions valid again: they hold the same values as then."""
-    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+def restore_versions(saved: Iterable[tuple[Tensor, int]]) -> None:
+    """Makes graphs that saved these tensors at these versions valid again: they hold the same values as then."""
+    pairs = list(saved)
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensor for tensor, _ in pairs), tuple(version for _, version in pairs))
 
 
 def accumulates_into(parameters: Iterable[Tensor]) -> bool:

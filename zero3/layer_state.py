@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from .autograd import accumulates_into, as_plain_tensors, set_versions
+from .autograd import accumulates_into, as_plain_tensors, restore_versions
 from .binding import Binding, Bound, remember_order, restore_order
 from .chunk import Chunk
 from .collectives import Communicator, NamingFailures, Subject
@@ -130,8 +130,7 @@ class LayerState:
                     self._follow_requires_grad(chunk)
             for bound in self.bound:
                 bound.binding.show(bound.value)
-            guarded = [(b.binding.parameter, v) for b, v in zip(self.bound, self._versions, strict=True) if b.chunk.guarded]
-            set_versions([parameter for parameter, _ in guarded], [version for _, version in guarded])
+            restore_versions((b.binding.parameter, v) for b, v in zip(self.bound, self._versions, strict=True) if b.chunk.guarded)
         for chunk in self.chunks:
             if chunk.changed():  # then what older graphs saved is stale: torch's own version check has to see it
                 increment_version([b.binding.parameter for b in self.bound if b.chunk is chunk])
@@ -140,14 +139,12 @@ class LayerState:
     def release(self) -> None:
         if self._pins or self.presence is Presence.RELEASED:
             return
-        shown = self.presence is Presence.FETCHED
-        if shown:
+        if self.presence is Presence.FETCHED:
             self._hide()
         for chunk in self.chunks:
             chunk.release()
         self.presence = Presence.RELEASED
-        if shown:
-            self._spoil()
+        self._spoil()
 
     def let_escape(self, tensors: Iterable[Tensor]) -> None:
         """Tensors that are views of parameters keep the memory they look at. (A parameter itself is hidden wherever it is.)"""
@@ -158,10 +155,9 @@ class LayerState:
 
     def check_unwritten(self) -> None:
         """Raises if a forward changed a parameter in place: with the full buffer, the change would be lost."""
-        if self._pins or self.communicator.world_size == 1:
-            return
+        lost = self.communicator.world_size > 1 and not self._pins
         for bound, version in zip(self.bound, self._versions, strict=True):
-            if bound.binding.parameter._version != version:
+            if lost and bound.binding.parameter._version != version:
                 raise RuntimeError(
                     f"rank {self.communicator.rank}: the forward of layer {self.label} changed parameter {bound.binding.name!r} in "
                     "place, which the ranks' chunks can't follow. Change it between steps, inside "
