@@ -20,7 +20,7 @@ from zero3.collectives import GlooCommunicator, communicator_for
 CPU = torch.device("cpu")
 LENGTHS = [1, 7, 1001, 65537]  # of a chunk: odd, across the sizes at which gloo and kernels change their ways
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-OTHERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
+OTHERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.float8_e4m3fn]
 
 torch_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 torch_reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -73,7 +73,8 @@ def test_reduce_scatter_on_more_ranks_rounds_as_a_sum_in_rank_order(world_size: 
 
 def gathered(rank: Rank, length: int, dtype: torch.dtype) -> bytes:
     everything = torch.Generator().manual_seed(7)
-    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (rank.world_size, length * dtype.itemsize), generator=everything, dtype=torch.uint8)
+    top, shape = 2 if dtype == torch.bool else 256, (rank.world_size, length * dtype.itemsize)
+    raw = torch.randint(0, top, shape, generator=everything, dtype=torch.uint8)
     full = torch.zeros(length * rank.world_size, dtype=dtype)
     communicator().all_gather(full, raw[rank.number].view(dtype)).wait()
     assert torch.equal(full.view(torch.uint8), raw.flatten()), "bytes must arrive as they are, NaNs and all"

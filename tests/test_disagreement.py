@@ -45,8 +45,12 @@ def _other_rank(is_wrong: bool, rank: Rank, module: nn.Module) -> object:
     return Zero3Layer(module, (rank.number + 1) % rank.world_size if is_wrong else rank.number, rank.world_size)
 
 
+def _layer() -> Zero3Layer:
+    return Zero3Layer(nn.Linear(2, 2))
+
+
 def _wrap_twice(is_wrong: bool, rank: Rank, module: nn.Module) -> object:
-    layer = Zero3Layer(nn.Linear(2, 2))
+    layer = _layer()
     return Zero3Layer(layer if is_wrong else module)
 
 
@@ -85,14 +89,14 @@ MISTAKES = {
     "layer in a layer": Mistake(_wrap_twice, "ValueError", ("Zero3Layer", "already", "once")),
     "expanded parameter": Mistake(_wrap_changed(_overlap), "ValueError", ("'extra'", "overlaps itself", "clone")),
     "parameter of a subclass": Mistake(_wrap_changed(_subclassed), "ValueError", ("'bias'", "Subclass", "Convert")),
-    "no layers": Mistake(lambda wrong, rank, m: Zero3Sequential([] if wrong else [Zero3Layer(nn.Linear(2, 2))]), "ValueError", ("empty", "at least one")),
+    "no layers": Mistake(lambda wrong, rank, m: Zero3Sequential([] if wrong else [_layer()]), "ValueError", ("empty", "at least one")),
     "a bare module among layers": Mistake(
-        lambda wrong, rank, m: Zero3Sequential([Zero3Layer(nn.Linear(2, 2)), m if wrong else Zero3Layer(nn.Linear(2, 2))]),
+        lambda wrong, rank, m: Zero3Sequential([_layer(), m if wrong else _layer()]),
         "TypeError",
         ("item 1", "Linear", "expected a Zero3Layer", "Zero3Layer\\(module\\)"),
     ),
-    "bare modules only": Mistake(lambda wrong, rank, m: Zero3Sequential([m] if wrong else [Zero3Layer(nn.Linear(2, 2))]), "TypeError", ("item 0", "Linear")),
-    "no iterable": Mistake(lambda wrong, rank, m: Zero3Sequential(m if wrong else [Zero3Layer(nn.Linear(2, 2))]), "TypeError", ("modules", "Linear")),
+    "bare modules only": Mistake(lambda wrong, rank, m: Zero3Sequential([m if wrong else _layer()]), "TypeError", ("item 0", "Linear")),
+    "no iterable": Mistake(lambda wrong, rank, m: Zero3Sequential(m if wrong else [_layer()]), "TypeError", ("modules", "Linear")),
 }
 
 

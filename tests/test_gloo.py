@@ -19,7 +19,6 @@ from tests.processes import Rank, on_ranks
 from tests.training import (
     ADAMW,
     SGD,
-
     Optimizer,
     Run,
     assert_same_bits,
@@ -135,7 +134,8 @@ def train_ddp(rank: Rank, dtype: torch.dtype) -> Run:
 def test_ten_steps_equal_those_of_other_libraries(reference: object, dtype: torch.dtype) -> None:
     # DDP dies in torch's DETAIL debug mode on gloo, hence OFF
     theirs = on_ranks(2, reference, dtype, debug="OFF")
-    expected = Run([sum(losses) / 2 for losses in zip(*(run.losses for run in theirs), strict=True)], theirs[0].gradients, theirs[0].parameters)
+    losses = [sum(losses) / 2 for losses in zip(*(run.losses for run in theirs), strict=True)]
+    expected = Run(losses, theirs[0].gradients, theirs[0].parameters)
     assert_equal_runs(joined(on_ranks(2, train, dtype, SGD, 1, (1,))), expected, dtype)
 
 
@@ -172,7 +172,7 @@ def test_activation_checkpointing_changes_nothing(use_reentrant: bool, around: b
 
 
 class Adapted(nn.Module):
-    """A frozen projection kept in bf16 with a trainable fp32 correction beside it. Computes in fp32: bf16 rounds too coarsely to compare."""
+    """A frozen projection kept in bf16 with a trainable fp32 correction beside it. Computes in fp32: bf16 is too coarse to compare."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
