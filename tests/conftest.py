@@ -1,0 +1,12 @@
+"""How all tests run: one thread a rank, and no claim about how fast this machine is."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import HealthCheck, settings
+
+# Ranks are threads or processes of their own: more threads for each would only take turns on the same cores.
+torch.set_num_threads(1)
+
+settings.register_profile("zero3", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.load_profile("zero3")
