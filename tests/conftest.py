@@ -9,4 +9,5 @@ from hypothesis import HealthCheck, settings
 torch.set_num_threads(1)
 
 settings.register_profile("zero3", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.register_profile("thorough", settings.get_profile("zero3"), derandomize=False, max_examples=3000)  # --hypothesis-profile thorough
 settings.load_profile("zero3")
