@@ -49,7 +49,9 @@ class Weights(nn.Module):
     def __init__(self, function: Callable[..., Tensor], **parameters: Tensor) -> None:
         super().__init__()
         for name, value in parameters.items():
-            self.register_parameter(name, nn.Parameter(value.clone(memory_format=torch.preserve_format), requires_grad=value.is_floating_point()))
+            self.register_parameter(
+                name, nn.Parameter(value.clone(memory_format=torch.preserve_format), requires_grad=value.is_floating_point())
+            )
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:

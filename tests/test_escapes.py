@@ -113,6 +113,7 @@ def test_a_parameter_itself_is_of_no_use_outside_its_layer(world_size: int) -> N
 
 def test_a_gradient_that_comes_by_a_way_that_nobody_saw_is_an_error() -> None:
     """Not garbage: the weights that such a gradient needs are not there, or not yet."""
+
     def body(group: ThreadCommunicator) -> None:
         mine: list[Tensor] = []
         models[group.rank][0].function = lambda m, x: (mine.append(m.b(m.a(x).tanh())), x.detach())[1]

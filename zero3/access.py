@@ -31,16 +31,19 @@ def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]
             norm = model.head.weight.norm()
 
     Every rank enters and leaves it (it gathers). All layers of `module` are held at once. Changes are lost at the end,
-    unless `writeback`: then rank 0's values become everybody's, if the block ends without an exception on all ranks.
+    unless `writeback`: then rank 0's values become everybody's, if the block ends without an exception on all ranks. (On
+    one rank the parameters are the chunks: changes stay.) What is kept of them, as views or state dicts, stays readable.
 
     Args:
         module: a sharded model, a layer, or any module inside one (whose whole layer is gathered).
 
     Raises:
         ValueError: nothing in `module` is sharded.
-        RuntimeError: at the end, if `requires_grad` of a parameter was changed: only whole chunks can be frozen.
+        RuntimeError: at the end, if `requires_grad` of a parameter was changed: only whole chunks can be frozen; or if a
+            module was given another parameter. Both are undone.
     """
     states = states_of(module)
+    rank = states[0].communicator.rank
     agree_to_gather(states, f"full_params(writeback={writeback})")
     pinned: list[LayerState] = []
     try:
@@ -58,12 +61,18 @@ def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]
                 _write_back(states, error)
     finally:
         toggled = [name for state in pinned for name in state.undo_toggles()]
+        replaced = [f"{b.binding.name!r} of layer {state.label}" for state in pinned for b in state.bound if b.binding.replaced()]
         for state in pinned:
             state.unpin()
     if toggled:
         raise RuntimeError(
-            f"rank {states[0].communicator.rank}: requires_grad was changed inside full_params, of {', '.join(toggled)}. A chunk is "
+            f"rank {rank}: requires_grad was changed inside full_params, of {', '.join(toggled)}. A chunk is "
             "trained or frozen as a whole, so this was undone: freeze parameters before sharding, or use requires_grad_ of a layer's chunk."
+        )
+    if replaced:
+        raise RuntimeError(
+            f"rank {rank}: inside full_params, {', '.join(replaced)} was replaced by another object. A sharded parameter stays one object "
+            "for life, so this was undone: give it other values (parameter.data = values), with writeback=True."
         )
 
 

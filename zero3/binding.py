@@ -60,6 +60,10 @@ class Binding:
             module.__dict__[attribute] = self.parameter
         self.parameter.__class__ = ReleasedParameter
 
+    def replaced(self) -> bool:
+        """Whether, while it is shown, another object stands in one of its places."""
+        return any(module._parameters.get(attribute) is not self.parameter for module, attribute in self.sites)
+
     def replace(self, parameter: nn.Parameter) -> None:
         """For a parameter on the meta device, which can't be given other data: a new object takes its places."""
         parameter.__dict__.update(self.parameter.__dict__)  # users' marks, such as no_weight_decay

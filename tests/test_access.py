@@ -1,0 +1,321 @@
+"""full_params, full_state_dict, load_full_state_dict: the whole parameters outside of compute, read and written."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero3
+from tests.models import WIDTH, calls, linear, mlp, seeded
+from tests.ranks import ThreadCommunicator, run_ranks
+from tests.reference import Turn, assert_at_rest, assert_close, check_parity, full_parameters, in_sequence, nested, process_group, sgd
+
+WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
+X = torch.linspace(-1, 1, 3 * WIDTH, dtype=torch.float64).view(3, WIDTH)
+
+
+def on_ranks(world_size: int, build: Callable[[], nn.Module], body: Callable[[Any, ThreadCommunicator], Any]) -> list[Any]:
+    models = [build() for _ in range(world_size)]  # here: threads share one random generator
+
+    def rank(group: ThreadCommunicator) -> Any:
+        return body(in_sequence(models[group.rank], process_group(group), zero3.ShardingPolicy()), group)
+
+    return run_ranks(world_size, rank, timeout=5)
+
+
+def weight(model: Any, layer: int = 0) -> nn.Parameter:
+    return model[layer].module[0].weight
+
+
+def break_off(model: Any, error: Exception | None) -> None:
+    """Changes a weight, to be written back, and raises `error`."""
+    with zero3.full_params(model, writeback=True), torch.no_grad():
+        weight(model).zero_()
+        if error is not None:
+            raise error
+
+
+# -- full_params
+
+
+@WORLDS
+def test_a_part_is_read_through_its_own_module(world_size: int) -> None:
+    plain = mlp()
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        part = model[1].module[0]
+        with zero3.full_params(part):
+            assert [name for name, _ in part.named_parameters()] == ["weight", "bias"]
+            assert torch.equal(part.weight, plain[1][0].weight)
+            with zero3.full_params(model[1]):
+                assert torch.equal(part.weight, plain[1][0].weight)
+            assert torch.equal(part.weight, plain[1][0].weight), "the inner block must not take it away"
+            with pytest.raises(RuntimeError, match="released"):
+                weight(model, 0).sum()
+        assert_at_rest(model)
+
+    on_ranks(world_size, mlp, body)
+
+
+@WORLDS
+def test_rank_0s_changes_become_everybodys(world_size: int) -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        with zero3.full_params(model, writeback=True), torch.no_grad():
+            weight(model, 0).fill_(group.rank + 3)
+            weight(model, 1).data = torch.full((WIDTH, WIDTH), group.rank + 4.0, dtype=torch.float64)
+        found = full_parameters(model)
+        assert found["0.0.weight"].eq(3).all()
+        assert found["1.0.weight"].eq(4).all()
+        assert torch.equal(found["2.0.weight"], mlp_weight)
+        assert_at_rest(model)
+
+    mlp_weight = mlp()[2][0].weight.detach()
+    on_ranks(world_size, mlp, body)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_changes_that_are_not_written_back_are_lost(world_size: int) -> None:
+    """On one rank the parameters are the chunk, and stay changed."""
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        before = full_parameters(model)
+        with zero3.full_params(model), torch.no_grad():
+            weight(model).zero_()
+        with pytest.raises(ValueError, match="mine"):
+            break_off(model, ValueError("mine"))
+        assert_close(full_parameters(model), before, 0, "parameters")
+        assert_at_rest(model)
+
+    on_ranks(world_size, mlp, body)
+
+
+def test_an_exception_on_one_rank_writes_nothing_anywhere() -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        before = full_parameters(model)
+        mine = group.rank == 1
+        with pytest.raises(KeyError if mine else RuntimeError, match="the key" if mine else "rank 1.*KeyError.*Nothing was written"):
+            break_off(model, KeyError("the key") if mine else None)
+        assert_close(full_parameters(model), before, 0, "parameters")
+        assert_at_rest(model)
+
+    on_ranks(2, mlp, body)
+
+
+@WORLDS
+def test_what_is_kept_of_it_stays_readable(world_size: int) -> None:
+    """Also when the layer has been fetched and trained again. It is what it was, but on one rank the chunk itself."""
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        before = full_parameters(model)
+        with zero3.full_params(model):
+            states, view, data = model.state_dict(), weight(model).detach().t(), weight(model).data
+        optimizer = sgd(model.get_trainable_chunk())
+        for _ in range(2):
+            if world_size > 1:
+                assert_close(dict(states), before, 0, "state dict")
+                assert torch.equal(view.t(), before["0.0.weight"])
+                assert torch.equal(data, before["0.0.weight"])
+            model(X).sum().backward()
+            optimizer.step()
+        assert torch.isfinite(view).all()
+
+    on_ranks(world_size, mlp, body)
+
+
+@WORLDS
+def test_a_new_parameter_in_the_place_of_one_is_refused(world_size: int) -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        before = full_parameters(model)
+        says = r"rank \d.*'0.weight' of layer .*replaced.*\.data"
+        with pytest.raises(RuntimeError, match=says), zero3.full_params(model, writeback=True):
+            model[0].module[0].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=torch.float64))
+        assert_close(full_parameters(model), before, 0, "parameters")
+        model(X).sum().backward()
+
+    on_ranks(world_size, mlp, body)
+
+
+@WORLDS
+def test_it_may_stand_between_forward_and_backward(world_size: int) -> None:
+    def program(model: nn.Module, turn: Turn) -> Any:
+        loss = model(turn.tensor(3, WIDTH)).pow(2).mean()
+        sharded = isinstance(model, zero3.Zero3Sequential)
+        norm = sum(value.abs().sum() for value in (full_parameters(model) if sharded else dict(model.named_parameters())).values())
+        loss.backward()
+        return loss, norm
+
+    check_parity(mlp, program, world_size=world_size)
+
+
+@WORLDS
+def test_a_step_may_be_computed_inside_it(world_size: int) -> None:
+    """Nothing is gathered then, and gradients are reduced all the same."""
+
+    def program(model: nn.Module, turn: Turn) -> Any:
+        if not isinstance(model, zero3.Zero3Sequential):
+            loss = model(turn.tensor(3, WIDTH)).pow(2).mean()
+            loss.backward()
+            return loss
+        with zero3.full_params(model):
+            loss = model(turn.tensor(3, WIDTH)).pow(2).mean()
+            loss.backward()
+        return loss
+
+    check_parity(mlp, program, world_size=world_size)
+
+
+def test_a_module_without_layers_has_no_full_params() -> None:
+    with pytest.raises(ValueError, match="nothing in this Linear is sharded"), zero3.full_params(nn.Linear(2, 2)):
+        pass
+
+
+# -- state dicts
+
+
+class Counter(nn.Module):
+    """Persistent and other buffers, beside a tied and a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.arange(3))
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+        self.first, self.second = linear(), linear()
+        self.second.weight = self.first.weight
+        self.first.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+def counted() -> nn.Sequential:
+    return seeded(linear, Counter, nn.Tanh, linear)
+
+
+@WORLDS
+def test_a_state_dict_goes_out_and_comes_back(world_size: int) -> None:
+    plain = counted()
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        states = zero3.full_state_dict(model)
+        if group.rank == 0:
+            assert list(states) == list(plain.state_dict())
+            assert_close(states, plain.state_dict(), 0, "state dict")
+        else:
+            assert states == {}
+        assert_close(zero3.full_state_dict(model, rank0_only=False), plain.state_dict(), 0, "state dict")
+        zero3.load_full_state_dict(model, {name: value + 1 for name, value in states.items()} if group.rank == 0 else None)
+        assert_close(
+            zero3.full_state_dict(model, rank0_only=False), {name: value + 1 for name, value in plain.state_dict().items()}, 0, "loaded"
+        )
+        model(X).sum().backward()
+        assert_at_rest(model)
+
+    on_ranks(world_size, counted, body)
+
+
+@WORLDS
+def test_a_state_dict_that_does_not_fit_changes_nothing_and_says_all_that_is_wrong(world_size: int) -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        before = zero3.full_state_dict(model, rank0_only=False)
+        wrong = {name: value * 0 for name, value in before.items() if name != "0.bias"} | {"nobody": torch.ones(1)}
+        wrong["3.weight"] = torch.ones(2, 3)
+        says = r"missing: 0\.bias\. unknown: nobody\. other shapes: 3\.weight has \(2, 3\), expected \(5, 5\)"
+        with pytest.raises(ValueError, match=says):
+            zero3.load_full_state_dict(model, wrong if group.rank == 0 else {})
+        assert_close(zero3.full_state_dict(model, rank0_only=False), before, 0, "state dict")
+        del wrong["3.weight"]
+        zero3.load_full_state_dict(model, wrong, strict=False)
+        after = zero3.full_state_dict(model, rank0_only=False)
+        for name, value in before.items():
+            assert torch.equal(after[name], value if name in ("0.bias", "3.weight") else value * 0), name
+
+    on_ranks(world_size, counted, body)
+
+
+@WORLDS
+def test_torchs_own_load_state_dict_works_inside_full_params(world_size: int) -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        wanted = {name: value * 0 + 2 for name, value in counted().state_dict().items()} if group.rank == 0 else {}
+        with zero3.full_params(model, writeback=True):
+            model.load_state_dict(wanted, strict=group.rank == 0)
+        assert all(value.eq(2).all() for value in full_parameters(model).values())
+        with pytest.raises(RuntimeError, match="load_full_state_dict"):
+            model.load_state_dict(wanted)
+        with pytest.raises(RuntimeError, match="full_state_dict"):
+            model.state_dict()
+
+    on_ranks(world_size, counted, body)
+
+
+# -- a hundred times
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nothing_piles_up_over_a_hundred_steps(world_size: int) -> None:
+    """Of all that a loop may do, exceptions included: neither live bytes nor Python objects."""
+
+    def build() -> nn.Module:
+        return seeded(calls(lambda m, x: m.a(x).tanh()), calls(lambda m, x: m.b(x).tanh()))
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        optimizer = sgd(model.get_trainable_chunk())
+
+        def step() -> None:
+            optimizer.zero_grad()
+            x = X.clone().requires_grad_()
+            model(x).sum().backward()
+            torch.autograd.grad(model(x).sum(), x)
+            model(x)
+            with torch.no_grad():
+                model(x)
+            with zero3.full_params(model, writeback=True):
+                pass
+            zero3.full_state_dict(model)
+            with pytest.raises(RuntimeError, match="shapes"):
+                model(x[:, 1:])
+            optimizer.step()
+            group.log.clear()
+
+        def alive() -> tuple[int, int]:
+            meet(group)
+            if group.rank == 0:
+                gc.collect()
+                objects = gc.get_objects()
+                storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in objects if type(t) in (Tensor, nn.Parameter)}
+                counts.append((len(objects), sum(storages.values())))
+                del objects
+            meet(group)
+            return counts[-1]
+
+        for _ in range(3):
+            step()
+        before = alive()
+        for _ in range(100):
+            step()
+        after = alive()
+        assert after[1] == before[1]
+        assert after[0] < before[0] + 100
+
+    counts: list[tuple[int, int]] = []
+    on_ranks(world_size, build, body)
+
+
+def meet(group: ThreadCommunicator) -> None:
+    group.all_reduce(torch.zeros(1))
+
+
+@WORLDS
+def test_an_outer_layers_own_parameters_are_read_with_those_inside(world_size: int) -> None:
+    plain = seeded(calls(lambda m, x: m.b(m.a(x))))[0]
+
+    def body(group: ThreadCommunicator) -> None:
+        model = nested(models[group.rank], process_group(group), zero3.ShardingPolicy())
+        assert_close(full_parameters(model), dict(plain.named_parameters()), 0, "parameters")
+
+    models = [seeded(calls(lambda m, x: m.b(m.a(x))))[0] for _ in range(world_size)]
+    run_ranks(world_size, body, timeout=5)
