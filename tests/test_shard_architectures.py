@@ -19,6 +19,7 @@ from zero3.layer import layers_of
 
 architectures = pytest.mark.parametrize("name", ARCHITECTURES)
 CHECKPOINTING = {"": None, "checkpointed": {"use_reentrant": False}, "checkpointed, reentrant": {"use_reentrant": True}}
+CHECKPOINTED = [(kind, size) for kind in CHECKPOINTING for size in (1, 2, 3) if "reentrant" not in kind or size == 2]
 
 
 def in_place(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.Module:
@@ -27,8 +28,7 @@ def in_place(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.M
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # the name that every script uses
 @architectures
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("checkpointing", "world_size"), CHECKPOINTED)
 def test_training_equals_the_unsharded_model(name: str, world_size: int, checkpointing: str) -> None:
     architecture = ARCHITECTURES[name]
 

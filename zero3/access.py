@@ -60,7 +60,7 @@ def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]
             if writeback:
                 _write_back(states, error)
     finally:
-        toggled = [name for state in pinned for name in state.undo_toggles()]
+        toggled = [name for state in pinned for name in _undo_toggles(state)]
         replaced = [f"{b.binding.name!r} of layer {state.label}" for state in pinned for b in state.bound if b.binding.replaced()]
         for state in pinned:
             state.unpin()
@@ -109,6 +109,14 @@ def agree_to_gather(states: list[LayerState], caller: str) -> None:
     if not all(state.pinned for state in states):  # else all is here, and a rank may look at it by itself
         first = states[0]
         agree(first.communicator, first.device, caller, [state.name_among_ranks for state in states])
+
+
+def _undo_toggles(state: LayerState) -> list[str]:
+    """The parameters whose `requires_grad` is no longer that of their chunk; it is again afterwards."""
+    toggled = [bound for bound in state.bound if bound.binding.parameter.requires_grad != bound.chunk.trains]
+    for bound in toggled:
+        bound.binding.parameter.requires_grad_(bound.chunk.trains)
+    return [f"{bound.binding.name!r} of layer {state.label}" for bound in toggled]
 
 
 def _write_back(states: list[LayerState], error: BaseException | None) -> None:

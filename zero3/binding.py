@@ -122,17 +122,19 @@ def bindings_of(
     return list(found.values())
 
 
-def remember_order(module: nn.Module) -> None:
-    """Before the first of its parameters is hidden: several layers, or chunks, may show and hide them in another order."""
-    module.__dict__.setdefault(_ORDER, tuple(module._parameters))
+def remember_order(bindings: Iterable[Binding]) -> None:
+    """Before the first parameter of a module is hidden: several layers, or chunks, may show and hide them in another order."""
+    for module in {module for binding in bindings for module, _ in binding.sites}:
+        module.__dict__.setdefault(_ORDER, tuple(module._parameters))
 
 
-def restore_order(module: nn.Module) -> None:
+def restore_order(bindings: Iterable[Binding]) -> None:
     """The parameters that are shown stand as they did before wrapping: state dicts have an order."""
-    ordered = {name: parameter for name, parameter in parameters_of(module) if name in module._parameters}
-    if list(ordered) != list(module._parameters):
-        module._parameters.clear()
-        module._parameters.update(ordered)
+    for module in {module for binding in bindings for module, _ in binding.sites}:
+        ordered = {name: parameter for name, parameter in parameters_of(module) if name in module._parameters}
+        if list(ordered) != list(module._parameters):
+            module._parameters.clear()
+            module._parameters.update(ordered)
 
 
 def parameters_of(module: nn.Module) -> list[tuple[str, nn.Parameter | None]]:

@@ -62,8 +62,7 @@ class LayerState:
         naming = NamingFailures(self.communicator, "reducing the gradients of", self.subject)
         self._gradients[chunk] = FlatGradient(chunk, self.communicator, mean=mean, naming=naming)
         empty = not_a_number(chunk.shard.dtype, chunk.shard.device)
-        for module in {module for binding in bindings for module, _ in binding.sites}:
-            remember_order(module)
+        remember_order(bindings)
         for index, binding in enumerate(bindings):
             stand_in = empty.expand(binding.parameter.shape)
             if binding.parameter.is_meta:
@@ -192,8 +191,7 @@ class LayerState:
         if self._pins == 1:
             for name in self.chunk_names():
                 self.registry.pop(name)
-            for module in {module for bound in self.bound for module, _ in bound.binding.sites}:
-                restore_order(module)
+            restore_order([bound.binding for bound in self.bound])
 
     def pin_unloaded(self) -> None:
         """As `pin`, for a loader: chunks that have no values yet count as loaded, for it is about to fill them."""
@@ -202,13 +200,6 @@ class LayerState:
         meta_buffers, self.meta_buffers = self.meta_buffers, []
         self.pin()
         self.meta_buffers = meta_buffers
-
-    def undo_toggles(self) -> list[str]:
-        """The parameters whose `requires_grad` is no longer that of their chunk; it is again afterwards."""
-        toggled = [bound for bound in self.bound if bound.binding.parameter.requires_grad != bound.chunk.trains]
-        for bound in toggled:
-            bound.binding.parameter.requires_grad_(bound.chunk.trains)
-        return [f"{bound.binding.name!r} of layer {self.label}" for bound in toggled]
 
     def unpin(self) -> None:
         self._pins -= 1
