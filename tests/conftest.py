@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.ordering import fake_device
+
+__all__ = ["fake_device"]
+
 # Ranks are threads or processes of their own: more threads for each would only take turns on the same cores.
 torch.set_num_threads(1)
 

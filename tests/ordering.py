@@ -99,8 +99,9 @@ class FakeDevice(TorchDispatchMode):
             (written if writes else read).extend(tensors)
         before = {self._key(tensor) for tensor in [*read, *written]}
         result = func(*args, **kwargs)
-        moves_no_data = all(returned.alias_info is not None and not returned.alias_info.is_write for returned in schema.returns) and schema.returns
-        if not moves_no_data:
+        aliases = [returned.alias_info for returned in schema.returns]
+        only_a_view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+        if not only_a_view:
             for tensor in read:
                 self._read(tensor, func.__name__)
             for tensor in written:
@@ -184,7 +185,7 @@ class EchoCommunicator:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """torch.cuda's streams and events, as fakes; and the two places that give memory back without an operation."""
     from zero3.chunk import FullBuffer
 

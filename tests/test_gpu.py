@@ -1,7 +1,7 @@
 """What only a GPU shows: real streams, the caching allocator, NCCL. Marked `gpu`, skipped with the reason where there is none.
 
-    pytest -m gpu                            as it stands
-    TORCH_CUDA_SANITIZER=1 pytest -m gpu     torch's own race detector watches every kernel
+pytest -m gpu                            as it stands
+TORCH_CUDA_SANITIZER=1 pytest -m gpu     torch's own race detector watches every kernel
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential, clip_grad_norm_, 
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: streams, NCCL and the caching allocator are not on this machine"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: there are no streams, NCCL or caching allocator"),
 ]
 WIDTH, DEPTH, BATCH = 256, 6, 8
 

@@ -6,12 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ordering import EchoCommunicator, FakeDevice, FakeEvent, FakeStream, device  # noqa: F401 (a fixture)
+from tests.ordering import EchoCommunicator, FakeDevice, FakeEvent, FakeStream
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential, clip_grad_norm_
 from zero3.gradient import Backup
+from zero3.streams import lanes_for
 
 
-def train(depth: int = 1, steps: int = 3, *, frozen: int | None = None, checkpoint: bool = False, micro_batches: int = 1) -> EchoCommunicator:
+def train(
+    depth: int = 1, steps: int = 3, *, frozen: int | None = None, checkpoint: bool = False, micro_batches: int = 1
+) -> EchoCommunicator:
     """Steps of a model of four layers, as a user writes them."""
     communicator = EchoCommunicator()
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
@@ -40,21 +43,21 @@ def train(depth: int = 1, steps: int = 3, *, frozen: int | None = None, checkpoi
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 @pytest.mark.parametrize("case", [{}, {"frozen": 0}, {"frozen": 2}, {"checkpoint": True}, {"micro_batches": 2}])
-def test_a_step_has_no_race(device: FakeDevice, depth: int, case: dict[str, object]) -> None:  # noqa: F811
+def test_a_step_has_no_race(fake_device: FakeDevice, depth: int, case: dict[str, object]) -> None:
     train(depth, **case)  # type: ignore[arg-type]
-    device.notice_freed()
-    assert device.races == []
+    fake_device.notice_freed()
+    assert fake_device.races == []
 
 
-def test_everything_is_allocated_on_the_compute_stream(device: FakeDevice) -> None:  # noqa: F811
+def test_everything_is_allocated_on_the_compute_stream(fake_device: FakeDevice) -> None:
     """What a lane allocated could be handed out again in the lane's order, behind the back of compute."""
     train()
-    assert device.allocations_on_lanes == []
+    assert fake_device.allocations_on_lanes == []
 
 
 def test_gathers_and_reductions_have_a_communicator_each() -> None:
     communicator = EchoCommunicator()
-    communicator.lanes = lambda device: __import__("zero3.streams").streams.lanes_for(device)  # type: ignore[method-assign]
+    communicator.lanes = lanes_for  # type: ignore[method-assign]
     layer = Zero3Layer(nn.Linear(4, 4), process_group=communicator)
     layer(torch.ones(2, 4)).sum().backward()
     gathering = {id(who) for who, what in communicator.calls if what == "all_gather"}
@@ -71,7 +74,7 @@ def test_gathers_and_reductions_have_a_communicator_each() -> None:
     ],
 )
 def test_a_lane_that_does_not_wait_for_compute_is_found(
-    device: FakeDevice,  # noqa: F811
+    fake_device: FakeDevice,
     monkeypatch: pytest.MonkeyPatch,
     waiting: str,
     for_: str,
@@ -80,11 +83,11 @@ def test_a_lane_that_does_not_wait_for_compute_is_found(
     real = FakeStream.wait_stream
     monkeypatch.setattr(FakeStream, "wait_stream", lambda self, other: None if self.name.startswith(waiting) else real(self, other))
     train()
-    assert any(f"on {waiting}" in race and f"on {for_}" in race for race in device.races)
+    assert any(f"on {waiting}" in race and f"on {for_}" in race for race in fake_device.races)
 
 
 @pytest.mark.parametrize("lane", ["fetch", "backup"])
-def test_compute_that_does_not_wait_for_a_lane_is_found(device: FakeDevice, monkeypatch: pytest.MonkeyPatch, lane: str) -> None:  # noqa: F811
+def test_compute_that_does_not_wait_for_a_lane_is_found(fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch, lane: str) -> None:
     """fetch: the layer computes with what has not arrived. backup: the optimizer steps with it."""
     real = FakeEvent.record
 
@@ -94,20 +97,20 @@ def test_compute_that_does_not_wait_for_a_lane_is_found(device: FakeDevice, monk
 
     monkeypatch.setattr(FakeEvent, "record", record)
     train()
-    assert any("on compute" in race and f"on {lane}" in race for race in device.races)
+    assert any("on compute" in race and f"on {lane}" in race for race in fake_device.races)
 
 
 def test_a_gradient_buffer_given_back_before_its_reduction_is_over_is_found(
-    device: FakeDevice,  # noqa: F811
+    fake_device: FakeDevice,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What `record_stream` on the wrong stream does."""
     monkeypatch.setattr(Backup, "__new__", lambda cls, mark, held, *rest: tuple.__new__(cls, (mark, (), *rest)))
     train()
-    assert any("memory given back" in race for race in device.races)
+    assert any("memory given back" in race for race in fake_device.races)
 
 
-def test_a_full_buffer_given_back_while_it_is_filled_is_found(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_full_buffer_given_back_while_it_is_filled_is_found(fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     from zero3.chunk import Chunk
 
     def release(chunk: Chunk) -> None:
@@ -116,4 +119,4 @@ def test_a_full_buffer_given_back_while_it_is_filled_is_found(device: FakeDevice
     monkeypatch.setattr(Chunk, "release", release)
     monkeypatch.setattr(Chunk, "finish_fetch", lambda chunk: None)
     train()
-    assert any("memory given back" in race for race in device.races)
+    assert any("memory given back" in race for race in fake_device.races)
