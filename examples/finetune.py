@@ -1,11 +1,14 @@
-"""Fine-tunes a GPT-NeoX language model whose parameters, gradients and optimizer state are spread over all processes.
+"""Fine-tunes a causal language model whose parameters, gradients and optimizer state are spread over all processes.
 
     torchrun --nproc-per-node 2 examples/finetune.py                            a small model, made here
     torchrun --nproc-per-node 8 examples/finetune.py --model DIR --text FILE    your model, your text
+    torchrun ... --model DIR --text FILE --lora 16 --dtype bf16                 LoRA adapters on a frozen model
     python examples/finetune.py                                                 one plain process, to compare
 
-Sharding is the one line in `wrap`; the rest is what any training script has. The losses depend on the seed and on the
-sizes, but not on the number of processes: `--batch-size` counts the sequences of all of them together.
+Sharding is one line: in `finetuning/neox.py` for GPT-NeoX, which is cut into layers there so that it can be seen how that is
+done, and in `finetuning/any_model.py` for every other model, which stays as it is. The rest is what any training script has.
+The losses depend on the seed and on the sizes, but not on the number of processes: `--batch-size` counts the sequences of all
+of them together.
 """
 
 from __future__ import annotations
@@ -21,31 +24,41 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 import zero3
 
 try:
     from tqdm import tqdm
-    from transformers import AutoTokenizer, GPTNeoXConfig, PreTrainedTokenizerBase
+    from transformers import AutoTokenizer, GPTNeoXConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
     from finetuning import data
-    from finetuning import model as neox
+    from finetuning.any_model import AnyModel
+    from finetuning.causal_lm import CausalLM, load_config
+    from finetuning.neox import NeoX, small_config
     from finetuning.ranks import Ranks, join_ranks
-    from finetuning.report import Memory, Summary, draw_losses, live_memory, memory_of_one_process, peak_memory, table
+    from finetuning.report import Memory, Summary, draw_losses, live_memory, peak_memory, table
 except ModuleNotFoundError as missing:
     raise SystemExit(f"this example needs the package {missing.name!r}: pip install 'zero3[examples]' brings it") from None
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPE_HELP = """of the weights. bf16 halves the memory. With --lora it is the frozen model that is bf16, and the adapters stay fp32;
+without, weights, gradients and optimizer state are all bf16: a weight has 8 bits of precision, and ignores steps below 1/256 of it"""
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     summary, _, examples = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(description=summary, epilog=examples, formatter_class=_HelpFormatter)
     add = parser.add_argument
-    add("--model", type=Path, metavar="DIR", help="Hugging Face GPT-NeoX directory; without it a small model is made")
+    add("--model", type=Path, metavar="DIR", help="Hugging Face directory of a causal model; without it a small GPT-NeoX is made")
     add("--text", type=Path, metavar="FILE", help="what to train on; without it, the help pages that come with Python")
-    add("--output", type=Path, metavar="DIR", default=Path("finetuned"), help="for the model, loss.png and summary.json")
-    add("--train", type=trainable, metavar="CHOICE", default="all", help="all, biases, or last-N: N blocks and the readout")
+    add("--output", type=Path, metavar="DIR", default=Path("finetuned"), help="for the model or adapters, loss.png, summary.json")
+    add("--train", type=trainable, metavar="CHOICE", default="all", help="all, biases, or last-N: N blocks and what follows them")
+    add("--lora", type=positive, metavar="R", help="train LoRA adapters of rank R instead (needs --model); they are what is saved")
+    add("--dtype", choices=DTYPES, default="fp32", help=DTYPE_HELP)
+    add("--shard", action="store_true", help="zero3.shard() for GPT-NeoX too, as for all other models and --lora")
     add("--generate", metavar="TEXT", help="show how the model goes on from this text, before and after")
     add("--generate-tokens", type=positive, metavar="N", default=40, help="how far it goes on")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu", help="where to compute")
@@ -55,7 +68,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-size", type=positive, metavar="N", default=8, help="sequences a step, of all processes together")
     add("--accumulate", type=positive, metavar="N", default=1, help="backward passes among which a step's sequences are split")
     add("--sequence-length", type=positive, metavar="N", default=128, help="tokens a sequence")
-    add("--lr", type=float, metavar="X", help="peak learning rate (default: 3e-3 for the small model, 3e-5 with --model)")
+    add("--lr", type=float, metavar="X", help="peak learning rate (default: 3e-3 for the small model, 3e-5 with --model, 3e-4 with --lora)")
     add("--warm-up", type=float, metavar="X", default=0.1, help="share of the steps before lr falls along a cosine")
     add("--weight-decay", type=float, metavar="X", default=0.01, help="of AdamW")
     add("--max-norm", type=float, metavar="X", default=1.0, help="gradients are clipped to this norm")
@@ -69,7 +82,12 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--heads", type=positive, metavar="N", default=6, help="attention heads a block")
     options = parser.parse_args(arguments)
     if options.lr is None:
-        options.lr = 3e-3 if options.model is None else 3e-5  # fresh weights have far to go; trained ones know something to lose
+        options.lr = 3e-3 if options.model is None else 3e-5 if options.lora is None else 3e-4  # trained weights have something to lose
+    options.dtype = DTYPES[options.dtype]
+    if options.lora is not None and options.model is None:
+        parser.error("argument --lora: adapters belong to a model that was there before: name it with --model")
+    if options.lora is not None and options.train != "all":
+        parser.error("argument --lora: the adapters are what is trained, so leave --train away")
     return options
 
 
@@ -92,9 +110,10 @@ def trainable(text: str) -> str:
     return text
 
 
-def wrap(layers: list[nn.Module], ranks: Ranks) -> zero3.Zero3Sequential:
-    """From here on, every rank holds its slice of each layer, and a whole layer only while that layer computes."""
-    return zero3.Zero3Sequential([zero3.Zero3Layer(layer, device=ranks.device) for layer in layers])
+def open_model(options: argparse.Namespace, config: PreTrainedConfig, ranks: Ranks) -> CausalLM:
+    """The model of `--model`, or a new one; sharded, on every rank."""
+    by_hand = isinstance(config, GPTNeoXConfig) and not options.shard and options.lora is None
+    return NeoX(options, config, ranks) if by_hand else AnyModel(options, config, ranks)
 
 
 def finetune(options: argparse.Namespace, ranks: Ranks) -> Summary:
@@ -106,13 +125,8 @@ def finetune(options: argparse.Namespace, ranks: Ranks) -> Summary:
     training_tokens, held_out_tokens = data.split_tokens(tokenizer, text)
     batches = data.held_out_batches(held_out_tokens, options.batch_size // options.accumulate, options.sequence_length, options.held_out)
 
-    whole = neox.build_model(config, options.model, empty=ranks.rank > 0)
-    neox.choose_trainable(whole, options.train)
-    alone = memory_of_one_process(whole)
-    layers = neox.cut_into_layers(whole)
-    names = neox.hugging_face_names(whole, layers)
-    model = wrap(layers, ranks)
-    optimizer = torch.optim.AdamW(model.get_trainable_chunk(), lr=options.lr, weight_decay=options.weight_decay)
+    model = open_model(options, config, ranks)
+    optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model.sharded), lr=options.lr, weight_decay=options.weight_decay)
 
     texts: dict[str, str] = {}
     loss_before = evaluate(model, batches, ranks)
@@ -123,39 +137,38 @@ def finetune(options: argparse.Namespace, ranks: Ranks) -> Summary:
     if options.generate:
         texts["after"] = generate(model, tokenizer, options)
 
-    state = zero3.full_state_dict(model)  # the whole model in rank 0's host memory; {} on the others
-    if ranks.rank == 0:
-        neox.save_model(options.output, config, tokenizer, {names[name]: value for name, value in state.items()})
+    model.save(options.output, tokenizer)
     return Summary(
         world_size=ranks.world_size,
         held_out_loss_before=loss_before,
         held_out_loss_after=loss_after,
         tokens_per_second=run.tokens_per_second,
         memory_per_rank=ranks.all(run.memory),
-        memory_of_one_process=alone,
+        memory_of_one_process=model.memory_of_one_process,
         peak_memory_per_rank=ranks.all(peak_memory(ranks.device)),
         losses=run.losses,
         texts=texts,
     )
 
 
-def load_config_and_tokenizer(options: argparse.Namespace, text: str, ranks: Ranks) -> tuple[GPTNeoXConfig, PreTrainedTokenizerBase]:
+def load_config_and_tokenizer(options: argparse.Namespace, text: str, ranks: Ranks) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
     """Those of `--model`, or new ones. A new tokenizer is rank 0's, so that no two ranks can have learnt different ones."""
     if options.model is not None:
-        return neox.load_config(options.model), AutoTokenizer.from_pretrained(options.model)
+        return load_config(options.model), AutoTokenizer.from_pretrained(options.model)
     learnt = data.train_bpe(text, options.vocabulary) if ranks.rank == 0 else None
     tokenizer = data.make_tokenizer(ranks.from_first(learnt))
-    return neox.small_config(len(tokenizer), options.width, options.blocks, options.heads), tokenizer
+    return small_config(len(tokenizer), options.width, options.blocks, options.heads), tokenizer
 
 
-def check_sizes(options: argparse.Namespace, config: GPTNeoXConfig, ranks: Ranks) -> None:
+def check_sizes(options: argparse.Namespace, config: PreTrainedConfig, ranks: Ranks) -> None:
     """Ends the program with advice, on every rank alike, if the sizes do not fit together."""
     parts = ranks.world_size * options.accumulate
     if options.batch_size % parts:
         dealt = f"{ranks.world_size} processes, --accumulate {options.accumulate}"
         raise SystemExit(f"--batch-size {options.batch_size} can't be dealt out evenly ({dealt}): take a multiple of {parts}")
-    if options.sequence_length > config.max_position_embeddings:
-        raise SystemExit(f"--sequence-length {options.sequence_length}: the model has only {config.max_position_embeddings} positions")
+    positions = getattr(config.get_text_config(), "max_position_embeddings", math.inf)
+    if options.sequence_length > positions:
+        raise SystemExit(f"--sequence-length {options.sequence_length}: the model has only {positions} positions")
 
 
 class Run(NamedTuple):
@@ -166,14 +179,14 @@ class Run(NamedTuple):
     memory: Memory  # of this rank, after the last step
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, options: argparse.Namespace, ranks: Ranks) -> Run:
+def train(model: CausalLM, optimizer: torch.optim.Optimizer, tokens: Tensor, options: argparse.Namespace, ranks: Ranks) -> Run:
     """An ordinary training loop. Sharding shows in one line only: the norm to clip by is that of all ranks together."""
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, steps=options.steps, warm_up=options.warm_up))
     draws = torch.Generator().manual_seed(options.seed)
     torch.manual_seed(options.seed + ranks.rank)  # for dropout, which should differ between ranks
     losses: list[float] = []
     start = time.perf_counter()
-    model.train()
+    model.sharded.train()
     with tqdm(total=options.steps, unit="step", disable=ranks.rank > 0, mininterval=0.2 if sys.stderr.isatty() else 10) as progress:
         for step in range(1, options.steps + 1):
             optimizer.zero_grad()
@@ -183,7 +196,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, op
                 loss = loss_of(model, windows, ranks) / options.accumulate
                 loss.backward()
                 step_loss += loss.detach()
-            zero3.clip_grad_norm_(model, options.max_norm)
+            zero3.clip_grad_norm_(model.sharded, options.max_norm)
             optimizer.step()
             schedule.step()
             losses.append(ranks.mean(step_loss))
@@ -191,7 +204,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, op
             peak = peak_memory(ranks.device) / 1e6
             progress.set_postfix_str(f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s, peak {peak:,.0f} MB", refresh=False)
             progress.update()
-    return Run(losses, speed, live_memory(model, optimizer))
+    return Run(losses, speed, live_memory(model.sharded, optimizer))
 
 
 def learning_rate_factor(step: int, steps: int, warm_up: float) -> float:
@@ -202,30 +215,27 @@ def learning_rate_factor(step: int, steps: int, warm_up: float) -> float:
     return (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising))) / 2
 
 
-def loss_of(model: nn.Module, windows: Tensor, ranks: Ranks) -> Tensor:
+def loss_of(model: CausalLM, windows: Tensor, ranks: Ranks) -> Tensor:
     """The mean loss over this rank's rows of `windows` `[batch, length + 1]`, in nats per token."""
     rows = windows[ranks.rank :: ranks.world_size].to(ranks.device)
-    logits = model(rows[:, :-1])
-    return functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+    logits = model.logits(rows[:, :-1])
+    return functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, batches: list[Tensor], ranks: Ranks) -> float:
+def evaluate(model: CausalLM, batches: list[Tensor], ranks: Ranks) -> float:
     """The loss on held-out text, in nats per token; the same number on every rank."""
-    model.eval()
+    model.sharded.eval()
     losses = [loss_of(model, windows, ranks) for windows in batches]
     return ranks.mean(torch.stack(losses).mean())
 
 
 @torch.inference_mode()
-def generate(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> str:
-    """The likeliest next token, again and again. All ranks do the same, for every layer is on all of them."""
-    model.eval()
+def generate(model: CausalLM, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> str:
+    """How the model goes on from the text of `--generate`."""
+    model.sharded.eval()
     tokens = torch.tensor([tokenizer(options.generate, add_special_tokens=False).input_ids], device=options.device)
-    for _ in range(options.generate_tokens):
-        logits = model(tokens[:, -options.sequence_length :])
-        tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
-    return tokenizer.decode(tokens[0])
+    return tokenizer.decode(model.generate(tokens, options.generate_tokens, options.sequence_length)[0])
 
 
 def present(summary: Summary, output: Path) -> None:

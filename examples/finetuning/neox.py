@@ -1,4 +1,4 @@
-"""A GPT-NeoX model of `transformers`, cut into the layers of a sequence, and put together again when it is saved.
+"""The first way: a GPT-NeoX model cut by hand into the layers of a `Zero3Sequential`, and put together when it is saved.
 
     tokens -> Embedding -> Block -> ... -> Block -> Readout -> logits
 
@@ -7,17 +7,68 @@ What travels between them is the hidden states and the rotary position embedding
 
 from __future__ import annotations
 
+import argparse
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerBase
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerBase
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXLayer
 
-__all__ = ["build_model", "choose_trainable", "cut_into_layers", "hugging_face_names", "load_config", "save_model", "small_config"]
+import zero3
+
+from .causal_lm import choose_trainable, empty, new_model, save_model
+from .ranks import Ranks
+from .report import memory_of_one_process
+
+__all__ = ["NeoX", "small_config"]
 
 Hidden = tuple[Tensor, tuple[Tensor, Tensor]]  # hidden states [batch, length, width]; cosines and sines of the positions
+
+
+class NeoX:
+    """A `CausalLM` in layers. Only rank 0 reads the weights; it deals them out while the layers are wrapped."""
+
+    def __init__(self, options: argparse.Namespace, config: GPTNeoXConfig, ranks: Ranks) -> None:
+        check_untied(options.model, config)
+        config._attn_implementation = "sdpa"  # causal without being given a mask
+        if ranks.rank == 0 and options.model is not None:
+            whole = GPTNeoXForCausalLM.from_pretrained(options.model, config=config, dtype=options.dtype)
+        else:
+            with nullcontext() if ranks.rank == 0 else empty():
+                whole = new_model(config, options.dtype)
+        choose_trainable(whole, options.train)
+        self.memory_of_one_process = memory_of_one_process(whole)
+        layers = cut_into_layers(whole)
+        self._names = hugging_face_names(whole, layers)
+        self._source = options.model
+        self._config = config
+        # From here on, every rank holds its slice of each layer, and a whole layer only while that layer computes.
+        self.sharded = zero3.Zero3Sequential([zero3.Zero3Layer(layer, device=ranks.device) for layer in layers])
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return self.sharded(tokens)
+
+    def generate(self, tokens: Tensor, count: int, window: int) -> Tensor:
+        """The likeliest next token, again and again. All ranks do the same, for every layer is on all of them."""
+        for _ in range(count):
+            tokens = torch.cat([tokens, self.logits(tokens[:, -window:])[:, -1:].argmax(-1)], dim=1)
+        return tokens
+
+    def save(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        state = zero3.full_state_dict(self.sharded)  # the whole model in rank 0's host memory; {} on the others
+        if state:
+            state = {self._names[name]: value for name, value in state.items()}
+            save_model(directory, self._config, state, tokenizer, self._source)
+
+
+def check_untied(directory: Path | None, config: GPTNeoXConfig) -> None:
+    if config.tie_word_embeddings:
+        raise SystemExit(
+            f"--model {directory}: tie_word_embeddings is true, so the embedding and the readout share one matrix, but in a "
+            "sequence they are two layers. Pass --shard; or untie them: set it to false, and save a copy of the matrix as lm_head.weight"
+        )
 
 
 class Embedding(nn.Module):
@@ -81,60 +132,3 @@ def small_config(vocabulary: int, width: int, blocks: int, heads: int) -> GPTNeo
         eos_token_id=0,
         attn_implementation="sdpa",
     )
-
-
-def load_config(directory: Path) -> GPTNeoXConfig:
-    """The configuration of a Hugging Face directory, if the example can train such a model."""
-    if not (directory / "config.json").is_file():
-        raise SystemExit(f"--model {directory}: there is no config.json in it")
-    config = AutoConfig.from_pretrained(directory, attn_implementation="sdpa")
-    if not isinstance(config, GPTNeoXConfig):
-        raise SystemExit(f"--model {directory}: this example cuts 'gpt_neox' models into layers, not {config.model_type!r}")
-    if config.tie_word_embeddings:
-        raise SystemExit(
-            f"--model {directory}: tie_word_embeddings is true, so the embedding and the readout share one matrix, but here "
-            "they are two layers. Untie them: set it to false, and save a copy of the matrix as lm_head.weight"
-        )
-    return config
-
-
-def build_model(config: GPTNeoXConfig, directory: Path | None, *, empty: bool) -> GPTNeoXForCausalLM:
-    """A model in float32: read from `directory`, or with fresh weights, or `empty`, which needs no memory at all.
-
-    Only rank 0 needs weights. It deals them out while the layers are wrapped.
-    """
-    if empty:
-        with torch.device("meta"):
-            return GPTNeoXForCausalLM(config)
-    if directory is None:
-        return GPTNeoXForCausalLM(config)
-    return GPTNeoXForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32)
-
-
-def choose_trainable(model: GPTNeoXForCausalLM, choice: str) -> None:
-    """Freezes all but the choice: "all", "biases", or "last-N", the last N blocks and the readout."""
-    trainable: list[nn.Parameter]
-    if choice == "all":
-        trainable = list(model.parameters())
-    elif choice == "biases":
-        trainable = [parameter for name, parameter in model.named_parameters() if name.endswith(".bias")]
-    else:
-        blocks = model.gpt_neox.layers
-        count = int(choice.removeprefix("last-"))
-        if count > len(blocks):
-            raise SystemExit(f"--train {choice}: the model has only {len(blocks)} blocks")
-        modules = [*blocks[len(blocks) - count :], model.gpt_neox.final_layer_norm, model.lm_head]
-        trainable = [parameter for module in modules for parameter in module.parameters()]
-    model.requires_grad_(False)
-    for parameter in trainable:
-        parameter.requires_grad_(True)
-
-
-def save_model(directory: Path, config: GPTNeoXConfig, tokenizer: PreTrainedTokenizerBase, state: dict[str, Tensor]) -> None:
-    """A directory that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` read."""
-    directory.mkdir(parents=True, exist_ok=True)
-    config.architectures = [GPTNeoXForCausalLM.__name__]
-    config.dtype = torch.float32
-    config.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})

@@ -46,6 +46,8 @@ def fit(model: nn.Module, stored: Mapping[str, Stored], strict: bool) -> Fit:
     """
     names: dict[int, list[str]] = {}
     tensors = dict(named_tensors(model))
+    if isinstance(added := getattr(getattr(model, "base_model", None), "prefix", None), str) and hasattr(model, "peft_config"):
+        model, tensors = model.get_base_model(), _without_adapters(tensors, added)  # type: ignore[operator]
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
     found = Fit(names, {id(tensor): tensor for tensor in tensors.values()})
@@ -74,6 +76,15 @@ def fit(model: nn.Module, stored: Mapping[str, Stored], strict: bool) -> Fit:
     if text := ". ".join(f"{kind}: {', '.join(items)}" for kind, items in problems.items() if items):
         raise ValueError(f"the checkpoint does not fit this {type(model).__name__}; nothing was loaded. {text}")
     return found
+
+
+def _without_adapters(tensors: Mapping[str, Tensor], added: str) -> dict[str, Tensor]:
+    """A peft model's tensors under the names that they had before peft: no checkpoint of the base holds what it `added`."""
+    return {
+        name.removeprefix("base_model.model.").replace(".base_layer.", "."): tensor
+        for name, tensor in tensors.items()
+        if not any(part.startswith(added) for part in name.split("."))
+    }
 
 
 def _add_plain(found: Fit, name: str, tensor: Tensor, stored: Stored, problems: dict[str, list[str]]) -> None:

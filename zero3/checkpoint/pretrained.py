@@ -29,7 +29,8 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
 
     Every rank calls it. Each reads the ranges of the files that its own chunks hold, a few MB at a time, so no tensor is
     ever whole anywhere, and every byte is read once in all. Values are converted to the chunks' dtypes. Names are the
-    unwrapped model's, with or without its `base_model_prefix`; a tied parameter may stand under any of its names; what
+    unwrapped model's (of a peft model: the base's; adapters are left alone), with or without its `base_model_prefix`; a tied
+    parameter may stand under any of its names; what
     transformers renames, stacks or concatenates for this model (experts) is followed. Persistent buffers come from the
     file. Others that are on meta (rotary frequencies) are computed by the model's `_init_weights`, or `reset_parameters`.
 
