@@ -75,7 +75,7 @@ class Chunk:
         self._in_flight: Mark | None = None
         self.guarded = communicator.world_size > 1  # its full buffer comes and goes, and only the layer and its graphs look at it
         self.full = self._new_buffer()
-        self._lent = False  # somebody else looks at the buffer: it is not given back, but left behind
+        self.lent = False  # somebody else looks at the buffer: it is not given back, but left behind
 
     @property
     def views(self) -> list[Tensor]:
@@ -101,17 +101,17 @@ class Chunk:
 
     def release(self) -> None:
         self.finish_fetch()
-        if not self._lent:
+        if not self.lent:
             self.full.free()
             return
         left = StorageWeakRef(self.full.tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self.full, self._lent = self._new_buffer(), False
+        self.full, self.lent = self._new_buffer(), False
         # Torch makes a view's node anew when its base has another version, from what the base looks like by then.
         self.guarded = self.guarded and left.expired()  # type: ignore[no-untyped-call]
 
     def lend(self) -> None:
         """Somebody may keep views of the full buffer: at its release it is left to them, and the next fetch takes a new one."""
-        self._lent = self._communicator.world_size > 1
+        self.lent = self._communicator.world_size > 1
 
     def let_escape(self, tensor: Tensor) -> None:
         """An output that is a view of a parameter keeps the memory it looks at."""

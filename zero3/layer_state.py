@@ -25,6 +25,7 @@ class Presence(Enum):
     RELEASED = "released"  # chunks only
     FETCHING = "fetching"  # full buffer filling, parameters still hidden
     FETCHED = "fetched"  # parameters shown
+    KEPT = "kept"  # full buffer filled, parameters hidden again: the forward is over, a backward may come at once
 
 
 class LayerState:
@@ -33,7 +34,7 @@ class LayerState:
     presence  | parameters in the modules        | full buffer    | next
     released  | hidden: metadata yes, values no  | no storage     | start_fetch
     fetching  | hidden                           | being written  | finish_fetch
-    fetched   | shown, views of the full buffer  | all values     | release
+    fetched   | shown, views of the full buffer  | all values     | keep (then as fetching, but written), release
     """
 
     def __init__(self, label: str, communicator: Communicator, device: torch.device, policy: ShardingPolicy) -> None:
@@ -119,7 +120,7 @@ class LayerState:
 
     def finish_fetch(self) -> None:
         """After this, compute on the current stream may use the parameters."""
-        if self.presence is Presence.FETCHING:
+        if self.presence in (Presence.FETCHING, Presence.KEPT):
             with self._gathering:
                 for chunk in self.chunks:
                     chunk.finish_fetch()
@@ -134,6 +135,15 @@ class LayerState:
             if chunk.changed():  # then what older graphs saved is stale: torch's own version check has to see it
                 increment_version([b.binding.parameter for b in self.bound if b.chunk is chunk])
         self._versions = [bound.binding.parameter._version for bound in self.bound]
+
+    def keep(self) -> None:
+        """Nobody finds the parameters, as if the layer were released, but a backward need not gather it again."""
+        if any(chunk.lent for chunk in self.chunks):  # views of them are about: they are left to whoever has them
+            self.release()
+        elif self.presence is Presence.FETCHED and not self._pins:
+            self._hide()
+            self.presence = Presence.KEPT
+            self._spoil()
 
     def release(self) -> None:
         if self._pins or self.presence is Presence.RELEASED:

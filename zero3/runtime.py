@@ -76,7 +76,7 @@ class Runtime:
             self._backward.frames.append(Frame(state, 0, graph_clock(), recomputes=True, fetched_here=False))
             return
         if self._backward.is_recomputing(state):
-            released = state.presence is not Presence.FETCHED
+            released = state.presence not in (Presence.FETCHED, Presence.KEPT)
             state.fetch()
             self._backward.frames.append(Frame(state, 0, graph_clock(), recomputes=True, fetched_here=released))
             return
@@ -145,7 +145,9 @@ class Runtime:
         self._order.learn()
         kept = self._lingering if tape.calls else []
         for state in self.layers:
-            if state.presence is not Presence.RELEASED and state not in kept:
+            if state in kept:
+                state.keep()
+            elif state.presence is not Presence.RELEASED:
                 self._backward.release(state)
 
     def _new_tape(self) -> LayerTape:
