@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,20 +11,11 @@ from torch import Tensor, nn
 
 import zero3
 from tests.models import WIDTH, calls, linear, mlp, seeded
-from tests.ranks import ThreadCommunicator, run_ranks
-from tests.reference import Turn, assert_at_rest, assert_close, check_parity, full_parameters, in_sequence, nested, process_group, sgd
+from tests.ranks import ThreadCommunicator
+from tests.reference import Turn, assert_at_rest, assert_close, check_parity, full_parameters, nested, on_ranks, sgd
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 X = torch.linspace(-1, 1, 3 * WIDTH, dtype=torch.float64).view(3, WIDTH)
-
-
-def on_ranks(world_size: int, build: Callable[[], nn.Module], body: Callable[[Any, ThreadCommunicator], Any]) -> list[Any]:
-    models = [build() for _ in range(world_size)]  # here: threads share one random generator
-
-    def rank(group: ThreadCommunicator) -> Any:
-        return body(in_sequence(models[group.rank], process_group(group), zero3.ShardingPolicy()), group)
-
-    return run_ranks(world_size, rank, timeout=5)
 
 
 def weight(model: Any, layer: int = 0) -> nn.Parameter:
@@ -313,9 +303,7 @@ def meet(group: ThreadCommunicator) -> None:
 def test_an_outer_layers_own_parameters_are_read_with_those_inside(world_size: int) -> None:
     plain = seeded(calls(lambda m, x: m.b(m.a(x))))[0]
 
-    def body(group: ThreadCommunicator) -> None:
-        model = nested(models[group.rank], process_group(group), zero3.ShardingPolicy())
+    def body(model: Any, group: ThreadCommunicator) -> None:
         assert_close(full_parameters(model), dict(plain.named_parameters()), 0, "parameters")
 
-    models = [seeded(calls(lambda m, x: m.b(m.a(x))))[0] for _ in range(world_size)]
-    run_ranks(world_size, body, timeout=5)
+    on_ranks(world_size, lambda: seeded(calls(lambda m, x: m.b(m.a(x))))[0], body, nested)

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zero3
 from tests.models import WIDTH, Calls, calls, mlp, seeded
-from tests.ranks import ThreadCommunicator, run_ranks
-from tests.reference import assert_at_rest, full_parameters, in_sequence, process_group, sgd
+from tests.ranks import ThreadCommunicator
+from tests.reference import assert_at_rest, full_parameters, on_ranks, sgd
 from zero3.binding import Binding
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -70,18 +70,6 @@ def assert_trained(model: nn.Module, expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.allclose(found[name], value, rtol=0, atol=1e-12), name
-
-
-Body = Callable[[zero3.Zero3Sequential, ThreadCommunicator], Any]
-
-
-def on_ranks(world_size: int, build: Callable[[], nn.Module], body: Body) -> list[Any]:
-    models = [build() for _ in range(world_size)]  # here: threads share one random generator
-
-    def rank(group: ThreadCommunicator) -> Any:
-        return body(in_sequence(models[group.rank], process_group(group), zero3.ShardingPolicy()), group)
-
-    return run_ranks(world_size, rank, timeout=5)
 
 
 @WORLDS
