@@ -305,7 +305,7 @@ def test_a_parameter_changed_by_a_forward_is_kept_or_refused(world_size: int) ->
             model(torch.arange(4))
             assert torch.equal(full_parameters(model)["0.weight"], plain[0].weight)
         else:
-            says = r"rank \d: the forward of layer .*Embedding.* changed parameter 'weight' in place.*writeback"
+            says = r"rank \d: while layer .*Embedding.* computed, parameter 'weight' was changed in place.*writeback"
             with pytest.raises(RuntimeError, match=says):
                 model(torch.arange(4))
 

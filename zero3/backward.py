@@ -152,6 +152,7 @@ class Backward:
             for following in tape.upcoming(self._depth):
                 following.start_fetch()
             return
+        state.check_unwritten()  # an optimizer that steps in hooks of parameters would train nothing
         if step.reduce and tape.reduces:
             self._back_up(state)
         self.release(state)

@@ -163,13 +163,13 @@ class LayerState:
                     chunk.let_escape(tensor)
 
     def check_unwritten(self) -> None:
-        """Raises if a forward changed a parameter in place: with the full buffer, the change would be lost."""
+        """Raises if a parameter was changed in place since it was shown: with the full buffer, the change would be lost."""
         lost = self.communicator.world_size > 1 and not self._pins
         for bound, version in zip(self.bound, self._versions, strict=True):
             if lost and bound.binding.parameter._version != version:
                 raise RuntimeError(
-                    f"rank {self.communicator.rank}: the forward of layer {self.label} changed parameter {bound.binding.name!r} in "
-                    "place, which the ranks' chunks can't follow. Change it between steps, inside "
+                    f"rank {self.communicator.rank}: while layer {self.label} computed, parameter {bound.binding.name!r} was changed "
+                    "in place, which the ranks' chunks can't follow. Change it between steps, inside "
                     "`with zero3.full_params(module, writeback=True):`, or make it a buffer."
                 )
 

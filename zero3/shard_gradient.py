@@ -14,6 +14,7 @@ from .collectives import Communicator
 __all__: list[str] = []
 
 _NORMS = frozenset({torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm})
+_STILL_A_SLICE = frozenset({Tensor.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 
 
@@ -21,7 +22,7 @@ class ShardGradient(Tensor):
     """A gradient `[S]` of one rank's chunk; every operation but those below sees a plain tensor.
 
     * A norm is this rank's alone: `torch.nn.utils.clip_grad_norm_` on chunks would clip each rank by another factor.
-      It raises and names `zero3.clip_grad_norm_`.
+      It raises and names `zero3.clip_grad_norm_`; also by way of `.data` or `.detach()`.
     * `torch.amp.GradScaler` looks for inf and nan in it: what one rank finds, all ranks are told, or they would step
       differently. (One scalar all-reduce; every rank unscales.)
     """
@@ -46,6 +47,8 @@ class ShardGradient(Tensor):
             )
         with as_plain_tensors():
             result = func(*args, **(kwargs or {}))
+        if func in _STILL_A_SLICE:
+            return cls.of(result, args[0].communicator)
         if func is _UNSCALE:
             found_inf = args[1]
             next(g for g in args[0] if isinstance(g, cls)).communicator.all_reduce(found_inf, maximum=True)
