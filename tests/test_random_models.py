@@ -100,6 +100,7 @@ class Plan:
     calls: tuple[int, ...]  # indices of blocks, in the order in which they are called
     frozen: tuple[bool, ...]  # a block
     embeds: bool
+    around: bool | None  # whether whole layers are recomputed, and by which kind of checkpoint
 
     def build(self) -> nn.Module:
         makers = [
@@ -108,6 +109,7 @@ class Plan:
         ]
         first = (lambda: nn.Embedding(WORDS, self.width)) if self.embeds else (lambda: nn.Linear(self.width, self.width))
         model = Called(*seeded(first, *makers, lambda: nn.Linear(self.width, 3)))
+        model.around = self.around
         model.calls = [0, *(1 + index for index in self.calls), len(model) - 1]
         for index, frozen in enumerate(self.frozen):
             if frozen:
@@ -116,13 +118,17 @@ class Plan:
 
 
 class Called(nn.Sequential):
-    """Calls its modules in an order of its own, some several times, some never."""
+    """Calls its modules in an order of its own, some several times, some never, the inner ones perhaps in checkpoints."""
 
     calls: list[int]
+    around: bool | None
 
     def forward(self, x: Tensor) -> Tensor:
         for index in self.calls:
-            x = self[index](x)
+            if self.around is None or index == 0:
+                x = self[index](x)
+            else:
+                x = checkpoint(self[index], x, use_reentrant=self.around, preserve_rng_state=False)
         return x
 
 
@@ -137,6 +143,7 @@ def plans(draw: st.DrawFn) -> Plan:
         calls=tuple(draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=5))),
         frozen=tuple(draw(st.lists(st.booleans(), min_size=count, max_size=count))),
         embeds=draw(st.booleans()),
+        around=draw(st.sampled_from([None, None, False, True])),
     )
 
 
