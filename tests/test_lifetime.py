@@ -62,3 +62,11 @@ def test_a_deleted_model_leaves_nothing(kind: str, world_size: int) -> None:
 
     for gone in run_ranks(world_size, body):
         assert all(gone)
+
+
+def test_what_counts_live_memory_may_ask_a_released_parameter_for_its_storage() -> None:
+    def body(communicator: ThreadCommunicator) -> int:
+        layer = Zero3Layer(nn.Linear(64, 64), process_group=communicator)
+        return layer.module.weight.untyped_storage().nbytes()
+
+    assert run_ranks(2, body) == [4, 4]  # one NaN, stretched to the parameter's shape

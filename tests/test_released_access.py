@@ -53,7 +53,6 @@ VALUES: dict[str, Callable[[nn.Parameter], object]] = {
     "view": lambda p: p.view(-1),
     "T": lambda p: p.T,
     "data_ptr": lambda p: p.data_ptr(),
-    "untyped_storage": lambda p: p.untyped_storage(),
     "share_memory_": lambda p: p.share_memory_(),
     "dlpack": lambda p: torch.from_dlpack(p),
     "torch.as_tensor in a list": lambda p: torch.as_tensor([p]),
