@@ -179,13 +179,17 @@ def run_sharded(runtime: Runtime, state: LayerState, entry: nn.Module, module: C
         with _uncached_autocast():
             output = module(*args, **kwargs)
         holder = module if isinstance(module, nn.Module) else entry
-        return runtime.post_forward(state, output, kept=(args, kwargs, list(_attributes(holder))))
+        return runtime.post_forward(state, output, kept=(args, kwargs, _attributes(holder)))
 
 
-def _attributes(holder: nn.Module) -> Iterator[Any]:
-    """What modules may keep of a forward as plain attributes: caches, auxiliary losses."""
-    for _, module in own_modules(holder, is_layer):
-        yield from (value for value in vars(module).values() if isinstance(value, (torch.Tensor, list, tuple)))
+def _attributes(holder: nn.Module) -> list[Any]:
+    """What modules may keep of a forward as plain attributes: caches, auxiliary losses. (A long list is other data.)"""
+    found: list[Any] = []
+    modules = [holder]
+    for module in modules:
+        found += [v for v in vars(module).values() if isinstance(v, torch.Tensor) or (isinstance(v, (list, tuple)) and len(v) < 100)]
+        modules += [child for child in module._modules.values() if child is not None and not is_layer(child)]
+    return found
 
 
 def is_layer(module: nn.Module) -> bool:
