@@ -8,11 +8,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import zero3
-from tests.models import WIDTH, Calls, calls, linear, mlp, seeded
-from tests.reference import Program, Shard, Turn, as_one_layer, check_parity, in_place, in_sequence, nested
+from tests.models import WIDTH, calls, linear, mlp, seeded
+from tests.ranks import ThreadCommunicator
+from tests.reference import (
+    Program,
+    Shard,
+    Turn,
+    as_one_layer,
+    assert_at_rest,
+    check_parity,
+    in_place,
+    in_sequence,
+    nested,
+    on_ranks,
+)
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 SHARDS = pytest.mark.parametrize("shard", [in_sequence, in_place, nested, as_one_layer])
@@ -145,6 +156,23 @@ def test_forwards_and_backwards_may_come_in_any_order(world_size: int, shard: Sh
 
 
 @WORLDS
+def test_gradients_of_other_tensors_reduce_nothing(world_size: int) -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        x = torch.ones(3, WIDTH, dtype=torch.float64, requires_grad=True)
+        model(x).sum().backward()
+        model.zero_grad()
+        group.log.clear()
+        for parameters_too in (True, False):
+            model.requires_grad_(parameters_too)
+            torch.autograd.grad(model(x).sum(), x)
+            assert [chunk.grad for chunk in model.parameters()] == [None] * 3
+        assert not [made for made in group.log if made.kind == "reduce_scatter"]
+        assert_at_rest(model)
+
+    on_ranks(world_size, mlp, body)
+
+
+@WORLDS
 def test_a_layer_may_be_called_several_times(world_size: int) -> None:
     def reuse(model: nn.Sequential, group: Any, policy: zero3.ShardingPolicy) -> nn.Module:
         a, b = (zero3.Zero3Layer(child, policy=policy, process_group=group) for child in model.children())
@@ -157,98 +185,6 @@ def test_a_layer_may_be_called_several_times(world_size: int) -> None:
 
     check_parity(lambda: Twice(*mlp(2)), mean_square, world_size=world_size, shard=reuse)
     check_parity(lambda: Twice(*mlp(2)), mean_square, world_size=world_size, shard=in_place)
-
-
-# -- activation checkpointing
-
-
-class Checkpointed(nn.Sequential):
-    """Calls its children in runs of `run`, each run checkpointed. `run=0`: no checkpoint, for shard's own use."""
-
-    def __init__(self, *modules: nn.Module, run: int, use_reentrant: bool) -> None:
-        super().__init__(*modules)
-        self.run, self.use_reentrant = run, use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        children = list(self.children())
-        for start in range(0, len(children), self.run):
-            part = nn.Sequential(*children[start : start + self.run])
-            x = checkpoint(part, x, use_reentrant=self.use_reentrant, preserve_rng_state=False)
-        return x
-
-
-def with_input_gradient(model: nn.Module, turn: Turn) -> Any:
-    x = turn.tensor(3, WIDTH, requires_grad=True)
-    loss = model(x).pow(2).mean()
-    loss.backward()
-    return loss, x.grad
-
-
-@WORLDS
-@KINDS
-@pytest.mark.parametrize("shard", [in_place, nested, as_one_layer])
-@pytest.mark.parametrize("run", [1, 2, 4])
-def test_checkpoints_around_layers(world_size: int, use_reentrant: bool, shard: Shard, run: int) -> None:
-    def build() -> nn.Module:
-        return Checkpointed(*mlp(4), run=run, use_reentrant=use_reentrant)
-
-    check_parity(build, with_input_gradient, world_size=world_size, shard=shard)
-
-
-@WORLDS
-@KINDS
-def test_checkpoints_inside_layers(world_size: int, use_reentrant: bool) -> None:
-    def block(module: Calls, x: Tensor) -> Tensor:
-        once = checkpoint(lambda y: module.a(y).tanh(), x, use_reentrant=use_reentrant, preserve_rng_state=False)
-        twice = checkpoint(lambda y: module.b(module.a(y)).tanh(), once, use_reentrant=use_reentrant, preserve_rng_state=False)
-        return twice + x
-
-    check_parity(lambda: seeded(*[calls(block)] * 3), with_input_gradient, world_size=world_size)
-
-
-@WORLDS
-@KINDS
-def test_a_checkpoint_around_the_model(world_size: int, use_reentrant: bool) -> None:
-    def program(model: nn.Module, turn: Turn) -> Any:
-        x = turn.tensor(3, WIDTH, requires_grad=True)
-        loss = checkpoint(model, x, use_reentrant=use_reentrant, preserve_rng_state=False).pow(2).mean()
-        loss.backward()
-        return loss, x.grad
-
-    check_parity(mlp, program, world_size=world_size)
-
-
-@WORLDS
-@KINDS
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the inner checkpoint runs without gradients first
-def test_checkpoints_in_checkpoints(world_size: int, use_reentrant: bool) -> None:
-    def program(model: nn.Module, turn: Turn) -> Any:
-        x = turn.tensor(3, WIDTH, requires_grad=True)
-        loss = checkpoint(model, x, use_reentrant=use_reentrant, preserve_rng_state=False).pow(2).mean()
-        loss.backward()
-        return loss, x.grad
-
-    def build() -> nn.Module:
-        return Checkpointed(*mlp(4), run=2, use_reentrant=use_reentrant)
-
-    check_parity(build, program, world_size=world_size, shard=in_place)
-    check_parity(build, program, world_size=world_size, shard=nested)
-
-
-@WORLDS
-@KINDS
-def test_two_forwards_through_checkpoints_before_a_backward(world_size: int, use_reentrant: bool) -> None:
-    def program(model: nn.Module, turn: Turn) -> Any:
-        x = turn.tensor(3, WIDTH, requires_grad=True)
-        loss = model(x).pow(2).mean() + model(x * 2).pow(2).mean()
-        loss.backward()
-        return loss, x.grad
-
-    def build() -> nn.Module:
-        return Checkpointed(*mlp(3), run=1, use_reentrant=use_reentrant)
-
-    check_parity(build, program, world_size=world_size, shard=in_place)
-    check_parity(build, program, world_size=world_size, shard=nested)
 
 
 # -- what stands first or last in a layer
