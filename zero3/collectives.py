@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
@@ -133,7 +134,8 @@ class GroupCommunicator:
     """A process group whose collectives are ordered by streams (NCCL) or by their handles (everything else)."""
 
     def __init__(self, group: Any, backend: str) -> None:
-        self._group = group
+        # Weakly: torch keeps a group until it is destroyed, and gloo's threads must not outlive that because a model does.
+        self._reference = weakref.ref(group)
         self._backend = backend
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
@@ -142,6 +144,12 @@ class GroupCommunicator:
         # torch 2.13 deprecates the old names, 2.11 has no others
         self._all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    @property
+    def _group(self) -> Any:
+        if (group := self._reference()) is None:
+            raise RuntimeError("this model's process group was destroyed: train before that, or shard the model anew")
+        return group
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
         return self._all_gather(full, shard, group=self._group, async_op=not self._on_streams) or Done()
