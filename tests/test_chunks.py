@@ -118,6 +118,38 @@ def test_a_chunk_may_be_frozen_and_thawed_as_a_whole(world_size: int) -> None:
 
 
 @WORLDS
+def test_hooks_on_chunks_see_the_reduced_gradient(world_size: int) -> None:
+    """As hooks on the parameters of one process that has the whole batch: they may change it, and step on it."""
+
+    def train(model: nn.Module, turns: list[Turn]) -> None:
+        """The gradient is clamped, and each parameter is stepped, and its gradient dropped, within the backward."""
+
+        def step(parameter: nn.Parameter) -> None:
+            optimizer = sgd([parameter])
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+            parameter.register_post_accumulate_grad_hook(step)
+        for turn in turns:
+            x = torch.cat([turn._replace(rank=rank).tensor(3, WIDTH) for rank in range(world_size)])
+            mine = x.view(world_size, 3, WIDTH)[turn.rank] if turn.rank >= 0 else x
+            model(mine).pow(2).mean().backward()
+
+    plain = mlp()
+    train(plain, [Turn(-1, step, world_size) for step in range(3)])
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        train(model, [Turn(group.rank, step, world_size) for step in range(3)])
+        assert [chunk.grad for chunk in model.parameters()] == [None] * 3
+        for name, value in full_parameters(model).items():
+            assert torch.allclose(value, plain.get_parameter(name), rtol=0, atol=1e-12), name
+
+    on_ranks(world_size, mlp, body)
+
+
+@WORLDS
 def test_what_was_wrapped_frozen_may_be_thawed(world_size: int) -> None:
     def build() -> nn.Module:
         model = mlp()

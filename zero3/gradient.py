@@ -91,13 +91,18 @@ class FlatGradient:
 
     @torch.no_grad()
     def _land(self, gradient: Tensor) -> None:
-        """`gradient` `[S]`, the sum over ranks, becomes or joins the chunk's."""
-        if self._mean and self._communicator.world_size > 1:
-            gradient.div_(self._communicator.world_size)
+        """`gradient` `[S]`, the sum over ranks, becomes or joins the chunk's. The chunk is in no graph: its hooks are called here."""
         shard = self._chunk.shard
+        if self._communicator.world_size > 1:
+            if self._mean:
+                gradient.div_(self._communicator.world_size)
+            gradient = ShardGradient.of(gradient, self._communicator)
+        for hook in (shard._backward_hooks or {}).values():
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
         if shard.grad is not None:
             shard.grad.add_(gradient)
-        elif self._communicator.world_size > 1:
-            shard.grad = ShardGradient.of(gradient, self._communicator)
         else:
             shard.grad = gradient
+        for hook in (shard._post_accumulate_grad_hooks or {}).values():
+            hook(shard)
