@@ -296,7 +296,7 @@ def test_nothing_piles_up_over_a_hundred_steps(world_size: int) -> None:
 
 
 def meet(group: ThreadCommunicator) -> None:
-    group.all_reduce(torch.zeros(1))
+    group.all_reduce(torch.zeros(0))  # of no bytes: the other rank may still hold it
 
 
 @WORLDS
