@@ -24,20 +24,21 @@ PACKAGE = ROOT / "zero3"
 # A file imports only from lower floors. A folder stands for those in it that have no floor of their own.
 FLOORS = {
     "layout": 0, "schedule": 0,
-    "policy": 1, "streams": 1, "tree": 1, "autograd": 1,
+    "policy": 1, "streams": 1, "tree": 1, "autograd": 1, "failures": 1,
     "released": 2, "flat": 2, "collectives": 2,
     "agreement": 3, "chunk": 3, "shard_gradient": 3,
     "gradient": 4, "binding": 4,
-    "layer_state": 5, "selection": 5, "guards": 5,
-    "construction": 6, "backward": 6,
-    "runtime": 7,
-    "layer": 8,
-    "sequential": 9, "shard": 9, "access": 9,
-    "optim": 10, "checkpoint": 10,
-    "checkpoint.full_state": 11,
-    "checkpoint.fitting": 12,
-    "checkpoint.pretrained": 13,
-    "": 14,
+    "layer_gradients": 5, "selection": 5, "guards": 5,
+    "layer_state": 6,
+    "construction": 7, "backward": 7,
+    "runtime": 8,
+    "layer": 9,
+    "sequential": 10, "shard": 10, "access": 10,
+    "optim": 11, "checkpoint": 11,
+    "checkpoint.full_state": 12,
+    "checkpoint.fitting": 13,
+    "checkpoint.pretrained": 14,
+    "": 15,
 }  # fmt: skip
 
 SOURCES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}

@@ -265,6 +265,19 @@ def test_a_launcher_without_a_process_group_is_an_error() -> None:
         assert "init_process_group" in text
 
 
+def group_of_another_device(rank: Rank) -> str:
+    dist.init_process_group("cuda:gloo", init_method=f"file://{rank.scratch / 'r'}", rank=rank.number, world_size=rank.world_size)
+    with pytest.raises(ValueError, match="device=") as caught:
+        Zero3Layer(nn.Linear(2, 2))
+    return str(caught.value)
+
+
+def test_a_group_that_does_not_serve_the_layers_device_is_an_error() -> None:
+    for text in on_ranks(2, group_of_another_device, process_group=False):
+        assert "the layer is on cpu" in text
+        assert "only tensors on cuda" in text
+
+
 def a_group_without_this_rank(rank: Rank) -> str:
     group = dist.new_group([0])
     if rank.number == 0:

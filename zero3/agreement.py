@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .collectives import Communicator, NamingFailures, Subject
+from .collectives import Communicator
+from .failures import NamingFailures, Subject
 
 __all__: list[str] = []
 

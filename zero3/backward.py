@@ -57,7 +57,7 @@ class Backward:
     def watch(self, state: LayerState) -> None:
         """Takes charge of `state`: whatever gradient it gets, by whatever way, is reduced by the end of the backward."""
         self.layers.append(state)
-        state.watch_gradients(partial(_gradient_came, weakref.ref(self)))
+        state.gradients.watch(partial(_gradient_came, weakref.ref(self)))
 
     def follow(self, tape: LayerTape, call: LayerCall, nodes: Iterable[Node], mark: object) -> None:
         """From now on, a gradient that flows into `nodes` opens `call` first."""
@@ -117,7 +117,7 @@ class Backward:
         for state in self.layers:
             state.reset()
             if broken:
-                state.drop_gradients()
+                state.gradients.drop()
 
     def _before(self, tape: LayerTape, call: LayerCall) -> None:
         """A gradient is about to flow into the graph of `call`."""
@@ -141,7 +141,7 @@ class Backward:
             names = [state.name_among_ranks for state in signature]
             agree(self._communicator, self._device, "the layers that take part in backward", names)
         # `autograd.grad` writes no parameter's gradient: then nothing is reduced
-        tape.reduces = accumulates_everywhere() or any(state.receives_gradients() for state in dict.fromkeys(reversed(signature)))
+        tape.reduces = accumulates_everywhere() or any(state.gradients.expected() for state in dict.fromkeys(reversed(signature)))
         tape.task = backward_task()
         self._touched.append(tape)
 
@@ -165,7 +165,7 @@ class Backward:
     def _back_up(self, state: LayerState) -> None:
         while len(self._backups) >= max(1, self._depth):
             self._backups.popleft().wait()
-        self._backups.extend(state.back_up(self._backup_communicator))
+        self._backups.extend(state.gradients.back_up(state.lanes.backup, self._backup_communicator))
         if not self._depth:
             self._drain_backups()
 
@@ -185,7 +185,7 @@ class Backward:
         for tape in sorted(self._touched, key=lambda tape: -tape.serial):
             self._finish(tape)
         for state in self.layers:
-            if state.has_gradients():
+            if state.gradients.pending():
                 self._back_up(state)
         self._drain_backups()
         for state in self.layers:

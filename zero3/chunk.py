@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -62,12 +64,21 @@ class ResidentBuffer:
         return False  # its storage stays, so a tensor that aliases it may escape
 
 
+class Part(NamedTuple):
+    """What an optimizer sees as one parameter: elements `[start, stop)` of the chunk, the same memory; its gradient is its own."""
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+
+
 class Chunk:
     """One dtype's trainable or frozen parameters of a layer. Glossary: shard `[S]`, full `[W*S]`, views in slots' shapes."""
 
     def __init__(self, layout: ChunkLayout, shard: nn.Parameter, communicator: Communicator) -> None:
         self.layout = layout
-        self.shard = shard  # 1-D [S], what the optimizer updates
+        self.shard = shard  # 1-D [S]
+        self.parts = [Part(shard, 0, shard.numel())]  # what the optimizer updates: the shard itself, or what stands in for it
         self.unloaded: set[int] = set()  # slots that were on meta and have no values yet: to be filled before the first fetch
         self.trainable_when_wrapped = self.trains = shard.requires_grad  # trains: what its parameters have been told
         self._communicator = communicator

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +17,6 @@ __all__: list[str] = []
 
 IDENTITY_BYTES = 3  # of the number by which ranks know a layer; with a bit for the kind of transfer it is a message's tag
 _GATHER, _REDUCE = 0, 1
-_OWN_PACE = "Ranks that generate or evaluate different numbers of times do so inside `with zero3.resident(model):`."
 _NOT_A_MEMBER = "this process is not a member of the process_group it passed: only members may build the layer"
 
 
@@ -58,38 +56,6 @@ class Communicator(Protocol):
     def lanes(self, device: torch.device) -> Lanes: ...
 
     def same_ranks(self, other: Communicator) -> bool: ...
-
-
-class Subject:
-    """What a transfer is for, by a name that may still change: a layer learns its place in the model at its first forward."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-class NamingFailures:
-    """A context: a collective that fails or times out inside says what it was for, and on which rank. Made once, used often."""
-
-    __slots__ = ("_communicator", "_doing", "_subject")
-
-    def __init__(self, communicator: Communicator, doing: str, subject: Subject) -> None:
-        self._communicator = communicator
-        self._doing = doing
-        self._subject = subject
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None) -> None:
-        if not isinstance(failure, RuntimeError) or isinstance(failure, torch.OutOfMemoryError):
-            return
-        advice = "" if torch.is_grad_enabled() else f" {_OWN_PACE}"
-        raise RuntimeError(
-            f"rank {self._communicator.rank} of {self._communicator.world_size}: {self._doing} {self._subject.name} failed: {failure}\n"
-            f"Most often another rank died, or took another path through the model: its own error says why.{advice}"
-        ) from failure
 
 
 class SoloCommunicator:
@@ -263,9 +229,9 @@ def communicator_for(process_group: Any, device: torch.device) -> Communicator:
     Raises:
         RuntimeError: no process group, though a launcher has started several processes.
         TypeError: something that is no process group.
-        ValueError: a process group that this process is not a member of.
+        ValueError: a process group that this process is not a member of, or that does not serve `device`.
     """
-    if process_group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns on the other ranks
+    if process_group is not None and process_group is dist.GroupMember.NON_GROUP_MEMBER:  # new_group's answer to other ranks
         raise ValueError(_NOT_A_MEMBER)
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         if hasattr(process_group, "all_gather") and hasattr(process_group, "twin"):
@@ -277,10 +243,24 @@ def communicator_for(process_group: Any, device: torch.device) -> Communicator:
         process_group = dist.group.WORLD
     if dist.get_rank(process_group) < 0:
         raise ValueError(_NOT_A_MEMBER)
-    backend = _backend(process_group, device)
+    served = _backends(process_group)
+    if device.type not in served:
+        raise ValueError(
+            f"the layer is on {device}, but its process group moves only tensors on {' and '.join(served)}: pass device= to say where "
+            "the layer computes, or give init_process_group a backend for each device ('cpu:gloo,cuda:nccl')"
+        )
+    backend = served[device.type]
     if backend == "gloo" and dist.get_world_size(process_group) > 1:
         return GlooCommunicator(process_group, backend)
     return GroupCommunicator(process_group, backend)
+
+
+def any_device_of(process_group: Any) -> torch.device:
+    """A device whose tensors the group (None: the default one, or none) can move, for who has none of his own."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return torch.device("cpu")
+    known = isinstance(process_group, dist.ProcessGroup)
+    return torch.device(next(iter(_backends(process_group if known else dist.group.WORLD))))
 
 
 def _alone() -> Communicator:
@@ -293,7 +273,6 @@ def _alone() -> Communicator:
     return SoloCommunicator()
 
 
-def _backend(group: Any, device: torch.device) -> str:
-    """The backend that serves `device`: one group may have several ("cpu:gloo,cuda:nccl")."""
-    served = dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(",") if ":" in entry)
-    return served.get(device.type, str(dist.get_backend(group)))
+def _backends(group: Any) -> dict[str, str]:
+    """Device type -> backend: one group may have several ("cpu:gloo,cuda:nccl")."""
+    return dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(","))

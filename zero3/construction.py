@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .agreement import agree
 from .binding import Binding, Owner, bindings_of, check_bindings, own_modules
 from .chunk import Chunk, shrink_to_shard
-from .collectives import IDENTITY_BYTES, Communicator, communicator_for
+from .collectives import IDENTITY_BYTES, Communicator, any_device_of, communicator_for
 from .flat import pack
 from .layer_state import LayerState
 from .layout import ChunkLayout
@@ -109,8 +109,7 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
     try:
         device = device_of(request, is_layer)
     except (TypeError, ValueError) as caught:
-        device, error = torch.get_default_device(), caught
-        device = torch.device("cpu") if device.type == "meta" else device  # the error has to travel
+        device, error = any_device_of(request.process_group), caught  # the error has to travel
     try:
         communicator = communicator_for(request.process_group, device)
     except TypeError as caught:  # no group to tell the others by: most likely they use the default one

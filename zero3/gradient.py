@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .chunk import Chunk
 from .collectives import Communicator
@@ -92,17 +92,23 @@ class FlatGradient:
     @torch.no_grad()
     def _land(self, gradient: Tensor) -> None:
         """`gradient` `[S]`, the sum over ranks, becomes or joins the chunk's. The chunk is in no graph: its hooks are called here."""
-        shard = self._chunk.shard
         if self._communicator.world_size > 1:
             if self._mean:
                 gradient.div_(self._communicator.world_size)
             gradient = ShardGradient.of(gradient, self._communicator)
-        for hook in (shard._backward_hooks or {}).values():
-            changed = hook(gradient)
-            gradient = gradient if changed is None else changed
-        if shard.grad is not None:
-            shard.grad.add_(gradient)
-        else:
-            shard.grad = gradient
-        for hook in (shard._post_accumulate_grad_hooks or {}).values():
-            hook(shard)
+        for part in self._chunk.parts:
+            if part.parameter.requires_grad:
+                _accumulate(part.parameter, gradient if part.parameter is self._chunk.shard else gradient[part.start : part.stop])
+
+
+def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """As autograd would: the parameter is in no graph, so its hooks are called here."""
+    for hook in (parameter._backward_hooks or {}).values():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    if parameter.grad is not None:
+        parameter.grad.add_(gradient)
+    else:
+        parameter.grad = gradient
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        hook(parameter)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from .autograd import accumulates_into, as_plain_tensors, restore_versions
+from .autograd import restore_versions
 from .binding import Binding, Bound, remember_order, restore_order
 from .chunk import Chunk
-from .collectives import Communicator, NamingFailures, Subject
+from .collectives import Communicator
+from .failures import NamingFailures, Subject
 from .flat import not_a_number
-from .gradient import Backup, FlatGradient
+from .layer_gradients import LayerGradients
 from .policy import ShardingPolicy
 from .streams import Lanes
 
@@ -52,16 +53,13 @@ class LayerState:
         self._gathering = NamingFailures(communicator, "gathering", self.subject)
         self._pins = 0
         self.resident = 0  # contexts in which ranks go their own ways
-        self._gradients: dict[Chunk, FlatGradient] = {}
-        self._hooked: set[int] = set()
+        self.gradients = LayerGradients(communicator, policy, self.subject)
         self._versions: list[int] = []  # of the parameters, as graphs know them
 
     def add_chunk(self, chunk: Chunk, bindings: list[Binding]) -> None:
         """Takes over the parameters of `bindings` (in the order of the slots); they are hidden from now on."""
         self.chunks.append(chunk)
-        mean = self.policy.gradient_reduction == "mean"
-        naming = NamingFailures(self.communicator, "reducing the gradients of", self.subject)
-        self._gradients[chunk] = FlatGradient(chunk, self.communicator, mean=mean, naming=naming)
+        self.gradients.add_chunk(chunk)
         empty = not_a_number(chunk.shard.dtype, chunk.shard.device)
         remember_order(bindings)
         for index, binding in enumerate(bindings):
@@ -69,7 +67,7 @@ class LayerState:
             if binding.parameter.is_meta:
                 binding.replace(nn.Parameter(stand_in, binding.parameter.requires_grad))
             self.bound.append(Bound(binding, chunk, index, stand_in))
-            self._hook(self.bound[-1])
+            self.gradients.hook(self.bound[-1])
         self._hide()
         self._spoil()
 
@@ -97,7 +95,8 @@ class LayerState:
         self._lanes = lanes
 
     def trainable(self) -> list[nn.Parameter]:
-        return [chunk.shard for chunk in self.chunks if chunk.shard.requires_grad]
+        """What an optimizer takes: the trainable chunks, or the parts that stand in for them."""
+        return [part.parameter for chunk in self.chunks for part in chunk.parts if part.parameter.requires_grad]
 
     def full_nbytes(self) -> int:
         """Bytes of the layer's full buffers while it is fetched."""
@@ -127,7 +126,7 @@ class LayerState:
             self.presence = Presence.FETCHED  # first: an interrupt between two parameters must find all to hide
             for chunk in self.chunks:
                 if chunk.trains != chunk.shard.requires_grad:
-                    self._follow_requires_grad(chunk)
+                    self.gradients.follow_requires_grad(chunk, self.bound)
             for bound in self.bound:
                 bound.binding.show(bound.value)
             restore_versions((b.binding.parameter, v) for b, v in zip(self.bound, self._versions, strict=True) if b.chunk.guarded)
@@ -184,8 +183,7 @@ class LayerState:
 
     def reset(self) -> None:
         """Whatever was under way is dropped. Transfers are waited for first (their buffers must not be written later)."""
-        for gradient in self._gradients.values():
-            gradient.drop()
+        self.gradients.drop_pending()
         if self.presence is Presence.FETCHING:
             for chunk in self.chunks:
                 chunk.abandon_fetch()
@@ -240,52 +238,6 @@ class LayerState:
                 bound.value.copy_(bound.binding.parameter.data)
         for chunk in self.chunks:
             chunk.scatter()
-
-    # -- gradients
-
-    def watch_gradients(self, on_first: Callable[[], None]) -> None:
-        for gradient in self._gradients.values():
-            gradient.on_first = on_first
-
-    def has_gradients(self) -> bool:
-        return any(gradient.pending for gradient in self._gradients.values())
-
-    def receives_gradients(self) -> bool:
-        """Whether the backward that runs now writes gradients of this layer's parameters."""
-        return accumulates_into(bound.binding.parameter for bound in self.bound)
-
-    def back_up(self, communicator: Communicator) -> list[Backup]:
-        """Begins to reduce the gradients of all trainable chunks."""
-        return [self._gradients[c].back_up(self.lanes.backup, communicator) for c in self.chunks if c.shard.requires_grad]
-
-    def drop_gradients(self) -> None:
-        for chunk in self.chunks:
-            chunk.shard.grad = None
-
-    def _follow_requires_grad(self, chunk: Chunk) -> None:
-        """A chunk frozen or unfrozen as a whole takes its parameters along."""
-        chunk.trains = chunk.shard.requires_grad
-        for bound in self.bound:
-            if bound.chunk is chunk:
-                with as_plain_tensors():
-                    bound.binding.parameter.requires_grad_(chunk.trains)
-                self._hook(bound)
-
-    def _hook(self, bound: Bound) -> None:
-        parameter, index = bound.binding.parameter, bound.index
-        if not parameter.requires_grad or id(bound) in self._hooked:
-            return
-        gradient = self._gradients[bound.chunk]
-
-        def take(leaf: Tensor) -> None:
-            with as_plain_tensors():  # it may be released by now
-                value, leaf.grad = leaf.grad, None
-            if value is not None:
-                gradient.add(index, value)
-
-        with as_plain_tensors():
-            parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
-        self._hooked.add(id(bound))
 
     def _check_loaded(self) -> None:
         if self.meta_buffers:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from .agreement import agree
-from .collectives import communicator_for
+from .collectives import any_device_of, communicator_for
 from .layer import Zero3Layer, adopt, layers_of
 
 __all__: list[str] = []
@@ -69,7 +68,7 @@ def _check_items(layers: Any) -> None:
     elif wrong is not None:
         error = TypeError(f"item {wrong[0]} is a {type(wrong[1]).__name__}, expected a Zero3Layer: wrap it as Zero3Layer(module)")
     if not states:  # no group to tell the others by: most likely they use the default one
-        device = torch.get_default_device()
+        device = any_device_of(None)
         agree(communicator_for(None, device), device, "a Zero3Sequential without layers", [], error)
         return
     first = states[0]

@@ -35,7 +35,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, found {norm_type}")
     states = states_of(model)
-    chunks = [chunk.shard for state in states for chunk in state.chunks]
+    chunks = [part.parameter for state in states for chunk in state.chunks for part in chunk.parts]
     gradients = [chunk.grad.as_subclass(Tensor) for chunk in chunks if chunk.grad is not None]
     filled = [gradient for gradient in gradients if gradient.numel()]
     maximum = math.isinf(norm_type)

@@ -1,0 +1,85 @@
+"""A layer's gradients: one hook a parameter brings them to the flat gradient of its chunk, from where they are backed up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from .autograd import accumulates_into, as_plain_tensors
+from .binding import Bound
+from .chunk import Chunk
+from .collectives import Communicator
+from .failures import NamingFailures, Subject
+from .gradient import Backup, FlatGradient
+from .policy import ShardingPolicy
+from .streams import Lane
+
+__all__: list[str] = []
+
+
+class LayerGradients:
+    def __init__(self, communicator: Communicator, policy: ShardingPolicy, subject: Subject) -> None:
+        self._communicator = communicator
+        self._policy = policy
+        self._naming = NamingFailures(communicator, "reducing the gradients of", subject)
+        self._flat: dict[Chunk, FlatGradient] = {}
+        self._hooked: dict[int, Bound] = {}  # by the id of the parameter
+
+    def add_chunk(self, chunk: Chunk) -> None:
+        mean = self._policy.gradient_reduction == "mean"
+        self._flat[chunk] = FlatGradient(chunk, self._communicator, mean=mean, naming=self._naming)
+
+    def hook(self, bound: Bound) -> None:
+        """From now on, what autograd accumulates into the parameter goes to its chunk's flat gradient."""
+        parameter = bound.binding.parameter
+        known = id(parameter) in self._hooked
+        if not parameter.requires_grad:
+            return
+        self._hooked[id(parameter)] = bound
+        if known:
+            return
+
+        def take(leaf: Tensor) -> None:
+            with as_plain_tensors():  # it may be released by now
+                value, leaf.grad = leaf.grad, None
+            if value is not None:
+                place = self._hooked[id(parameter)]
+                self._flat[place.chunk].add(place.index, value)
+
+        with as_plain_tensors():
+            parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+
+    def watch(self, on_first: Callable[[], None]) -> None:
+        for gradient in self._flat.values():
+            gradient.on_first = on_first
+
+    def pending(self) -> bool:
+        """Whether gradients have come in that no backup has taken."""
+        return any(gradient.pending for gradient in self._flat.values())
+
+    def expected(self) -> bool:
+        """Whether the backward that runs now writes gradients of this layer's parameters."""
+        return accumulates_into(bound.binding.parameter for bound in self._hooked.values())
+
+    def back_up(self, lane: Lane, communicator: Communicator) -> list[Backup]:
+        """Begins to reduce the gradients of all trainable chunks."""
+        return [gradient.back_up(lane, communicator) for chunk, gradient in self._flat.items() if chunk.shard.requires_grad]
+
+    def drop_pending(self) -> None:
+        for gradient in self._flat.values():
+            gradient.drop()
+
+    def drop(self) -> None:
+        for chunk in self._flat:
+            for part in chunk.parts:
+                part.parameter.grad = None
+
+    def follow_requires_grad(self, chunk: Chunk, members: Iterable[Bound]) -> None:
+        """A chunk frozen or unfrozen as a whole takes its parameters along."""
+        chunk.trains = chunk.shard.requires_grad
+        for bound in members:
+            if bound.chunk is chunk:
+                with as_plain_tensors():
+                    bound.binding.parameter.requires_grad_(chunk.trains)
+                self.hook(bound)
