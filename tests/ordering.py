@@ -157,7 +157,9 @@ class EchoCommunicator:
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Done:
         self.calls.append((self, "all_gather"))
-        full.view(2, -1).copy_(shard)
+        for place in full.view(2, -1):
+            if place.data_ptr() != shard.data_ptr():
+                place.copy_(shard)
         return Done()
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Done:

@@ -25,7 +25,7 @@ PACKAGE = ROOT / "zero3"
 FLOORS = {
     "layout": 0, "schedule": 0,
     "policy": 1, "streams": 1, "tree": 1, "autograd": 1, "failures": 1,
-    "released": 2, "flat": 2, "collectives": 2,
+    "released": 2, "flat": 2, "collectives": 2, "casting": 2,
     "agreement": 3, "chunk": 3, "shard_gradient": 3,
     "gradient": 4, "binding": 4,
     "layer_gradients": 5, "selection": 5, "guards": 5,

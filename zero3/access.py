@@ -30,7 +30,8 @@ def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]
         with zero3.full_params(model.head):
             norm = model.head.weight.norm()
 
-    Every rank enters and leaves it (it gathers). All layers of `module` are held at once. Changes are lost at the end,
+    Every rank enters and leaves it (it gathers). All layers of `module` are held at once, in the dtypes that the chunks have
+    (with `param_dtype` a forward inside is an error: see `resident`). Changes are lost at the end,
     unless `writeback`: then rank 0's values become everybody's, if the block ends without an exception on all ranks. (On
     one rank the parameters are the chunks: changes stay.) What is kept of them, as views or state dicts, stays readable.
 
@@ -42,13 +43,19 @@ def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]
         RuntimeError: at the end, if `requires_grad` of a parameter was changed: only whole chunks can be frozen; or if a
             module was given another parameter. Both are undone.
     """
+    with _pinned(module, f"full_params(writeback={writeback})", writeback=writeback):
+        yield
+
+
+@contextmanager
+def _pinned(module: nn.Module, caller: str, *, writeback: bool = False, to_compute: bool = False) -> Iterator[None]:
     states = states_of(module)
     rank = states[0].communicator.rank
-    agree_to_gather(states, f"full_params(writeback={writeback})")
+    agree_to_gather(states, caller)
     pinned: list[LayerState] = []
     try:
         for state in states:
-            state.pin()
+            state.pin(to_compute=to_compute)
             pinned.append(state)
         error: BaseException | None = None
         try:
@@ -83,14 +90,15 @@ def resident(model: nn.Module) -> Iterator[None]:
         with zero3.resident(model), torch.no_grad():
             ids = model.generate(**prompt)                      # another prompt and length on every rank
 
-    Every rank enters and leaves it. The whole model is held meanwhile. Parameters are as in `full_params`.
+    Every rank enters and leaves it. The whole model is held meanwhile. Parameters are readable under their own names, in
+    the dtypes they compute in.
 
     Raises:
         RuntimeError: a backward through what was computed inside.
         ValueError: nothing in `model` is sharded.
     """
     states = states_of(model)
-    with full_params(model):
+    with _pinned(model, "resident", to_compute=True):
         for state in states:
             state.resident += 1
         try:

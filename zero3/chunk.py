@@ -75,17 +75,20 @@ class Part(NamedTuple):
 class Chunk:
     """One dtype's trainable or frozen parameters of a layer. Glossary: shard `[S]`, full `[W*S]`, views in slots' shapes."""
 
-    def __init__(self, layout: ChunkLayout, shard: nn.Parameter, communicator: Communicator) -> None:
+    def __init__(self, layout: ChunkLayout, shard: nn.Parameter, communicator: Communicator, compute_dtype: torch.dtype) -> None:
         self.layout = layout
-        self.shard = shard  # 1-D [S]
+        self.shard = shard  # 1-D [S], of the dtype that the optimizer updates
+        self.compute_dtype = compute_dtype  # of the full buffer, and on the way there
         self.parts = [Part(shard, 0, shard.numel())]  # what the optimizer updates: the shard itself, or what stands in for it
         self.unloaded: set[int] = set()  # slots that were on meta and have no values yet: to be filled before the first fetch
         self.trainable_when_wrapped = self.trains = shard.requires_grad  # trains: what its parameters have been told
         self._communicator = communicator
         self._seen_version = shard._version
         self._in_flight: Mark | None = None
-        self.guarded = communicator.world_size > 1  # its full buffer comes and goes, and only the layer and its graphs look at it
+        self._as_stored = False  # see `show_as_stored`
+        self._computing: FullBuffer | ResidentBuffer | None = None  # meanwhile the buffer that graphs know
         self.full = self._new_buffer()
+        self.guarded = not self.resident  # its full buffer comes and goes, and only the layer and its graphs look at it
         self.lent = False  # somebody else looks at the buffer: it is not given back, but left behind
 
     @property
@@ -93,16 +96,38 @@ class Chunk:
         """The parameters in the full buffer, in the order of the slots."""
         return self.full.views
 
+    @property
+    def resident(self) -> bool:
+        """Whether the full buffer is the chunk itself."""
+        return isinstance(self.full, ResidentBuffer)
+
+    @property
+    def casts(self) -> bool:
+        return self.compute_dtype != self.shard.dtype
+
+    def show_as_stored(self) -> None:
+        """Until its release the full buffer has the chunk's own dtype: for who reads and writes values, not for who computes."""
+        if self.casts and self._computing is None:
+            self._computing, self._as_stored = self.full, True
+            self.full = self._new_buffer()
+
     def start_fetch(self, lane: Lane) -> None:
         """Begins to gather. The lane waits for compute: for the optimizer's step, and for the buffer's last reader."""
-        if self._communicator.world_size == 1:
+        if self.resident:
             if self.full.tensor.data_ptr() != self.shard.data_ptr():  # somebody gave the chunk other data
                 self.full = self._new_buffer()
             return
         self.full.allocate()
         with lane.issue():
-            pending = self._communicator.all_gather(self.full.tensor, self.shard.data)
+            pending = self._communicator.all_gather(self.full.tensor, self._outgoing())
             self._in_flight = lane.complete(pending)
+
+    def _outgoing(self) -> Tensor:
+        """What this rank sends: the chunk, cast before it travels, in its own place of the full buffer."""
+        if self.full.tensor.dtype == self.shard.dtype:
+            return self.shard.data
+        own = self.full.tensor[slice(*self.layout.chunk_range(self._communicator.rank))]
+        return own.copy_(self.shard.data)
 
     def finish_fetch(self) -> None:
         """Compute waits for the gather."""
@@ -112,6 +137,9 @@ class Chunk:
 
     def release(self) -> None:
         self.finish_fetch()
+        if self._computing is not None:
+            self.full, self._computing, self._as_stored, self.lent = self._computing, None, False, False
+            return
         if not self.lent:
             self.full.free()
             return
@@ -122,7 +150,7 @@ class Chunk:
 
     def lend(self) -> None:
         """Somebody may keep views of the full buffer: at its release it is left to them, and the next fetch takes a new one."""
-        self.lent = self._communicator.world_size > 1
+        self.lent = not self.resident
 
     def let_escape(self, tensor: Tensor) -> None:
         """An output that is a view of a parameter keeps the memory it looks at."""
@@ -154,9 +182,10 @@ class Chunk:
 
     def _new_buffer(self) -> FullBuffer | ResidentBuffer:
         with torch.inference_mode(False):  # it will serve training too
-            if self._communicator.world_size == 1:
+            dtype = self.shard.dtype if self._as_stored else self.compute_dtype
+            if self._communicator.world_size == 1 and dtype == self.shard.dtype:
                 return ResidentBuffer(self.layout, self.shard)
-            return FullBuffer(self.layout, self.shard.dtype, self.shard.device)
+            return FullBuffer(self.layout, dtype, self.shard.device)
 
 
 def shrink_to_shard(full: Tensor, shard_numel: int) -> Tensor:

@@ -28,7 +28,7 @@ class Communicator(Protocol):
     channel: int  # the layer whose communicator this is: where messages have tags, they can't reach another layer
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
-        """Every rank's `shard` `[S]`, in rank order, into `full` `[W*S]`."""
+        """Every rank's `shard` `[S]`, in rank order, into `full` `[W*S]`; a shard may lie in its own place there."""
         ...
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Pending:
@@ -66,7 +66,8 @@ class SoloCommunicator:
     channel = 0
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
-        full.copy_(shard)
+        if full.data_ptr() != shard.data_ptr():
+            full.copy_(shard)
         return Done()
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Pending:
@@ -185,7 +186,9 @@ class GlooCommunicator(GroupCommunicator):
             return self._staged(super().all_gather, full, shard)
         slices = full.view(torch.uint8).view(self.world_size, -1)
         works = self._swap(_GATHER, slices, [shard.view(torch.uint8)] * self.world_size)
-        full[self.rank * shard.numel() : (self.rank + 1) * shard.numel()].copy_(shard)
+        own = full[self.rank * shard.numel() : (self.rank + 1) * shard.numel()]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
         return _Transfers(works)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Pending:

@@ -94,7 +94,7 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     empty_on_rank_0 = iter([flag != 0 for flag in told_by_rank_0[IDENTITY_BYTES:]])
     for group in groups:
         unloaded_names = {binding.name for binding in group if next(empty_on_rank_0)}
-        state.add_chunk(*_scatter(group, communicator, device, unloaded_names))
+        state.add_chunk(*_scatter(group, communicator, device, unloaded_names, request.policy))
     for bound in state.bound:
         bound.binding.parameter.zero3_name = f"{bound.binding.name!r} of layer {label}"  # type: ignore[attr-defined]
         bound.binding.parameter.zero3_state = Owner(state)  # type: ignore[attr-defined]
@@ -197,7 +197,9 @@ def _chunk_groups(bindings: list[Binding]) -> list[list[Binding]]:
 
 
 @torch.no_grad()
-def _scatter(group: list[Binding], communicator: Communicator, device: torch.device, unloaded: set[str]) -> tuple[Chunk, list[Binding]]:
+def _scatter(
+    group: list[Binding], communicator: Communicator, device: torch.device, unloaded: set[str], policy: ShardingPolicy
+) -> tuple[Chunk, list[Binding]]:
     """Flattens one group on rank 0 and deals it out: the most that is held at a time is the module and one flat copy.
 
     Those whose names are in `unloaded` have no values on rank 0, and wait for a loader; if all have none, nothing is dealt.
@@ -220,7 +222,7 @@ def _scatter(group: list[Binding], communicator: Communicator, device: torch.dev
             communicator.scatter(shard, None)
         else:  # its loader is the first to touch it, but for the padding
             shard[max(0, layout.numel - communicator.rank * layout.shard_numel) :].zero_()
-    chunk = Chunk(layout, nn.Parameter(shard, requires_grad=trainable), communicator)
+    chunk = Chunk(layout, nn.Parameter(shard, requires_grad=trainable), communicator, policy.compute_dtype(dtype))
     chunk.unloaded = {index for index, binding in enumerate(ordered) if binding.name in unloaded}
     return chunk, ordered
 

@@ -9,13 +9,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .chunk import Chunk
+from .chunk import Chunk, Part
 from .collectives import Communicator
 from .flat import view, zero_padding
+from .policy import ShardingPolicy
 from .shard_gradient import ShardGradient
 from .streams import Done, Lane, Mark
 
 __all__: list[str] = []
+
+_EXACT = "_zero3_exact"  # on a gradient: what it was rounded from, and its version then
 
 
 class Backup(NamedTuple):
@@ -36,10 +39,13 @@ class FlatGradient:
     Nothing is counted: a slot that got no gradient is zero, one that got several holds their sum.
     """
 
-    def __init__(self, chunk: Chunk, communicator: Communicator, *, mean: bool, naming: AbstractContextManager[None]) -> None:
+    def __init__(self, chunk: Chunk, communicator: Communicator, policy: ShardingPolicy, naming: AbstractContextManager[None]) -> None:
         self._chunk = chunk
         self._communicator = communicator
-        self._mean = mean
+        self._mean = policy.gradient_reduction == "mean"
+        self._dtype = policy.gradient_dtype(chunk.shard.dtype)
+        # fp16 overflows at 65504: there a part of the mean's division comes before the sum
+        self._divide_first = 1 << (communicator.world_size.bit_length() - 1) // 2 if self._mean and self._dtype == torch.float16 else 1
         self._naming = naming  # of the layer, around transfers that may fail
         self._full: Tensor | None = None  # 1-D [W*S]
         self._written: set[int] = set()
@@ -53,7 +59,7 @@ class FlatGradient:
     def add(self, index: int, gradient: Tensor) -> None:
         """Takes in the gradient of slot number `index`."""
         if self._full is None:
-            self._full = self._chunk.shard.new_empty(self._chunk.layout.padded_numel)
+            self._full = self._new(self._chunk.layout.padded_numel)
             if self.on_first is not None:
                 self.on_first()
         if gradient.layout != torch.strided:
@@ -68,11 +74,15 @@ class FlatGradient:
     def back_up(self, lane: Lane, communicator: Communicator) -> Backup:
         """Begins to reduce what has come in (zeros, if nothing has) into this rank's slice; frees this object's buffer."""
         full = self._take()
-        shard = full if communicator.world_size == 1 else full.new_empty(self._chunk.layout.shard_numel)
+        summed = full if communicator.world_size == 1 else full.new_empty(self._chunk.layout.shard_numel)
+        dtype = self._chunk.shard.dtype
+        landed = summed if dtype == self._dtype else torch.empty_like(summed, dtype=dtype)
         with self._naming, lane.issue():
-            pending = Done() if shard is full else communicator.reduce_scatter(shard, full)
-            mark = lane.complete(pending, lambda: self._land(shard))
-        return Backup(mark, (full, shard), self._naming)
+            if self._divide_first > 1:
+                full.div_(self._divide_first)
+            pending = Done() if summed is full else communicator.reduce_scatter(summed, full)
+            mark = lane.complete(pending, lambda: self._land(summed, landed))
+        return Backup(mark, (full, summed, landed), self._naming)
 
     def drop(self) -> None:
         self._full = None
@@ -81,7 +91,7 @@ class FlatGradient:
     def _take(self) -> Tensor:
         full, layout = self._full, self._chunk.layout
         if full is None:
-            return torch.zeros(layout.padded_numel, dtype=self._chunk.shard.dtype, device=self._chunk.shard.device)
+            return self._new(layout.padded_numel).zero_()
         for index in range(len(layout.slots)):
             if index not in self._written:
                 view(full, layout, index).zero_()
@@ -89,26 +99,50 @@ class FlatGradient:
         self.drop()
         return full
 
+    def _new(self, numel: int) -> Tensor:
+        return self._chunk.shard.new_empty(numel, dtype=self._dtype)
+
     @torch.no_grad()
-    def _land(self, gradient: Tensor) -> None:
-        """`gradient` `[S]`, the sum over ranks, becomes or joins the chunk's. The chunk is in no graph: its hooks are called here."""
+    def _land(self, summed: Tensor, landed: Tensor) -> None:
+        """`summed` `[S]`, over ranks, becomes or joins the chunk's gradient, by way of `landed`, which has its dtype."""
+        narrows = self._dtype.itemsize > self._chunk.shard.dtype.itemsize
+        divisor = self._communicator.world_size / self._divide_first if self._mean else 1
+        if narrows and divisor != 1:
+            summed.div_(divisor)
+        if landed is not summed:
+            landed.copy_(summed)
+        if not narrows and divisor != 1:
+            landed.div_(divisor)
         if self._communicator.world_size > 1:
-            if self._mean:
-                gradient.div_(self._communicator.world_size)
-            gradient = ShardGradient.of(gradient, self._communicator)
+            landed = ShardGradient.of(landed, self._communicator)
         for part in self._chunk.parts:
             if part.parameter.requires_grad:
-                _accumulate(part.parameter, gradient if part.parameter is self._chunk.shard else gradient[part.start : part.stop])
+                _accumulate(part.parameter, _range(landed, part), _range(summed, part) if narrows else None)
 
 
-def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """As autograd would: the parameter is in no graph, so its hooks are called here."""
+def _range(flat: Tensor, part: Part) -> Tensor:
+    return flat if part.stop - part.start == flat.numel() else flat[part.start : part.stop]
+
+
+def _accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None) -> None:
+    """As autograd would: the parameter is in no graph, so its hooks are called here.
+
+    `exact`: the gradient in a wider dtype. It stays with the parameter's gradient, and sums are made in it, so that
+    micro-batches round once and not each; it dies with that gradient, and does not count if somebody changed it.
+    """
     for hook in (parameter._backward_hooks or {}).values():
         changed = hook(gradient)
-        gradient = gradient if changed is None else changed
-    if parameter.grad is not None:
+        gradient, exact = (gradient, exact) if changed is None else (changed, None)
+    if parameter.grad is None:
+        parameter.grad = gradient
+    elif exact is None:
         parameter.grad.add_(gradient)
     else:
-        parameter.grad = gradient
+        earlier, version = getattr(parameter.grad, _EXACT, (exact, -1))
+        # The sum stays in the older tensor: the newer one is held by its backup until compute has waited for it.
+        exact = earlier.add_(exact) if version == parameter.grad._version else exact.add_(parameter.grad)
+        parameter.grad.copy_(exact)
+    if exact is not None:
+        setattr(parameter.grad, _EXACT, (exact, parameter.grad._version))
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():
         hook(parameter)

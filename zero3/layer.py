@@ -80,6 +80,11 @@ class Zero3Layer(nn.Module):
         """This rank's trainable chunks, 1-D `[S]`, one a dtype, of this layer and those inside it; [] if it has none."""
         return [chunk for layer in layers_of(self) for chunk in layer._state.trainable()]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the first floating chunk, in which values are stored and updated. See `report` for what is computed in what."""
+        return floating_dtype(self)
+
     # -- one call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,8 +181,9 @@ def run_sharded(runtime: Runtime, state: LayerState, entry: nn.Module, module: C
     """One forward of a sharded module: fetched before, released after. `entry`: what the user called, if it is the outermost."""
     with runtime.forward_pass(entry):
         runtime.pre_forward(state)
+        args, kwargs = state.casting.inputs(args, kwargs)
         with _uncached_autocast():
-            output = module(*args, **kwargs)
+            output = state.casting.output(module(*args, **kwargs))
         holder = module if isinstance(module, nn.Module) else entry
         return runtime.post_forward(state, output, kept=(args, kwargs, _attributes(holder)))
 
@@ -199,6 +205,12 @@ def is_layer(module: nn.Module) -> bool:
 def layers_of(model: nn.Module) -> list[Zero3Layer]:
     """Every layer in `model`, outer before inner, once."""
     return [module for module in model.modules() if isinstance(module, Zero3Layer)]
+
+
+def floating_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of the first floating parameter, as Hugging Face's `model.dtype`; torch's default if it has none."""
+    dtypes = (chunk.shard.dtype for layer in layers_of(model) for chunk in layer._state.chunks)
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.get_default_dtype())
 
 
 def adopt(root: nn.Module, *, ordered: bool, outer: Sequence[LayerState] = ()) -> Runtime:

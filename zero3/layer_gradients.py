@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 
 from torch import Tensor
@@ -27,28 +28,30 @@ class LayerGradients:
         self._hooked: dict[int, Bound] = {}  # by the id of the parameter
 
     def add_chunk(self, chunk: Chunk) -> None:
-        mean = self._policy.gradient_reduction == "mean"
-        self._flat[chunk] = FlatGradient(chunk, self._communicator, mean=mean, naming=self._naming)
+        self._flat[chunk] = FlatGradient(chunk, self._communicator, self._policy, self._naming)
 
     def hook(self, bound: Bound) -> None:
         """From now on, what autograd accumulates into the parameter goes to its chunk's flat gradient."""
-        parameter = bound.binding.parameter
-        known = id(parameter) in self._hooked
+        parameter, key, gradients = bound.binding.parameter, id(bound.binding.parameter), weakref.ref(self)
+        known = key in self._hooked
         if not parameter.requires_grad:
             return
-        self._hooked[id(parameter)] = bound
+        self._hooked[key] = bound
         if known:
             return
 
-        def take(leaf: Tensor) -> None:
+        def take(leaf: Tensor) -> None:  # holds neither the parameter nor us: collectors of garbage do not see into hooks
             with as_plain_tensors():  # it may be released by now
                 value, leaf.grad = leaf.grad, None
-            if value is not None:
-                place = self._hooked[id(parameter)]
-                self._flat[place.chunk].add(place.index, value)
+            if value is not None and (ours := gradients()) is not None:
+                ours._take(key, value)
 
         with as_plain_tensors():
             parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+
+    def _take(self, key: int, value: Tensor) -> None:
+        place = self._hooked[key]
+        self._flat[place.chunk].add(place.index, value)
 
     def watch(self, on_first: Callable[[], None]) -> None:
         for gradient in self._flat.values():

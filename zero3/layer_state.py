@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 
 from .autograd import restore_versions
 from .binding import Binding, Bound, remember_order, restore_order
+from .casting import Casting
 from .chunk import Chunk
 from .collectives import Communicator
 from .failures import NamingFailures, Subject
@@ -44,6 +45,7 @@ class LayerState:
         self.communicator = communicator
         self.device = device
         self.policy = policy
+        self.casting = Casting(policy)
         self.chunks: list[Chunk] = []
         self.bound: list[Bound] = []
         self.presence = Presence.RELEASED
@@ -52,6 +54,7 @@ class LayerState:
         self.meta_buffers: list[tuple[nn.Module, str, str]] = []  # owner, attribute, name: to be filled before use
         self._gathering = NamingFailures(communicator, "gathering", self.subject)
         self._pins = 0
+        self._as_stored = False  # while pinned: parameters are shown in the chunks' dtypes, although they compute in another
         self.resident = 0  # contexts in which ranks go their own ways
         self.gradients = LayerGradients(communicator, policy, self.subject)
         self._versions: list[int] = []  # of the parameters, as graphs know them
@@ -60,7 +63,7 @@ class LayerState:
         """Takes over the parameters of `bindings` (in the order of the slots); they are hidden from now on."""
         self.chunks.append(chunk)
         self.gradients.add_chunk(chunk)
-        empty = not_a_number(chunk.shard.dtype, chunk.shard.device)
+        empty = not_a_number(chunk.compute_dtype, chunk.shard.device)
         remember_order(bindings)
         for index, binding in enumerate(bindings):
             stand_in = empty.expand(binding.parameter.shape)
@@ -100,11 +103,16 @@ class LayerState:
 
     def full_nbytes(self) -> int:
         """Bytes of the layer's full buffers while it is fetched."""
-        return sum(chunk.layout.padded_numel * chunk.shard.element_size() for chunk in self.chunks)
+        return sum(chunk.layout.padded_numel * chunk.compute_dtype.itemsize for chunk in self.chunks)
 
     # -- fetch and release
 
     def fetch(self) -> None:
+        if self._as_stored:
+            raise RuntimeError(
+                f"rank {self.communicator.rank}: layer {self.label} was to compute inside zero3.full_params(), where its parameters are "
+                f"as they are stored, not in param_dtype={self.policy.param_dtype}. Use `with zero3.resident(model):` to compute."
+            )
         self.start_fetch()
         self.finish_fetch()
 
@@ -113,6 +121,9 @@ class LayerState:
             return
         self._check_loaded()
         self.presence = Presence.FETCHING
+        if self._as_stored:
+            for chunk in self.chunks:
+                chunk.show_as_stored()
         with self._gathering:
             for chunk in self.chunks:
                 chunk.start_fetch(self.lanes.fetch)
@@ -163,9 +174,8 @@ class LayerState:
 
     def check_unwritten(self) -> None:
         """Raises if a parameter was changed in place since it was shown: with the full buffer, the change would be lost."""
-        lost = self.communicator.world_size > 1 and not self._pins
         for bound, version in zip(self.bound, self._versions, strict=True):
-            if lost and bound.binding.parameter._version != version:
+            if not self._pins and not bound.chunk.resident and bound.binding.parameter._version != version:
                 raise RuntimeError(
                     f"rank {self.communicator.rank}: while layer {self.label} computed, parameter {bound.binding.name!r} was changed "
                     "in place, which the ranks' chunks can't follow. Change it between steps, inside "
@@ -175,7 +185,7 @@ class LayerState:
     def _hide(self) -> None:
         self._versions = [bound.binding.parameter._version for bound in self.bound]
         for bound in self.bound:
-            bound.binding.hide(bound.value if self.communicator.world_size == 1 else bound.stand_in)
+            bound.binding.hide(bound.value if bound.chunk.resident else bound.stand_in)
 
     def _spoil(self) -> None:
         """A graph that comes to a hidden parameter must raise torch's error, not read what it finds."""
@@ -191,10 +201,25 @@ class LayerState:
 
     # -- access outside a forward
 
-    def pin(self) -> None:
-        """Fetched until unpinned: parameters stand in the modules, and the chunks do not."""
+    def pin(self, *, to_compute: bool = False) -> None:
+        """Fetched until unpinned: parameters stand in the modules, and the chunks do not.
+
+        `to_compute`: as in a forward; otherwise in the dtypes they are stored in.
+        """
         self.release()  # a layer kept for a backward may be older than the last optimizer step
-        self.fetch()
+        stored = not to_compute and any(chunk.casts for chunk in self.chunks)
+        if self._pins and stored != self._as_stored:
+            raise RuntimeError(
+                f"rank {self.communicator.rank}: zero3.full_params shows layer {self.label} as it is stored, zero3.resident in "
+                f"param_dtype={self.policy.param_dtype}: leave one before you enter the other"
+            )
+        self._as_stored = stored
+        try:
+            self.start_fetch()
+            self.finish_fetch()
+        except BaseException:
+            self._as_stored = False
+            raise
         self._pins += 1
         if self._pins == 1:
             for name in self.chunk_names():
@@ -216,6 +241,7 @@ class LayerState:
             for chunk in self.chunks:
                 chunk.lend()
             self.release()
+            self._as_stored = False
 
     @property
     def pinned(self) -> bool:

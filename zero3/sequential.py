@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from .agreement import agree
 from .collectives import any_device_of, communicator_for
-from .layer import Zero3Layer, adopt, layers_of
+from .layer import Zero3Layer, adopt, floating_dtype, layers_of
 
 __all__: list[str] = []
 
@@ -46,6 +47,11 @@ class Zero3Sequential(nn.Module):
     def get_trainable_chunk(self) -> list[nn.Parameter]:
         """This rank's trainable chunks, 1-D `[S]`, of all layers in order: what any optimizer takes."""
         return [chunk for layer in layers_of(self) for chunk in layer._state.trainable()]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the first floating chunk, in which values are stored and updated. See `report` for what is computed in what."""
+        return floating_dtype(self)
 
     def __len__(self) -> int:
         return len(self._layers)

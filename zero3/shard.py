@@ -25,6 +25,7 @@ __all__: list[str] = []
 _log = logging.getLogger("zero3")
 
 M = TypeVar("M", bound=nn.Module)
+PolicyOf = Callable[[str, nn.Module], ShardingPolicy]
 
 
 def shard(
@@ -35,7 +36,7 @@ def shard(
     world_size: int | None = None,
     device: torch.device | str | int | None = None,
     dtype: torch.dtype | None = None,
-    policy: ShardingPolicy = ShardingPolicy(),  # noqa: B008 (frozen)
+    policy: ShardingPolicy | PolicyOf = ShardingPolicy(),  # noqa: B008 (frozen)
     process_group: Any = None,
 ) -> M:
     """Shards `model` in place, whatever its class; it goes on being called, and generating, as before.
@@ -52,7 +53,9 @@ def shard(
             * ends: what `get_input_embeddings()` and `get_output_embeddings()` return, or without these every
               `nn.Embedding`; and each `nn.Linear` right under the model. Unless they are in a block, or tied.
 
-        rank, world_size, device, dtype, policy, process_group: as for `Zero3Layer`; the whole model computes on one device.
+        policy: one for all layers, of which the root alone casts its output; or `(name, module) -> ShardingPolicy`, asked
+            for every layer, and for the root with the name "" (its prefetch_depth and separate_backup_group count for all).
+        rank, world_size, device, dtype, process_group: as for `Zero3Layer`; the whole model computes on one device.
 
     A parameter that stands in several layers (tied), and everything outside of them, belongs to the root's own layer. It is
     fetched when the model, or a module outside the layers, is called, and kept to the end of backward. One line of the log
@@ -63,8 +66,9 @@ def shard(
         TypeError: `layers` is none of the above, or `model` no module.
         RuntimeError: as for `Zero3Layer`. Every rank raises the same error, and then nothing has changed.
     """
-    common = Request(model, rank, world_size, device, dtype, policy, process_group, label=f"the root ({type(model).__name__})")
-    plan = _agreed_plan(common, layers)
+    one = policy if isinstance(policy, ShardingPolicy) else ShardingPolicy()
+    common = Request(model, rank, world_size, device, dtype, one, process_group, label=f"the root ({type(model).__name__})")
+    plan = _agreed_plan(common, layers, policy)
     for request in plan.layers:
         _put(model, request.module, Zero3Layer.from_request(request))
     root = build_state(plan.root, is_layer)
@@ -79,12 +83,12 @@ class _Plan:
     root: Request
 
 
-def _agreed_plan(common: Request, layers: Layers) -> _Plan:
+def _agreed_plan(common: Request, layers: Layers, policy: ShardingPolicy | PolicyOf) -> _Plan:
     """What becomes of each part of the model, found to be possible on every rank before anything changes."""
     error: Exception | None = None
     plan = _Plan([], common)
     try:
-        plan = _plan(common, layers)
+        plan = _with_policies(_plan(common, layers), policy)
     except (TypeError, ValueError) as caught:
         error = caught
     own = {id(request.module) for request in plan.layers}
@@ -107,6 +111,19 @@ def _plan(common: Request, layers: Layers) -> _Plan:
     parts = [replace(common, module=m, label=f"{name!r} ({type(m).__name__})", elsewhere=elsewhere) for name, m in chosen]
     parts.sort(key=lambda part: sum(id(inner) in ids for inner in part.module.modules()))  # a shared one may lie in several
     return _Plan(parts, replace(common, borrowed=tuple(tied.values())))
+
+
+def _with_policies(plan: _Plan, policy: ShardingPolicy | PolicyOf) -> _Plan:
+    if isinstance(policy, ShardingPolicy):
+        inner = replace(policy, output_dtype=None)
+        return _Plan([replace(part, policy=inner) for part in plan.layers], replace(plan.root, policy=policy))
+    if not callable(policy):
+        raise TypeError(f"policy must be a zero3.ShardingPolicy or (name, module) -> ShardingPolicy, found {type(policy).__name__}")
+    names = {id(module): name for name, module in plan.root.module.named_modules()}
+    return _Plan(
+        [replace(part, policy=policy(names[id(part.module)], part.module)) for part in plan.layers],
+        replace(plan.root, policy=policy("", plan.root.module)),
+    )
 
 
 def _put(model: nn.Module, module: nn.Module, layer: Zero3Layer) -> None:

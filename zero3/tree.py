@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
+from dataclasses import fields, is_dataclass
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +33,40 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             else:
                 following.extend(_held_by(item))
         level = following
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same nest of lists, tuples, dicts and dataclasses with `function` of every tensor; what has none stays the same object.
+
+    Other objects (caches, configurations) are left as they are, with what they hold: they are not ours to copy.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return _rebuilt(
+            value,
+            {key: (item, map_tensors(function, item)) for key, item in value.items()},
+            lambda new, key, item: new.__setitem__(key, item),
+        )
+    if isinstance(value, (list, tuple)):
+        mapped = [map_tensors(function, item) for item in value]
+        if all(new is old for new, old in zip(mapped, value, strict=True)):
+            return value
+        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
+    if is_dataclass(value) and not isinstance(value, type):
+        items = {field.name: getattr(value, field.name, None) for field in fields(value)}
+        return _rebuilt(value, {name: (item, map_tensors(function, item)) for name, item in items.items()}, object.__setattr__)
+    return value
+
+
+def _rebuilt(value: Any, items: dict[Any, tuple[Any, Any]], put: Callable[[Any, Any, Any], object]) -> Any:
+    changed = {key: new for key, (old, new) in items.items() if new is not old}
+    if not changed:
+        return value
+    rebuilt = copy(value)
+    for key, item in changed.items():
+        put(rebuilt, key, item)
+    return rebuilt
 
 
 def _held_by(value: Any) -> Iterable[Any]:
