@@ -1,6 +1,6 @@
 """zero3: full sharding (ZeRO-3) of PyTorch models. Wrap layers, pass their chunks to any optimizer, train as always."""
 
-from .access import full_params, get_trainable_chunk, reset, resident
+from .access import full_params, get_trainable_chunk, no_sync, reset, resident
 from .checkpoint.full_state import full_state_dict, load_full_state_dict
 from .checkpoint.pretrained import load_pretrained
 from .layer import Zero3Layer
@@ -19,6 +19,7 @@ __all__ = [
     "get_trainable_chunk",
     "load_full_state_dict",
     "load_pretrained",
+    "no_sync",
     "reset",
     "resident",
     "shard",

@@ -48,9 +48,13 @@ class Backward:
         self._backup_communicator = backup_communicator
         self._device = device
         self._depth = depth
-        self._order: ForwardOrder[tuple[LayerState, ...]] = ForwardOrder()  # of the tapes: nested backwards have their own
+        self._order: ForwardOrder[tuple[tuple[LayerState, ...], tuple[bool, ...]]] = (
+            ForwardOrder()
+        )  # of the tapes: nested backwards have their own
         self._touched: list[LayerTape] = []  # the tapes it has come to
         self._backups: deque[Backup] = deque()
+        self._reduces = False  # whether this backward reduces anything: `autograd.grad` does not
+        self._owes = False  # whether `no_sync` was ever used
         self._ending = EndOfBackward()  # of the present one
         self._outer_ending = EndOfBackward()  # of one that recomputes layers and runs backwards of its own through them
 
@@ -111,6 +115,7 @@ class Backward:
             tape.rewind()
         self._touched.clear()
         self.frames.clear()
+        self._reduces = False
         self._ending.forget()
         if self._outer_ending.missed:
             self._outer_ending.forget()
@@ -118,6 +123,15 @@ class Backward:
             state.reset()
             if broken:
                 state.gradients.drop()
+        self._forget_zeroed()
+
+    def _forget_zeroed(self) -> None:
+        """What `no_sync` kept, and the user has given up since. Where nothing shows that, what was given up elsewhere does."""
+        if not self._owes:
+            return
+        zeroed = [state for state in self.layers if state.gradients.forget_zeroed()]
+        for state in self.layers if zeroed else ():
+            state.gradients.forget_unseen()
 
     def _before(self, tape: LayerTape, call: LayerCall) -> None:
         """A gradient is about to flow into the graph of `call`."""
@@ -137,11 +151,13 @@ class Backward:
 
     def _touch(self, tape: LayerTape) -> None:
         signature = tape.signature()
-        if not self._order.advance(signature):
-            names = [state.name_among_ranks for state in signature]
+        deferred = tuple(state.gradients.deferred for state in signature)
+        if not self._order.advance((signature, deferred)):
+            names = [state.name_among_ranks + " under no_sync" * waits for state, waits in zip(signature, deferred, strict=True)]
             agree(self._communicator, self._device, "the layers that take part in backward", names)
         # `autograd.grad` writes no parameter's gradient: then nothing is reduced
         tape.reduces = accumulates_everywhere() or any(state.gradients.expected() for state in dict.fromkeys(reversed(signature)))
+        self._reduces = self._reduces or tape.reduces
         tape.task = backward_task()
         self._touched.append(tape)
 
@@ -163,6 +179,7 @@ class Backward:
         self._touched.remove(tape)
 
     def _back_up(self, state: LayerState) -> None:
+        self._owes = self._owes or state.gradients.deferred
         while len(self._backups) >= max(1, self._depth):
             self._backups.popleft().wait()
         self._backups.extend(state.gradients.back_up(state.lanes.backup, self._backup_communicator))
@@ -178,6 +195,7 @@ class Backward:
             return
         if self._ending.missed:
             self.reset()
+        self._forget_zeroed()
         self._ending.wait(then=self._end)
         self._order.begin()
 
@@ -185,9 +203,10 @@ class Backward:
         for tape in sorted(self._touched, key=lambda tape: -tape.serial):
             self._finish(tape)
         for state in self.layers:
-            if state.gradients.pending():
+            if state.gradients.pending() or (self._owes and self._reduces and state.gradients.due()):
                 self._back_up(state)
         self._drain_backups()
+        self._reduces = False
         for state in self.layers:
             self.release(state)
         self._order.learn()

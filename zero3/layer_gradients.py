@@ -26,6 +26,7 @@ class LayerGradients:
         self._naming = NamingFailures(communicator, "reducing the gradients of", subject)
         self._flat: dict[Chunk, FlatGradient] = {}
         self._hooked: dict[int, Bound] = {}  # by the id of the parameter
+        self.deferrals = 0  # `no_sync` contexts that it is in
 
     def add_chunk(self, chunk: Chunk) -> None:
         self._flat[chunk] = FlatGradient(chunk, self._communicator, self._policy, self._naming)
@@ -58,25 +59,57 @@ class LayerGradients:
             gradient.on_first = on_first
 
     def pending(self) -> bool:
-        """Whether gradients have come in that no backup has taken."""
+        """Whether gradients have come in, in this backward, that no backup has taken."""
         return any(gradient.pending for gradient in self._flat.values())
+
+    def due(self) -> bool:
+        """Whether an earlier backward, under `no_sync`, has left its reduction to one like the present."""
+        return not self.deferred and any(gradient.owed for gradient in self._flat.values())
 
     def expected(self) -> bool:
         """Whether the backward that runs now writes gradients of this layer's parameters."""
         return accumulates_into(bound.binding.parameter for bound in self._hooked.values())
 
     def back_up(self, lane: Lane, communicator: Communicator) -> list[Backup]:
-        """Begins to reduce the gradients of all trainable chunks."""
-        return [gradient.back_up(lane, communicator) for chunk, gradient in self._flat.items() if chunk.shard.requires_grad]
+        """Begins to reduce the gradients of all trainable chunks; under `no_sync`, keeps them."""
+        trained = [gradient for chunk, gradient in self._flat.items() if chunk.shard.requires_grad]
+        if not self.deferred:
+            return [gradient.back_up(lane, communicator) for gradient in trained]
+        for gradient in trained:
+            gradient.keep()
+        return []
+
+    @property
+    def deferred(self) -> bool:
+        """Whether reductions wait. On one rank there are none to save, and memory to lose."""
+        return self.deferrals > 0 and self._communicator.world_size > 1
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiplies all that backwards have left here by `factor`, 0-dim."""
+        for gradient in self._flat.values():
+            gradient.scale(factor)
 
     def drop_pending(self) -> None:
+        """What a backward that did not end has brought; with it, what was kept, for the two are one sum."""
         for gradient in self._flat.values():
-            gradient.drop()
+            if gradient.pending:
+                gradient.drop()
 
     def drop(self) -> None:
-        for chunk in self._flat:
+        for chunk, gradient in self._flat.items():
+            gradient.drop()
             for part in chunk.parts:
                 part.parameter.grad = None
+
+    def forget_zeroed(self) -> bool:
+        """Between backwards: drops kept sums whose gradients were zeroed; whether there were any."""
+        zeroed = [gradient for gradient in self._flat.values() if gradient.forget_zeroed()]
+        return bool(zeroed)
+
+    def forget_unseen(self) -> None:
+        for gradient in self._flat.values():
+            if gradient.unseen:
+                gradient.drop()
 
     def follow_requires_grad(self, chunk: Chunk, members: Iterable[Bound]) -> None:
         """A chunk frozen or unfrozen as a whole takes its parameters along."""

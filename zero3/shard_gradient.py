@@ -18,6 +18,16 @@ _STILL_A_SLICE = frozenset({Tensor.detach, Tensor.data.__get__})  # type: ignore
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 
 
+_SEEN_WITHOUT_VALUES = frozenset(
+    {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf")}
+    | {Tensor._version.__get__, Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.stride}  # type: ignore[attr-defined]
+    | {Tensor.requires_grad_, Tensor.detach_}
+)
+
+
+_IS_SPARSE = Tensor.is_sparse.__get__  # type: ignore[attr-defined]
+
+
 class ShardGradient(Tensor):
     """A gradient `[S]` of one rank's chunk; every operation but those below sees a plain tensor.
 
@@ -53,3 +63,39 @@ class ShardGradient(Tensor):
             found_inf = args[1]
             next(g for g in args[0] if isinstance(g, cls)).communicator.all_reduce(found_inf, maximum=True)
         return result
+
+
+class AwaitedGradient(Tensor):
+    """In place of a chunk's gradient while `no_sync` keeps what it will be. Its shape can be seen, its values can't.
+
+    It stands in nobody's way (optimizers may drop it or zero it, and then what was kept is dropped) and takes no memory;
+    a step that would use it comes too early, and is told so when it asks whether the gradient is sparse: optimizers do that
+    before they change anything. (`zero_grad` does too, but after it has detached the gradient.)
+    """
+
+    zeroed: bool  # or about to be
+
+    @classmethod
+    def like(cls, parameter: Tensor) -> AwaitedGradient:
+        awaited = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape).as_subclass(cls)
+        awaited.zeroed = False
+        return awaited
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.zero_, torch._foreach_zero_):
+            for gradient in args[0] if func is torch._foreach_zero_ else args[:1]:
+                if not isinstance(gradient, cls):
+                    gradient.zero_()
+            return args[0]
+        if func in (Tensor.requires_grad_, Tensor.detach_):
+            args[0].zeroed = True
+        if func not in _SEEN_WITHOUT_VALUES and not (func is _IS_SPARSE and args[0].zeroed):
+            raise RuntimeError(
+                "this gradient is not known yet: all backwards since the last step ran inside zero3.no_sync(model). Run the last "
+                "micro-batch's backward outside of it, then clip and step."
+            )
+        with as_plain_tensors():
+            return func(*args, **(kwargs or {}))
