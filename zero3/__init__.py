@@ -5,6 +5,7 @@ from .checkpoint.full_state import full_state_dict, load_full_state_dict
 from .checkpoint.pretrained import load_pretrained
 from .layer import Zero3Layer
 from .optim.clip import clip_grad_norm_
+from .optim.token_mean import backward
 from .policy import ShardingPolicy
 from .sequential import Zero3Sequential
 from .shard import shard
@@ -13,6 +14,7 @@ __all__ = [
     "ShardingPolicy",
     "Zero3Layer",
     "Zero3Sequential",
+    "backward",
     "clip_grad_norm_",
     "full_params",
     "full_state_dict",

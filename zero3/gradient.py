@@ -18,6 +18,7 @@ from .streams import Done, Lane, Mark
 
 __all__: list[str] = []
 
+TOKENS = "_zero3_tokens"  # on a gradient: over how many tokens it is the mean, 0-dim, and its version then
 _EXACT = "_zero3_exact"  # on a gradient: what it was rounded from, and its version then
 
 
@@ -92,6 +93,8 @@ class FlatGradient:
             parameter = part.parameter
             if parameter.requires_grad and (parameter.grad is None or isinstance(parameter.grad, AwaitedGradient)):
                 parameter.grad = AwaitedGradient.like(parameter)
+            if parameter.grad is not None:
+                vars(parameter.grad).pop(TOKENS, None)
         seen = [(part, part.parameter.grad) for part in self._chunk.parts]
         self._kept = [(part, gradient, gradient._version) for part, gradient in seen if gradient is not None]
 
@@ -187,6 +190,7 @@ def _accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None)
         # The sum stays in the older tensor: the newer one is held by its backup until compute has waited for it.
         exact = earlier.add_(exact) if version == parameter.grad._version else exact.add_(parameter.grad)
         parameter.grad.copy_(exact)
+    vars(parameter.grad).pop(TOKENS, None)
     if exact is not None:
         setattr(parameter.grad, _EXACT, (exact, parameter.grad._version))
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():
