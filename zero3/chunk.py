@@ -135,6 +135,11 @@ class Chunk:
             self._in_flight.wait()
             self._in_flight = None
 
+    def outdated(self) -> Tensor:
+        """Whether the chunk holds other values than its place in the full buffer, 0-dim."""
+        own = self.full.tensor[slice(*self.layout.chunk_range(self._communicator.rank))]
+        return (own != self.shard.data.to(own.dtype)).any()
+
     def release(self) -> None:
         self.finish_fetch()
         if self._computing is not None:

@@ -86,13 +86,13 @@ class FlatGradient:
             mark = lane.complete(pending, lambda: self._land(summed, landed))
         return Backup(mark, (full, summed, landed), self._naming)
 
-    def keep(self) -> None:
+    def keep(self, look: Callable[[], bool]) -> None:
         """Leaves what has come in for a later backward. Until then the optimizer's gradients are such that it can't use them."""
         self.pending, self.owed = False, True
         for part in self._chunk.parts:
             parameter = part.parameter
             if parameter.requires_grad and (parameter.grad is None or isinstance(parameter.grad, AwaitedGradient)):
-                parameter.grad = AwaitedGradient.like(parameter)
+                parameter.grad = AwaitedGradient.like(parameter, look)
             if parameter.grad is not None:
                 vars(parameter.grad).pop(TOKENS, None)
         seen = [(part, part.parameter.grad) for part in self._chunk.parts]
@@ -114,7 +114,7 @@ class FlatGradient:
                 self._full.mul_(now.as_subclass(Tensor).any())  # in place: without asking the device what it holds
         return False
 
-    def scale(self, factor: Tensor) -> None:
+    def scale(self, factor: Tensor, look: Callable[[], bool]) -> None:
         """Multiplies what the chunk's gradient holds, and what was kept to join it, by `factor`, 0-dim."""
         if self._full is not None:
             self._full.mul_(factor)
@@ -128,7 +128,7 @@ class FlatGradient:
                 else:
                     gradient.mul_(factor)
         if self.owed:
-            self.keep()
+            self.keep(look)
 
     def drop(self) -> None:
         self._full = None
@@ -181,8 +181,10 @@ def _accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None)
     for hook in (parameter._backward_hooks or {}).values():
         changed = hook(gradient)
         gradient, exact = (gradient, exact) if changed is None else (changed, None)
-    if parameter.grad is None or isinstance(parameter.grad, AwaitedGradient):
+    if parameter.grad is None:
         parameter.grad = gradient
+    elif isinstance(parameter.grad, AwaitedGradient):
+        parameter.grad.become(gradient)
     elif exact is None:
         parameter.grad.add_(gradient)
     else:

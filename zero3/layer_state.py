@@ -155,6 +155,19 @@ class LayerState:
             self.presence = Presence.KEPT
             self._spoil()
 
+    def put_away(self) -> None:
+        """Where layers are released as a matter of course: those that the policy keeps whole are only hidden."""
+        if self.policy.shards_parameters or self.presence is Presence.FETCHING:
+            self.release()
+        else:
+            self.keep()
+
+    def outdated(self) -> Tensor:
+        """Whether a layer that was kept has to be gathered anew, on this rank, 0-dim."""
+        if self.presence is not Presence.KEPT:
+            return torch.ones((), dtype=torch.bool, device=self.device)
+        return torch.stack([chunk.outdated() for chunk in self.chunks if not chunk.resident]).any()
+
     def release(self) -> None:
         if self._pins or self.presence is Presence.RELEASED:
             return
@@ -191,13 +204,16 @@ class LayerState:
         """A graph that comes to a hidden parameter must raise torch's error, not read what it finds."""
         increment_version([bound.binding.parameter for bound in self.bound if bound.chunk.guarded])
 
-    def reset(self) -> None:
+    def reset(self, *, broken: bool = True) -> None:
         """Whatever was under way is dropped. Transfers are waited for first (their buffers must not be written later)."""
         self.gradients.drop_pending()
         if self.presence is Presence.FETCHING:
             for chunk in self.chunks:
                 chunk.abandon_fetch()
-        self.release()
+        if broken:
+            self.release()
+        else:
+            self.put_away()
 
     # -- access outside a forward
 

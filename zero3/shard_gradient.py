@@ -66,20 +66,31 @@ class ShardGradient(Tensor):
 
 
 class AwaitedGradient(Tensor):
-    """In place of a chunk's gradient while `no_sync` keeps what it will be. Its shape can be seen, its values can't.
+    """In place of a chunk's gradient while what it will be is kept unreduced. Its shape can be seen, its values can't.
 
-    It stands in nobody's way (optimizers may drop it or zero it, and then what was kept is dropped) and takes no memory;
-    a step that would use it comes too early, and is told so when it asks whether the gradient is sparse: optimizers do that
-    before they change anything. (`zero_grad` does too, but after it has detached the gradient.)
+    It stands in nobody's way (optimizers may drop it or zero it, and then what was kept is dropped) and takes no memory.
+    Whoever looks at its values has them reduced, and it becomes what comes of that; under `no_sync` he is told that it is
+    too early, and that when he asks whether the gradient is sparse: optimizers do that before they change anything.
+    (`zero_grad` does too, but after it has detached the gradient.)
     """
 
     zeroed: bool  # or about to be
+    look: Callable[[], bool]  # has it reduced; whether that may be
 
     @classmethod
-    def like(cls, parameter: Tensor) -> AwaitedGradient:
-        awaited = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape).as_subclass(cls)
-        awaited.zeroed = False
+    def like(cls, parameter: Tensor, look: Callable[[], bool]) -> AwaitedGradient:
+        nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        awaited = torch.Tensor._make_subclass(cls, nothing.expand(parameter.shape))  # no view: that would hold `nothing` for life
+        awaited.zeroed, awaited.look = False, look
         return awaited
+
+    def become(self, gradient: Tensor) -> None:
+        """The same object from now on is `gradient`: an optimizer may have it in hand already."""
+        with as_plain_tensors():
+            self.data = gradient
+        vars(self).clear()
+        vars(self).update(vars(gradient))
+        self.__class__ = type(gradient)  # type: ignore[assignment]
 
     @classmethod
     def __torch_function__(
@@ -93,9 +104,15 @@ class AwaitedGradient(Tensor):
         if func in (Tensor.requires_grad_, Tensor.detach_):
             args[0].zeroed = True
         if func not in _SEEN_WITHOUT_VALUES and not (func is _IS_SPARSE and args[0].zeroed):
+            if next(each for each in _flat(args) if isinstance(each, cls)).look():
+                return func(*args, **(kwargs or {}))
             raise RuntimeError(
                 "this gradient is not known yet: all backwards since the last step ran inside zero3.no_sync(model). Run the last "
                 "micro-batch's backward outside of it, then clip and step."
             )
         with as_plain_tensors():
             return func(*args, **(kwargs or {}))
+
+
+def _flat(values: Any) -> list[Any]:
+    return [inner for value in values for inner in (_flat(value) if isinstance(value, (list, tuple)) else [value])]
