@@ -119,7 +119,7 @@ class Chunk:
             return
         self.full.allocate()
         with lane.issue():
-            pending = self._communicator.all_gather(self.full.tensor, self._outgoing())
+            pending = self._communicator.all_gather(self.full.tensor, self._outgoing(), self.layout.bounds)
             self._in_flight = lane.complete(pending)
 
     def _outgoing(self) -> Tensor:
@@ -176,7 +176,8 @@ class Chunk:
         """Rank 0's full buffer, cut into everybody's chunks."""
         zero_padding(self.full.tensor, self.layout)
         if self._communicator.world_size > 1:
-            self._communicator.scatter(self.shard.data, self.full.tensor if self._communicator.rank == 0 else None)
+            full = self.full.tensor if self._communicator.rank == 0 else None
+            self._communicator.scatter(self.shard.data, full, self.layout.bounds)
             torch.autograd.graph.increment_version(self.shard)
         self.unloaded.clear()
 

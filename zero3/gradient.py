@@ -76,13 +76,13 @@ class FlatGradient:
     def back_up(self, lane: Lane, communicator: Communicator) -> Backup:
         """Begins to reduce what has come in (zeros, if nothing has) into this rank's slice; frees this object's buffer."""
         full = self._take()
-        summed = full if communicator.world_size == 1 else full.new_empty(self._chunk.layout.shard_numel)
+        summed = full if communicator.world_size == 1 else full.new_empty(self._chunk.shard.numel())
         dtype = self._chunk.shard.dtype
         landed = summed if dtype == self._dtype else torch.empty_like(summed, dtype=dtype)
         with self._naming, lane.issue():
             if self._divide_first > 1:
                 full.div_(self._divide_first)
-            pending = Done() if summed is full else communicator.reduce_scatter(summed, full)
+            pending = Done() if summed is full else communicator.reduce_scatter(summed, full, self._chunk.layout.bounds)
             mark = lane.complete(pending, lambda: self._land(summed, landed))
         return Backup(mark, (full, summed, landed), self._naming)
 
