@@ -5,6 +5,8 @@ from .checkpoint.full_state import full_state_dict, load_full_state_dict
 from .checkpoint.pretrained import load_pretrained
 from .layer import Zero3Layer
 from .optim.clip import clip_grad_norm_
+from .optim.groups import ParamInfo, param_groups
+from .optim.scaler import GradScaler
 from .optim.token_mean import backward
 from .policy import ShardingPolicy
 from .report import report
@@ -12,6 +14,8 @@ from .sequential import Zero3Sequential
 from .shard import shard
 
 __all__ = [
+    "GradScaler",
+    "ParamInfo",
     "ShardingPolicy",
     "Zero3Layer",
     "Zero3Sequential",
@@ -23,6 +27,7 @@ __all__ = [
     "load_full_state_dict",
     "load_pretrained",
     "no_sync",
+    "param_groups",
     "report",
     "reset",
     "resident",

@@ -70,6 +70,7 @@ class Part(NamedTuple):
     parameter: nn.Parameter
     start: int
     stop: int
+    whole: bool = False  # one of the model's parameters, in its own shape
 
 
 class Chunk:
@@ -80,6 +81,7 @@ class Chunk:
         self.shard = shard  # 1-D [S], of the dtype that the optimizer updates
         self.compute_dtype = compute_dtype  # of the full buffer, and on the way there
         self.parts = [Part(shard, 0, shard.numel())]  # what the optimizer updates: the shard itself, or what stands in for it
+        self.divided = False  # whether parts stand in for chunks anywhere in the model: ranks may hold different numbers of them
         self.unloaded: set[int] = set()  # slots that were on meta and have no values yet: to be filled before the first fetch
         self.trainable_when_wrapped = self.trains = shard.requires_grad  # trains: what its parameters have been told
         self._communicator = communicator
@@ -113,6 +115,7 @@ class Chunk:
 
     def start_fetch(self, lane: Lane) -> None:
         """Begins to gather. The lane waits for compute: for the optimizer's step, and for the buffer's last reader."""
+        self._adopt_values()
         if self.resident:
             if self.full.tensor.data_ptr() != self.shard.data_ptr():  # somebody gave the chunk other data
                 self.full = self._new_buffer()
@@ -128,6 +131,17 @@ class Chunk:
             return self.shard.data
         own = self.full.tensor[slice(*self.layout.chunk_range(self._communicator.rank))]
         return own.copy_(self.shard.data)
+
+    @torch.no_grad()
+    def _adopt_values(self) -> None:
+        """A part that was given other data (`parameter.data = values`) brings them here, and lies here again."""
+        address, size = self.shard.data_ptr(), self.shard.element_size()
+        for part in self.parts:
+            parameter = part.parameter
+            if parameter is not self.shard and parameter.numel() and parameter.data_ptr() != address + part.start * size:
+                home = self.shard.data[part.start : part.stop].view(parameter.shape)
+                parameter.data = home.copy_(parameter.data)
+                torch.autograd.graph.increment_version(self.shard)
 
     def finish_fetch(self) -> None:
         """Compute waits for the gather."""
