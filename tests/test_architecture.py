@@ -39,7 +39,7 @@ FLOORS = {
     "optim": 12, "checkpoint": 12,
     "checkpoint.full_state": 13,
     "checkpoint.fitting": 14,
-    "optim.dealing": 13, "optim.groups": 14,
+    "optim.check": 13, "optim.dealing": 13, "optim.groups": 14, "optim.norms": 15,
     "checkpoint.pretrained": 15,
     "": 16,
 }  # fmt: skip

@@ -23,7 +23,7 @@ WAYS: dict[str, Options | None] = {
 BAD = 2  # the step with an infinite loss
 
 
-def train(model: nn.Module, groups: Any, scaler: torch.amp.GradScaler, way: str, turn: tuple[int, int], bad_here: bool, unscale: bool) -> Any:
+def train(model: nn.Module, groups: Any, scaler: torch.amp.GradScaler, way: str, turn: Any, bad_here: bool, unscale: bool) -> Any:
     optimizer = torch.optim.AdamW(groups, lr=0.02, **({"foreach": False} if way == "loop" else {way: True}))
     stepped, scales, rank, world_size = [], [], *turn
     optimizer.register_step_post_hook(lambda *_: stepped.append(step))

@@ -4,8 +4,10 @@ from .access import full_params, get_trainable_chunk, no_sync, reset, resident
 from .checkpoint.full_state import full_state_dict, load_full_state_dict
 from .checkpoint.pretrained import load_pretrained
 from .layer import Zero3Layer
+from .optim.check import check_optimizer
 from .optim.clip import clip_grad_norm_
 from .optim.groups import ParamInfo, param_groups
+from .optim.norms import parameter_norms
 from .optim.scaler import GradScaler
 from .optim.token_mean import backward
 from .policy import ShardingPolicy
@@ -20,6 +22,7 @@ __all__ = [
     "Zero3Layer",
     "Zero3Sequential",
     "backward",
+    "check_optimizer",
     "clip_grad_norm_",
     "full_params",
     "full_state_dict",
@@ -28,6 +31,7 @@ __all__ = [
     "load_pretrained",
     "no_sync",
     "param_groups",
+    "parameter_norms",
     "report",
     "reset",
     "resident",

@@ -121,7 +121,7 @@ class _Plan:
     def ask(self, model: nn.Module, states: list[LayerState], options: Options) -> None:
         numbers: dict[str, int] = {}
         objects: list[Any] = []  # options that are neither numbers nor texts are told apart by identity
-        for name, state, bound in _named(model, states):
+        for name, state, bound in named_parameters(model, states):
             parameter = bound.binding.parameter
             self.order[state, bound.binding.name] = len(self.order)
             if not bound.chunk.shard.requires_grad:
@@ -143,7 +143,7 @@ class _Plan:
         return lambda slot: self.choices[state, slot.name]
 
 
-def _named(model: nn.Module, states: list[LayerState]) -> list[tuple[str, LayerState, Bound]]:
+def named_parameters(model: nn.Module, states: list[LayerState]) -> list[tuple[str, LayerState, Bound]]:
     """Every sharded parameter once, in the order and under the name (its first) that it has in the unwrapped model."""
     owners = {id(bound.binding.parameter): (state, bound) for state in states for bound in state.bound}
     found = []
