@@ -4,7 +4,11 @@ from .access import full_params, get_trainable_chunk, no_sync, reset, resident
 from .checkpoint.full_state import full_state_dict, load_full_state_dict
 from .checkpoint.pretrained import load_pretrained
 from .layer import Zero3Layer
+from .optim.check import check_optimizer
 from .optim.clip import clip_grad_norm_
+from .optim.groups import ParamInfo, param_groups
+from .optim.norms import parameter_norms
+from .optim.scaler import GradScaler
 from .optim.token_mean import backward
 from .policy import ShardingPolicy
 from .report import report
@@ -12,10 +16,13 @@ from .sequential import Zero3Sequential
 from .shard import shard
 
 __all__ = [
+    "GradScaler",
+    "ParamInfo",
     "ShardingPolicy",
     "Zero3Layer",
     "Zero3Sequential",
     "backward",
+    "check_optimizer",
     "clip_grad_norm_",
     "full_params",
     "full_state_dict",
@@ -23,6 +30,8 @@ __all__ = [
     "load_full_state_dict",
     "load_pretrained",
     "no_sync",
+    "param_groups",
+    "parameter_norms",
     "report",
     "reset",
     "resident",

@@ -13,7 +13,7 @@ from .chunk import Chunk, Part
 from .collectives import Communicator
 from .flat import view, zero_padding
 from .policy import ShardingPolicy
-from .shard_gradient import AwaitedGradient, ShardGradient
+from .shard_gradient import AwaitedGradient, PieceGradient, ShardGradient, WholeGradient
 from .streams import Done, Lane, Mark
 
 __all__: list[str] = []
@@ -76,13 +76,13 @@ class FlatGradient:
     def back_up(self, lane: Lane, communicator: Communicator) -> Backup:
         """Begins to reduce what has come in (zeros, if nothing has) into this rank's slice; frees this object's buffer."""
         full = self._take()
-        summed = full if communicator.world_size == 1 else full.new_empty(self._chunk.layout.shard_numel)
+        summed = full if communicator.world_size == 1 else full.new_empty(self._chunk.shard.numel())
         dtype = self._chunk.shard.dtype
         landed = summed if dtype == self._dtype else torch.empty_like(summed, dtype=dtype)
         with self._naming, lane.issue():
             if self._divide_first > 1:
                 full.div_(self._divide_first)
-            pending = Done() if summed is full else communicator.reduce_scatter(summed, full)
+            pending = Done() if summed is full else communicator.reduce_scatter(summed, full, self._chunk.layout.bounds)
             mark = lane.complete(pending, lambda: self._land(summed, landed))
         return Backup(mark, (full, summed, landed), self._naming)
 
@@ -161,15 +161,19 @@ class FlatGradient:
             landed.copy_(summed)
         if not narrows and divisor != 1:
             landed.div_(divisor)
-        if self._communicator.world_size > 1:
-            landed = ShardGradient.of(landed, self._communicator)
         for part in self._chunk.parts:
             if part.parameter.requires_grad:
-                _accumulate(part.parameter, _range(landed, part), _range(summed, part) if narrows else None)
+                _accumulate(part.parameter, self._guarded(_range(landed, part), part), _range(summed, part) if narrows else None)
+
+    def _guarded(self, gradient: Tensor, part: Part) -> Tensor:
+        if self._communicator.world_size == 1:
+            return gradient
+        kind = WholeGradient if part.whole else PieceGradient if self._chunk.divided else ShardGradient
+        return kind.of(gradient, self._communicator)
 
 
 def _range(flat: Tensor, part: Part) -> Tensor:
-    return flat if part.stop - part.start == flat.numel() else flat[part.start : part.stop]
+    return flat[part.start : part.stop].view(part.parameter.shape)
 
 
 def _accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None) -> None:

@@ -34,6 +34,20 @@ class LayerGradients:
     def add_chunk(self, chunk: Chunk) -> None:
         self._flat[chunk] = FlatGradient(chunk, self._communicator, self._policy, self._naming)
 
+    def replace_chunks(self, chunks: Iterable[Chunk], bound: Iterable[Bound]) -> None:
+        """The same parameters in other chunks."""
+        on_first = next((gradient.on_first for gradient in self._flat.values()), None)
+        before = self._flat
+        self._flat = {}
+        for chunk in chunks:
+            if chunk in before:
+                self._flat[chunk] = before[chunk]
+            else:
+                self.add_chunk(chunk)
+                self._flat[chunk].on_first = on_first
+        for each in bound:
+            self.hook(each)
+
     def hook(self, bound: Bound) -> None:
         """From now on, what autograd accumulates into the parameter goes to its chunk's flat gradient."""
         parameter, key, gradients = bound.binding.parameter, id(bound.binding.parameter), weakref.ref(self)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from .autograd import restore_versions
-from .binding import Binding, Bound, remember_order, restore_order
+from .binding import Binding, Bound, Owner, remember_order, restore_order
 from .casting import Casting
-from .chunk import Chunk
+from .chunk import Chunk, registered
 from .collectives import Communicator
 from .failures import NamingFailures, Subject
 from .flat import not_a_number
@@ -62,6 +62,7 @@ class LayerState:
     def add_chunk(self, chunk: Chunk, bindings: list[Binding]) -> None:
         """Takes over the parameters of `bindings` (in the order of the slots); they are hidden from now on."""
         self.chunks.append(chunk)
+        chunk.shard.zero3_state = Owner(self)  # type: ignore[attr-defined]
         self.gradients.add_chunk(chunk)
         empty = not_a_number(chunk.compute_dtype, chunk.shard.device)
         remember_order(bindings)
@@ -264,14 +265,17 @@ class LayerState:
         return self._pins > 0
 
     def chunk_names(self) -> dict[str, nn.Parameter | None]:
-        """The names under which the chunks are parameters: `trainable_chunk`, `frozen_chunk`, with dtypes if there are several."""
-        names: dict[str, nn.Parameter | None] = {}
-        for chunk in self.chunks:
-            name = "trainable_chunk" if chunk.trainable_when_wrapped else "frozen_chunk"
-            if sum(c.trainable_when_wrapped == chunk.trainable_when_wrapped for c in self.chunks) > 1:
-                name += f"_{str(chunk.shard.dtype).removeprefix('torch.')}"
-            names[name] = chunk.shard
-        return names
+        """The names under which chunks, or their parts, are parameters."""
+        return registered(self.chunks)
+
+    def replace_chunks(self, chunks: list[Chunk]) -> None:
+        """The same parameters in other chunks, while released; graphs made before are stale."""
+        places = {slot.name: (chunk, index) for chunk in chunks for index, slot in enumerate(chunk.layout.slots)}
+        moved = [Bound(bound.binding, *places[bound.binding.name], bound.stand_in) for bound in self.bound]
+        self.bound = sorted(moved, key=lambda bound: (chunks.index(bound.chunk), bound.index))
+        self.chunks = chunks
+        self._versions = [bound.binding.parameter._version for bound in self.bound]
+        self.gradients.replace_chunks(chunks, self.bound)
 
     def write_back(self) -> None:
         """Rank 0's values of the fetched parameters become everybody's."""

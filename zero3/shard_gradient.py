@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -40,7 +42,7 @@ class ShardGradient(Tensor):
     communicator: Communicator
 
     @classmethod
-    def of(cls, gradient: Tensor, communicator: Communicator) -> ShardGradient:
+    def of(cls, gradient: Tensor, communicator: Communicator) -> Self:
         guarded = gradient.as_subclass(cls)
         guarded.communicator = communicator
         return guarded
@@ -50,19 +52,49 @@ class ShardGradient(Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in _NORMS:
-            raise RuntimeError(
-                "a norm of a chunk's gradient is that of one rank's slice, different on every rank: use "
-                "zero3.clip_grad_norm_(model, max_norm) to clip, or zero3.clip_grad_norm_(model, float('inf')) to read "
-                "the global norm. (The slice's own norm: chunk.grad.as_subclass(torch.Tensor).norm().)"
-            )
+            cls._before_norm(sys._getframe(1))
+        if func is _UNSCALE:
+            cls._before_unscale(args[0])
         with as_plain_tensors():
             result = func(*args, **(kwargs or {}))
         if func in _STILL_A_SLICE:
             return cls.of(result, args[0].communicator)
         if func is _UNSCALE:
-            found_inf = args[1]
-            next(g for g in args[0] if isinstance(g, cls)).communicator.all_reduce(found_inf, maximum=True)
+            next(g for g in args[0] if isinstance(g, cls)).communicator.all_reduce(args[1], maximum=True)
         return result
+
+    @classmethod
+    def _before_norm(cls, caller: FrameType | None) -> None:
+        raise RuntimeError(
+            "a norm of a chunk's gradient is that of one rank's slice, different on every rank: use "
+            "zero3.clip_grad_norm_(model, max_norm) to clip, or zero3.clip_grad_norm_(model, float('inf')) to read "
+            "the global norm; zero3.parameter_norms(model) for those of parameters. (The slice's own norm: "
+            "chunk.grad.as_subclass(torch.Tensor).norm().)"
+        )
+
+    @classmethod
+    def _before_unscale(cls, gradients: Sequence[Tensor]) -> None:
+        """Nothing to say of chunks: every rank has the same number of them, so each joins in the all-reduce."""
+
+
+class PieceGradient(ShardGradient):
+    """That of a part of a chunk. Ranks have different numbers of them, some none: an all-reduce in here would wait for ever."""
+
+    @classmethod
+    def _before_unscale(cls, gradients: Sequence[Tensor]) -> None:
+        raise RuntimeError(
+            "torch.amp.GradScaler looks for inf and nan on each rank by itself, and after zero3.param_groups not every rank has a "
+            "part of every gradient, so ranks would step differently: use zero3.GradScaler, which takes the same arguments"
+        )
+
+
+class WholeGradient(PieceGradient):
+    """That of a parameter in its own shape: an optimizer's norm of it is right. A total over parameters is still one rank's."""
+
+    @classmethod
+    def _before_norm(cls, caller: FrameType | None) -> None:
+        if caller is not None and caller.f_globals.get("__name__") == torch.nn.utils.clip_grad.__name__:
+            super()._before_norm(caller)
 
 
 class AwaitedGradient(Tensor):
