@@ -49,9 +49,18 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._peak = 0
+        self._sizes: dict[int, tuple[int, object]] = {}  # by address: bytes, and the reference that tells of the end
+        self._resize = torch.UntypedStorage.resize_
+        self.now = self.peak = 0
         self.collectives: Counter[str] = Counter()
+
+    def __enter__(self) -> LiveBytes:
+        torch.UntypedStorage.resize_ = lambda storage, size: self._resized(storage, size)  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*exc)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -62,25 +71,29 @@ class LiveBytes(TorchDispatchMode):
         if name.startswith("c10d."):
             self.collectives[name.split(".")[1].strip("_")] += 1
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves((result, args)):  # arguments: a storage may have been resized since it was seen
+        for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
-                storage = leaf.untyped_storage()
-                self._storages[storage._cdata] = weakref.ref(storage)
-        self._peak = max(self._peak, self.now)
+                self._note(leaf.untyped_storage())
         return result
-
-    @property
-    def now(self) -> int:
-        alive = ((address, reference()) for address, reference in self._storages.items())
-        sizes = {address: storage.nbytes() for address, storage in alive if storage is not None}
-        self._storages = {address: self._storages[address] for address in sizes}
-        return sum(sizes.values())
 
     def restart(self) -> None:
         """Peak and collectives are counted from here on."""
-        self._peak = self.now
+        self.peak = self.now
         self.collectives.clear()
 
-    @property
-    def peak(self) -> int:
-        return self._peak
+    def _resized(self, storage: torch.UntypedStorage, size: int) -> Any:
+        self._resize(storage, size)
+        self._note(storage)
+        return storage
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        address, size = storage._cdata, storage.nbytes()
+        known, reference = self._sizes.get(address, (0, None))
+        if reference is None:
+            reference = weakref.ref(storage, lambda _: self._forget(address))  # lives as long as the memory, whoever holds it
+        self._sizes[address] = (size, reference)
+        self.now += size - known
+        self.peak = max(self.peak, self.now)
+
+    def _forget(self, address: int) -> None:
+        self.now -= self._sizes.pop(address, (0, None))[0]

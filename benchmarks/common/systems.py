@@ -76,14 +76,14 @@ def fsdp1(modules: list[nn.Module], optimizer: str, *, device: str = "cpu", **_:
     return _train(model, model.parameters(), optimizer)
 
 
-def fsdp2(modules: list[nn.Module], optimizer: str, *, param_dtype: torch.dtype | None = None, **_: Any) -> Training:
+def fsdp2(modules: list[nn.Module], optimizer: str, *, param_dtype: torch.dtype | None = None, mesh: Any = None, **_: Any) -> Training:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     precision = MixedPrecisionPolicy(param_dtype=param_dtype)
     model = nn.Sequential(*modules)
     for module in model:
-        fully_shard(module, mp_policy=precision)
-    fully_shard(model, mp_policy=precision)
+        fully_shard(module, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
     return _train(model, model.parameters(), optimizer)
 
 
