@@ -7,6 +7,7 @@ from .layer import Zero3Layer
 from .optim.clip import clip_grad_norm_
 from .optim.token_mean import backward
 from .policy import ShardingPolicy
+from .profiler import profile
 from .sequential import Zero3Sequential
 from .shard import shard
 
@@ -22,6 +23,7 @@ __all__ = [
     "load_full_state_dict",
     "load_pretrained",
     "no_sync",
+    "profile",
     "reset",
     "resident",
     "shard",

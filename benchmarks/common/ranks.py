@@ -49,7 +49,9 @@ def alone(body: Callable[..., Any], *arguments: Any) -> Any:
     return _run([(None, body, arguments)], 900.0)[0]
 
 
-def on_ranks(world_size: int, body: Callable[..., Any], *arguments: Any, namespaces: Sequence[str] = (), timeout: float = 900.0) -> list[Any]:
+def on_ranks(
+    world_size: int, body: Callable[..., Any], *arguments: Any, namespaces: Sequence[str] = (), timeout: float = 900.0
+) -> list[Any]:
     """What `body(rank, world_size, *arguments)` returned on each of `world_size` new processes.
 
     `namespaces`: a network namespace for each rank, by name (see `ip netns`).

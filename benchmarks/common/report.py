@@ -8,7 +8,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +28,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float], scale: float = 1e3, digits: int = 0) -> str:
-    """"median (least to most)", times `scale`."""
+    """Median (least to most), times `scale`."""
     ends = [f"{scale * value:.{digits}f}" for value in (statistics.median(values), min(values), max(values))]
     return f"{ends[0]} ({ends[1]} to {ends[2]})"
 
@@ -42,7 +42,7 @@ def machine() -> dict[str, Any]:
     """When, where and with what; goes into every file of results."""
     model = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
     versions = {name: import_module(name).__version__ for name in ("torch", "deepspeed") if name == "torch" or find_spec(name)}
-    found = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "cpu": model, "cores": os.cpu_count(), "load": os.getloadavg()}
+    found = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "cpu": model, "cores": os.cpu_count(), "load": os.getloadavg()}
     if torch.cuda.is_available():
         found |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     return found | {"python": platform.python_version(), **versions}

@@ -176,7 +176,9 @@ def draw(results: dict[str, Any], ranks: int, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["7.5B", "128B", "1T"], choices=list(MODELS), metavar="MODEL", help=", ".join(MODELS))
+    parser.add_argument(
+        "--models", nargs="+", default=["7.5B", "128B", "1T"], choices=list(MODELS), metavar="MODEL", help=", ".join(MODELS)
+    )
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 4, 16, 64, 256, 1024], metavar="N", help="default: %(default)s")
     parser.add_argument("--figure-ranks", type=int, default=64, metavar="N", help="N of the picture; default: %(default)s, the paper's")
     parser.add_argument("--output", type=Path, help="a folder for the table, all that was measured, and a picture")
