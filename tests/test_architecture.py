@@ -23,7 +23,7 @@ PACKAGE = ROOT / "zero3"
 
 # A file imports only from lower floors. A folder stands for those in it that have no floor of their own.
 FLOORS = {
-    "layout": 0, "schedule": 0,
+    "layout": 0, "schedule": 0, "timeline": 0,
     "policy": 1, "streams": 1, "tree": 1, "autograd": 1, "failures": 1,
     "released": 2, "flat": 2, "communicator": 2, "casting": 2,
     "collectives": 3,
@@ -35,7 +35,7 @@ FLOORS = {
     "runtime": 9,
     "layer": 10,
     "sequential": 11, "access": 11,
-    "report": 12, "shard": 13,
+    "report": 12, "shard": 13, "profiler": 12,
     "optim": 12, "checkpoint": 12,
     "checkpoint.full_state": 13,
     "checkpoint.fitting": 14,

@@ -11,6 +11,7 @@ from .optim.norms import parameter_norms
 from .optim.scaler import GradScaler
 from .optim.token_mean import backward
 from .policy import ShardingPolicy
+from .profiler import profile
 from .report import report
 from .sequential import Zero3Sequential
 from .shard import shard
@@ -32,6 +33,7 @@ __all__ = [
     "no_sync",
     "param_groups",
     "parameter_norms",
+    "profile",
     "report",
     "reset",
     "resident",
