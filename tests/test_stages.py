@@ -150,11 +150,12 @@ def test_stage_1_under_no_sync_still_says_that_a_step_is_too_early() -> None:
     on_ranks(2, mlp, body, sharded(1))
 
 
-def test_stage_1_with_a_scaler_and_torchs_clipping_refused() -> None:
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, zero3.GradScaler])
+def test_stage_1_with_a_scaler_and_torchs_clipping_refused(kind: Any) -> None:
     def body(model: Any, group: ThreadCommunicator) -> None:
         chunks = zero3.get_trainable_chunk(model)
         optimizer = torch.optim.SGD(chunks, lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler = kind("cpu", init_scale=8.0)
         scaler.scale(model(Turn(group.rank, 0, 2).tensor(3, 5)).pow(2).sum()).backward()
         scaler.unscale_(optimizer)
         assert_close(full_gradients(model, group), wanted, TOLERANCE, "gradients")

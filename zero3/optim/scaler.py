@@ -34,7 +34,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if isinstance(parameter.grad, AwaitedGradient):
-                parameter.grad.norm()  # raises: it has no values yet
+                parameter.grad.is_sparse  # noqa: B018  has it reduced, or raises: under `no_sync` it has no values yet
         with as_plain_tensors():  # chunks' gradients would begin a reduction of their own
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         agreed = found_inf
