@@ -233,21 +233,21 @@ def test_state_is_even_and_no_rank_but_one_ever_holds_more_than_a_tensor_of_it()
     assert peaks[0] >= 2 * 4 * numel  # all of it, which is asked for
 
 
-class _PlainSgdOverMatrices(torch.optim.Optimizer):
+class _LayerwiseSgd(torch.optim.Optimizer):
     """Layerwise rates: not elementwise."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.sub_(group["lr"] * parameter.norm() * parameter.grad / parameter.grad.norm())
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.Muon, torch.optim.Adafactor, _PlainSgdOverMatrices])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Muon, torch.optim.Adafactor, _LayerwiseSgd])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_optimizers_that_need_matrices_get_whole_ones_or_are_refused(optimizer_class: Any, world_size: int) -> None:
     def matrices() -> list[nn.Parameter]:

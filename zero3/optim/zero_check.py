@@ -52,7 +52,9 @@ def check_divisible(
         reason = probe_whole(build, device, _RANKS, ndims) if whole else probe_flat(build, device, _RANKS)
         alone = probe_whole(_one_by_one_at_the_second_time(build), device, 1, ndims if whole else [1, 2]) if one_by_one else None
     except CannotProbe as cause:
-        raise ValueError(f"{name} can't be spread over ranks: it can't be tried out on small tensors ({cause}). {_remedy(whole)}") from cause
+        raise ValueError(
+            f"{name} can't be spread over ranks: it can't be tried out on small tensors ({cause}). {_remedy(whole)}"
+        ) from cause
     if reason:
         raise ValueError(f"{name} can't be spread over ranks, which each know a part of the parameters: {reason}. {_remedy(whole)}")
     if alone:
@@ -62,7 +64,11 @@ def check_divisible(
 
 
 def _remedy(whole: bool) -> str:
-    return "Its update of one parameter depends on others" if whole else "If it looks at one parameter at a time, give whole=True to its groups"
+    return (
+        "Its update of one parameter depends on others"
+        if whole
+        else "If it looks at one parameter at a time, give whole=True to its groups"
+    )
 
 
 class _OneByOne:
