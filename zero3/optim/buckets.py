@@ -65,13 +65,12 @@ class Bucket:
     entries: list[Entry]
     starts: list[int]
     layout: ChunkLayout
+    large: bool = False  # one parameter, or most of it, worth a message of its own
     memory: Tensor | None = None  # [W*S], if the parameters are views of it
 
     @property
     def in_place(self) -> bool:
-        return self.memory is not None or (
-            len(self.entries) == 1 and self.layout.numel == self.layout.padded_numel and self.layout.numel > 1
-        )
+        return self.large or self.memory is not None
 
     @property
     def full(self) -> Tensor:
@@ -126,7 +125,7 @@ def cut(entries: Iterable[Entry], world_size: int, *, apart: bool, viewed: bool)
             numel, itemsize = entry.parameter.numel(), entry.parameter.element_size()
             even = numel - numel % world_size if numel * itemsize >= LARGE_BYTES else 0
             if even:
-                buckets.append(_bucket([(entry, 0, even)], world_size))
+                buckets.append(_bucket([(entry, 0, even)], world_size, large=True))
             if even < numel:
                 small.append((entry, even, numel))
         buckets += _packed(small, world_size, 0 if apart else STAGED_BYTES)
@@ -151,12 +150,12 @@ def _packed(runs: Iterable[tuple[Entry, int, int]], world_size: int, limit: int)
         yield _bucket(held, world_size)
 
 
-def _bucket(runs: Sequence[tuple[Entry, int, int]], world_size: int) -> Bucket:
+def _bucket(runs: Sequence[tuple[Entry, int, int]], world_size: int, *, large: bool = False) -> Bucket:
     slots, offset = [], 0
     for number, (_, start, stop) in enumerate(runs):
         slots.append(Slot(str(number), (stop - start,), offset))
         offset += stop - start
-    return Bucket([entry for entry, _, _ in runs], [start for _, start, _ in runs], ChunkLayout(tuple(slots), world_size))
+    return Bucket([entry for entry, _, _ in runs], [start for _, start, _ in runs], ChunkLayout(tuple(slots), world_size), large)
 
 
 def _move_into(bucket: Bucket) -> None:

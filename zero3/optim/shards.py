@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -51,11 +52,18 @@ class Shards:
         self._divide(entries)
         self.optimizer.add_param_group({**options, "params": self._parameters(entries)})
 
-    def parts(self, entry: Entry, rank: int) -> list[Part]:
-        """What `rank` updates of a parameter."""
-        if entry.owner is not None:
-            return [Part(entry, 0, entry.parameter.numel())] if entry.owner == rank else []
-        return [part for bucket in self._buckets if entry in bucket.entries for part in bucket.parts(rank) if part.entry is entry]
+    def everyones_parts(self) -> dict[Entry, list[tuple[int, int, Part]]]:
+        """Who updates what of each parameter: the rank, the number of the part among those it holds, and the part."""
+        found: dict[Entry, list[tuple[int, int, Part]]] = {entry: [] for entry in self.entries}
+        for entry in self.entries:
+            if entry.owner is not None:
+                found[entry].append((entry.owner, 0, Part(entry, 0, entry.parameter.numel())))
+        for rank in range(self.communicator.world_size):
+            counts = Counter[Entry]()
+            for part in (part for bucket in self._buckets for part in bucket.parts(rank)):
+                found[part.entry].append((rank, counts[part.entry], part))
+                counts[part.entry] += 1
+        return found
 
     def copy_options_in(self, groups: Iterable[dict[str, Any]]) -> None:
         """What a schedule, or the user, has set in the groups that they see."""

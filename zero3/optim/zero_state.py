@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +60,7 @@ def consolidate(shards: Shards, groups: int, to: int) -> dict[Tensor, dict[str, 
     """
     communicator = shards.communicator
     full: dict[Tensor, dict[str, Any]] = {}
+    parts = shards.everyones_parts()
     for group in range(groups):
         entries = [entry for entry in shards.entries if entry.group == group]
         mine = {number: _description(shards, entry) for number, entry in enumerate(entries) if shards.held[entry]}
@@ -68,7 +69,7 @@ def consolidate(shards: Shards, groups: int, to: int) -> dict[Tensor, dict[str, 
             for key, what in next((each[number] for each in everyone if each.get(number)), {}).items():
                 if isinstance(what, _Odd):
                     raise ValueError(what.text)
-                value = _brought_together(shards, entry, key, what, to) if isinstance(what, _Elements) else what
+                value = _brought_together(shards, entry, parts[entry], key, what, to) if isinstance(what, _Elements) else what
                 if communicator.rank == to:
                     full.setdefault(entry.parameter, {})[key] = value
     return full if communicator.rank == to else None
@@ -126,13 +127,15 @@ def _description(shards: Shards, entry: Entry) -> dict[str, Any]:
     return described
 
 
-def _brought_together(shards: Shards, entry: Entry, key: str, what: _Elements, to: int) -> Tensor | None:
+def _brought_together(
+    shards: Shards, entry: Entry, parts: list[tuple[int, int, Part]], key: str, what: _Elements, to: int
+) -> Tensor | None:
     own, full = shards.communicator.rank == to, None
     if own:
         shaped = torch.Size(what.shape) if entry.owner is not None else entry.parameter.shape
         like = entry.parameter if shaped == entry.parameter.shape else torch.empty(shaped, device="meta")
         full = torch.empty_like(like, dtype=what.dtype, device="cpu")
-    for rank, number, part in _everyones_parts(shards, entry):
+    for rank, number, part in parts:
         values: Tensor | None = None
         if rank == shards.communicator.rank:
             values = shards.optimizer.state[shards.held[entry][number][1]][key].detach().to(entry.parameter.device)
@@ -146,9 +149,3 @@ def _brought_together(shards: Shards, entry: Entry, key: str, what: _Elements, t
             target = full if part.shaped else flat(full)[part.start : part.stop]
             target.copy_(values.view(target.shape) if part.shaped else values)
     return full
-
-
-def _everyones_parts(shards: Shards, entry: Entry) -> Iterator[tuple[int, int, Part]]:
-    for rank in range(shards.communicator.world_size):
-        for number, part in enumerate(shards.parts(entry, rank)):
-            yield rank, number, part
