@@ -80,7 +80,7 @@ class LonelyCommunicator:
     def scatter(self, shard: Tensor, full: Tensor | None, bounds: Any = None) -> None:
         return None
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         return None
 
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:

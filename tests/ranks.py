@@ -147,9 +147,9 @@ class ThreadCommunicator:
         start = bounds[self.rank] if bounds is not None else self.rank * shard.numel()
         return slice(start, start + shard.numel())
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         self.log.append(Collective("broadcast", tensor.numel(), tensor.dtype))
-        tensor.copy_(self._meet("broadcast", tensor.clone(), tensor.numel(), tensor.dtype)[0])
+        tensor.copy_(self._meet(f"broadcast from {source}", tensor.clone(), tensor.numel(), tensor.dtype)[source])
 
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
         self.log.append(Collective("exchange", len(payload), torch.uint8))

@@ -10,6 +10,7 @@ from .optim.groups import ParamInfo, param_groups
 from .optim.norms import parameter_norms
 from .optim.scaler import GradScaler
 from .optim.token_mean import backward
+from .optim.zero_redundancy import ZeroRedundancyOptimizer
 from .policy import ShardingPolicy
 from .profiler import profile
 from .report import report
@@ -22,6 +23,7 @@ __all__ = [
     "ShardingPolicy",
     "Zero3Layer",
     "Zero3Sequential",
+    "ZeroRedundancyOptimizer",
     "backward",
     "check_optimizer",
     "clip_grad_norm_",

@@ -74,8 +74,8 @@ class GroupCommunicator:
             dist.scatter(padded, slices, group=self._group, group_src=0)
             shard.copy_(padded[: shard.numel()])
 
-    def broadcast(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, group=self._group, group_src=0)
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        dist.broadcast(tensor, group=self._group, group_src=source)
 
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
@@ -206,6 +206,11 @@ def communicator_for(process_group: Any, device: torch.device) -> Communicator:
     if backend == "gloo" and dist.get_world_size(process_group) > 1:
         return GlooCommunicator(process_group, backend)
     return GroupCommunicator(process_group, backend)
+
+
+def process_group_of(communicator: Communicator) -> Any:
+    """For torch's own tools; None if there is none."""
+    return communicator._group if isinstance(communicator, GroupCommunicator) else None
 
 
 def any_device_of(process_group: Any) -> torch.device:

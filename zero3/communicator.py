@@ -38,8 +38,8 @@ class Communicator(Protocol):
         """Rank 0's `full` `[W*S]`, cut in W slices, one to every rank's `shard` `[S]`."""
         ...
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Rank 0's values to every rank."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Rank `source`'s values to every rank."""
         ...
 
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
@@ -78,7 +78,7 @@ class SoloCommunicator:
         if full is not None:
             shard.copy_(full)
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         return None
 
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
