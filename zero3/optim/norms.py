@@ -39,10 +39,9 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
         raise ValueError(f'of must be "grad" or "param", found {of!r}')
     states = states_of(model)
     communicator, maximum = states[0].communicator, math.isinf(norm_type)
-    named = [
-        (name, state, bound) for name, state, bound in named_parameters(model, states) if of == "param" or bound.chunk.shard.requires_grad
-    ]
-    rows = {(bound.chunk, bound.index): row for row, (_, _, bound) in enumerate(named)}
+    every = [(name, bound) for name, _, bound in named_parameters(model, states)]
+    named = [(name, bound) for name, bound in every if of == "param" or bound.chunk.shard.requires_grad]
+    rows = {(bound.chunk, bound.index): row for row, (_, bound) in enumerate(named)}
     values = torch.zeros(len(named), dtype=torch.float64, device=states[0].device)
     for chunk in {bound.chunk: None for _, _, bound in named}:
         indices = {slot: index for index, slot in enumerate(chunk.layout.slots)}
