@@ -160,3 +160,43 @@ def test_what_is_cast_to_travel_is_cut_anew_without_a_cast() -> None:
     models = [odd_model(torch.float32, rank) for rank in range(3)]
     for found in run_ranks(3, body):
         assert all(torch.equal(found[name], value) for name, value in nn.Sequential(*odd_model()).state_dict().items())
+
+
+@pytest.mark.parametrize("options", [matrices_whole, lambda name, info: {"lr": 0.1 if "norm" in name else 0.3}])
+def test_parameters_that_stay_whole_between_steps_follow_their_parts(options: Options) -> None:
+    """Stage 2, through two divisions, and with a part that is given other data."""
+
+    def body(group: ThreadCommunicator) -> tuple[list[float], dict[str, Tensor]]:
+        policy = zero3.ShardingPolicy(stage=2)
+        layers = [zero3.Zero3Layer(module, policy=policy, process_group=group) for module in models[group.rank]]
+        model, losses = zero3.Zero3Sequential(layers), []
+        for turn in range(2):
+            groups = zero3.param_groups(model, options if turn else all_whole)
+            losses += steps(model, torch.optim.SGD(groups, lr=0.3), group.rank, 3, range(4 * turn, 4 * turn + 4))
+        for part in model.get_trainable_chunk():
+            part.data = part.data * 2
+        losses += steps(model, torch.optim.SGD(groups, lr=0.3), group.rank, 3, range(8, 10))
+        return losses, zero3.full_state_dict(model, rank0_only=False)
+
+    models, plain = [odd_model(torch.float64, rank) for rank in range(3)], nn.Sequential(*odd_model(torch.float64))
+    expected = steps(plain, torch.optim.SGD(plain_groups(plain, all_whole), lr=0.3), 0, 1)
+    expected += steps(plain, torch.optim.SGD(plain_groups(plain, options), lr=0.3), 0, 1, range(4, 8))
+    for parameter in plain.parameters():
+        parameter.data = parameter.data * 2
+    expected += steps(plain, torch.optim.SGD(plain_groups(plain, options), lr=0.3), 0, 1, range(8, 10))
+    found = run_ranks(3, body)
+    assert mean([losses for losses, _ in found]) == pytest.approx(expected, rel=1e-9)
+    for _, state in found:
+        assert all(torch.allclose(state[name], value, rtol=0, atol=1e-11) for name, value in plain.state_dict().items())
+
+
+def test_gradients_that_stay_whole_have_no_parts() -> None:
+    def body(group: ThreadCommunicator) -> None:
+        layer = zero3.Zero3Layer(models[group.rank], policy=zero3.ShardingPolicy(stage=1), process_group=group)
+        with pytest.raises(ValueError, match="stage=1"):
+            zero3.param_groups(layer, all_whole)
+        layer(torch.ones(2, 1)).sum().backward()
+        assert zero3.parameter_norms(layer)["bias"].item() == 2.0
+
+    models = [nn.Linear(1, 1) for _ in range(3)]
+    run_ranks(3, body)
