@@ -2,7 +2,10 @@
 
 from .access import full_params, get_trainable_chunk, reset, resident
 from .checkpoint.full_state import full_state_dict, load_full_state_dict
+from .checkpoint.loading import load_checkpoint
+from .checkpoint.numbered import latest_checkpoint
 from .checkpoint.pretrained import load_pretrained
+from .checkpoint.saving import save_checkpoint
 from .layer import Zero3Layer
 from .optim.clip import clip_grad_norm_
 from .policy import ShardingPolicy
@@ -17,9 +20,12 @@ __all__ = [
     "full_params",
     "full_state_dict",
     "get_trainable_chunk",
+    "latest_checkpoint",
+    "load_checkpoint",
     "load_full_state_dict",
     "load_pretrained",
     "reset",
     "resident",
+    "save_checkpoint",
     "shard",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..access import states_of
@@ -68,26 +69,27 @@ class Contents:
         for state in self.states:
             yield from state.chunks
 
+    def knows(self, name: str) -> bool:
+        return name in self.bound or name in self.others
+
     def trains(self, name: str) -> bool:
         """Whether an optimizer may change it."""
         if name in self.bound:
             return self.bound[name].chunk.shard.requires_grad
         return self.others[name].requires_grad
 
-    def tensor(self, name: str) -> Tensor:
-        """Of that shape and dtype; its values may be hidden."""
-        if name in self.others:
-            return self.others[name]
-        bound = self.bound[name]
-        return bound.stand_in
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.others[name].shape if name in self.others else self.bound[name].stand_in.shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """As it is stored; layers may compute in another."""
+        return self.others[name].dtype if name in self.others else self.bound[name].chunk.shard.dtype
 
     def description(self) -> dict[str, Any]:
         """Name to shape and dtype, and its other names if it is tied: as a manifest has it, the same on every rank."""
-        described = {}
+        described: dict[str, Any] = {}
         for name, *aliases in self.names.values():
-            tensor = self.tensor(name)
-            described[name] = {"shape": list(tensor.shape), "dtype": name_of(tensor.dtype)}
-            described[name] |= {"kind": "parameter" if name in self.bound or isinstance(tensor, nn.Parameter) else "buffer"}
+            described[name] = {"shape": list(self.shape(name)), "dtype": name_of(self.dtype(name))}
             described[name] |= {"also": aliases} if aliases else {}
         return described
 

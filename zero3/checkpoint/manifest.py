@@ -1,11 +1,11 @@
 """What makes a directory a checkpoint: a manifest that names every file, its size and the hashes of its blocks, and its own hash.
 
-    checkpoint/
-      manifest.json                          written last, by one rename
-      data-1f2e3d4c5b6a7988/                 the files of this save; another save into the same directory has another one
-        model-00000-of-00002.safetensors     rank 0's ranges of parameters
-        optimizer-00000-of-00002.safetensors and of the optimizer's state
-        ...
+checkpoint/
+  manifest.json                          written last, by one rename
+  data-1f2e3d4c5b6a7988/                 the files of this save; another save into the same directory has another one
+    model-00000-of-00002.safetensors     rank 0's ranges of parameters
+    optimizer-00000-of-00002.safetensors and of the optimizer's state
+    ...
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def read(path: str | os.PathLike[str]) -> Manifest:
     if not (directory / NAME).is_file():
         found = ", ".join(file_operations.names_in(directory)[:8]) or "nothing"
         raise ValueError(f"{directory} is no checkpoint: there is no {NAME} in it (found {found})")
-    content = _parse(directory / NAME)
+    content = parse(directory / NAME)
     files = {name: Written(entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
     manifest = Manifest(directory, content, files)
     there = set(file_operations.names_in(manifest.data))
@@ -90,7 +90,7 @@ def read(path: str | os.PathLike[str]) -> Manifest:
     return manifest
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def parse(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -103,7 +103,8 @@ def _parse(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is corrupt: it does not have its own hash")
     well_formed = isinstance(content.get("files"), dict) and content.get("block_bytes") == BLOCK_BYTES
     if not well_formed or not DATA.fullmatch(str(content.get("data"))):
-        raise ValueError(f"{path}: data {content.get('data')!r:.80} and blocks of {content.get('block_bytes')!r:.20}, as no save writes them")
+        found = f"data {content.get('data')!r:.80}, blocks of {content.get('block_bytes')!r:.20}"
+        raise ValueError(f"{path}: {found}, as no save writes them")
     for name, entry in content["files"].items():
         blocks = entry.get("sha256") if isinstance(entry, dict) else None
         if not _FILE.fullmatch(name) or not isinstance(blocks, list) or type(entry.get("bytes")) is not int:

@@ -21,7 +21,7 @@ def encode(value: Any, what: str, tensor: Callable[[Tensor], Any]) -> Any:
     Raises:
         TypeError: anything else, by the way that leads to it from `what`.
     """
-    if value is None or isinstance(value, _SCALARS) and type(value).__module__ == "builtins":
+    if value is None or (isinstance(value, _SCALARS) and type(value).__module__ == "builtins"):
         return value
     if isinstance(value, float | int | str) and type(value).__module__ == "numpy":  # numpy.float64 is a float
         return float(value) if isinstance(value, float) else str(value) if isinstance(value, str) else int(value)
@@ -54,7 +54,7 @@ def decode(value: Any, tensor: Callable[[Any], Tensor]) -> Any:
     if _TUPLE in value:
         return tuple(decode(item, tensor) for item in value[_TUPLE])
     if _ITEMS in value or _COUNTER in value:
-        items = {decode(key, tensor): decode(held, tensor) for key, held in value.get(_ITEMS, value.get(_COUNTER))}
+        items = {decode(key, tensor): decode(held, tensor) for key, held in next(iter(value.values()))}
         return Counter(items) if _COUNTER in value else items
     return {key: decode(held, tensor) for key, held in value.items()}
 
@@ -70,7 +70,7 @@ def decode_scalar(value: Any, device: torch.device) -> Any:
 
 def _scalar(tensor: Tensor, what: str) -> list[Any]:
     if tensor.dim() or tensor.is_complex():
-        raise TypeError(f"{what} is a tensor {tuple(tensor.shape)} of {tensor.dtype}, where only a real number, or a 0-dim tensor of one, can be")
+        raise TypeError(f"{what} is a tensor {tuple(tensor.shape)} of {tensor.dtype}; expected a real number, or a 0-dim tensor of one")
     return [str(tensor.dtype).removeprefix("torch."), tensor.item(), tensor.device.type != "cpu"]
 
 

@@ -108,5 +108,5 @@ def _views(header: bytes, entries: list[Entry]) -> Iterator[memoryview]:
         if flat.device.type == "cpu":
             yield bytes_of(flat)
             continue
-        for piece in flat.split(BLOCK_BYTES // flat.dtype.itemsize):
+        for piece in torch.split(flat, BLOCK_BYTES // flat.dtype.itemsize):
             yield bytes_of(piece.cpu())

@@ -1,0 +1,282 @@
+"""save_checkpoint: every rank writes what it holds, side by side; one rename makes it a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..access import states_of
+from ..agreement import agree, exchange_texts
+from . import file_operations, manifest, random_state
+from .contents import Contents
+from .numbered import next_number, prune
+from .optimizer_contents import Held, contents_of, held_by
+from .plain_values import encode
+from .safetensors_files import bytes_of
+from .safetensors_writing import Entry, Written, write_file
+
+__all__: list[str] = []
+
+_log = logging.getLogger("zero3")
+_SCHEME = "fsspec paths are not taken, for their stores have no rename that is atomic: save to a directory, and copy it from there"
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Any = None,
+    frozen: bool = True,
+    keep_last: int | None = None,
+    background: bool = False,
+) -> Saving:
+    """Writes model, optimizer and `extra` into the directory `path`. Every rank calls it, and writes what it holds; nothing is gathered.
+
+        zero3.save_checkpoint(f"run/step-{step}", model, optimizer, extra={"step": step, "schedule": schedule.state_dict()}, keep_last=3)
+
+    Saved are parameters, buffers, the optimizer's groups and state by parameter name, and every rank's random generators. The new
+    checkpoint appears in one rename, when everything is on the disk. Whatever fails before, a crash or a full disk on any
+    rank, leaves what was there before, under `path` too, and the next save cleans up. Files are hashed while they are written.
+
+    Args:
+        path: of a file system that all ranks see. Parents are created; what else is in the directory is left alone. A checkpoint
+            that is there is replaced.
+        model: any model that contains zero3 layers.
+        optimizer: over `get_trainable_chunk(model)`, `param_groups(model, ...)` or `model.parameters()`.
+        extra: None, numbers, strings, lists, tuples, dicts and tensors, as state dicts are made of. Rank 0's counts.
+        frozen: False leaves frozen parameters out. (Under LoRA adapters: load them with `load_pretrained`.)
+        keep_last: after this one is there, all but the newest so many checkpoints beside `path` are deleted.
+        background: return as soon as everything is copied to host memory, and write from a thread. The checkpoint appears
+            when every rank has called `wait()` of what is returned, some steps later; the next save or load of the model calls it too.
+
+    Returns:
+        An object with `wait()`; without `background` there is nothing to wait for.
+
+    Raises:
+        TypeError: `extra`, an option or a state of the optimizer is something that could only be pickled.
+        ValueError: nothing in `model` is sharded; an optimizer of another model; ranks that save different things.
+        RuntimeError: parameters without values; called inside `full_params` or `resident`.
+        OSError: a rank could not write. Every rank raises the same.
+    """
+    first = states_of(model)[0]
+    if first.unfinished is not None:
+        first.unfinished()
+    prepared: _Prepared | None = None
+    held: list[Held] = []
+    error: Exception | None = None
+    try:
+        prepared = _Prepared(path, model, extra, frozen, keep_last)
+        held = held_by(optimizer, prepared.contents) if optimizer is not None else []
+    except Exception as caught:  # whatever it is, the others wait to hear of it
+        error = caught
+    lines = [*prepared.lines(), f"optimizer: {type(optimizer).__name__}", f"background: {background}"] if prepared is not None else []
+    agree(first.communicator, first.device, "save_checkpoint", lines, error)
+    if prepared is None:
+        raise RuntimeError("agree returned though there was an error")
+    prepared.gather_entries(optimizer, held)
+    prepared.make_directory()
+    saving = Saving(prepared, background)
+    if not background:
+        saving.wait()
+    return saving
+
+
+class _Prepared:
+    """What this rank will write where, and what the manifest will say."""
+
+    def __init__(self, path: str | os.PathLike[str], model: nn.Module, extra: Any, frozen: bool, keep_last: int | None) -> None:
+        if "://" in os.fspath(path):
+            raise ValueError(f"{os.fspath(path)}: {_SCHEME}")
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, found {keep_last}")
+        self.directory = Path(os.path.abspath(path))
+        self.keep_last = keep_last
+        self.contents = Contents(model, "save_checkpoint")
+        self.frozen = frozen
+        self.token = ""
+        self.model_entries: list[Entry] = []
+        self.optimizer_entries: list[Entry] | None = None
+        self.metadata: dict[str, str] = {}
+        self.content: dict[str, Any] = {"world_size": self.contents.world_size, "optimizer": None}
+        written = getattr(getattr(model, "config", None), "to_json_string", None)
+        self.content["config"] = json.loads(written()) if callable(written) else None
+        tensors: list[Tensor] = []
+
+        def put(tensor: Tensor) -> int:
+            tensors.append(tensor)
+            return len(tensors) - 1
+
+        self.content["extra"] = encode(extra, "extra", put) if self.contents.rank == 0 else None
+        self.model_entries += [Entry(f"extra:{number}", tensor, tuple(tensor.shape)) for number, tensor in enumerate(tensors)]
+        self.content["tensors"] = {
+            name: {**described, "stored": self.stores(name)} for name, described in self.contents.description().items()
+        }
+        self._check_loaded()
+
+    def stores(self, name: str) -> bool:
+        return self.frozen or name in self.contents.others or self.contents.trains(name)
+
+    def _check_loaded(self) -> None:
+        missing = [n for n, b in self.contents.bound.items() if self.stores(n) and b.index in b.chunk.unloaded]
+        missing += [name for name, tensor in self.contents.others.items() if tensor.is_meta]
+        if missing:
+            raise RuntimeError(f"save_checkpoint: {', '.join(missing)} have no values yet (meta device): load them before")
+
+    def lines(self) -> list[str]:
+        return [f"path: {self.directory}", *(f"{name}: {described}" for name, described in self.content["tensors"].items())]
+
+    def gather_entries(self, optimizer: torch.optim.Optimizer | None, held: list[Held]) -> None:
+        """References only: no value is copied."""
+        contents, rank = self.contents, self.contents.rank
+        others = sha256()
+        for tensor in contents.others.values():
+            others.update(bytes_of(tensor.detach().cpu().contiguous()))
+        answers = contents.communicator.exchange(os.urandom(8) + others.digest(), contents.device)
+        self.token = answers[0][:8].hex()
+        if rank == 0 or answers[rank][8:] != answers[0][8:]:  # buffers are stored once, if all ranks have the same
+            for name, tensor in contents.others.items():
+                self.model_entries.append(Entry(f"other:{rank}:{name}", tensor.detach(), tuple(tensor.shape)))
+        for chunk in contents.chunks():
+            for name, start, stop, offset in contents.spans(chunk):
+                if self.stores(name) and start < stop:
+                    self.model_entries.append(_entry(f"parameter:{name}", chunk.shard.data, start, stop, offset))
+        generators, self.metadata["random"] = random_state.generators(contents.device)
+        self.model_entries += [Entry(f"random:{rank}:{kind}", state, tuple(state.shape)) for kind, state in generators.items()]
+        if optimizer is not None:
+            merged = contents_of(optimizer, held, contents, None)
+            self.content["optimizer"] = {"class": type(optimizer).__name__, **merged.to_json()}
+            self.optimizer_entries = _state_entries(optimizer, held)
+
+    def make_directory(self) -> None:
+        """Rank 0's work, before others write into it."""
+        error: Exception | None = None
+        if self.contents.rank == 0:
+            try:
+                file_operations.make_directory(self.directory / f"data-{self.token}")
+            except OSError as caught:
+                error = caught
+        try:
+            agree(self.contents.communicator, self.contents.device, "the directory of save_checkpoint", [], error)
+        except Exception:
+            self.clean()
+            raise
+
+    def files(self) -> dict[str, tuple[list[Entry], Mapping[str, str]]]:
+        suffix = f"{self.contents.rank:05}-of-{self.contents.world_size:05}.safetensors"
+        files: dict[str, tuple[list[Entry], Mapping[str, str]]] = {f"model-{suffix}": (self.model_entries, self.metadata)}
+        if self.optimizer_entries is not None:
+            files[f"optimizer-{suffix}"] = self.optimizer_entries, {}
+        return files
+
+    def commit(self, files: dict[str, Written]) -> None:
+        """Rank 0's work, when all ranks' files are on the disk."""
+        for directory in (self.directory / f"data-{self.token}", self.directory, self.directory.parent):
+            file_operations.sync_directory(directory)
+        self.content["number"] = next_number(self.directory)
+        manifest.write(self.directory, self.content, dict(sorted(files.items())), self.token)
+
+    def clean(self) -> None:
+        """Rank 0 removes what is no longer, or never became, part of a checkpoint. If that fails the next save tries again."""
+        if self.contents.rank != 0:
+            return
+        try:
+            there = (self.directory / manifest.NAME).is_file()
+            manifest.clean(self.directory, manifest.read(self.directory).data.name if there else None)
+            if self.directory.is_dir() and not file_operations.names_in(self.directory):
+                file_operations.remove(self.directory)
+            if self.keep_last is not None:
+                prune(self.directory.parent, self.keep_last)
+        except (OSError, ValueError) as error:
+            _log.warning("cleaning up after a checkpoint failed: %s", error)
+
+
+def _entry(name: str, flat: Tensor, start: int, stop: int, offset: int) -> Entry:
+    return Entry(f"{name}[{start}:{stop}]", flat[offset : offset + stop - start], (stop - start,))
+
+
+def _state_entries(optimizer: torch.optim.Optimizer, held: list[Held]) -> list[Entry]:
+    entries = []
+    for one in held:
+        for key, value in optimizer.state.get(one.parameter, {}).items():
+            if not isinstance(value, Tensor) or not one.spans or not one.mine:
+                continue
+            if value.shape != one.parameter.shape:
+                if value.dim():
+                    entries.append(Entry(f"whole:{key}:{one.spans[0].name}", value.detach(), tuple(value.shape)))
+                continue
+            flat = value.detach().reshape(-1)
+            entries += [_entry(f"state:{key}:{name}", flat, *range_) for name, *range_ in one.spans if range_[0] < range_[1]]
+    return entries
+
+
+class Saving:
+    """A checkpoint on its way. `wait()` returns when it is there."""
+
+    def __init__(self, prepared: _Prepared, background: bool) -> None:
+        self._prepared = prepared
+        self._files = prepared.files()
+        self._written: dict[str, Written] = {}
+        self._error: Exception | None = None
+        self._over = False
+        self._thread: threading.Thread | None = None
+        if background:
+            self._files = {name: ([_copied(entry) for entry in entries], more) for name, (entries, more) in self._files.items()}
+            self._thread = threading.Thread(target=self._write, name="zero3.save_checkpoint")
+            self._thread.start()
+            prepared.contents.states[0].unfinished = self.wait
+        else:
+            self._write()
+
+    def _write(self) -> None:
+        data = self._prepared.directory / f"data-{self._prepared.token}"
+        try:
+            for name, (entries, metadata) in self._files.items():
+                self._written[name] = write_file(data / name, entries, metadata)
+        except Exception as caught:
+            self._error = caught
+        self._files = {}
+
+    def wait(self) -> None:
+        """Every rank calls it. Returns when the checkpoint is there; a second call returns at once.
+
+        Raises:
+            OSError: a rank could not write: on every rank the same. What was there before is still there.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        if self._over:
+            return
+        self._over = True
+        contents = self._prepared.contents
+        contents.states[0].unfinished = None
+        try:
+            agree(contents.communicator, contents.device, "the files of save_checkpoint", [], self._error)
+            mine = json.dumps({name: [written.nbytes, written.blocks] for name, written in self._written.items()})
+            texts = exchange_texts(contents.communicator, contents.device, mine)
+            files = {name: Written(*written) for text in texts for name, written in json.loads(text).items()}
+            self._on_first(lambda: self._prepared.commit(files), "the manifest of save_checkpoint")
+        finally:
+            self._prepared.clean()
+
+    def _on_first(self, work: Callable[[], None], subject: str) -> None:
+        error: Exception | None = None
+        if self._prepared.contents.rank == 0:
+            try:
+                work()
+            except Exception as caught:
+                error = caught
+        agree(self._prepared.contents.communicator, self._prepared.contents.device, subject, [], error)
+
+
+def _copied(entry: Entry) -> Entry:
+    return entry._replace(tensor=entry.tensor.detach().to("cpu", copy=True))
