@@ -35,10 +35,10 @@ FLOORS = {
     "layer": 9,
     "sequential": 10, "shard": 10, "access": 10,
     "optim": 11, "checkpoint": 11,
-    "checkpoint.full_state": 12, "checkpoint.safetensors_writing": 12,
+    "checkpoint.full_state": 12, "checkpoint.safetensors_writing": 12, "checkpoint.ranges": 12,
     "checkpoint.fitting": 13, "checkpoint.contents": 13, "checkpoint.manifest": 13,
     "checkpoint.pretrained": 14, "checkpoint.numbered": 14, "checkpoint.optimizer_contents": 14,
-    "checkpoint.optimizer_placing": 15,
+    "checkpoint.optimizer_placing": 15, "checkpoint.preparing": 15,
     "checkpoint.saving": 16, "checkpoint.loading": 16,
     "": 20,
 }  # fmt: skip
