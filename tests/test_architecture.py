@@ -39,7 +39,7 @@ FLOORS = {
     "checkpoint.fitting": 13, "checkpoint.contents": 13, "checkpoint.manifest": 13,
     "checkpoint.pretrained": 14, "checkpoint.numbered": 14, "checkpoint.optimizer_contents": 14,
     "checkpoint.optimizer_placing": 15, "checkpoint.preparing": 15,
-    "checkpoint.saving": 16, "checkpoint.loading": 16,
+    "checkpoint.full_optimizer": 16, "checkpoint.saving": 16, "checkpoint.loading": 16,
     "": 20,
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """zero3: full sharding (ZeRO-3) of PyTorch models. Wrap layers, pass their chunks to any optimizer, train as always."""
 
 from .access import full_params, get_trainable_chunk, reset, resident
+from .checkpoint.full_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
 from .checkpoint.full_state import full_state_dict, load_full_state_dict
 from .checkpoint.loading import load_checkpoint
 from .checkpoint.numbered import latest_checkpoint
@@ -17,11 +18,13 @@ __all__ = [
     "Zero3Layer",
     "Zero3Sequential",
     "clip_grad_norm_",
+    "full_optimizer_state_dict",
     "full_params",
     "full_state_dict",
     "get_trainable_chunk",
     "latest_checkpoint",
     "load_checkpoint",
+    "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "load_pretrained",
     "reset",

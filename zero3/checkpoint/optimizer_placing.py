@@ -110,8 +110,11 @@ def _problems_of_slices(held: Held, named: dict[str, NamedState], contents: Cont
                 "Make the optimizer from param_groups(model, ...), where parameters are apart"
             )
     for name, state in named.items():
-        if state.whole and not is_whole(held, contents):
-            problems.append(f"{', '.join(state.whole)} of {name} can't be cut: the optimizer must have it whole (param_groups, whole=True)")
+        for key, (_, shape) in state.whole.items() if not is_whole(held, contents) else ():
+            problems.append(
+                f"{key} of {name} has {tuple(shape)}, expected {contents.shape(name)}: other shapes go with whole parameters only "
+                "(param_groups with whole=True)"
+            )
     return problems
 
 
