@@ -38,8 +38,8 @@ FLOORS = {
     "checkpoint.full_state": 12, "checkpoint.safetensors_writing": 12, "checkpoint.ranges": 12,
     "checkpoint.fitting": 13, "checkpoint.contents": 13, "checkpoint.manifest": 13,
     "checkpoint.pretrained": 14, "checkpoint.numbered": 14, "checkpoint.optimizer_contents": 14,
-    "checkpoint.optimizer_placing": 15, "checkpoint.preparing": 15,
-    "checkpoint.full_optimizer": 16, "checkpoint.saving": 16, "checkpoint.loading": 16,
+    "checkpoint.optimizer_placing": 15, "checkpoint.preparing": 15, "checkpoint.outputs": 15,
+    "checkpoint.full_optimizer": 16, "checkpoint.saving": 16, "checkpoint.loading": 16, "checkpoint.save_pretrained": 16,
     "": 20,
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""save_checkpoint and load_checkpoint: from any number of ranks to any other, the same bits, and training goes on as if nothing had been."""
+"""save_checkpoint and load_checkpoint: from any number of ranks to any other the same bits, and training goes on as if nothing were."""
 
 from __future__ import annotations
 
@@ -193,8 +193,7 @@ def test_a_model_on_meta_is_filled(tmp_path: Path) -> None:
 
     def on_meta() -> nn.Module:
         with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
-        return model
+            return built()
 
     def built() -> nn.Module:
         return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
@@ -229,4 +228,4 @@ def test_files_are_safetensors_and_nothing_is_pickled(tmp_path: Path) -> None:
     assert sorted(path.name for path in files) == sorted(manifest["files"])
     tensors = {name: tensor for path in files for name, tensor in load_file(path).items()}
     assert any(name.startswith("state:exp_avg:embed.weight[") for name in tensors)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"\x80\x04" == path.read_bytes()[:2]]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes()[:2] == b"\x80\x04"]

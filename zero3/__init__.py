@@ -6,6 +6,7 @@ from .checkpoint.full_state import full_state_dict, load_full_state_dict
 from .checkpoint.loading import load_checkpoint
 from .checkpoint.numbered import latest_checkpoint
 from .checkpoint.pretrained import load_pretrained
+from .checkpoint.save_pretrained import save_pretrained
 from .checkpoint.saving import save_checkpoint
 from .layer import Zero3Layer
 from .optim.clip import clip_grad_norm_
@@ -30,5 +31,6 @@ __all__ = [
     "reset",
     "resident",
     "save_checkpoint",
+    "save_pretrained",
     "shard",
 ]

@@ -47,6 +47,15 @@ def write_at(file: FileIO, offset: int, view: memoryview) -> None:
         view, offset = view[count:], offset + count
 
 
+def resize(file: FileIO, nbytes: int) -> None:
+    """To its final size, before ranks write their ranges of it."""
+    os.ftruncate(file.fileno(), nbytes)
+
+
+def copy(old: Path, new: Path) -> None:
+    shutil.copyfile(old, new)
+
+
 def sync(file: FileIO) -> None:
     """Returns when the file's bytes are on the disk."""
     os.fsync(file.fileno())
