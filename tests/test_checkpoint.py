@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ import zero3
 from tests.checkpoints import LAYERS, LINEAR, OPTIMIZERS, assert_same, odd, on_ranks, plain, train
 from tests.ranks import ThreadCommunicator
 from tests.reference import assert_at_rest, assert_close
-from zero3.checkpoint import safetensors_files
+from zero3.checkpoint import safetensors_files, saving
 
 Snapshot = dict[str, Any]
 
@@ -229,3 +230,101 @@ def test_files_are_safetensors_and_nothing_is_pickled(tmp_path: Path) -> None:
     tensors = {name: tensor for path in files for name, tensor in load_file(path).items()}
     assert any(name.startswith("state:exp_avg:embed.weight[") for name in tensors)
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes()[:2] == b"\x80\x04"]
+
+
+def test_the_step_goes_on_while_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved is what there was at the call. It appears at `wait()`, or when the model is next saved or loaded."""
+    may_write = threading.Event()
+    write_file = saving.write_file
+    monkeypatch.setattr(saving, "write_file", lambda *given: may_write.wait(20) and write_file(*given))
+
+    def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> tuple[Snapshot, Snapshot]:
+        train(model, optimizer, range(2))
+        first = zero3.save_checkpoint(tmp_path / "one", model, optimizer, background=True)
+        saved = snapshot(model, optimizer)
+        train(model, optimizer, range(2, 4))
+        assert not (tmp_path / "one" / "manifest.json").exists()
+        may_write.set()
+        first.wait()
+        first.wait()
+        assert (tmp_path / "one" / "manifest.json").exists()
+        zero3.save_checkpoint(tmp_path / "two", model, optimizer, background=True)
+        train(model, optimizer, range(4, 5))
+        zero3.save_checkpoint(tmp_path / "three", model, optimizer, background=True, keep_last=3)
+        assert zero3.latest_checkpoint(tmp_path) == tmp_path / "two"
+        zero3.load_checkpoint(tmp_path / "one", model, optimizer)
+        assert zero3.latest_checkpoint(tmp_path) == (tmp_path / "three")
+        return saved, snapshot(model, optimizer)
+
+    for saved, loaded in on_ranks(2, body):
+        assert_same(loaded, saved)
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    """Newest by their order, not by name; what is not ours is left alone, and so is what is saved elsewhere."""
+    (tmp_path / "run" / "mine").mkdir(parents=True)
+    (tmp_path / "run" / "mine" / "data.txt").write_text("precious")
+    (tmp_path / "run" / "cut off" / "data-0123456789abcdef").mkdir(parents=True)
+
+    def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
+        assert zero3.latest_checkpoint(tmp_path / "run") is None
+        for name in ("z", "y", "b", "a", "y"):
+            zero3.save_checkpoint(tmp_path / "run" / name, model, optimizer, keep_last=2)
+            assert zero3.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / name
+        zero3.save_checkpoint(tmp_path / "other", model)
+        with pytest.raises(ValueError, match="keep_last must be at least 1, found 0"):
+            zero3.save_checkpoint(tmp_path / "run" / "c", model, keep_last=0)
+
+    on_ranks(2, body)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["a", "mine", "y"]
+    assert (tmp_path / "run" / "mine" / "data.txt").read_text() == "precious"
+
+
+def test_other_files_in_the_directory_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    on_ranks(2, partial(save, tmp_path))
+    on_ranks(2, partial(save, tmp_path))
+    assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == ["data", "manifest.json", "notes.txt"]
+
+
+def test_mistakes_are_everybodys(tmp_path: Path) -> None:
+    def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
+        with pytest.raises(ValueError, match=r"s3://bucket/run: fsspec paths are not taken"):
+            zero3.save_checkpoint("s3://bucket/run", model)
+        with pytest.raises(ValueError, match=r"ranks differ in save_checkpoint: rank 0: path: .*zero; rank 1: path: .*one"):
+            zero3.save_checkpoint(tmp_path / ("one" if group.rank else "zero"), model)
+        with zero3.full_params(model), pytest.raises(RuntimeError, match=r"save_checkpoint inside full_params"):
+            zero3.save_checkpoint(tmp_path, model)
+        zero3.save_checkpoint(tmp_path, model)
+        with pytest.raises(ValueError, match=r"was saved without an optimizer: load it without one"):
+            zero3.load_checkpoint(tmp_path, model, optimizer)
+        with zero3.full_params(model), pytest.raises(RuntimeError, match=r"load_checkpoint inside full_params"):
+            zero3.load_checkpoint(tmp_path, model)
+
+    on_ranks(2, body)
+
+
+def test_another_model_is_refused_by_all_names_at_once(tmp_path: Path) -> None:
+    on_ranks(2, partial(save, tmp_path))
+
+    def other() -> nn.Module:
+        model = odd()
+        model.blocks[0].more = nn.Parameter(torch.zeros(2))
+        model.blocks[1].idle = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        model.norm.float()
+        del model.blocks[2].gain
+        model.blocks[2].gain = 1.0
+        return model
+
+    message = (
+        r"missing: blocks\.0\.more\. unknown: blocks\.2\.gain\. other shapes: blocks\.1\.idle has \(3,\), expected \(4,\)\. "
+        r"other dtypes: norm\.weight has float64, expected float32; norm\.bias"
+    )
+
+    def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
+        before = zero3.full_state_dict(model, rank0_only=False)
+        with pytest.raises(ValueError, match=message):
+            zero3.load_checkpoint(tmp_path, model, optimizer)
+        assert_same(zero3.full_state_dict(model, rank0_only=False), before)
+
+    on_ranks(3, body, build=other)
