@@ -40,6 +40,7 @@ FLOORS = {
     "checkpoint.pretrained": 14, "checkpoint.numbered": 14, "checkpoint.optimizer_contents": 14,
     "checkpoint.optimizer_placing": 15, "checkpoint.preparing": 15, "checkpoint.outputs": 15,
     "checkpoint.full_optimizer": 16, "checkpoint.saving": 16, "checkpoint.loading": 16, "checkpoint.save_pretrained": 16,
+    "commands": 17, "commands.inspect": 18, "commands.export": 18,
     "": 20,
 }  # fmt: skip
 
