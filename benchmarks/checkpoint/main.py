@@ -141,11 +141,12 @@ def io(which: str) -> int:
 def measure(work: Callable[[], object]) -> dict[str, float]:
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
-    resident, written, read, start = status("VmRSS"), io("wchar"), io("rchar"), time.perf_counter()
+    resident, written, read = status("VmRSS"), io("wchar"), io("rchar")
+    start, processor = time.perf_counter(), time.process_time()
     work()
-    seconds = time.perf_counter() - start
+    seconds, processor = time.perf_counter() - start, time.process_time() - processor
     dist.barrier()
-    return {"seconds": seconds, "peak": status("VmHWM") - resident, "written": io("wchar") - written, "read": io("rchar") - read}
+    return {"seconds": seconds, "processor": processor, "peak": status("VmHWM") - resident, "written": io("wchar") - written, "read": io("rchar") - read}
 
 
 def process(rank: int, system: str, options: argparse.Namespace, directory: str) -> None:
@@ -186,16 +187,19 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=64, help=f"of {WIDTH} x {WIDTH} fp32: 16 MB each, and twice that in AdamW's state")
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--only", choices=SYSTEMS, help="measure one system alone")
     parser.add_argument("--directory", help="on the disk to measure (default: the system's temporary one)")
     options = parser.parse_args()
-    results: dict[str, list[list[dict[str, dict[str, float]]]]] = {system: [] for system in SYSTEMS}
+    systems = [options.only] if options.only else list(SYSTEMS)
+    results: dict[str, list[list[dict[str, dict[str, float]]]]] = {system: [] for system in systems}
     for repetition in range(options.repetitions):
-        for system in SYSTEMS:
+        for system in systems:
             results[system].append(once(system, options))
             print(f"{repetition} {system}: {json.dumps(results[system][-1])}", flush=True)
     size = options.layers * WIDTH * WIDTH * 4 / MEGABYTE
     print(f"\n{size:.0f} MB of parameters and {2 * size:.0f} MB of AdamW's state, {options.ranks} ranks, {options.repetitions} repetitions")
-    print("| system | | seconds (spread) | written MB | read MB | peak MB of each rank above its start |\n|---|---|---|---|---|---|")
+    print("| system | | seconds (spread) | processor s of all | written MB | read MB | peak MB of each rank above its start |")
+    print("|---|---|---|---|---|---|---|")
     for system, runs in results.items():
         for what in ("save", "load"):
             print(row(system, what, [[rank[what] for rank in run] for run in runs]))
@@ -209,7 +213,7 @@ def row(system: str, what: str, runs: list[list[dict[str, float]]]) -> str:
     spread = f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
     peaks = " / ".join(f"{statistics.median(run[rank]['peak'] for run in runs) / MEGABYTE:.0f}" for rank in range(len(runs[0])))
     written, read = median("written", sum) / MEGABYTE, median("read", sum) / MEGABYTE
-    return f"| {system} | {what} | {spread} | {written:.0f} | {read:.0f} | {peaks} |"
+    return f"| {system} | {what} | {spread} | {median('processor', sum):.2f} | {written:.0f} | {read:.0f} | {peaks} |"
 
 
 if __name__ == "__main__":
