@@ -102,7 +102,7 @@ def by_dcp(layers: int, seed: int) -> Run:
 
 
 def by_gathering(layers: int, seed: int) -> Run:
-    """Everything to rank 0, which calls torch.save; and back by broadcast."""
+    """Everything to rank 0, which calls torch.save; to load, every rank maps the file and takes its shards."""
     model, optimizer = sharded(layers, seed)
     everything = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -116,8 +116,8 @@ def by_gathering(layers: int, seed: int) -> Run:
         dist.barrier()
 
     def load(path: str) -> None:
-        loaded = torch.load(f"{path}/all.pt", mmap=True) if dist.get_rank() == 0 else {"model": {}, "optimizer": {}}
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        loaded = torch.load(f"{path}/all.pt", mmap=True)
+        options = StateDictOptions(full_state_dict=True)
         set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"], options=options)
 
     return Run(save, load, lambda: first_moment(optimizer))
@@ -146,7 +146,13 @@ def measure(work: Callable[[], object]) -> dict[str, float]:
     work()
     seconds, processor = time.perf_counter() - start, time.process_time() - processor
     dist.barrier()
-    return {"seconds": seconds, "processor": processor, "peak": status("VmHWM") - resident, "written": io("wchar") - written, "read": io("rchar") - read}
+    return {
+        "seconds": seconds,
+        "processor": processor,
+        "peak": status("VmHWM") - resident,
+        "written": io("wchar") - written,
+        "read": io("rchar") - read,
+    }
 
 
 def process(rank: int, system: str, options: argparse.Namespace, directory: str) -> None:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
-from pathlib import Path
+from io import FileIO
 from typing import NamedTuple
 
 import torch
@@ -59,15 +59,15 @@ def header_of(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metad
     return len(text).to_bytes(8, "little") + text
 
 
-def write_file(path: Path, entries: list[Entry], metadata: Mapping[str, str]) -> Written:
-    """Creates the file and returns when it is on the disk. No copy is made of what is in host memory.
+def write_file(file: FileIO, entries: list[Entry], metadata: Mapping[str, str]) -> Written:
+    """Into an empty file, which is not synced yet. No copy is made of what is in host memory.
 
     Raises:
         OSError: what the file system says.
     """
     header = header_of(((entry.name, entry.tensor.dtype, entry.shape) for entry in entries), metadata)
     nbytes, blocks, hashes = 0, [], deque[Future[str]]()
-    with file_operations.create(path) as file, ThreadPoolExecutor(1) as hasher:
+    with ThreadPoolExecutor(1) as hasher:
         for block in _blocks(header, entries):
             hashes.append(hasher.submit(_hash, block))
             file_operations.write(file, block)
@@ -75,7 +75,6 @@ def write_file(path: Path, entries: list[Entry], metadata: Mapping[str, str]) ->
             while len(hashes) > 1:  # one block ahead, so that what is staged is bounded
                 blocks.append(hashes.popleft().result())
         blocks += [future.result() for future in hashes]
-        file_operations.sync(file)
     return Written(nbytes, blocks)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from ..access import states_of
 from ..agreement import agree, exchange_texts
+from . import file_operations
 from .optimizer_contents import Held, held_by
 from .preparing import Prepared
 from .safetensors_writing import Entry, Written, write_file
@@ -110,8 +112,12 @@ class Saving:
     def _write(self) -> None:
         data = self._prepared.directory / f"data-{self._prepared.token}"
         try:
-            for name, (entries, metadata) in self._files.items():
-                self._written[name] = write_file(data / name, entries, metadata)
+            with ExitStack() as open_files:
+                files = {name: open_files.enter_context(file_operations.create(data / name)) for name in self._files}
+                for name, (entries, metadata) in self._files.items():
+                    self._written[name] = write_file(files[name], entries, metadata)
+                for file in files.values():  # last, so that the disk does not wait for us
+                    file_operations.sync(file)
         except Exception as caught:
             self._error = caught
         self._files = {}
