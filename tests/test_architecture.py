@@ -37,13 +37,16 @@ FLOORS = {
     "sequential": 11, "access": 11,
     "report": 12, "shard": 13, "profiler": 12,
     "optim": 12, "checkpoint": 12,
-    "checkpoint.full_state": 13,
-    "checkpoint.fitting": 14,
+    "checkpoint.full_state": 13, "checkpoint.safetensors_writing": 13, "checkpoint.ranges": 13,
+    "checkpoint.fitting": 14, "checkpoint.contents": 14, "checkpoint.manifest": 14,
     "optim.check": 13, "optim.dealing": 13, "optim.groups": 14, "optim.norms": 15,
-    "checkpoint.pretrained": 15,
+    "checkpoint.pretrained": 15, "checkpoint.numbered": 15, "checkpoint.optimizer_contents": 15,
+    "checkpoint.optimizer_placing": 16, "checkpoint.preparing": 16, "checkpoint.outputs": 16,
+    "checkpoint.full_optimizer": 17, "checkpoint.saving": 17, "checkpoint.loading": 17, "checkpoint.save_pretrained": 17,
     "optim.shards": 13, "optim.zero_check": 13, "optim.zero_groups": 14, "optim.zero_state": 14, "optim.zero_step": 15,
     "optim.overlap": 16, "optim.zero_redundancy": 17,
-    "": 18,
+    "commands": 18, "commands.inspect": 19, "commands.export": 19,
+    "": 20,
 }  # fmt: skip
 
 SOURCES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}

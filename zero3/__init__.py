@@ -1,8 +1,13 @@
 """zero3: full sharding (ZeRO-3) of PyTorch models. Wrap layers, pass their chunks to any optimizer, train as always."""
 
 from .access import full_params, get_trainable_chunk, no_sync, reset, resident
+from .checkpoint.full_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
 from .checkpoint.full_state import full_state_dict, load_full_state_dict
+from .checkpoint.loading import load_checkpoint
+from .checkpoint.numbered import latest_checkpoint
 from .checkpoint.pretrained import load_pretrained
+from .checkpoint.save_pretrained import save_pretrained
+from .checkpoint.saving import save_checkpoint
 from .layer import Zero3Layer
 from .optim.check import check_optimizer
 from .optim.clip import clip_grad_norm_
@@ -27,9 +32,13 @@ __all__ = [
     "backward",
     "check_optimizer",
     "clip_grad_norm_",
+    "full_optimizer_state_dict",
     "full_params",
     "full_state_dict",
     "get_trainable_chunk",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "load_pretrained",
     "no_sync",
@@ -39,5 +48,7 @@ __all__ = [
     "report",
     "reset",
     "resident",
+    "save_checkpoint",
+    "save_pretrained",
     "shard",
 ]
