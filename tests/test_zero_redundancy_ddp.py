@@ -130,6 +130,7 @@ def train_uneven(rank: Rank, kind: str, counts: list[int], optimizer_class: Any,
             schedule.step()
             optimizer.zero_grad()
             losses.append(loss.item())
+    assert all(parameter.grad is None for parameter in ddp.parameters()), "a later backward would add to it"
     return Trained(losses, [parameter.detach().clone() for parameter in ddp.parameters()])
 
 
