@@ -72,7 +72,6 @@ class Part(NamedTuple):
     start: int
     stop: int
     whole: bool = False  # one of the model's parameters, in its own shape
-    empty: str = ""  # the name of the slot that it stands for, where that has no elements to tell it by
 
 
 class Chunk:

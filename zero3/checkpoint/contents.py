@@ -60,7 +60,8 @@ class Contents:
         rank = self.rank if rank is None else rank
         names = self._chunk_names.get(chunk, {})
         found = [Span(names[piece.slot.name], piece.start, piece.stop, piece.offset) for piece in chunk.layout.pieces(rank)]
-        if rank == chunk.layout.holder_of_empty:
+        first = next((other for other in range(self.world_size) if chunk.layout.pieces(other)), 0)
+        if rank == first:
             found += [Span(names[slot.name], 0, 0, 0) for slot in chunk.layout.slots if not slot.numel]
         return found
 
