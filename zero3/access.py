@@ -108,6 +108,33 @@ def resident(model: nn.Module) -> Iterator[None]:
                 state.resident -= 1
 
 
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """For gradient accumulation: backwards inside communicate no gradients. They join the first backward after it.
+
+        for micro_batch in micro_batches[:-1]:
+            with zero3.no_sync(model):
+                loss(model(micro_batch)).backward()
+        loss(model(micro_batches[-1])).backward()
+
+    Every rank enters and leaves it. It saves all reductions but one, for memory: every layer that it covers keeps its full
+    gradient, `W * S` elements in `reduce_dtype`, until that backward. (Without it, micro-batches accumulate in the chunk.)
+    The same numbers, but for the order of sums. Zeroing the gradients drops what was kept. Any module inside a model, and any
+    part of a step, may be covered; at world size 1 it does nothing.
+
+    Raises:
+        ValueError: nothing in `model` is sharded.
+    """
+    gradients = [state.gradients for state in states_of(model)]
+    for each in gradients:
+        each.deferrals += 1
+    try:
+        yield
+    finally:
+        for each in gradients:
+            each.deferrals -= 1
+
+
 def agree_to_gather(states: list[LayerState], caller: str) -> None:
     """Compares before a gather outside a forward: one that a rank makes alone could meet another layer's on the others.
 

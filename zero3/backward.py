@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -48,16 +48,20 @@ class Backward:
         self._backup_communicator = backup_communicator
         self._device = device
         self._depth = depth
-        self._order: ForwardOrder[tuple[LayerState, ...]] = ForwardOrder()  # of the tapes: nested backwards have their own
+        self._order: ForwardOrder[tuple[tuple[LayerState, ...], tuple[bool, ...]]] = (
+            ForwardOrder()
+        )  # of the tapes: nested backwards have their own
         self._touched: list[LayerTape] = []  # the tapes it has come to
         self._backups: deque[Backup] = deque()
+        self._reduces = False  # whether this backward reduces anything: `autograd.grad` does not
+        self._owes = False  # whether `no_sync` was ever used
         self._ending = EndOfBackward()  # of the present one
         self._outer_ending = EndOfBackward()  # of one that recomputes layers and runs backwards of its own through them
 
     def watch(self, state: LayerState) -> None:
         """Takes charge of `state`: whatever gradient it gets, by whatever way, is reduced by the end of the backward."""
         self.layers.append(state)
-        state.gradients.watch(partial(_gradient_came, weakref.ref(self)))
+        state.gradients.watch(partial(_tell, weakref.WeakMethod(self.gradient_came)), partial(_tell, weakref.WeakMethod(self.settle)))
 
     def follow(self, tape: LayerTape, call: LayerCall, nodes: Iterable[Node], mark: object) -> None:
         """From now on, a gradient that flows into `nodes` opens `call` first."""
@@ -86,7 +90,7 @@ class Backward:
     def release(self, state: LayerState) -> None:
         """Releases `state`, unless one of its calls is under way."""
         if not any(tape.is_open(state) for tape in self._touched) and not any(frame.state is state for frame in self.frames):
-            state.release()
+            state.put_away()
 
     def recompute(self) -> None:
         """Before a forward inside a backward. If it belongs to a reentrant checkpoint, its own backward ends before this one."""
@@ -99,25 +103,35 @@ class Backward:
         for nested in [tape for tape in self._touched if tape.task > backward_task()]:
             self._finish(nested)
 
-    def reset(self) -> None:
+    def reset(self, *, broken: bool = False) -> None:
         """Releases everything. If the last backward raised, the gradients accumulated so far are dropped with it."""
-        broken = self._ending.missed or self._outer_ending.missed
+        broken_backward = self._ending.missed or self._outer_ending.missed
         while self._backups:
             try:
                 self._backups.popleft().wait()
             except RuntimeError:  # a transfer that failed is over
-                broken = True
+                broken_backward = True
         for tape in self._touched:
             tape.rewind()
         self._touched.clear()
         self.frames.clear()
+        self._reduces = False
         self._ending.forget()
         if self._outer_ending.missed:
             self._outer_ending.forget()
         for state in self.layers:
-            state.reset()
-            if broken:
+            state.reset(broken=broken or broken_backward)
+            if broken_backward:
                 state.gradients.drop()
+        self._forget_zeroed()
+
+    def _forget_zeroed(self) -> None:
+        """What `no_sync` kept, and the user has given up since. Where nothing shows that, what was given up elsewhere does."""
+        if not self._owes:
+            return
+        zeroed = [state for state in self.layers if state.gradients.forget_zeroed()]
+        for state in self.layers if zeroed else ():
+            state.gradients.forget_unseen()
 
     def _before(self, tape: LayerTape, call: LayerCall) -> None:
         """A gradient is about to flow into the graph of `call`."""
@@ -137,11 +151,13 @@ class Backward:
 
     def _touch(self, tape: LayerTape) -> None:
         signature = tape.signature()
-        if not self._order.advance(signature):
-            names = [state.name_among_ranks for state in signature]
+        deferred = tuple(state.gradients.deferred for state in signature)
+        if not self._order.advance((signature, deferred)):
+            names = [state.name_among_ranks + " under no_sync" * waits for state, waits in zip(signature, deferred, strict=True)]
             agree(self._communicator, self._device, "the layers that take part in backward", names)
         # `autograd.grad` writes no parameter's gradient: then nothing is reduced
         tape.reduces = accumulates_everywhere() or any(state.gradients.expected() for state in dict.fromkeys(reversed(signature)))
+        self._reduces = self._reduces or tape.reduces
         tape.task = backward_task()
         self._touched.append(tape)
 
@@ -162,12 +178,22 @@ class Backward:
             self._take(step, tape)
         self._touched.remove(tape)
 
-    def _back_up(self, state: LayerState) -> None:
+    def _back_up(self, state: LayerState, *, whole: bool = False) -> None:
+        self._owes = self._owes or state.gradients.deferred
         while len(self._backups) >= max(1, self._depth):
             self._backups.popleft().wait()
-        self._backups.extend(state.gradients.back_up(state.lanes.backup, self._backup_communicator))
+        self._backups.extend(state.gradients.back_up(state.lanes.backup, self._backup_communicator, whole=whole))
         if not self._depth:
             self._drain_backups()
+
+    def settle(self) -> None:
+        """Somebody looks at a gradient that has stayed whole (stage 1): now all of them are reduced, on every rank."""
+        if inside_backward():
+            raise RuntimeError("with stage=1 gradients are reduced after backward: don't look at them in hooks")
+        for state in self.layers:
+            if state.gradients.owed():
+                self._back_up(state, whole=True)
+        self._drain_backups()
 
     def _drain_backups(self) -> None:
         while self._backups:
@@ -178,6 +204,7 @@ class Backward:
             return
         if self._ending.missed:
             self.reset()
+        self._forget_zeroed()
         self._ending.wait(then=self._end)
         self._order.begin()
 
@@ -185,9 +212,10 @@ class Backward:
         for tape in sorted(self._touched, key=lambda tape: -tape.serial):
             self._finish(tape)
         for state in self.layers:
-            if state.gradients.pending():
+            if state.gradients.pending() or (self._owes and self._reduces and state.gradients.due()):
                 self._back_up(state)
         self._drain_backups()
+        self._reduces = False
         for state in self.layers:
             self.release(state)
         self._order.learn()
@@ -198,7 +226,8 @@ class Backward:
             self._enter()
 
 
-def _gradient_came(backward: weakref.ref[Backward]) -> None:
-    found = backward()
-    if found is not None:
-        found.gradient_came()
+def _tell(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Hooks hold no runtime: a model that is given up is freed at once."""
+    told = method()
+    if told is not None:
+        told()

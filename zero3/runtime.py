@@ -132,7 +132,8 @@ class Runtime:
             self._order.advance(None)
             self._release_lingering(keep=())  # an optimizer may have stepped between two modules
         else:
-            self.reset()
+            self.reset(broken=False)
+            self._drop_outdated()
             self._order.begin()
             self._tape = self._new_tape()
         self._called.add(id(module))
@@ -161,16 +162,30 @@ class Runtime:
     def _release_lingering(self, keep: Iterable[LayerState]) -> None:
         kept = set(keep)
         for state in self._lingering:
-            if state not in kept and state.policy.reshard_after_forward:
+            if state not in kept and not state.policy.keeps_until_backward:
                 self._backward.release(state)
         self._lingering = [state for state in self._lingering if state.presence is not Presence.RELEASED]
 
-    def reset(self) -> None:
-        """Releases everything and forgets the pass under way. See `Backward.reset` for the gradients."""
+    def _drop_outdated(self) -> None:
+        """Layers that stayed whole are gathered anew where any rank's chunk has changed since."""
+        whole = [state for state in self.layers if not state.policy.shards_parameters]
+        if not whole or self._communicator.world_size == 1:
+            return
+        outdated = torch.stack([state.outdated() for state in whole]).to(torch.uint8)
+        self._communicator.all_reduce(outdated, maximum=True)
+        for state, flag in zip(whole, outdated.tolist(), strict=True):
+            if flag:
+                state.release()
+
+    def reset(self, *, broken: bool = True) -> None:
+        """Releases everything and forgets the pass under way. See `Backward.reset` for the gradients.
+
+        `broken`: layers that stay whole are released as well.
+        """
         self._lingering.clear()
         self._called.clear()
         self._tape = self._open_tape = None
-        self._backward.reset()
+        self._backward.reset(broken=broken)
 
 
 class _ForwardPass:

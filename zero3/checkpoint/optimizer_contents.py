@@ -21,7 +21,7 @@ from .plain_values import encode_scalar, name_of
 
 __all__: list[str] = []
 
-_NOT_OPTIONS = ("params", "param_names")
+_NOT_OPTIONS = ("params", "param_names", "whole")  # the last says how this run divides the model
 
 
 class Held(NamedTuple):
@@ -84,12 +84,12 @@ def held_by(optimizer: torch.optim.Optimizer, contents: Contents) -> list[Held]:
     held = []
     for group, options in enumerate(optimizer.param_groups):
         for parameter in options["params"]:
-            if id(parameter) not in known:
+            if id(parameter) not in known and parameter.numel():  # an empty one stands for a group that this rank has nothing of
                 raise ValueError(
                     f"group {group} of the {type(optimizer).__name__} has a parameter {tuple(parameter.shape)} that is not of this model. "
                     "Make the optimizer from get_trainable_chunk(model) or param_groups(model, ...), after sharding."
                 )
-            held.append(Held(parameter, group, *known[id(parameter)]))
+            held.append(Held(parameter, group, *known.get(id(parameter), ((), True))))
     return held
 
 

@@ -84,6 +84,7 @@ class Prepared:
             for name, tensor in contents.others.items():
                 self.model_entries.append(Entry(f"other:{rank}:{name}", tensor.detach(), tuple(tensor.shape)))
         for chunk in contents.chunks():
+            chunk.adopt_values()
             for name, start, stop, offset in contents.spans(chunk):
                 if self.stores(name) and start < stop:
                     self.model_entries.append(_entry(f"parameter:{name}", chunk.shard.data, start, stop, offset))

@@ -1,0 +1,96 @@
+"""The mean over tokens, where ranks and micro-batches hold different numbers of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..access import states_of
+from ..collectives import Communicator
+from ..gradient import TOKENS
+from ..layer_state import LayerState
+from ..shard_gradient import AwaitedGradient
+
+__all__: list[str] = []
+
+
+def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Tensor:
+    """Backward of a loss summed over tokens, so that gradients are those of its mean over all tokens of all ranks.
+
+        optimizer.zero_grad()
+        for batch in micro_batches:
+            loss_sum = cross_entropy(model(batch.ids), batch.labels, ignore_index=-100, reduction="sum")
+            zero3.backward(loss_sum, (batch.labels != -100).sum(), model)
+        optimizer.step()
+
+    After each call the gradients are the mean over the tokens of all micro-batches since they were last zeroed. (A mean of
+    the means that each rank and micro-batch has would weigh a token of a short one more.) Every rank calls it, also one
+    whose batch has no tokens. Costs one all-reduce of four numbers, and from the second micro-batch on one pass over the chunks'
+    gradients; the host waits for nothing. May be used inside `no_sync` and with a scaled loss.
+
+    Args:
+        loss_sum: 0-dim, this rank's loss, summed over its `num_tokens` tokens.
+        num_tokens: how many tokens this rank's sum holds, 0 or more; an integer or a 0-dim tensor.
+
+    Returns:
+        The mean loss over this micro-batch's tokens of all ranks, 0-dim, detached, the same on all ranks; 0 if there are none.
+
+    Raises:
+        ValueError: nothing in `model` is sharded, a loss that is not 0-dim or has no graph, a negative number of tokens;
+            gradients that another backward has left: of how many tokens they are the mean nobody knows.
+    """
+    states = states_of(model)
+    communicator, device = states[0].communicator, states[0].device
+    if loss_sum.ndim or not loss_sum.requires_grad:
+        raise ValueError(
+            f"rank {communicator.rank}: loss_sum has shape {tuple(loss_sum.shape)} and requires_grad={loss_sum.requires_grad}, expected "
+            "a 0-dim tensor with a graph: a rank without tokens runs the model too, and sums over nothing (reduction='sum')"
+        )
+    if not isinstance(num_tokens, Tensor) and num_tokens < 0:
+        raise ValueError(f"rank {communicator.rank}: num_tokens must be 0 or more, found {num_tokens}")
+    counts = torch.zeros(4, dtype=torch.float64, device=device)  # tokens, their loss, tokens so far, ranks that know these
+    counts[0] = num_tokens
+    counts[1] = loss_sum.detach()
+    counts[2:] = _so_far(states, counts.new_zeros(2))
+    communicator.all_reduce(counts)
+    tokens, loss, so_far = counts[0], counts[1], counts[2] / counts[3].clamp(min=1)
+    total = tokens + so_far
+    share = torch.where(total > 0, 1 / total, 0)
+    for state in states:
+        state.gradients.scale(so_far * share)
+    _without_ranks(loss_sum, share, communicator, states).backward()  # type: ignore[no-untyped-call]
+    for gradient in _gradients(states):
+        setattr(gradient, TOKENS, (total, gradient._version))
+    return torch.where(tokens > 0, loss / tokens, 0).to(loss_sum.dtype)
+
+
+def _without_ranks(loss_sum: Tensor, share: Tensor, communicator: Communicator, states: list[LayerState]) -> Tensor:
+    """Scaled so that what the reduction makes of it is the sum over ranks, times `share`."""
+    mean = states[0].policy.gradient_reduction == "mean"
+    return loss_sum * (share * (communicator.world_size if mean else 1)).to(loss_sum.dtype)
+
+
+def _gradients(states: list[LayerState]) -> list[Tensor]:
+    parts = (part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts)
+    return [gradient for gradient in parts if gradient is not None]
+
+
+def _so_far(states: list[LayerState], nothing: Tensor) -> Tensor:
+    """How many tokens the gradients are the mean of, and 1 if this rank knows; zeros if they were zeroed since."""
+    gradients = _gradients(states)
+    known = [(gradient, *noted) for gradient in gradients if (noted := getattr(gradient, TOKENS, None)) is not None]
+    if len(known) < len(gradients):
+        raise ValueError(
+            f"rank {states[0].communicator.rank}: there are gradients that loss.backward() has left, and their weight among tokens is "
+            "unknown. Use zero3.backward for every backward of a step, and begin it with optimizer.zero_grad()."
+        )
+    if not known:
+        return nothing
+    tokens = known[0][1]
+    found = torch.stack([tokens, torch.ones_like(tokens)])
+    if any(isinstance(gradient, AwaitedGradient) and gradient.zeroed for gradient, _, _ in known):
+        return nothing
+    if all(isinstance(gradient, AwaitedGradient) or gradient._version == version for gradient, _, version in known):
+        return found
+    changed = [gradient.as_subclass(Tensor) for gradient, _, _ in known if not isinstance(gradient, AwaitedGradient)]
+    return found * torch.stack([gradient.any() for gradient in changed]).any()
