@@ -116,7 +116,7 @@ class Chunk:
 
     def start_fetch(self, lane: Lane) -> None:
         """Begins to gather. The lane waits for compute: for the optimizer's step, and for the buffer's last reader."""
-        self._adopt_values()
+        self.adopt_values()
         if self.resident:
             if self.full.tensor.data_ptr() != self.shard.data_ptr():  # somebody gave the chunk other data
                 self.full = self._new_buffer()
@@ -134,7 +134,7 @@ class Chunk:
         return own.copy_(self.shard.data)
 
     @torch.no_grad()
-    def _adopt_values(self) -> None:
+    def adopt_values(self) -> None:
         """A part that was given other data (`parameter.data = values`) brings them here, and lies here again."""
         address, size = self.shard.data_ptr(), self.shard.element_size()
         for part in self.parts:
