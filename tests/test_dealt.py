@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -85,6 +86,35 @@ def transfers(rank: Rank, bounds: tuple[int, ...], dtype: torch.dtype, plain: bo
 @pytest.mark.parametrize("world_size", CUTS)
 def test_unequal_slices_travel(world_size: int) -> None:
     on_ranks(world_size, all_transfers)
+
+
+def over_lists(rank: Rank) -> list[tuple[bool, bool]]:
+    """What backends other than gloo do, on torch's process group of threads."""
+    from torch.testing._internal.distributed import multi_threaded_pg
+
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    multi_threaded_pg._install_threaded_pg()
+    store, bounds, results = dist.HashStore(), CUTS[3][0], {}
+
+    def one(number: int) -> None:
+        dist.init_process_group("threaded", rank=number, world_size=3, store=store)
+        mine, place = GroupCommunicator(dist.group.WORLD, "threaded"), slice(bounds[number], bounds[number + 1])
+        fulls = [torch.arange(bounds[-1]).add(100.0 * r) for r in range(3)]
+        gathered, reduced = torch.zeros(bounds[-1]), torch.zeros_like(fulls[0][place])
+        mine.all_gather(gathered, fulls[0][place].clone(), bounds).wait()
+        mine.reduce_scatter(reduced, fulls[number].clone(), bounds).wait()
+        results[number] = torch.equal(gathered, fulls[0]), torch.equal(reduced, sum(fulls)[place])
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [results[number] for number in range(3)]
+
+
+def test_other_backends_take_lists_of_slices() -> None:
+    assert on_ranks(1, over_lists, fresh=True, process_group=False) == [[(True, True)] * 3]
 
 
 # -- models
