@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zero3
@@ -173,6 +175,23 @@ def test_a_sharded_model_of_any_class_has_groups_too(world_size: int, options: O
     assert mean([mine for mine, _ in found]) == pytest.approx(losses, rel=1e-9)
     for _, state in found:
         assert all(torch.allclose(state[name], value, rtol=0, atol=1e-12) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("options", [matrices_whole, all_whole])
+def test_a_file_fills_what_was_cut_anew(options: Options, tmp_path: Path) -> None:
+    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
+        layers = [zero3.Zero3Layer(module, process_group=group, device="cpu") for module in models[group.rank]]
+        model = zero3.Zero3Sequential(layers)
+        zero3.param_groups(model, options)
+        zero3.load_pretrained(model, tmp_path)
+        return zero3.full_state_dict(model, rank0_only=False)
+
+    with torch.device("meta"):
+        models = [odd_model(torch.float64) for _ in range(3)]
+    values = nn.Sequential(*odd_model(torch.float64, 3)).state_dict()
+    save_file(values, tmp_path / "model.safetensors")
+    for found in run_ranks(3, body):
+        assert all(torch.equal(found[name], value) for name, value in values.items())
 
 
 def test_what_is_cast_to_travel_is_cut_anew_without_a_cast() -> None:
