@@ -136,10 +136,12 @@ class Chunk:
     @torch.no_grad()
     def adopt_values(self) -> None:
         """A part that was given other data (`parameter.data = values`) brings them here, and lies here again."""
+        if self.parts[0].parameter is self.shard:
+            return
         address, size = self.shard.data_ptr(), self.shard.element_size()
         for part in self.parts:
             parameter = part.parameter
-            if parameter is not self.shard and parameter.numel() and parameter.data_ptr() != address + part.start * size:
+            if parameter.numel() and parameter.data_ptr() != address + part.start * size:
                 home = self.shard.data[part.start : part.stop].view(parameter.shape)
                 parameter.data = home.copy_(parameter.data)
                 torch.autograd.graph.increment_version(self.shard)
