@@ -41,10 +41,10 @@ class SlowCommunicator(LonelyCommunicator):
         super().__init__(RANKS)
         self._slow = slow
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> _Slow:
+    def all_gather(self, full: Tensor, shard: Tensor, bounds: Any = None) -> _Slow:
         return _Slow(super().all_gather(full, shard), DELAY * self._slow("fetch", full.numel()))
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor) -> _Slow:
+    def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Any = None) -> _Slow:
         return _Slow(super().reduce_scatter(shard, full), DELAY * self._slow("backup", full.numel()))
 
 

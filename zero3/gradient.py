@@ -13,7 +13,7 @@ from .chunk import Chunk, Part
 from .collectives import Communicator
 from .flat import view, zero_padding
 from .policy import ShardingPolicy
-from .shard_gradient import AwaitedGradient, ShardGradient
+from .shard_gradient import AwaitedGradient, PieceGradient, ShardGradient, WholeGradient
 from .streams import Done, Lane, Mark
 
 __all__: list[str] = []
@@ -76,23 +76,23 @@ class FlatGradient:
     def back_up(self, lane: Lane, communicator: Communicator) -> Backup:
         """Begins to reduce what has come in (zeros, if nothing has) into this rank's slice; frees this object's buffer."""
         full = self._take()
-        summed = full if communicator.world_size == 1 else full.new_empty(self._chunk.layout.shard_numel)
+        summed = full if communicator.world_size == 1 else full.new_empty(self._chunk.shard.numel())
         dtype = self._chunk.shard.dtype
         landed = summed if dtype == self._dtype else torch.empty_like(summed, dtype=dtype)
         with self._naming, lane.issue():
             if self._divide_first > 1:
                 full.div_(self._divide_first)
-            pending = Done() if summed is full else communicator.reduce_scatter(summed, full)
+            pending = Done() if summed is full else communicator.reduce_scatter(summed, full, self._chunk.layout.bounds)
             mark = lane.complete(pending, lambda: self._land(summed, landed))
         return Backup(mark, (full, summed, landed), self._naming)
 
-    def keep(self) -> None:
+    def keep(self, look: Callable[[], bool]) -> None:
         """Leaves what has come in for a later backward. Until then the optimizer's gradients are such that it can't use them."""
         self.pending, self.owed = False, True
         for part in self._chunk.parts:
             parameter = part.parameter
             if parameter.requires_grad and (parameter.grad is None or isinstance(parameter.grad, AwaitedGradient)):
-                parameter.grad = AwaitedGradient.like(parameter)
+                parameter.grad = AwaitedGradient.like(parameter, look)
             if parameter.grad is not None:
                 vars(parameter.grad).pop(TOKENS, None)
         seen = [(part, part.parameter.grad) for part in self._chunk.parts]
@@ -114,7 +114,7 @@ class FlatGradient:
                 self._full.mul_(now.as_subclass(Tensor).any())  # in place: without asking the device what it holds
         return False
 
-    def scale(self, factor: Tensor) -> None:
+    def scale(self, factor: Tensor, look: Callable[[], bool]) -> None:
         """Multiplies what the chunk's gradient holds, and what was kept to join it, by `factor`, 0-dim."""
         if self._full is not None:
             self._full.mul_(factor)
@@ -128,7 +128,7 @@ class FlatGradient:
                 else:
                     gradient.mul_(factor)
         if self.owed:
-            self.keep()
+            self.keep(look)
 
     def drop(self) -> None:
         self._full = None
@@ -161,15 +161,19 @@ class FlatGradient:
             landed.copy_(summed)
         if not narrows and divisor != 1:
             landed.div_(divisor)
-        if self._communicator.world_size > 1:
-            landed = ShardGradient.of(landed, self._communicator)
         for part in self._chunk.parts:
             if part.parameter.requires_grad:
-                _accumulate(part.parameter, _range(landed, part), _range(summed, part) if narrows else None)
+                _accumulate(part.parameter, self._guarded(_range(landed, part), part), _range(summed, part) if narrows else None)
+
+    def _guarded(self, gradient: Tensor, part: Part) -> Tensor:
+        if self._communicator.world_size == 1:
+            return gradient
+        kind = WholeGradient if part.whole else PieceGradient if self._chunk.divided else ShardGradient
+        return kind.of(gradient, self._communicator)
 
 
 def _range(flat: Tensor, part: Part) -> Tensor:
-    return flat if part.stop - part.start == flat.numel() else flat[part.start : part.stop]
+    return flat[part.start : part.stop].view(part.parameter.shape)
 
 
 def _accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None) -> None:
@@ -181,8 +185,10 @@ def _accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None)
     for hook in (parameter._backward_hooks or {}).values():
         changed = hook(gradient)
         gradient, exact = (gradient, exact) if changed is None else (changed, None)
-    if parameter.grad is None or isinstance(parameter.grad, AwaitedGradient):
+    if parameter.grad is None:
         parameter.grad = gradient
+    elif isinstance(parameter.grad, AwaitedGradient):
+        parameter.grad.become(gradient)
     elif exact is None:
         parameter.grad.add_(gradient)
     else:

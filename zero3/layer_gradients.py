@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from torch import Tensor
 
@@ -26,10 +27,26 @@ class LayerGradients:
         self._naming = NamingFailures(communicator, "reducing the gradients of", subject)
         self._flat: dict[Chunk, FlatGradient] = {}
         self._hooked: dict[int, Bound] = {}  # by the id of the parameter
+        self._look = partial(_settle, weakref.ref(self))
+        self._on_look: Callable[[], None] | None = None
         self.deferrals = 0  # `no_sync` contexts that it is in
 
     def add_chunk(self, chunk: Chunk) -> None:
         self._flat[chunk] = FlatGradient(chunk, self._communicator, self._policy, self._naming)
+
+    def replace_chunks(self, chunks: Iterable[Chunk], bound: Iterable[Bound]) -> None:
+        """The same parameters in other chunks."""
+        on_first = next((gradient.on_first for gradient in self._flat.values()), None)
+        before = self._flat
+        self._flat = {}
+        for chunk in chunks:
+            if chunk in before:
+                self._flat[chunk] = before[chunk]
+            else:
+                self.add_chunk(chunk)
+                self._flat[chunk].on_first = on_first
+        for each in bound:
+            self.hook(each)
 
     def hook(self, bound: Bound) -> None:
         """From now on, what autograd accumulates into the parameter goes to its chunk's flat gradient."""
@@ -54,9 +71,18 @@ class LayerGradients:
         place = self._hooked[key]
         self._flat[place.chunk].add(place.index, value)
 
-    def watch(self, on_first: Callable[[], None]) -> None:
+    def watch(self, on_first: Callable[[], None], on_look: Callable[[], None]) -> None:
+        """`on_first`: a backward brings its first gradient. `on_look`: somebody needs gradients that have stayed whole."""
+        self._on_look = on_look
         for gradient in self._flat.values():
             gradient.on_first = on_first
+
+    def settle(self) -> bool:
+        """Has gradients reduced that have stayed whole, if it is not `no_sync` that keeps them."""
+        if self._policy.shards_gradients or self.deferrals or self._on_look is None:
+            return False
+        self._on_look()
+        return True
 
     def pending(self) -> bool:
         """Whether gradients have come in, in this backward, that no backup has taken."""
@@ -64,30 +90,33 @@ class LayerGradients:
 
     def due(self) -> bool:
         """Whether an earlier backward, under `no_sync`, has left its reduction to one like the present."""
-        return not self.deferred and any(gradient.owed for gradient in self._flat.values())
+        return not self.deferred and self.owed()
+
+    def owed(self) -> bool:
+        return any(gradient.owed for gradient in self._flat.values())
 
     def expected(self) -> bool:
         """Whether the backward that runs now writes gradients of this layer's parameters."""
         return accumulates_into(bound.binding.parameter for bound in self._hooked.values())
 
-    def back_up(self, lane: Lane, communicator: Communicator) -> list[Backup]:
-        """Begins to reduce the gradients of all trainable chunks; under `no_sync`, keeps them."""
+    def back_up(self, lane: Lane, communicator: Communicator, *, whole: bool = False) -> list[Backup]:
+        """Begins to reduce the gradients of all trainable chunks; keeps them under `no_sync`, and if they stay whole, but for `whole`."""
         trained = [gradient for chunk, gradient in self._flat.items() if chunk.shard.requires_grad]
-        if not self.deferred:
+        if whole or not self.deferred:
             return [gradient.back_up(lane, communicator) for gradient in trained]
         for gradient in trained:
-            gradient.keep()
+            gradient.keep(self._look)
         return []
 
     @property
     def deferred(self) -> bool:
         """Whether reductions wait. On one rank there are none to save, and memory to lose."""
-        return self.deferrals > 0 and self._communicator.world_size > 1
+        return (self.deferrals > 0 or not self._policy.shards_gradients) and self._communicator.world_size > 1
 
     def scale(self, factor: Tensor) -> None:
         """Multiplies all that backwards have left here by `factor`, 0-dim."""
         for gradient in self._flat.values():
-            gradient.scale(factor)
+            gradient.scale(factor, self._look)
 
     def drop_pending(self) -> None:
         """What a backward that did not end has brought; with it, what was kept, for the two are one sum."""
@@ -119,3 +148,9 @@ class LayerGradients:
                 with as_plain_tensors():
                     bound.binding.parameter.requires_grad_(chunk.trains)
                 self.hook(bound)
+
+
+def _settle(gradients: weakref.ref[LayerGradients]) -> bool:
+    """Gradients hold no layer: a model that is given up is freed at once."""
+    layer = gradients()
+    return layer is not None and layer.settle()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from .autograd import restore_versions
-from .binding import Binding, Bound, remember_order, restore_order
+from .binding import Binding, Bound, Owner, remember_order, restore_order
 from .casting import Casting
-from .chunk import Chunk
+from .chunk import Chunk, registered
 from .collectives import Communicator
 from .failures import NamingFailures, Subject
 from .flat import not_a_number
@@ -57,11 +57,13 @@ class LayerState:
         self._as_stored = False  # while pinned: parameters are shown in the chunks' dtypes, although they compute in another
         self.resident = 0  # contexts in which ranks go their own ways
         self.gradients = LayerGradients(communicator, policy, self.subject)
+        self.unfinished: Callable[[], None] | None = None  # waits for a checkpoint of the model that is still being written
         self._versions: list[int] = []  # of the parameters, as graphs know them
 
     def add_chunk(self, chunk: Chunk, bindings: list[Binding]) -> None:
         """Takes over the parameters of `bindings` (in the order of the slots); they are hidden from now on."""
         self.chunks.append(chunk)
+        chunk.shard.zero3_state = Owner(self)  # type: ignore[attr-defined]
         self.gradients.add_chunk(chunk)
         empty = not_a_number(chunk.compute_dtype, chunk.shard.device)
         remember_order(bindings)
@@ -155,6 +157,19 @@ class LayerState:
             self.presence = Presence.KEPT
             self._spoil()
 
+    def put_away(self) -> None:
+        """Where layers are released as a matter of course: those that the policy keeps whole are only hidden."""
+        if self.policy.shards_parameters or self.presence is Presence.FETCHING:
+            self.release()
+        else:
+            self.keep()
+
+    def outdated(self) -> Tensor:
+        """Whether a layer that was kept has to be gathered anew, on this rank, 0-dim."""
+        if self.presence is not Presence.KEPT:
+            return torch.ones((), dtype=torch.bool, device=self.device)
+        return torch.stack([chunk.outdated() for chunk in self.chunks if not chunk.resident]).any()
+
     def release(self) -> None:
         if self._pins or self.presence is Presence.RELEASED:
             return
@@ -191,13 +206,16 @@ class LayerState:
         """A graph that comes to a hidden parameter must raise torch's error, not read what it finds."""
         increment_version([bound.binding.parameter for bound in self.bound if bound.chunk.guarded])
 
-    def reset(self) -> None:
+    def reset(self, *, broken: bool = True) -> None:
         """Whatever was under way is dropped. Transfers are waited for first (their buffers must not be written later)."""
         self.gradients.drop_pending()
         if self.presence is Presence.FETCHING:
             for chunk in self.chunks:
                 chunk.abandon_fetch()
-        self.release()
+        if broken:
+            self.release()
+        else:
+            self.put_away()
 
     # -- access outside a forward
 
@@ -248,14 +266,17 @@ class LayerState:
         return self._pins > 0
 
     def chunk_names(self) -> dict[str, nn.Parameter | None]:
-        """The names under which the chunks are parameters: `trainable_chunk`, `frozen_chunk`, with dtypes if there are several."""
-        names: dict[str, nn.Parameter | None] = {}
-        for chunk in self.chunks:
-            name = "trainable_chunk" if chunk.trainable_when_wrapped else "frozen_chunk"
-            if sum(c.trainable_when_wrapped == chunk.trainable_when_wrapped for c in self.chunks) > 1:
-                name += f"_{str(chunk.shard.dtype).removeprefix('torch.')}"
-            names[name] = chunk.shard
-        return names
+        """The names under which chunks, or their parts, are parameters."""
+        return registered(self.chunks)
+
+    def replace_chunks(self, chunks: list[Chunk]) -> None:
+        """The same parameters in other chunks, while released; graphs made before are stale."""
+        places = {slot.name: (chunk, index) for chunk in chunks for index, slot in enumerate(chunk.layout.slots)}
+        moved = [Bound(bound.binding, *places[bound.binding.name], bound.stand_in) for bound in self.bound]
+        self.bound = sorted(moved, key=lambda bound: (chunks.index(bound.chunk), bound.index))
+        self.chunks = chunks
+        self._versions = [bound.binding.parameter._version for bound in self.bound]
+        self.gradients.replace_chunks(chunks, self.bound)
 
     def write_back(self) -> None:
         """Rank 0's values of the fetched parameters become everybody's."""

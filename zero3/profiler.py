@@ -181,12 +181,12 @@ class _Recorder:
         with record_function(f"zero3 fetch: {state.subject.name}"):
             start_fetch(_TimedLane(lane, self, state, "fetch", iter([nbytes])))
 
-    def _back_up(self, state: LayerState, back_up: Callable[..., Any], lane: Lane, communicator: object) -> Any:
+    def _back_up(self, state: LayerState, back_up: Callable[..., Any], lane: Lane, communicator: object, **options: bool) -> Any:
         self._close()
         trained = [chunk for chunk in state.chunks if chunk.shard.requires_grad]
         sizes = [_received(chunk, state.policy.gradient_dtype(chunk.shard.dtype).itemsize) for chunk in trained]
         with record_function(f"zero3 backup: {state.subject.name}"):
-            return back_up(_TimedLane(lane, self, state, "backup", iter(sizes)), communicator)
+            return back_up(_TimedLane(lane, self, state, "backup", iter(sizes)), communicator, **options)
 
     # -- around forwards
 
@@ -226,4 +226,4 @@ def _phase() -> Phase:
 
 def _received(chunk: Chunk, itemsize: int) -> int:
     """Bytes that a rank receives in a gather or a reduction: everything but its own slice."""
-    return (chunk.layout.padded_numel - chunk.layout.shard_numel) * itemsize
+    return (chunk.layout.padded_numel - chunk.shard.numel()) * itemsize

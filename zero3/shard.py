@@ -17,6 +17,7 @@ from .guards import Override, guard
 from .layer import Zero3Layer, adopt, is_layer, layers_of, run_sharded
 from .layer_state import LayerState
 from .policy import ShardingPolicy
+from .report import megabytes
 from .runtime import Runtime
 from .selection import CONTAINERS, Layers, choose, tied_across
 
@@ -167,18 +168,14 @@ def _report(model: nn.Module, root: LayerState) -> None:
     kinds: dict[str, list[int]] = {}
     for layer in layers_of(model):
         kinds.setdefault(type(layer.module).__name__, []).append(layer._state.full_nbytes())
-    parts = ", ".join(f"{len(sizes)} x {kind} (each up to {_megabytes(max(sizes))})" for kind, sizes in kinds.items())
+    parts = ", ".join(f"{len(sizes)} x {kind} (each up to {megabytes(max(sizes))})" for kind, sizes in kinds.items())
     own, largest = root.full_nbytes(), max(max(sizes) for sizes in kinds.values())
     names = [bound.binding.name for bound in root.bound]
     listed = ", ".join(names[:6]) + (" ..." if len(names) > 6 else "") if names else "nothing"
-    _log.info("%s: %s; in the root's own layer %s (%s)", type(model).__name__, parts, _megabytes(own), listed)
+    _log.info("%s: %s; in the root's own layer %s (%s)", type(model).__name__, parts, megabytes(own), listed)
     if own > largest:
         _log.warning(
             "%s: the root's own layer holds %s, more than the largest layer (%s), from the forward to the end of backward. "
             "Name more submodules in layers=, or untie what is tied (%s).",
-            type(model).__name__, _megabytes(own), _megabytes(largest), listed,
+            type(model).__name__, megabytes(own), megabytes(largest), listed,
         )  # fmt: skip
-
-
-def _megabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.1f} MB"
