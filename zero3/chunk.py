@@ -34,8 +34,8 @@ class FullBuffer:
             with torch.inference_mode(False):  # it will serve training too
                 self.tensor = torch.empty(self._layout.padded_numel, dtype=self.tensor.dtype, device=self.tensor.device)
                 self.views = unpack(self.tensor, self._layout)
-        elif self._storage.nbytes() != self.tensor.nbytes:
-            self._storage.resize_(self.tensor.nbytes)
+        elif (storage := self._storage).nbytes() != (nbytes := self.tensor.nbytes):
+            storage.resize_(nbytes)
 
     def free(self) -> None:
         self._storage.resize_(0)
