@@ -154,7 +154,7 @@ class Chunk:
 
     def outdated(self) -> Tensor:
         """Whether the chunk holds other values than its place in the full buffer, 0-dim."""
-        self._adopt_values()
+        self.adopt_values()
         own = self.full.tensor[slice(*self.layout.chunk_range(self._communicator.rank))]
         return (own != self.shard.data.to(own.dtype)).any()
 
