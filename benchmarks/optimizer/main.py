@@ -31,8 +31,8 @@ import zero3
 from zero3.collectives import Communicator, communicator_for
 from zero3.layout import ChunkLayout, deal
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "peers"))
-from model import Size, batch, layers
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anywhere
+from benchmarks.common.model import Size, batch, layers
 
 MEGABYTE = 2**20
 
