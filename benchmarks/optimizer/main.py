@@ -29,14 +29,6 @@ from benchmarks.common.report import MEGABYTE, markdown, write
 from zero3.collectives import Communicator, communicator_for
 from zero3.layout import ChunkLayout, deal
 
-<<<<<<< HEAD
-=======
-sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anywhere
-from benchmarks.common.model import Size, batch, layers
-
-MEGABYTE = 2**20
-
->>>>>>> bench
 
 def sent_bytes() -> int:
     """What this machine's loopback has sent so far, all ranks together."""
