@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.join import Join
@@ -129,6 +130,7 @@ def train_uneven(rank: Rank, kind: str, counts: list[int], optimizer_class: Any,
             schedule.step()
             optimizer.zero_grad()
             losses.append(loss.item())
+    assert all(parameter.grad is None for parameter in ddp.parameters()), "a later backward would add to it"
     return Trained(losses, [parameter.detach().clone() for parameter in ddp.parameters()])
 
 
@@ -199,6 +201,49 @@ def overlapping_wrongly(rank: Rank) -> None:
     with pytest.raises(ValueError, match="_Counting can't run during backward"):
         zero3.ZeroRedundancyOptimizer(ddp.parameters(), _Counting, overlap_with_ddp=True)
     zero3.ZeroRedundancyOptimizer(ddp.parameters(), _Counting)
+
+
+def saved_and_continued(rank: Rank) -> tuple[list[Tensor], list[Tensor]]:
+    """Two steps, a checkpoint, two steps; and the last two again from the checkpoint, by a plain optimizer."""
+
+    def started() -> tuple[DistributedDataParallel, Any]:
+        ddp = in_buckets(model())
+        optimizer = zero3.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=0.01)
+        ddp.register_comm_hook(None, optimizer.hook(ddp))
+        return ddp, optimizer
+
+    def run(ddp: DistributedDataParallel, steps: slice, optimizer: Any = None) -> list[Tensor]:
+        for batch in batches(rank.number, 4)[steps]:
+            ddp.zero_grad()
+            ddp(batch).pow(2).mean().backward()
+            if optimizer is not None:
+                optimizer.step()
+        return [parameter.detach().clone() for parameter in ddp.parameters()]
+
+    ddp, optimizer = started()
+    half = run(ddp, slice(2))
+    optimizer.consolidate_state_dict(to=1)
+    box = [optimizer.state_dict() if rank.number == 1 else None]
+    dist.broadcast_object_list(box, src=1)
+    expected = run(ddp, slice(2, 4))
+    with pytest.raises(RuntimeError, match="changed since"):
+        optimizer.state_dict()
+    found = []
+    for kind in ("overlap", "plain"):
+        again, other = started() if kind == "overlap" else (in_buckets(model()), None)
+        other = other or torch.optim.AdamW(again.parameters())
+        other.load_state_dict(box[0])
+        with torch.no_grad():
+            for parameter, value in zip(again.parameters(), half, strict=True):
+                parameter.copy_(value)
+        found.append(run(again, slice(2, 4), other if kind == "plain" else None))
+    assert all(torch.equal(a, b) for a, b in zip(found[0], expected, strict=True))
+    return expected, found[1]
+
+
+def test_checkpoints_while_overlapping() -> None:
+    for expected, plain in on_ranks(2, saved_and_continued, **OFF):
+        torch.testing.assert_close(plain, expected, rtol=1e-12, atol=1e-12)
 
 
 class _Detached(nn.Module):

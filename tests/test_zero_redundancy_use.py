@@ -226,6 +226,7 @@ def test_state_is_even_and_no_rank_but_one_ever_holds_more_than_a_tensor_of_it()
             held.append(live.now - before)
             before = live.now
             peaks.append(live.peak_of(lambda optimizer=ours: optimizer.consolidate_state_dict(to=0)) - before)
+        assert sum(parameter.numel() for group in ours.optim.param_groups for parameter in group["params"]) == numel / world_size
     ideal = 2 * 4 * numel / world_size
     assert max(held) <= ideal * 1.001 + 1000
     assert max(peaks[1:]) <= 4 * 256 * 512 / world_size + 10_000  # a part of one tensor

@@ -72,6 +72,7 @@ class Part(NamedTuple):
     start: int
     stop: int
     whole: bool = False  # one of the model's parameters, in its own shape
+    empty: str = ""  # the name of the slot that it stands for, where that has no elements to tell it by
 
 
 class Chunk:
@@ -152,6 +153,7 @@ class Chunk:
 
     def outdated(self) -> Tensor:
         """Whether the chunk holds other values than its place in the full buffer, 0-dim."""
+        self.adopt_values()
         own = self.full.tensor[slice(*self.layout.chunk_range(self._communicator.rank))]
         return (own != self.shard.data.to(own.dtype)).any()
 

@@ -152,14 +152,15 @@ class GlooCommunicator(GroupCommunicator):
         return _Transfers(works, sum_up)
 
     def _swap(self, kind: int, incoming: list[Tensor], outgoing: list[Tensor]) -> list[Any]:
-        """Sends `outgoing[r]` to each other rank r and receives `incoming[r]` from it; bytes, so that any dtype goes."""
+        """Sends `outgoing[r]` to each other rank r and receives `incoming[r]` from it; bytes, so that any dtype goes.
+
+        Empty ones too: torch's debug mode counts a rank's messages, and takes different numbers for ranks that came apart.
+        """
         works, tag = [], 2 * self.channel + kind
         for distance in range(1, self.world_size):
             source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
-            if incoming[source].numel():
-                works.append(dist.irecv(incoming[source].view(torch.uint8), group=self._group, group_src=source, tag=tag))
-            if outgoing[target].numel():
-                works.append(dist.isend(outgoing[target].view(torch.uint8), group=self._group, group_dst=target, tag=tag))
+            works.append(dist.irecv(incoming[source].view(torch.uint8), group=self._group, group_src=source, tag=tag))
+            works.append(dist.isend(outgoing[target].view(torch.uint8), group=self._group, group_dst=target, tag=tag))
         return works
 
     def _staged(self, collective: Callable[[Tensor, Tensor], Pending], output: Tensor, source: Tensor) -> Pending:

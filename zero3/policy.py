@@ -28,6 +28,10 @@ class ShardingPolicy:
             forward begins with a look whether they have (one byte a layer is reduced, and the host waits for it). 1: as 2,
             and gradients stay whole: backwards add them up, and they are reduced when clipping or the optimizer first looks
             at one, on every rank. Without 3, memory buys communication; at 1 most for accumulation.
+        dynamic: ranks may leave out layers that others call (layer drop, early exit, experts that are layers). Every rank
+            then takes part in every layer's transfers, called or not, in the order in which layers stand in the model, and
+            adds zeros to gradients; a layer that is called twice, or out of that order, and an exception in one rank's
+            forward, are errors on all ranks at the end of the forward, where 16 bytes a rank are compared.
         gradient_reduction: `"mean"` over ranks (as DDP and FSDP do) or `"sum"`.
         reshard_after_forward: release a layer's full parameters after its forward and gather them again for
             backward (ZeRO-3). `False` keeps them until its backward is over: one all-gather a step instead of two,
@@ -43,6 +47,7 @@ class ShardingPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     stage: Literal[1, 2, 3] = 3
+    dynamic: bool = False
     gradient_reduction: Literal["mean", "sum"] = "mean"
     reshard_after_forward: bool = True
     prefetch_depth: int = 1
@@ -59,7 +64,7 @@ class ShardingPolicy:
                 raise TypeError(f"{name} must be a torch.dtype or None, found {dtype!r}")
             if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
                 raise ValueError(f"{name} must be a floating dtype of 16 bits or more, found {dtype}")
-        for name in ("cast_forward_inputs", "reshard_after_forward", "separate_backup_group"):
+        for name in ("dynamic", "cast_forward_inputs", "reshard_after_forward", "separate_backup_group"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, found {getattr(self, name)!r}")
         if not isinstance(self.prefetch_depth, int) or isinstance(self.prefetch_depth, bool):

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])  # imported once, by the server
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
@@ -62,6 +61,7 @@ def on_ranks(
 
 
 def _run(jobs: list[Job], timeout: float) -> list[Any]:
+    _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])  # imported once, by the server of forks
     pipes, processes = [], []
     for job in jobs:
         ours, theirs = _CONTEXT.Pipe()

@@ -95,9 +95,18 @@ def deepspeed3(modules: list[nn.Module], optimizer: str, **_: Any) -> Training:
     logger.setLevel("ERROR")
     model = nn.Sequential(*modules)
     kind, options = optimizer_class(optimizer)
+    largest = max(sum(parameter.numel() for parameter in module.parameters()) for module in modules)
     config = {
         "train_micro_batch_size_per_gpu": 1,  # not looked at: the batch is what the model is called with
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "gradient_clipping": 0.0,  # it clips by default
+        "zero_optimization": {  # its defaults are for models of billions of parameters: here they would hold all of it
+            "stage": 3,
+            "reduce_bucket_size": largest,
+            "stage3_prefetch_bucket_size": largest,
+            "stage3_max_live_parameters": 2 * largest,
+            "stage3_max_reuse_distance": 2 * largest,
+            "stage3_param_persistence_threshold": 0,
+        },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }

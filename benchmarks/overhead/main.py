@@ -40,16 +40,18 @@ class Small(nn.Module):
         return torch.nn.functional.gelu(self.linear(x))
 
 
-def seconds_of(system: str, layers: int, ranks: int, steps: int) -> dict[str, float]:
+def seconds_of(system: str, layers: int, ranks: int, steps: int, device: str = "cpu") -> dict[str, float]:
     """Medians over steps: CPU time of forward and backward, the same by the clock, CPU time of the optimizer."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     torch.set_flush_denormal(True)  # collectives that do nothing leave what was in memory
     with rank_zero_of(ranks) as transfers:
-        training = SYSTEMS[KINDS[system]]([Small() for _ in range(layers)], "adamw")
-        x = torch.randn(4, WIDTH)
+        training = SYSTEMS[KINDS[system]]([Small().to(device) for _ in range(layers)], "adamw", device=device)
+        x = torch.randn(4, WIDTH, device=device)
         rows = []
         for step in range(3 + steps):
             if step == 2:
                 transfers.replace()
+            wait()  # a queue that is full would make the host wait for the device
             clock, begin = time.perf_counter(), time.process_time()
             training.backward(training.model(x).sum())
             middle, spent = time.process_time(), time.perf_counter() - clock

@@ -63,7 +63,7 @@ def param_groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
 
     Raises:
         ValueError, TypeError, RuntimeError: on every rank alike, and nothing has changed: options that differ between ranks, are no dict,
-            or hold "params"; a model with gradients; a call while a layer computes or in `full_params`.
+            or hold "params"; a model with gradients, or of stage 1; a call while a layer computes or in `full_params`.
     """
     states = states_of(model)
     first = states[0]
@@ -96,6 +96,11 @@ def _divided(states: list[LayerState], found: list[Family], plan: _Plan) -> list
 
 def _check(states: list[LayerState]) -> None:
     for state in states:
+        if not state.policy.shards_gradients and state.communicator.world_size > 1:
+            raise ValueError(
+                "param_groups with stage=1, where gradients are reduced when an optimizer first looks at one: a rank may have nothing "
+                "of a group to look at, and the others would wait for it. Use stage 2 or 3"
+            )
         if state.pinned or state.presence in (Presence.FETCHED, Presence.FETCHING):
             raise RuntimeError(f"param_groups while layer {state.label} is fetched: call it outside of forward, backward and full_params")
         if any(part.parameter.grad is not None for chunk in state.chunks for part in chunk.parts):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..access import states_of
 from ..chunk import Chunk
+from ..shard_gradient import AwaitedGradient
 from .groups import named_parameters
 
 __all__: list[str] = []
@@ -39,12 +40,14 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
         raise ValueError(f'of must be "grad" or "param", found {of!r}')
     states = states_of(model)
     communicator, maximum = states[0].communicator, math.isinf(norm_type)
-    named = [
-        (name, state, bound) for name, state, bound in named_parameters(model, states) if of == "param" or bound.chunk.shard.requires_grad
-    ]
-    rows = {(bound.chunk, bound.index): row for row, (_, _, bound) in enumerate(named)}
+    for gradient in [part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts]:
+        if isinstance(gradient, AwaitedGradient):
+            gradient.is_sparse  # noqa: B018  has it reduced, on every rank, whether it has a piece of a parameter or not
+    every = [(name, bound) for name, _, bound in named_parameters(model, states)]
+    named = [(name, bound) for name, bound in every if of == "param" or bound.chunk.shard.requires_grad]
+    rows = {(bound.chunk, bound.index): row for row, (_, bound) in enumerate(named)}
     values = torch.zeros(len(named), dtype=torch.float64, device=states[0].device)
-    for chunk in {bound.chunk: None for _, _, bound in named}:
+    for chunk in {bound.chunk: None for _, bound in named}:
         indices = {slot: index for index, slot in enumerate(chunk.layout.slots)}
         for piece in chunk.layout.pieces(communicator.rank):
             flat = _slice(chunk, piece.offset, piece.offset + piece.stop - piece.start, of)
@@ -56,7 +59,7 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
     else:
         communicator.all_reduce(values)
         values = values ** (1.0 / norm_type)
-    return {name: value for (name, _, _), value in zip(named, values, strict=True)}
+    return {name: value for (name, _), value in zip(named, values, strict=True)}
 
 
 def _slice(chunk: Chunk, start: int, stop: int, of: str) -> Tensor | None:

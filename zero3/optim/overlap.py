@@ -87,7 +87,7 @@ class Overlap:
     def _begin(self, *, joined: bool) -> None:
         """Schedules stop with a rank's data: it gets the options from one that goes on."""
         ranks = roll_call(self._shards, [], joined=joined)
-        if any(ranks):
+        if any(ranks) and not all(ranks):
             options = broadcast_object(
                 self._shards.communicator, self._shards.device, [options_of(group) for group in self._groups], ranks.index(False)
             )

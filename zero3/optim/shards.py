@@ -74,13 +74,14 @@ class Shards:
         for ours, theirs in zip(self.optimizer.param_groups, groups, strict=True):
             theirs.update({key: value for key, value in ours.items() if key not in NOT_OPTIONS})
 
-    def take(self, entry: Entry, gradient: Tensor | None) -> None:
-        """Shows this rank's parts of a gradient to the local optimizer, without a copy if it lies as the parameter does."""
+    def take(self, entry: Entry, gradient: Tensor | None, *, copy: bool = False) -> None:
+        """Shows this rank's parts of a gradient to the local optimizer: copies only if asked for, or if it lies otherwise."""
         self._follow(entry)
         if self.held[entry] and gradient is not None:
             gradient = laid_out_as(gradient.detach(), entry.parameter)
         for part, parameter in self.held[entry]:
-            parameter.grad = None if gradient is None else part.of(gradient)
+            own = None if gradient is None else part.of(gradient)
+            parameter.grad = own.clone() if copy and own is not None else own
 
     def drop_gradients(self, entries: Iterable[Entry]) -> None:
         for entry in entries:

@@ -235,6 +235,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return Shadow(self._shadow)
 
     @property
+    def optim(self) -> Optimizer:
+        """This rank's local optimizer, over its parts of the parameters."""
+        return self._opened.optimizer
+
+    @property
     def join_device(self) -> torch.device:
         """The device of the context's collectives."""
         return self._opened.device

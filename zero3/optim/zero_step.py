@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..agreement import agree
 from .buckets import Entry, flat, is_gapless, laid_out_as
@@ -32,11 +33,10 @@ def step(shards: Shards, groups: Groups, kwargs: dict[str, Any], *, joined: bool
         if joined:
             set_options(groups, options)
     entries = [entry for entry, has_one in zip(shards.entries, present, strict=True) if has_one]
-    if any(ranks):
-        _share_gradients(shards, entries, leader, joined=joined)
     shards.copy_options_in(groups)
     for entry in entries:
-        shards.take(entry, entry.parameter.grad)
+        gradient = _shared_gradient(shards, entry, leader, joined=joined) if any(ranks) else entry.parameter.grad
+        shards.take(entry, gradient, copy=joined)
     shards.optimizer.step(**kwargs)
     shards.drop_gradients(entries)
     for pending in shards.start_spreading(entries):
@@ -64,20 +64,17 @@ def set_options(groups: Groups, options: Groups) -> None:
         group.update(new)
 
 
-def _share_gradients(shards: Shards, entries: Iterable[Entry], leader: int, *, joined: bool) -> None:
-    """The ranks that have joined took part in DDP's reduction, but were not told its result."""
-    for entry in entries:
-        parameter = entry.parameter
-        if joined:
-            parameter.grad = parameter.grad if parameter.grad is not None else torch.empty_like(parameter)
-        own = parameter.grad if joined or shards.communicator.rank == leader else torch.empty_like(parameter)
-        if own is None or not own.numel():
-            continue
-        laid = laid_out_as(own.detach(), parameter)
-        values = flat(laid) if is_gapless(laid) else laid.contiguous().view(-1)
+def _shared_gradient(shards: Shards, entry: Entry, leader: int, *, joined: bool) -> Tensor | None:
+    """Ranks that have joined took part in DDP's reduction, but were not told its result. Their own `.grad` is left as it is."""
+    parameter = entry.parameter
+    sending = shards.communicator.rank == leader and parameter.grad is not None
+    laid = laid_out_as(parameter.grad.detach(), parameter) if sending and parameter.grad is not None else torch.empty_like(parameter)
+    values = flat(laid) if is_gapless(laid) else laid.contiguous().view(-1)
+    if values.numel():
         shards.communicators[parameter.device].broadcast(values, source=leader)
-        if joined and values.data_ptr() != own.data_ptr():
-            own.copy_(laid if is_gapless(laid) else values.view(own.shape))
+    if not joined:
+        return parameter.grad
+    return laid if is_gapless(laid) else values.view(parameter.shape)
 
 
 def _lines(entries: Iterable[Entry]) -> list[str]:
