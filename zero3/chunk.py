@@ -34,8 +34,8 @@ class FullBuffer:
             with torch.inference_mode(False):  # it will serve training too
                 self.tensor = torch.empty(self._layout.padded_numel, dtype=self.tensor.dtype, device=self.tensor.device)
                 self.views = unpack(self.tensor, self._layout)
-        elif self._storage.nbytes() != self.tensor.nbytes:
-            self._storage.resize_(self.tensor.nbytes)
+        elif (storage := self._storage).nbytes() != (nbytes := self.tensor.nbytes):
+            storage.resize_(nbytes)
 
     def free(self) -> None:
         self._storage.resize_(0)
@@ -72,7 +72,6 @@ class Part(NamedTuple):
     start: int
     stop: int
     whole: bool = False  # one of the model's parameters, in its own shape
-    empty: str = ""  # the name of the slot that it stands for, where that has no elements to tell it by
 
 
 class Chunk:
@@ -137,10 +136,12 @@ class Chunk:
     @torch.no_grad()
     def adopt_values(self) -> None:
         """A part that was given other data (`parameter.data = values`) brings them here, and lies here again."""
+        if self.parts[0].parameter is self.shard:
+            return
         address, size = self.shard.data_ptr(), self.shard.element_size()
         for part in self.parts:
             parameter = part.parameter
-            if parameter is not self.shard and parameter.numel() and parameter.data_ptr() != address + part.start * size:
+            if parameter.numel() and parameter.data_ptr() != address + part.start * size:
                 home = self.shard.data[part.start : part.stop].view(parameter.shape)
                 parameter.data = home.copy_(parameter.data)
                 torch.autograd.graph.increment_version(self.shard)

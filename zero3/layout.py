@@ -127,11 +127,6 @@ class ChunkLayout:
                 found.append(Piece(slot, start - slot.offset, stop - slot.offset, start - low))
         return tuple(found)
 
-    @property
-    def holder_of_empty(self) -> int:
-        """The rank that answers for slots without elements: the first that holds anything."""
-        return next((rank for rank in range(self.world_size) if self.pieces(rank)), 0)
-
 
 def deal(sizes: Sequence[int], world_size: int) -> list[int]:
     """An owner for each of `sizes`, so that ranks own about as much: the largest first, each to the rank that has least."""

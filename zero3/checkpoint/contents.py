@@ -61,7 +61,8 @@ class Contents:
         names = self._chunk_names.get(chunk, {})
         pieces = [piece for piece in chunk.layout.pieces(rank) if piece.slot.name in names]
         found = [Span(names[piece.slot.name], piece.start, piece.stop, piece.offset) for piece in pieces]
-        if rank == chunk.layout.holder_of_empty:
+        first = next((other for other in range(self.world_size) if chunk.layout.pieces(other)), 0)
+        if rank == first:
             found += [Span(names[slot.name], 0, 0, 0) for slot in chunk.layout.slots if not slot.numel and slot.name in names]
         return found
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..agreement import agree, exchange_texts
-from ..chunk import Chunk, Part
 from .contents import Contents, Span
 from .plain_values import encode_scalar, name_of
 
@@ -80,31 +79,25 @@ def held_by(optimizer: torch.optim.Optimizer, contents: Contents) -> list[Held]:
         known[id(tensor)] = ((Span(name, 0, tensor.numel(), 0),), contents.rank == 0)
     for chunk in contents.chunks():
         spans = contents.spans(chunk)
-        for part in chunk.parts:
-            known[id(part.parameter)] = tuple(_covered(part, chunk, spans, contents)), True
+        for number, part in enumerate(chunk.parts):
+            covered = [
+                span._replace(offset=span.offset - part.start)
+                for span in spans
+                if (part.start <= span.offset < part.stop if span.start < span.stop else number == 0)
+            ]
+            known[id(part.parameter)] = tuple(covered), True
     held = []
     for group, options in enumerate(optimizer.param_groups):
         for parameter in options["params"]:
-            if (not parameter.numel() or not parameter.dim()) and hasattr(parameter, "zero3_state"):
-                known.setdefault(id(parameter), ((), True))  # in the place of what other ranks have of a group
-            if id(parameter) not in known:
+            # one that param_groups has put in a group that this rank has nothing of
+            stands_in = not parameter.numel() or (not parameter.dim() and getattr(parameter, "zero3_state", None) is not None)
+            if id(parameter) not in known and not stands_in:
                 raise ValueError(
                     f"group {group} of the {type(optimizer).__name__} has a parameter {tuple(parameter.shape)} that is not of this model. "
                     "Make the optimizer from get_trainable_chunk(model) or param_groups(model, ...), after sharding."
                 )
-            held.append(Held(parameter, group, *known[id(parameter)]))
+            held.append(Held(parameter, group, *known.get(id(parameter), ((), True))))
     return held
-
-
-def _covered(part: Part, chunk: Chunk, spans: Iterable[Span], contents: Contents) -> list[Span]:
-    """What of the chunk's spans the part is, as it lies there. Without elements it can only be told by name."""
-
-    def is_in(span: Span) -> bool:
-        if span.start < span.stop:
-            return part.start <= span.offset < part.stop
-        return part.parameter is chunk.shard or part.empty == contents.bound[span.name].binding.name
-
-    return [span._replace(offset=span.offset - part.start) for span in spans if is_in(span)]
 
 
 def state_of(optimizer: torch.optim.Optimizer, held: Held, contents: Contents) -> NamedState:

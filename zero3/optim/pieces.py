@@ -88,13 +88,9 @@ def _parts_of(chunk: Chunk, rank: int, choices: dict[Slot, Choice]) -> tuple[lis
         spans.append((start, stop, choice, piece.slot.shape if choice.whole else (stop - start,)))
     flat = chunk.shard.detach()  # shares the version counter: a step on a part is seen as one on the chunk
     parts, numbered = [], []
-    named = [(*span, "") for span in spans]
-    if rank == chunk.layout.holder_of_empty:
-        empty = [(slot, choice) for slot, choice in choices.items() if not slot.numel]
-        named += [(0, 0, choice, slot.shape if choice.whole else (0,), slot.name) for slot, choice in empty]
-    for start, stop, choice, shape, name in named or [(0, 0, Choice(None, whole=False), (0,), "")]:
+    for start, stop, choice, shape in spans or [(0, 0, Choice(None, whole=False), (0,))]:
         parameter = nn.Parameter(flat[start:stop].view(shape), requires_grad=choice.group is not None)
-        parts.append(Part(parameter, start, stop, choice.whole, name))
+        parts.append(Part(parameter, start, stop, choice.whole))
         if choice.group is not None:
             numbered.append((choice.group, parameter))
     return parts, numbered
