@@ -65,17 +65,17 @@ class Absent:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
+    def all_gather(self, full: Tensor, shard: Tensor, bounds: object = None) -> Pending:
         return Done()
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Pending:
+    def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: object = None) -> Pending:
         return Done()
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None: ...
 
-    def scatter(self, shard: Tensor, full: Tensor | None) -> None: ...
+    def scatter(self, shard: Tensor, full: Tensor | None, bounds: object = None) -> None: ...
 
-    def broadcast(self, tensor: Tensor) -> None: ...
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None: ...
 
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
         return [payload] * self.world_size
