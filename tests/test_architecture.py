@@ -35,7 +35,7 @@ FLOORS = {
     "layer": 9,
     "sequential": 10, "access": 10,
     "report": 11, "shard": 12,
-    "optim": 11, "checkpoint": 11,
+    "optim": 11, "checkpoint": 11, "step_guard": 11,
     "checkpoint.full_state": 12,
     "checkpoint.fitting": 13,
     "checkpoint.pretrained": 14,

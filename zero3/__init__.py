@@ -10,6 +10,7 @@ from .policy import ShardingPolicy
 from .report import report
 from .sequential import Zero3Sequential
 from .shard import shard
+from .step_guard import step_guard
 
 __all__ = [
     "ShardingPolicy",
@@ -27,4 +28,5 @@ __all__ = [
     "reset",
     "resident",
     "shard",
+    "step_guard",
 ]

@@ -40,6 +40,16 @@ def agree(communicator: Communicator, device: torch.device, subject: str, lines:
     raise _explain([json.loads(text) for text in texts])
 
 
+def tell_all(communicator: Communicator, device: torch.device, subject: str, text: str) -> list[str]:
+    """Every rank's `text`, in rank order. One byte a rank, if nobody has any."""
+    if communicator.world_size == 1:
+        return [text]
+    with NamingFailures(communicator, "comparing with the other ranks", Subject(subject)):
+        if not any(flag[0] for flag in communicator.exchange(bytes([bool(text)]), device)):
+            return [""] * communicator.world_size
+        return _exchange_texts(communicator, device, text)
+
+
 def _exchange_texts(communicator: Communicator, device: torch.device, text: str) -> list[str]:
     payload = text.encode()
     sizes = [int.from_bytes(size, "little") for size in communicator.exchange(len(payload).to_bytes(8, "little"), device)]

@@ -9,6 +9,7 @@ import torch
 
 __all__: list[str] = []
 
+_OF_TRANSFER = "zero3_of_transfer"
 _OWN_PACE = "Ranks that generate or evaluate different numbers of times do so inside `with zero3.resident(model):`."
 
 
@@ -45,7 +46,14 @@ class NamingFailures:
         if not isinstance(failure, RuntimeError) or isinstance(failure, torch.OutOfMemoryError):
             return
         advice = "" if torch.is_grad_enabled() else f" {_OWN_PACE}"
-        raise RuntimeError(
+        named = RuntimeError(
             f"rank {self._communicator.rank} of {self._communicator.world_size}: {self._doing} {self._subject.name} failed: {failure}\n"
             f"Most often another rank died, or took another path through the model: its own error says why.{advice}"
-        ) from failure
+        )
+        named.__dict__[_OF_TRANSFER] = True
+        raise named from failure
+
+
+def is_transfer_failure(error: BaseException | None) -> bool:
+    """Whether it was a collective that failed: then the ranks can't speak to each other any more."""
+    return error is not None and _OF_TRANSFER in vars(error)

@@ -26,6 +26,8 @@ class LayerGradients:
         self._naming = NamingFailures(communicator, "reducing the gradients of", subject)
         self._flat: dict[Chunk, FlatGradient] = {}
         self._hooked: dict[int, Bound] = {}  # by the id of the parameter
+        self._way: tuple[Lane, Communicator] | None = None  # of the last reduction
+        self.recorder: Callable[..., None] = lambda *operation: None  # told of every reduction
         self.deferrals = 0  # `no_sync` contexts that it is in
 
     def add_chunk(self, chunk: Chunk) -> None:
@@ -74,6 +76,8 @@ class LayerGradients:
         """Begins to reduce the gradients of all trainable chunks; under `no_sync`, keeps them."""
         trained = [gradient for chunk, gradient in self._flat.items() if chunk.shard.requires_grad]
         if not self.deferred:
+            self._way = (lane, communicator)
+            self.recorder("reduce")
             return [gradient.back_up(lane, communicator) for gradient in trained]
         for gradient in trained:
             gradient.keep()
@@ -84,22 +88,62 @@ class LayerGradients:
         """Whether reductions wait. On one rank there are none to save, and memory to lose."""
         return self.deferrals > 0 and self._communicator.world_size > 1
 
+    def note_tokens(self, total: Tensor) -> None:
+        """What backwards have left here is now the mean over `total` tokens, 0-dim."""
+        for gradient in self._flat.values():
+            gradient.note_tokens(total)
+
     def scale(self, factor: Tensor) -> None:
         """Multiplies all that backwards have left here by `factor`, 0-dim."""
         for gradient in self._flat.values():
             gradient.scale(factor)
 
     def drop_pending(self) -> None:
-        """What a backward that did not end has brought; with it, what was kept, for the two are one sum."""
+        """What a backward that did not end has brought; with it, what was kept, for the two are one sum (but in a transaction)."""
         for gradient in self._flat.values():
-            if gradient.pending:
+            if gradient.pending and gradient.transacts:
+                gradient.roll_back()
+            elif gradient.pending:
                 gradient.drop()
 
-    def drop(self) -> None:
+    def give_up(self) -> None:
+        """A backward broke: all gradients are dropped, in a transaction those that it brought."""
         for chunk, gradient in self._flat.items():
+            if gradient.transacts:
+                gradient.roll_back()
+                continue
             gradient.drop()
             for part in chunk.parts:
                 part.parameter.grad = None
+
+    def roll_back(self) -> None:
+        """What nobody has decided on is forgotten."""
+        for gradient in self._flat.values():
+            gradient.roll_back()
+
+    def commit(self) -> None:
+        """At the end of a backward: its gradients join those of earlier ones, unless a `step_guard` is to decide on that."""
+        for gradient in self._flat.values():
+            if not gradient.holds:
+                gradient.commit()
+
+    def hold(self, change: int) -> None:
+        """+1: from now on a `step_guard` decides. -1: no longer."""
+        for gradient in self._flat.values():
+            gradient.holds += change
+
+    @property
+    def undecided(self) -> bool:
+        """Whether backwards have brought what nobody has decided on."""
+        return any(gradient.undecided for gradient in self._flat.values())
+
+    def take_part(self) -> None:
+        """Joins a reduction that the other ranks make, and this one, which has failed, would not."""
+        if self._way is None:
+            return
+        backups = [gradient.back_up(*self._way) for chunk, gradient in self._flat.items() if chunk.shard.requires_grad]
+        for backup in backups:
+            backup.wait()
 
     def forget_zeroed(self) -> bool:
         """Between backwards: drops kept sums whose gradients were zeroed; whether there were any."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 
 import torch
@@ -57,6 +57,7 @@ class LayerState:
         self._as_stored = False  # while pinned: parameters are shown in the chunks' dtypes, although they compute in another
         self.resident = 0  # contexts in which ranks go their own ways
         self.gradients = LayerGradients(communicator, policy, self.subject)
+        self.recorder: Callable[..., None] = lambda *operation: None  # told of every gather
         self._versions: list[int] = []  # of the parameters, as graphs know them
 
     def add_chunk(self, chunk: Chunk, bindings: list[Binding]) -> None:
@@ -124,6 +125,7 @@ class LayerState:
         if self._as_stored:
             for chunk in self.chunks:
                 chunk.show_as_stored()
+        self.recorder("gather")
         with self._gathering:
             for chunk in self.chunks:
                 chunk.start_fetch(self.lanes.fetch)

@@ -29,6 +29,9 @@ class ShardingPolicy:
             for the memory of a whole layer each.
         prefetch_depth: how many layers may be gathered ahead of the one that computes, and how many gradient
             reductions may be on the way (at least one). 0 gathers each layer when it is needed, and waits.
+        transactional: an exception in a backward takes back what that backward brought, and leaves the gradients of earlier
+            micro-batches (otherwise they are dropped with it). Gradients join the chunk's at the end of each backward, so
+            micro-batches after the first hold one more gradient shard. See `step_guard` for failures of one rank alone.
         separate_backup_group: give reductions a communicator of their own, so that on NCCL they do not queue
             behind gathers. Costs one more communicator's buffers.
     """
@@ -41,6 +44,7 @@ class ShardingPolicy:
     reshard_after_forward: bool = True
     prefetch_depth: int = 1
     separate_backup_group: bool = True
+    transactional: bool = False
 
     def __post_init__(self) -> None:
         if self.gradient_reduction not in ("mean", "sum"):
@@ -51,7 +55,7 @@ class ShardingPolicy:
                 raise TypeError(f"{name} must be a torch.dtype or None, found {dtype!r}")
             if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
                 raise ValueError(f"{name} must be a floating dtype of 16 bits or more, found {dtype}")
-        for name in ("cast_forward_inputs", "reshard_after_forward", "separate_backup_group"):
+        for name in ("cast_forward_inputs", "reshard_after_forward", "separate_backup_group", "transactional"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, found {getattr(self, name)!r}")
         if not isinstance(self.prefetch_depth, int) or isinstance(self.prefetch_depth, bool):

@@ -39,6 +39,7 @@ class Runtime:
         self._tape: LayerTape | None = None  # of the forward under way
         self._open_tape: LayerTape | None = None  # of a forward that another module may continue
         self._passes = 0
+        self.rehearsed: dict[object, Any] = {}  # see `step_guard`
         self._lingering: list[LayerState] = []  # forward is over, backward may need them at once
         self._called: set[int] = set()  # outermost modules of the present pass, by id: a reference would keep them alive
         for state in layers:
@@ -53,6 +54,11 @@ class Runtime:
     @property
     def layers(self) -> list[LayerState]:
         return self._backward.layers
+
+    @property
+    def orders(self) -> tuple[ForwardOrder[Any], ForwardOrder[Any]]:
+        """Of forwards and of backwards."""
+        return self._order, self._backward.order
 
     @property
     def lone(self) -> bool:
@@ -87,6 +93,7 @@ class Runtime:
         if not inside_backward():
             if not self._order.advance(state):
                 place = f"the layer called as number {self._order.position} of a forward"
+                state.recorder("agree", place, state.name_among_ranks)
                 agree(self._communicator, self._device, place, [state.name_among_ranks])
             ahead = self._ahead()
         self._release_lingering(keep=[state, *ahead])
