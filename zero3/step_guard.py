@@ -156,7 +156,7 @@ class _Rehearsal:
                 state.finish_fetch()
                 state.release()
             elif operation == "reduce":
-                state.gradients.take_script()
+                state.gradients.take_part()
             elif operation == "agree":
                 agree(state.communicator, state.device, words[0], words[1:])
             else:
