@@ -46,12 +46,16 @@ class NamingFailures:
         if not isinstance(failure, RuntimeError) or isinstance(failure, torch.OutOfMemoryError):
             return
         advice = "" if torch.is_grad_enabled() else f" {_OWN_PACE}"
-        named = RuntimeError(
+        raise _of_transfer(
             f"rank {self._communicator.rank} of {self._communicator.world_size}: {self._doing} {self._subject.name} failed: {failure}\n"
             f"Most often another rank died, or took another path through the model: its own error says why.{advice}"
-        )
-        named.__dict__[_OF_TRANSFER] = True
-        raise named from failure
+        ) from failure
+
+
+def _of_transfer(text: str) -> RuntimeError:
+    error = RuntimeError(text)  # no frame that it passes may know it by name: a cycle would keep its tensors alive
+    error.__dict__[_OF_TRANSFER] = True
+    return error
 
 
 def is_transfer_failure(error: BaseException | None) -> bool:

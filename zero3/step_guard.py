@@ -112,7 +112,7 @@ class _Rehearsal:
         self._states = states_of(model)
         self.rank = self._states[0].communicator.rank
         self._done: list[_Operation] = []
-        self._kind = tuple(state.gradients.deferred for state in self._states)
+        self._kind = tuple((s.gradients.deferred, *(chunk.shard.requires_grad for chunk in s.chunks)) for s in self._states)
         self._versions = self._chunk_versions()
         parts: dict[object, _Script] = next((runtime.rehearsed for runtime in self._runtimes()), {})
         self._script = parts.get(self._kind)
