@@ -34,7 +34,7 @@ FLOORS = {
     "runtime": 8,
     "layer": 9,
     "sequential": 10, "access": 10,
-    "report": 11, "shard": 12,
+    "report": 11, "shard": 12, "check": 13,
     "optim": 11, "checkpoint": 11, "step_guard": 11,
     "checkpoint.full_state": 12,
     "checkpoint.fitting": 13,

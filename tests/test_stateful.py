@@ -124,6 +124,8 @@ class Life(RuleBasedStateMachine):
 
     def _build(self, world_size: int) -> None:
         self.world_size = world_size
+        for block in self.plain:
+            block.requires_grad_(block.number != self.plan.frozen)  # an optimizer knows what trained when it was made
         copies = [copy.deepcopy(self.plain) for _ in range(world_size)]
         for block, *copied in zip(self.plain, *copies, strict=True):
             for each in copied:
@@ -244,7 +246,7 @@ class Life(RuleBasedStateMachine):
                     for _ in range(me.group.rank):
                         me.model(batches[0])
                 me.model.train(how != "eval")
-                found = me.model(batches[me.group.rank])
+                found = me.model(batches[me.group.rank].clone().requires_grad_())
                 me.model.train()
                 return found.detach().clone()
 

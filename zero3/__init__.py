@@ -1,6 +1,7 @@
 """zero3: full sharding (ZeRO-3) of PyTorch models. Wrap layers, pass their chunks to any optimizer, train as always."""
 
 from .access import full_params, get_trainable_chunk, no_sync, reset, resident
+from .check import check
 from .checkpoint.full_state import full_state_dict, load_full_state_dict
 from .checkpoint.pretrained import load_pretrained
 from .layer import Zero3Layer
@@ -17,6 +18,7 @@ __all__ = [
     "Zero3Layer",
     "Zero3Sequential",
     "backward",
+    "check",
     "clip_grad_norm_",
     "full_params",
     "full_state_dict",
