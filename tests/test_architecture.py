@@ -23,7 +23,7 @@ PACKAGE = ROOT / "zero3"
 
 # A file imports only from lower floors. A folder stands for those in it that have no floor of their own.
 FLOORS = {
-    "layout": 0, "schedule": 0,
+    "layout": 0, "schedule": 0, "journal": 0,
     "policy": 1, "streams": 1, "tree": 1, "autograd": 1, "failures": 1,
     "released": 2, "flat": 2, "collectives": 2, "casting": 2,
     "agreement": 3, "chunk": 3, "shard_gradient": 3,

@@ -23,6 +23,7 @@ class LayerGradients:
     def __init__(self, communicator: Communicator, policy: ShardingPolicy, subject: Subject) -> None:
         self._communicator = communicator
         self._policy = policy
+        self._subject = subject
         self._naming = NamingFailures(communicator, "reducing the gradients of", subject)
         self._flat: dict[Chunk, FlatGradient] = {}
         self._hooked: dict[int, Bound] = {}  # by the id of the parameter
@@ -78,6 +79,7 @@ class LayerGradients:
         if not self.deferred:
             self._way = (lane, communicator)
             self.recorder("reduce")
+            self._note()
             return [gradient.back_up(lane, communicator) for gradient in trained]
         for gradient in trained:
             gradient.keep()
@@ -137,10 +139,15 @@ class LayerGradients:
         """Whether backwards have brought what nobody has decided on."""
         return any(gradient.undecided for gradient in self._flat.values())
 
+    def _note(self) -> None:
+        if self._subject.journal is not None:
+            self._subject.journal.note("reducing", self._subject.name.removeprefix("layer "), self._communicator.channel)
+
     def take_part(self) -> None:
         """Joins a reduction that the other ranks make, and this one, which has failed, would not."""
         if self._way is None:
             return
+        self._note()
         backups = [gradient.back_up(*self._way) for chunk, gradient in self._flat.items() if chunk.shard.requires_grad]
         for backup in backups:
             backup.wait()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from .agreement import agree
 from .autograd import restore_versions
 from .binding import Binding, Bound, remember_order, restore_order
 from .casting import Casting
@@ -16,6 +17,7 @@ from .chunk import Chunk
 from .collectives import Communicator
 from .failures import NamingFailures, Subject
 from .flat import not_a_number
+from .journal import Journal
 from .layer_gradients import LayerGradients
 from .policy import ShardingPolicy
 from .streams import Lanes
@@ -40,7 +42,7 @@ class LayerState:
     """
 
     def __init__(self, label: str, communicator: Communicator, device: torch.device, policy: ShardingPolicy) -> None:
-        self.subject = Subject(f"layer {label}")
+        self.subject = Subject(f"layer {label}", Journal())
         self.identity = 0  # a random number, the same on all ranks: labels are not, if ranks wrap equal modules in other orders
         self.communicator = communicator
         self.device = device
@@ -57,6 +59,7 @@ class LayerState:
         self._as_stored = False  # while pinned: parameters are shown in the chunks' dtypes, although they compute in another
         self.resident = 0  # contexts in which ranks go their own ways
         self.gradients = LayerGradients(communicator, policy, self.subject)
+        self.guarded = False  # inside `step_guard`
         self.recorder: Callable[..., None] = lambda *operation: None  # told of every gather
         self._versions: list[int] = []  # of the parameters, as graphs know them
 
@@ -126,9 +129,24 @@ class LayerState:
             for chunk in self.chunks:
                 chunk.show_as_stored()
         self.recorder("gather")
+        self._note("gathering")
         with self._gathering:
             for chunk in self.chunks:
                 chunk.start_fetch(self.lanes.fetch)
+
+    @property
+    def journal(self) -> Journal:
+        """The runtime gives all its layers the same."""
+        return self.subject.journal or Journal()
+
+    def _note(self, doing: str) -> None:
+        if self.policy.compare_every == 1:
+            self.compare()
+        self.journal.note(doing, self.label, self.identity)
+
+    def compare(self) -> None:
+        """Raises on every rank if the ranks have not made the same transfers so far."""
+        agree(self.communicator, self.device, "the transfers made so far", [self.journal.summary()])
 
     def finish_fetch(self) -> None:
         """After this, compute on the current stream may use the parameters."""

@@ -75,6 +75,7 @@ class Runtime:
         """Takes in a layer that was found to follow this runtime's in a graph."""
         self._backward.watch(state)
         state.lanes = self.layers[0].lanes
+        state.subject.journal = self.layers[0].journal
 
     def pre_forward(self, state: LayerState) -> None:
         if state.resident:  # ranks may be at different points, or at none: no word and no transfer
@@ -91,6 +92,8 @@ class Runtime:
             raise RuntimeError(f"layer {state.label} was called outside a forward pass of its model")
         ahead: list[LayerState] = []
         if not inside_backward():
+            if not state.guarded and not self._backward.frames and state.journal.due(state.policy.compare_every):
+                state.compare()
             if not self._order.advance(state):
                 place = f"the layer called as number {self._order.position} of a forward"
                 state.recorder("agree", place, state.name_among_ranks)
@@ -141,6 +144,7 @@ class Runtime:
         else:
             self.reset()
             self._order.begin()
+            self.layers[0].journal.passes += 1
             self._tape = self._new_tape()
         self._called.add(id(module))
 

@@ -59,7 +59,7 @@ def step_guard(model: nn.Module, catch: type[Exception] | tuple[type[Exception],
 
     Every rank enters and leaves it. Inside belongs one micro-batch: forward and backward, or `zero3.backward`. What has
     gone into gradients before stays, on every rank; buffers (of BatchNorm) and random generators stay as the micro-batch
-    left them. The exception is swallowed and logged ("zero3", WARNING). It costs one exchange of a byte a rank at the end,
+    left them. The exception is swallowed and logged ("zero3", WARNING). It costs one exchange of nine bytes a rank at the end,
     for which the host waits, and one more gradient shard, as `ShardingPolicy(transactional=True)` does.
 
     A rank that fails alone does what the others do as far as it knows it: from earlier micro-batches under a guard, of which
@@ -121,6 +121,7 @@ class _Rehearsal:
         self._found = self._expectations()
         for number, state in enumerate(self._states):
             state.gradients.hold(1)
+            state.guarded = True
             state.recorder = state.gradients.recorder = partial(_note, self._done, number)
 
     def _runtimes(self) -> list[Runtime]:
@@ -165,7 +166,7 @@ class _Rehearsal:
     def end(self, failure: str) -> dict[int, str]:
         """Tells the others of this rank's failure, if there is one; what failed, by ranks."""
         first = self._states[0]
-        told = tell_all(first.communicator, first.device, "the end of a guarded micro-batch", failure)
+        told = tell_all(first.communicator, first.device, "the end of a guarded micro-batch", failure, first.journal.digest)
         errors = {rank: what for rank, what in enumerate(told) if what}
         if self._versions != self._chunk_versions():
             raise RuntimeError(
@@ -186,6 +187,7 @@ class _Rehearsal:
             if not keep:
                 state.gradients.roll_back()
             state.gradients.hold(-1)
+            state.guarded = False
             state.gradients.commit()
 
     def _chunk_versions(self) -> list[int]:
