@@ -28,8 +28,8 @@ class Journal:
         self._latest.append((doing, name))
 
     def due(self, every: int) -> bool:
-        """Whether `every` transfers or more were made since this last said so; 0: never."""
-        if not every or self.count - self._compared < every:
+        """Whether `every` transfers or more were made since this last said so. 0: never; 1: they are compared one by one."""
+        if every < 2 or self.count - self._compared < every:
             return False
         self._compared = self.count
         return True

@@ -129,7 +129,8 @@ class LayerState:
             for chunk in self.chunks:
                 chunk.show_as_stored()
         self.recorder("gather")
-        self._note("gathering")
+        if self.chunks:
+            self._note_gather()
         with self._gathering:
             for chunk in self.chunks:
                 chunk.start_fetch(self.lanes.fetch)
@@ -139,10 +140,10 @@ class LayerState:
         """The runtime gives all its layers the same."""
         return self.subject.journal or Journal()
 
-    def _note(self, doing: str) -> None:
+    def _note_gather(self) -> None:
         if self.policy.compare_every == 1:
             self.compare()
-        self.journal.note(doing, self.label, self.identity)
+        self.journal.note("gathering", self.label, self.identity)
 
     def compare(self) -> None:
         """Raises on every rank if the ranks have not made the same transfers so far."""
