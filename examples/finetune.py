@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 examples/finetune.py                            a small model, made here
     torchrun --nproc-per-node 8 examples/finetune.py --model DIR --text FILE    your model, your text
     torchrun ... --model DIR --text FILE --lora 16 --dtype bf16                 LoRA adapters on a frozen model
+    torchrun ... --checkpoint-every 50 --resume                                 goes on where it was killed, if it was
     python examples/finetune.py                                                 one plain process, to compare
 
 Sharding is one line: in `finetuning/neox.py` for GPT-NeoX, which is cut into layers there so that it can be seen how that is
@@ -75,6 +76,11 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--held-out", type=positive, metavar="N", default=64, help="most sequences to measure the held-out loss on")
     add("--seed", type=int, metavar="N", default=0, help="of fresh weights, batches and dropout")
 
+    add = parser.add_argument_group("checkpoints").add_argument
+    add("--checkpoint-every", type=positive, metavar="N", help="save everything every N steps; the last two checkpoints are kept")
+    add("--checkpoint-dir", type=Path, metavar="DIR", help="where to (default: checkpoints in --output)")
+    add("--resume", action="store_true", help="go on from the newest checkpoint, with any number of processes; without one, begin")
+
     add = parser.add_argument_group("the small model, when there is no --model").add_argument
     add("--vocabulary", type=positive, metavar="N", default=2048, help="tokens that its tokenizer learns")
     add("--width", type=positive, metavar="N", default=192, help="length of its hidden states")
@@ -84,6 +90,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.lr is None:
         options.lr = 3e-3 if options.model is None else 3e-5 if options.lora is None else 3e-4  # trained weights have something to lose
     options.dtype = DTYPES[options.dtype]
+    options.checkpoint_dir = options.checkpoint_dir or options.output / "checkpoints"
     if options.lora is not None and options.model is None:
         parser.error("argument --lora: adapters belong to a model that was there before: name it with --model")
     if options.lora is not None and options.train != "all":
@@ -184,11 +191,12 @@ def train(model: CausalLM, optimizer: torch.optim.Optimizer, tokens: Tensor, opt
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, steps=options.steps, warm_up=options.warm_up))
     draws = torch.Generator().manual_seed(options.seed)
     torch.manual_seed(options.seed + ranks.rank)  # for dropout, which should differ between ranks
-    losses: list[float] = []
-    start = time.perf_counter()
+    losses = resume(model, optimizer, schedule, draws, options) if options.resume else []
+    begun, speed, start = len(losses), 0.0, time.perf_counter()
     model.sharded.train()
-    with tqdm(total=options.steps, unit="step", disable=ranks.rank > 0, mininterval=0.2 if sys.stderr.isatty() else 10) as progress:
-        for step in range(1, options.steps + 1):
+    interval = 0.2 if sys.stderr.isatty() else 10
+    with tqdm(total=options.steps, initial=begun, unit="step", disable=ranks.rank > 0, mininterval=interval) as progress:
+        for step in range(begun + 1, options.steps + 1):
             optimizer.zero_grad()
             step_loss = torch.zeros((), device=ranks.device)
             batch = data.training_batch(tokens, options.batch_size, options.sequence_length, draws)
@@ -200,11 +208,33 @@ def train(model: CausalLM, optimizer: torch.optim.Optimizer, tokens: Tensor, opt
             optimizer.step()
             schedule.step()
             losses.append(ranks.mean(step_loss))
-            speed = step * options.batch_size * options.sequence_length / (time.perf_counter() - start)
+            speed = (step - begun) * options.batch_size * options.sequence_length / (time.perf_counter() - start)
             peak = peak_memory(ranks.device) / 1e6
             progress.set_postfix_str(f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s, peak {peak:,.0f} MB", refresh=False)
             progress.update()
+            if options.checkpoint_every is not None and step % options.checkpoint_every == 0:
+                extra = {"losses": losses, "schedule": schedule.state_dict(), "draws": draws.get_state(), "step": step}
+                frozen = options.lora is None  # what adapters are for is in the directory of --model
+                path = options.checkpoint_dir / f"step-{step}"
+                zero3.save_checkpoint(path, model.sharded, optimizer, extra=extra, frozen=frozen, keep_last=2)
     return Run(losses, speed, live_memory(model.sharded, optimizer))
+
+
+def resume(
+    model: CausalLM,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    draws: torch.Generator,
+    options: argparse.Namespace,
+) -> list[float]:
+    """The losses so far, with everything as it was after the last of them; none if there is no checkpoint."""
+    latest = zero3.latest_checkpoint(options.checkpoint_dir)
+    if latest is None:
+        return []
+    extra = zero3.load_checkpoint(latest, model.sharded, optimizer)  # random generators too
+    schedule.load_state_dict(extra["schedule"])
+    draws.set_state(extra["draws"])
+    return extra["losses"]
 
 
 def learning_rate_factor(step: int, steps: int, warm_up: float) -> float:

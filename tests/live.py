@@ -67,20 +67,20 @@ class LonelyCommunicator:
     def __init__(self, world_size: int, rank: int = 0) -> None:
         self.world_size, self.rank = world_size, rank
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> _Late:
+    def all_gather(self, full: Tensor, shard: Tensor, bounds: Any = None) -> _Late:
         others = [place for place in full.view(self.world_size, -1) if place.data_ptr() != shard.data_ptr()]
         return _Late(lambda: [place.copy_(shard) for place in others])
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor) -> _Late:
+    def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Any = None) -> _Late:
         return _Late(lambda: shard.copy_(full.view(self.world_size, -1)[self.rank]))
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         return None
 
-    def scatter(self, shard: Tensor, full: Tensor | None) -> None:
+    def scatter(self, shard: Tensor, full: Tensor | None, bounds: Any = None) -> None:
         return None
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         return None
 
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:

@@ -155,21 +155,21 @@ class EchoCommunicator:
     def __init__(self, calls: list[tuple[EchoCommunicator, str]] | None = None) -> None:
         self.calls = [] if calls is None else calls
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> Done:
+    def all_gather(self, full: Tensor, shard: Tensor, bounds: Any = None) -> Done:
         self.calls.append((self, "all_gather"))
         for place in full.view(2, -1):
             if place.data_ptr() != shard.data_ptr():
                 place.copy_(shard)
         return Done()
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Done:
+    def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Any = None) -> Done:
         self.calls.append((self, "reduce_scatter"))
         shard.copy_(full[: shard.numel()]).mul_(2)
         return Done()
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None: ...
 
-    def scatter(self, shard: Tensor, full: Tensor | None) -> None: ...
+    def scatter(self, shard: Tensor, full: Tensor | None, bounds: Any = None) -> None: ...
 
     def broadcast(self, tensor: Tensor) -> None: ...
 

@@ -108,7 +108,7 @@ class ThreadCommunicator:
             self.world._condition.notify_all()
         return lambda: self.world.meet(self._place, number, self.rank, collective, sent)
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> _Late:
+    def all_gather(self, full: Tensor, shard: Tensor, bounds: Any = None) -> _Late:
         arrive = self._post("all_gather", shard, full.numel())
         poison(full)
 
@@ -117,13 +117,13 @@ class ThreadCommunicator:
 
         return _Late(land)
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor) -> _Late:
+    def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Any = None) -> _Late:
         arrive = self._post("reduce_scatter", full, full.numel())
         poison(shard)
         poison(full)  # the contract lets it be overwritten
 
         def land() -> None:
-            mine = slice(self.rank * shard.numel(), (self.rank + 1) * shard.numel())
+            mine = self._mine(shard, bounds)
             parts = [other[mine] for other in arrive()]
             total = parts[0].clone()
             for part in parts[1:]:
@@ -137,14 +137,19 @@ class ThreadCommunicator:
         values = torch.stack(self._meet("all_reduce", tensor.clone(), tensor.numel(), tensor.dtype))
         tensor.copy_(values.amax(0) if maximum else values.sum(0))
 
-    def scatter(self, shard: Tensor, full: Tensor | None) -> None:
-        self.log.append(Collective("scatter", shard.numel() * self.world_size, shard.dtype))
-        values = self._meet("scatter", None if full is None else full.clone(), shard.numel() * self.world_size, shard.dtype)
-        shard.copy_(values[0][self.rank * shard.numel() : (self.rank + 1) * shard.numel()])
+    def scatter(self, shard: Tensor, full: Tensor | None, bounds: Any = None) -> None:
+        numel = bounds[-1] if bounds is not None else shard.numel() * self.world_size
+        self.log.append(Collective("scatter", numel, shard.dtype))
+        values = self._meet("scatter", None if full is None else full.clone(), numel, shard.dtype)
+        shard.copy_(values[0][self._mine(shard, bounds)])
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def _mine(self, shard: Tensor, bounds: Any) -> slice:
+        start = bounds[self.rank] if bounds is not None else self.rank * shard.numel()
+        return slice(start, start + shard.numel())
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         self.log.append(Collective("broadcast", tensor.numel(), tensor.dtype))
-        tensor.copy_(self._meet("broadcast", tensor.clone(), tensor.numel(), tensor.dtype)[0])
+        tensor.copy_(self._meet(f"broadcast from {source}", tensor.clone(), tensor.numel(), tensor.dtype)[source])
 
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
         self.log.append(Collective("exchange", len(payload), torch.uint8))

@@ -13,7 +13,7 @@ from .failures import NamingFailures, Subject
 
 __all__: list[str] = []
 
-_KINDS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
+_KINDS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError, OSError)
 
 
 def agree(communicator: Communicator, device: torch.device, subject: str, lines: Sequence[str], error: Exception | None = None) -> None:
@@ -23,7 +23,7 @@ def agree(communicator: Communicator, device: torch.device, subject: str, lines:
     see nothing wrong, would wait for it. 16 bytes a rank are exchanged; the texts only if those differ.
 
     Raises:
-        ValueError, TypeError, RuntimeError: the first rank's error, or the first line that differs and the ranks.
+        ValueError, TypeError, RuntimeError, OSError: the first rank's error, or the first line that differs and the ranks.
     """
     if communicator.world_size == 1:
         if error is not None:
@@ -36,7 +36,7 @@ def agree(communicator: Communicator, device: torch.device, subject: str, lines:
         digests = communicator.exchange(digest, device)
         if all(other == digests[0] for other in digests) and not digests[0][-1]:
             return
-        texts = _exchange_texts(communicator, device, text)
+        texts = exchange_texts(communicator, device, text)
     raise _explain([json.loads(text) for text in texts])
 
 
@@ -50,14 +50,15 @@ def tell_all(communicator: Communicator, device: torch.device, subject: str, tex
         return [text]
     with NamingFailures(communicator, "comparing with the other ranks", Subject(subject)):
         told = communicator.exchange(bytes([bool(text)]) + digest.to_bytes(8, "little"), device)
-        texts = _exchange_texts(communicator, device, text) if any(flag[0] for flag in told) else [""] * communicator.world_size
+        texts = exchange_texts(communicator, device, text) if any(flag[0] for flag in told) else [""] * communicator.world_size
     digests = [flag[1:].hex() for flag in told]
     if len(set(digests)) > 1:
         raise ValueError(f"ranks have made different transfers by {subject}. Their hashes: {_by_rank(digests)}")
     return texts
 
 
-def _exchange_texts(communicator: Communicator, device: torch.device, text: str) -> list[str]:
+def exchange_texts(communicator: Communicator, device: torch.device, text: str) -> list[str]:
+    """Every rank's text, of any length, in rank order."""
     payload = text.encode()
     sizes = [int.from_bytes(size, "little") for size in communicator.exchange(len(payload).to_bytes(8, "little"), device)]
     padded = communicator.exchange(payload.ljust(max(sizes), b" "), device)

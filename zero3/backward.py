@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -63,7 +63,7 @@ class Backward:
     def watch(self, state: LayerState) -> None:
         """Takes charge of `state`: whatever gradient it gets, by whatever way, is reduced by the end of the backward."""
         self.layers.append(state)
-        state.gradients.watch(partial(_gradient_came, weakref.ref(self)))
+        state.gradients.watch(partial(_tell, weakref.WeakMethod(self.gradient_came)), partial(_tell, weakref.WeakMethod(self.settle)))
 
     def follow(self, tape: LayerTape, call: LayerCall, nodes: Iterable[Node], mark: object) -> None:
         """From now on, a gradient that flows into `nodes` opens `call` first."""
@@ -92,7 +92,7 @@ class Backward:
     def release(self, state: LayerState) -> None:
         """Releases `state`, unless one of its calls is under way."""
         if not any(tape.is_open(state) for tape in self._touched) and not any(frame.state is state for frame in self.frames):
-            state.release()
+            state.put_away()
 
     def recompute(self) -> None:
         """Before a forward inside a backward. If it belongs to a reentrant checkpoint, its own backward ends before this one."""
@@ -105,15 +105,15 @@ class Backward:
         for nested in [tape for tape in self._touched if tape.task > backward_task()]:
             self._finish(nested)
 
-    def reset(self) -> None:
-        """Releases everything. If the last backward raised, the gradients accumulated so far are dropped with it, or, in
-        a transaction, are again what they were."""
-        broken = self._ending.missed or self._outer_ending.missed
+    def reset(self, *, broken: bool = False) -> None:
+        """Releases everything. If the last backward raised, the gradients accumulated so far are dropped with it,
+        or, in a transaction, are again what they were."""
+        broken_backward = self._ending.missed or self._outer_ending.missed
         while self._backups:
             try:
                 self._backups.popleft().wait()
             except RuntimeError:  # a transfer that failed is over
-                broken = True
+                broken_backward = True
         for tape in self._touched:
             tape.rewind()
         self._touched.clear()
@@ -123,8 +123,8 @@ class Backward:
         if self._outer_ending.missed:
             self._outer_ending.forget()
         for state in self.layers:
-            state.reset()
-            if broken:
+            state.reset(broken=broken or broken_backward)
+            if broken_backward:
                 state.gradients.give_up()
         self._forget_zeroed()
 
@@ -157,7 +157,7 @@ class Backward:
         deferred = tuple(state.gradients.deferred for state in signature)
         if not self.order.advance((signature, deferred)):
             names = [state.name_among_ranks + " under no_sync" * waits for state, waits in zip(signature, deferred, strict=True)]
-            signature[0].recorder("agree", _BACKWARD, *names)
+            signature[0].watch.recorder("agree", _BACKWARD, *names)
             agree(self._communicator, self._device, _BACKWARD, names)
         # `autograd.grad` writes no parameter's gradient: then nothing is reduced
         tape.reduces = accumulates_everywhere() or any(state.gradients.expected() for state in dict.fromkeys(reversed(signature)))
@@ -182,13 +182,22 @@ class Backward:
             self._take(step, tape)
         self._touched.remove(tape)
 
-    def _back_up(self, state: LayerState) -> None:
+    def _back_up(self, state: LayerState, *, whole: bool = False) -> None:
         self._owes = self._owes or state.gradients.deferred
         while len(self._backups) >= max(1, self._depth):
             self._backups.popleft().wait()
-        self._backups.extend(state.gradients.back_up(state.lanes.backup, self._backup_communicator))
+        self._backups.extend(state.gradients.back_up(state.lanes.backup, self._backup_communicator, whole=whole))
         if not self._depth:
             self._drain_backups()
+
+    def settle(self) -> None:
+        """Somebody looks at a gradient that has stayed whole (stage 1): now all of them are reduced, on every rank."""
+        if inside_backward():
+            raise RuntimeError("with stage=1 gradients are reduced after backward: don't look at them in hooks")
+        for state in self.layers:
+            if state.gradients.owed():
+                self._back_up(state, whole=True)
+        self._drain_backups()
 
     def _drain_backups(self) -> None:
         while self._backups:
@@ -227,7 +236,8 @@ class Backward:
             self._enter()
 
 
-def _gradient_came(backward: weakref.ref[Backward]) -> None:
-    found = backward()
-    if found is not None:
-        found.gradient_came()
+def _tell(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Hooks hold no runtime: a model that is given up is freed at once."""
+    told = method()
+    if told is not None:
+        told()

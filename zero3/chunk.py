@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -70,6 +71,7 @@ class Part(NamedTuple):
     parameter: nn.Parameter
     start: int
     stop: int
+    whole: bool = False  # one of the model's parameters, in its own shape
 
 
 class Chunk:
@@ -80,6 +82,7 @@ class Chunk:
         self.shard = shard  # 1-D [S], of the dtype that the optimizer updates
         self.compute_dtype = compute_dtype  # of the full buffer, and on the way there
         self.parts = [Part(shard, 0, shard.numel())]  # what the optimizer updates: the shard itself, or what stands in for it
+        self.divided = False  # whether parts stand in for chunks anywhere in the model: ranks may hold different numbers of them
         self.unloaded: set[int] = set()  # slots that were on meta and have no values yet: to be filled before the first fetch
         self.trainable_when_wrapped = self.trains = shard.requires_grad  # trains: what its parameters have been told
         self._communicator = communicator
@@ -113,13 +116,14 @@ class Chunk:
 
     def start_fetch(self, lane: Lane) -> None:
         """Begins to gather. The lane waits for compute: for the optimizer's step, and for the buffer's last reader."""
+        self._adopt_values()
         if self.resident:
             if self.full.tensor.data_ptr() != self.shard.data_ptr():  # somebody gave the chunk other data
                 self.full = self._new_buffer()
             return
         self.full.allocate()
         with lane.issue():
-            pending = self._communicator.all_gather(self.full.tensor, self._outgoing())
+            pending = self._communicator.all_gather(self.full.tensor, self._outgoing(), self.layout.bounds)
             self._in_flight = lane.complete(pending)
 
     def _outgoing(self) -> Tensor:
@@ -129,11 +133,28 @@ class Chunk:
         own = self.full.tensor[slice(*self.layout.chunk_range(self._communicator.rank))]
         return own.copy_(self.shard.data)
 
+    @torch.no_grad()
+    def _adopt_values(self) -> None:
+        """A part that was given other data (`parameter.data = values`) brings them here, and lies here again."""
+        address, size = self.shard.data_ptr(), self.shard.element_size()
+        for part in self.parts:
+            parameter = part.parameter
+            if parameter is not self.shard and parameter.numel() and parameter.data_ptr() != address + part.start * size:
+                home = self.shard.data[part.start : part.stop].view(parameter.shape)
+                parameter.data = home.copy_(parameter.data)
+                torch.autograd.graph.increment_version(self.shard)
+
     def finish_fetch(self) -> None:
         """Compute waits for the gather."""
         if self._in_flight is not None:
             self._in_flight.wait()
             self._in_flight = None
+
+    def outdated(self) -> Tensor:
+        """Whether the chunk holds other values than its place in the full buffer, 0-dim."""
+        self._adopt_values()
+        own = self.full.tensor[slice(*self.layout.chunk_range(self._communicator.rank))]
+        return (own != self.shard.data.to(own.dtype)).any()
 
     def release(self) -> None:
         self.finish_fetch()
@@ -176,7 +197,8 @@ class Chunk:
         """Rank 0's full buffer, cut into everybody's chunks."""
         zero_padding(self.full.tensor, self.layout)
         if self._communicator.world_size > 1:
-            self._communicator.scatter(self.shard.data, self.full.tensor if self._communicator.rank == 0 else None)
+            full = self.full.tensor if self._communicator.rank == 0 else None
+            self._communicator.scatter(self.shard.data, full, self.layout.bounds)
             torch.autograd.graph.increment_version(self.shard)
         self.unloaded.clear()
 
@@ -193,3 +215,18 @@ def shrink_to_shard(full: Tensor, shard_numel: int) -> Tensor:
     shard = full[:shard_numel]
     full.untyped_storage().resize_(shard_numel * full.element_size())
     return shard
+
+
+def registered(chunks: Sequence[Chunk]) -> dict[str, nn.Parameter | None]:
+    """The names under which a layer's chunks, or their parts, are parameters: `trainable_chunk`, `frozen_chunk`, with dtypes if several."""
+    names: dict[str, nn.Parameter | None] = {}
+    for chunk in chunks:
+        name = "trainable_chunk" if chunk.trainable_when_wrapped else "frozen_chunk"
+        alike = [c for c in chunks if c.trainable_when_wrapped == chunk.trainable_when_wrapped]
+        if len({c.shard.dtype for c in alike}) > 1:
+            name += f"_{str(chunk.shard.dtype).removeprefix('torch.')}"
+        if chunk.layout.bounds is not None:
+            name += "_dealt"
+        for number, part in enumerate(chunk.parts):
+            names[name if part.parameter is chunk.shard else f"{name}_{number}"] = part.parameter
+    return names

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
+from .communicator import Bounds, SoloCommunicator
+from .communicator import Communicator as Communicator
 from .streams import Done, Lanes, Pending, lanes_for
 
 __all__: list[str] = []
@@ -18,83 +23,6 @@ __all__: list[str] = []
 IDENTITY_BYTES = 3  # of the number by which ranks know a layer; with a bit for the kind of transfer it is a message's tag
 _GATHER, _REDUCE = 0, 1
 _NOT_A_MEMBER = "this process is not a member of the process_group it passed: only members may build the layer"
-
-
-class Communicator(Protocol):
-    """What a model needs of the ranks that share it. A test passes its own; users pass a process group."""
-
-    rank: int
-    world_size: int
-    channel: int  # the layer whose communicator this is: where messages have tags, they can't reach another layer
-
-    def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
-        """Every rank's `shard` `[S]`, in rank order, into `full` `[W*S]`; a shard may lie in its own place there."""
-        ...
-
-    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Pending:
-        """This rank's slice of the sum of every rank's `full` `[W*S]`, into `shard` `[S]`; `full` may be overwritten."""
-        ...
-
-    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None: ...
-
-    def scatter(self, shard: Tensor, full: Tensor | None) -> None:
-        """Rank 0's `full` `[W*S]`, cut in W slices, one to every rank's `shard` `[S]`."""
-        ...
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Rank 0's values to every rank."""
-        ...
-
-    def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
-        """Every rank's `payload`, of one length on all ranks, in rank order. Blocks the host."""
-        ...
-
-    def twin(self) -> Communicator:
-        """A second communicator of the same ranks, whose collectives do not queue behind this one's."""
-        ...
-
-    def lanes(self, device: torch.device) -> Lanes: ...
-
-    def same_ranks(self, other: Communicator) -> bool: ...
-
-
-class SoloCommunicator:
-    """One rank, no process group. The chunk is the full buffer, so nothing is ever moved."""
-
-    rank = 0
-    world_size = 1
-    channel = 0
-
-    def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
-        if full.data_ptr() != shard.data_ptr():
-            full.copy_(shard)
-        return Done()
-
-    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Pending:
-        shard.copy_(full)
-        return Done()
-
-    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
-        return None
-
-    def scatter(self, shard: Tensor, full: Tensor | None) -> None:
-        if full is not None:
-            shard.copy_(full)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        return None
-
-    def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
-        return [payload]
-
-    def twin(self) -> Communicator:
-        return self
-
-    def lanes(self, device: torch.device) -> Lanes:
-        return lanes_for(device)
-
-    def same_ranks(self, other: Communicator) -> bool:
-        return isinstance(other, SoloCommunicator)
 
 
 class GroupCommunicator:
@@ -118,22 +46,36 @@ class GroupCommunicator:
             raise RuntimeError("this model's process group was destroyed: train before that, or shard the model anew")
         return group
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
-        return self._all_gather(full, shard, group=self._group, async_op=not self._on_streams) or Done()
+    def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
+        if bounds is None:
+            return self._all_gather(full, shard, group=self._group, async_op=not self._on_streams) or Done()
+        return dist.all_gather(list(_cut(full, bounds)), shard, group=self._group, async_op=not self._on_streams) or Done()
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Pending:
-        return self._reduce_scatter(shard, full, group=self._group, async_op=not self._on_streams) or Done()
+    def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
+        if bounds is None:
+            return self._reduce_scatter(shard, full, group=self._group, async_op=not self._on_streams) or Done()
+        return dist.reduce_scatter(shard, list(_cut(full, bounds)), group=self._group, async_op=not self._on_streams) or Done()
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self._group)
 
-    def scatter(self, shard: Tensor, full: Tensor | None) -> None:
-        pieces = list(full.view(self.world_size, -1)) if full is not None and shard.numel() else None
-        if shard.numel():
-            dist.scatter(shard, pieces, group=self._group, group_src=0)
+    def scatter(self, shard: Tensor, full: Tensor | None, bounds: Bounds = None) -> None:
+        if bounds is not None:
+            self._scatter_padded(shard, full, bounds)
+        elif shard.numel():
+            dist.scatter(shard, list(full.view(self.world_size, -1)) if full is not None else None, group=self._group, group_src=0)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, group=self._group, group_src=0)
+    def _scatter_padded(self, shard: Tensor, full: Tensor | None, bounds: tuple[int, ...]) -> None:
+        """No backend scatters slices of unequal length, and this is rare: whole models are loaded so, not trained."""
+        longest = max(stop - start for start, stop in pairwise(bounds))
+        if longest:
+            padded = shard.new_empty(longest)
+            slices = [pad(piece, (0, longest - piece.numel())) for piece in _cut(full, bounds)] if full is not None else None
+            dist.scatter(padded, slices, group=self._group, group_src=0)
+            shard.copy_(padded[: shard.numel()])
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        dist.broadcast(tensor, group=self._group, group_src=source)
 
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
@@ -181,24 +123,26 @@ class GlooCommunicator(GroupCommunicator):
     for each other in vain until the group's timeout, and don't take one layer's weights for another's.
     """
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
-        if full.is_cuda or not shard.numel():
-            return self._staged(super().all_gather, full, shard)
-        slices = full.view(torch.uint8).view(self.world_size, -1)
-        works = self._swap(_GATHER, slices, [shard.view(torch.uint8)] * self.world_size)
-        own = full[self.rank * shard.numel() : (self.rank + 1) * shard.numel()]
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
+    def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
+        if full.is_cuda:
+            return self._staged(partial(self.all_gather, bounds=bounds), full, shard)
+        if not full.numel():
+            return Done()
+        slices = list(_cut(full, bounds)) if bounds is not None else list(full.view(self.world_size, -1))
+        works = self._swap(_GATHER, slices, [shard] * self.world_size)
+        if slices[self.rank].data_ptr() != shard.data_ptr():
+            slices[self.rank].copy_(shard)
         return _Transfers(works)
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Pending:
-        if full.is_cuda or not shard.numel():
-            return self._staged(self.reduce_scatter if shard.numel() else super().reduce_scatter, shard, full)
-        outgoing = full.view(self.world_size, -1)
-        incoming = full.new_empty((self.world_size - 1, shard.numel()))
-        others = iter(incoming)
+    def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
+        if full.is_cuda:
+            return self._staged(partial(self.reduce_scatter, bounds=bounds), shard, full)
+        if not full.numel():
+            return Done()
+        outgoing = list(_cut(full, bounds)) if bounds is not None else list(full.view(self.world_size, -1))
+        others = iter(full.new_empty((self.world_size - 1, shard.numel())))
         slices = [outgoing[self.rank] if rank == self.rank else next(others) for rank in range(self.world_size)]
-        works = self._swap(_REDUCE, [s.view(torch.uint8) for s in slices], [s.view(torch.uint8) for s in outgoing])
+        works = self._swap(_REDUCE, slices, outgoing)
 
         def sum_up() -> None:
             torch.add(slices[0], slices[1], out=shard)
@@ -207,13 +151,16 @@ class GlooCommunicator(GroupCommunicator):
 
         return _Transfers(works, sum_up)
 
-    def _swap(self, kind: int, incoming: Any, outgoing: Any) -> list[Any]:
-        """Sends `outgoing[r]` to each other rank r and receives `incoming[r]` from it; bytes, so that any dtype goes."""
+    def _swap(self, kind: int, incoming: list[Tensor], outgoing: list[Tensor]) -> list[Any]:
+        """Sends `outgoing[r]` to each other rank r and receives `incoming[r]` from it; bytes, so that any dtype goes.
+
+        Empty ones too: torch's debug mode counts a rank's messages, and takes different numbers for ranks that came apart.
+        """
         works, tag = [], 2 * self.channel + kind
         for distance in range(1, self.world_size):
             source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
-            works.append(dist.irecv(incoming[source], group=self._group, group_src=source, tag=tag))
-            works.append(dist.isend(outgoing[target], group=self._group, group_dst=target, tag=tag))
+            works.append(dist.irecv(incoming[source].view(torch.uint8), group=self._group, group_src=source, tag=tag))
+            works.append(dist.isend(outgoing[target].view(torch.uint8), group=self._group, group_dst=target, tag=tag))
         return works
 
     def _staged(self, collective: Callable[[Tensor, Tensor], Pending], output: Tensor, source: Tensor) -> Pending:
@@ -224,6 +171,10 @@ class GlooCommunicator(GroupCommunicator):
         collective(host, source.cpu()).wait()
         output.copy_(host)
         return Done()
+
+
+def _cut(full: Tensor, bounds: tuple[int, ...]) -> Iterator[Tensor]:
+    return (full[start:stop] for start, stop in pairwise(bounds))
 
 
 def communicator_for(process_group: Any, device: torch.device) -> Communicator:
@@ -256,6 +207,11 @@ def communicator_for(process_group: Any, device: torch.device) -> Communicator:
     if backend == "gloo" and dist.get_world_size(process_group) > 1:
         return GlooCommunicator(process_group, backend)
     return GroupCommunicator(process_group, backend)
+
+
+def process_group_of(communicator: Communicator) -> Any:
+    """For torch's own tools; None if there is none."""
+    return communicator._group if isinstance(communicator, GroupCommunicator) else None
 
 
 def any_device_of(process_group: Any) -> torch.device:

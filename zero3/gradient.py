@@ -10,11 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .accumulation import TOKENS, accumulate, scale_gradient
 from .chunk import Chunk, Part
 from .collectives import Communicator
 from .flat import view, zero_padding
 from .policy import ShardingPolicy
-from .shard_gradient import TOKENS, AwaitedGradient, ShardGradient, accumulate, scale_gradient
+from .shard_gradient import AwaitedGradient, PieceGradient, ShardGradient, WholeGradient
 from .streams import Done, Lane, Mark
 
 __all__: list[str] = []
@@ -96,17 +97,17 @@ class FlatGradient:
         """Begins to reduce what has come in (zeros, if nothing has) into this rank's slice; frees this object's buffer."""
         self._begin()
         full = self._take()
-        summed = full if communicator.world_size == 1 else full.new_empty(self._chunk.layout.shard_numel)
+        summed = full if communicator.world_size == 1 else full.new_empty(self._chunk.shard.numel())
         dtype = self._chunk.shard.dtype
         landed = summed if dtype == self._dtype else torch.empty_like(summed, dtype=dtype)
         with self._naming, lane.issue():
             if self._divide_first > 1:
                 full.div_(self._divide_first)
-            pending = Done() if summed is full else communicator.reduce_scatter(summed, full)
+            pending = Done() if summed is full else communicator.reduce_scatter(summed, full, self._chunk.layout.bounds)
             mark = lane.complete(pending, lambda: self._land(summed, landed))
         return Backup(mark, (full, summed, landed), self._naming)
 
-    def keep(self) -> None:
+    def keep(self, look: Callable[[], bool]) -> None:
         """Leaves what has come in for a later backward. Until then the optimizer's gradients are such that it can't use them."""
         self._begin()
         if self._before is not None and self._before.full is not None:
@@ -116,7 +117,7 @@ class FlatGradient:
         for part in self._chunk.parts:
             parameter = part.parameter
             if parameter.requires_grad and (parameter.grad is None or isinstance(parameter.grad, AwaitedGradient)):
-                parameter.grad = AwaitedGradient.like(parameter)
+                parameter.grad = AwaitedGradient.like(parameter, look)
             if parameter.grad is not None:
                 vars(parameter.grad).pop(TOKENS, None)
         self._note_versions()
@@ -142,7 +143,7 @@ class FlatGradient:
                 full.mul_(now.as_subclass(Tensor).any())  # in place: without asking the device what it holds
         return False
 
-    def scale(self, factor: Tensor) -> None:
+    def scale(self, factor: Tensor, look: Callable[[], bool]) -> None:
         """Multiplies what the chunk's gradient holds, and what was kept to join it, by `factor`, 0-dim."""
         self._begin()
         if self._before is not None:
@@ -264,8 +265,6 @@ class FlatGradient:
             landed.copy_(summed)
         if not narrows and divisor != 1:
             landed.div_(divisor)
-        if self._communicator.world_size > 1:
-            landed = ShardGradient.of(landed, self._communicator)
         if self.transacts:
             self._staged.append((landed, summed))
         else:
@@ -278,8 +277,15 @@ class FlatGradient:
     def _accumulate(self, landed: Tensor, summed: Tensor) -> None:
         for part in self._chunk.parts:
             if part.parameter.requires_grad:
-                accumulate(part.parameter, _range(landed, part), _range(summed, part) if self._narrows else None)
+                gradient = self._guarded(_range(landed, part), part)
+                accumulate(part.parameter, gradient, _range(summed, part) if self._narrows else None)
+
+    def _guarded(self, gradient: Tensor, part: Part) -> Tensor:
+        if self._communicator.world_size == 1:
+            return gradient
+        kind = WholeGradient if part.whole else PieceGradient if self._chunk.divided else ShardGradient
+        return kind.of(gradient, self._communicator)
 
 
 def _range(flat: Tensor, part: Part) -> Tensor:
-    return flat if part.stop - part.start == flat.numel() else flat[part.start : part.stop]
+    return flat[part.start : part.stop].view(part.parameter.shape)

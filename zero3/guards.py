@@ -41,6 +41,11 @@ class Override:
             raise RuntimeError(f"the model that this {self._plain.__qualname__} belongs to is gone")
         return self._around(module, self._own or functools.partial(self._plain, module), *args, **kwargs)
 
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """As of a bound method. torch.compile asks whether `named_parameters` is torch's own: then it takes addresses for fixed."""
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self._own or MethodType(self._plain, memo[id(self._module())])
 

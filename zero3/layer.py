@@ -220,12 +220,25 @@ def adopt(root: nn.Module, *, ordered: bool, outer: Sequence[LayerState] = ()) -
         if isinstance(module, Zero3Layer) and name:
             module._state.label = f"{name!r} ({type(module.module).__name__})"
     states = [*outer, *(layer._state for layer in layers)]
-    runtime = Runtime(states, states[0].policy, ordered=ordered)
+    runtime = Runtime(states, states[0].policy, ordered=ordered, depths=[*(0 for _ in outer), *_depths(root, len(outer))])
     for layer in layers:
         if layer._runtime is not None:
             layer._runtime.reset()
         layer._runtime = runtime
     return runtime
+
+
+def _depths(module: nn.Module, depth: int, seen: set[nn.Module] | None = None) -> Iterator[int]:
+    """In how many layers each layer in `module` lies, outer before inner."""
+    seen = set() if seen is None else seen
+    if module not in seen:
+        seen.add(module)
+        if isinstance(module, Zero3Layer):
+            yield depth
+            depth += 1
+        for child in module._modules.values():
+            if child is not None:
+                yield from _depths(child, depth, seen)
 
 
 class _uncached_autocast:

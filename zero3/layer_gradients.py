@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from torch import Tensor
 
@@ -15,24 +16,40 @@ from .failures import NamingFailures, Subject
 from .gradient import Backup, FlatGradient
 from .policy import ShardingPolicy
 from .streams import Lane
+from .watching import TransferWatch
 
 __all__: list[str] = []
 
 
 class LayerGradients:
-    def __init__(self, communicator: Communicator, policy: ShardingPolicy, subject: Subject) -> None:
+    def __init__(self, communicator: Communicator, policy: ShardingPolicy, subject: Subject, watch: TransferWatch) -> None:
         self._communicator = communicator
         self._policy = policy
-        self._subject = subject
+        self._watch = watch
         self._naming = NamingFailures(communicator, "reducing the gradients of", subject)
         self._flat: dict[Chunk, FlatGradient] = {}
         self._hooked: dict[int, Bound] = {}  # by the id of the parameter
         self._way: tuple[Lane, Communicator] | None = None  # of the last reduction
-        self.recorder: Callable[..., None] = lambda *operation: None  # told of every reduction
+        self._look = partial(_settle, weakref.ref(self))
+        self._on_look: Callable[[], None] | None = None
         self.deferrals = 0  # `no_sync` contexts that it is in
 
     def add_chunk(self, chunk: Chunk) -> None:
         self._flat[chunk] = FlatGradient(chunk, self._communicator, self._policy, self._naming)
+
+    def replace_chunks(self, chunks: Iterable[Chunk], bound: Iterable[Bound]) -> None:
+        """The same parameters in other chunks."""
+        on_first = next((gradient.on_first for gradient in self._flat.values()), None)
+        before = self._flat
+        self._flat = {}
+        for chunk in chunks:
+            if chunk in before:
+                self._flat[chunk] = before[chunk]
+            else:
+                self.add_chunk(chunk)
+                self._flat[chunk].on_first = on_first
+        for each in bound:
+            self.hook(each)
 
     def hook(self, bound: Bound) -> None:
         """From now on, what autograd accumulates into the parameter goes to its chunk's flat gradient."""
@@ -57,9 +74,18 @@ class LayerGradients:
         place = self._hooked[key]
         self._flat[place.chunk].add(place.index, value)
 
-    def watch(self, on_first: Callable[[], None]) -> None:
+    def watch(self, on_first: Callable[[], None], on_look: Callable[[], None]) -> None:
+        """`on_first`: a backward brings its first gradient. `on_look`: somebody needs gradients that have stayed whole."""
+        self._on_look = on_look
         for gradient in self._flat.values():
             gradient.on_first = on_first
+
+    def settle(self) -> bool:
+        """Has gradients reduced that have stayed whole, if it is not `no_sync` that keeps them."""
+        if self._policy.shards_gradients or self.deferrals or self._on_look is None:
+            return False
+        self._on_look()
+        return True
 
     def pending(self) -> bool:
         """Whether gradients have come in, in this backward, that no backup has taken."""
@@ -67,28 +93,31 @@ class LayerGradients:
 
     def due(self) -> bool:
         """Whether an earlier backward, under `no_sync`, has left its reduction to one like the present."""
-        return not self.deferred and any(gradient.owed for gradient in self._flat.values())
+        return not self.deferred and self.owed()
+
+    def owed(self) -> bool:
+        return any(gradient.owed for gradient in self._flat.values())
 
     def expected(self) -> bool:
         """Whether the backward that runs now writes gradients of this layer's parameters."""
         return accumulates_into(bound.binding.parameter for bound in self._hooked.values())
 
-    def back_up(self, lane: Lane, communicator: Communicator) -> list[Backup]:
-        """Begins to reduce the gradients of all trainable chunks; under `no_sync`, keeps them."""
+    def back_up(self, lane: Lane, communicator: Communicator, *, whole: bool = False) -> list[Backup]:
+        """Begins to reduce the gradients of all trainable chunks; keeps them under `no_sync`, and if they stay whole, but for `whole`."""
         trained = [gradient for chunk, gradient in self._flat.items() if chunk.shard.requires_grad]
-        if not self.deferred:
+        if whole or not self.deferred:
             self._way = (lane, communicator)
-            self.recorder("reduce")
-            self._note()
+            self._watch.recorder("reduce")
+            self._watch.reduces()
             return [gradient.back_up(lane, communicator) for gradient in trained]
         for gradient in trained:
-            gradient.keep()
+            gradient.keep(self._look)
         return []
 
     @property
     def deferred(self) -> bool:
         """Whether reductions wait. On one rank there are none to save, and memory to lose."""
-        return self.deferrals > 0 and self._communicator.world_size > 1
+        return (self.deferrals > 0 or not self._policy.shards_gradients) and self._communicator.world_size > 1
 
     def note_tokens(self, total: Tensor) -> None:
         """What backwards have left here is now the mean over `total` tokens, 0-dim."""
@@ -98,7 +127,7 @@ class LayerGradients:
     def scale(self, factor: Tensor) -> None:
         """Multiplies all that backwards have left here by `factor`, 0-dim."""
         for gradient in self._flat.values():
-            gradient.scale(factor)
+            gradient.scale(factor, self._look)
 
     def drop_pending(self) -> None:
         """What a backward that did not end has brought; with it, what was kept, for the two are one sum (but in a transaction)."""
@@ -139,15 +168,11 @@ class LayerGradients:
         """Whether backwards have brought what nobody has decided on."""
         return any(gradient.undecided for gradient in self._flat.values())
 
-    def _note(self) -> None:
-        if self._subject.journal is not None:
-            self._subject.journal.note("reducing", self._subject.name.removeprefix("layer "), self._communicator.channel)
-
     def take_part(self) -> None:
         """Joins a reduction that the other ranks make, and this one, which has failed, would not."""
         if self._way is None:
             return
-        self._note()
+        self._watch.reduces()
         backups = [gradient.back_up(*self._way) for chunk, gradient in self._flat.items() if chunk.shard.requires_grad]
         for backup in backups:
             backup.wait()
@@ -170,3 +195,9 @@ class LayerGradients:
                 with as_plain_tensors():
                     bound.binding.parameter.requires_grad_(chunk.trains)
                 self.hook(bound)
+
+
+def _settle(gradients: weakref.ref[LayerGradients]) -> bool:
+    """Gradients hold no layer: a model that is given up is freed at once."""
+    layer = gradients()
+    return layer is not None and layer.settle()

@@ -9,18 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from .agreement import agree
 from .autograd import restore_versions
-from .binding import Binding, Bound, remember_order, restore_order
+from .binding import Binding, Bound, Owner, remember_order, restore_order
 from .casting import Casting
-from .chunk import Chunk
+from .chunk import Chunk, registered
 from .collectives import Communicator
 from .failures import NamingFailures, Subject
 from .flat import not_a_number
-from .journal import Journal
 from .layer_gradients import LayerGradients
 from .policy import ShardingPolicy
 from .streams import Lanes
+from .watching import TransferWatch
 
 __all__: list[str] = []
 
@@ -42,7 +41,8 @@ class LayerState:
     """
 
     def __init__(self, label: str, communicator: Communicator, device: torch.device, policy: ShardingPolicy) -> None:
-        self.subject = Subject(f"layer {label}", Journal())
+        self.subject = Subject(f"layer {label}")
+        self.watch = TransferWatch(communicator, device, policy, self.subject)
         self.identity = 0  # a random number, the same on all ranks: labels are not, if ranks wrap equal modules in other orders
         self.communicator = communicator
         self.device = device
@@ -58,14 +58,14 @@ class LayerState:
         self._pins = 0
         self._as_stored = False  # while pinned: parameters are shown in the chunks' dtypes, although they compute in another
         self.resident = 0  # contexts in which ranks go their own ways
-        self.gradients = LayerGradients(communicator, policy, self.subject)
-        self.guarded = False  # inside `step_guard`
-        self.recorder: Callable[..., None] = lambda *operation: None  # told of every gather
+        self.gradients = LayerGradients(communicator, policy, self.subject, self.watch)
+        self.unfinished: Callable[[], None] | None = None  # waits for a checkpoint of the model that is still being written
         self._versions: list[int] = []  # of the parameters, as graphs know them
 
     def add_chunk(self, chunk: Chunk, bindings: list[Binding]) -> None:
         """Takes over the parameters of `bindings` (in the order of the slots); they are hidden from now on."""
         self.chunks.append(chunk)
+        chunk.shard.zero3_state = Owner(self)  # type: ignore[attr-defined]
         self.gradients.add_chunk(chunk)
         empty = not_a_number(chunk.compute_dtype, chunk.shard.device)
         remember_order(bindings)
@@ -93,8 +93,7 @@ class LayerState:
     @property
     def lanes(self) -> Lanes:
         """The runtime gives all its layers the same; a layer that is read before any forward makes its own."""
-        if self._lanes is None:
-            self._lanes = self.communicator.lanes(self.device)
+        self._lanes = self._lanes or self.communicator.lanes(self.device)
         return self._lanes
 
     @lanes.setter
@@ -125,29 +124,12 @@ class LayerState:
             return
         self._check_loaded()
         self.presence = Presence.FETCHING
-        if self._as_stored:
-            for chunk in self.chunks:
-                chunk.show_as_stored()
-        self.recorder("gather")
-        if self.chunks:
-            self._note_gather()
+        for chunk in self.chunks if self._as_stored else ():
+            chunk.show_as_stored()
         with self._gathering:
+            self.watch.gathers(self.identity, bool(self.chunks))
             for chunk in self.chunks:
                 chunk.start_fetch(self.lanes.fetch)
-
-    @property
-    def journal(self) -> Journal:
-        """The runtime gives all its layers the same."""
-        return self.subject.journal or Journal()
-
-    def _note_gather(self) -> None:
-        if self.policy.compare_every == 1:
-            self.compare()
-        self.journal.note("gathering", self.label, self.identity)
-
-    def compare(self) -> None:
-        """Raises on every rank if the ranks have not made the same transfers so far."""
-        agree(self.communicator, self.device, "the transfers made so far", [self.journal.summary()])
 
     def finish_fetch(self) -> None:
         """After this, compute on the current stream may use the parameters."""
@@ -175,6 +157,19 @@ class LayerState:
             self._hide()
             self.presence = Presence.KEPT
             self._spoil()
+
+    def put_away(self) -> None:
+        """Where layers are released as a matter of course: those that the policy keeps whole are only hidden."""
+        if self.policy.shards_parameters or self.presence is Presence.FETCHING:
+            self.release()
+        else:
+            self.keep()
+
+    def outdated(self) -> Tensor:
+        """Whether a layer that was kept has to be gathered anew, on this rank, 0-dim."""
+        if self.presence is not Presence.KEPT:
+            return torch.ones((), dtype=torch.bool, device=self.device)
+        return torch.stack([chunk.outdated() for chunk in self.chunks if not chunk.resident]).any()
 
     def release(self) -> None:
         if self._pins or self.presence is Presence.RELEASED:
@@ -212,13 +207,16 @@ class LayerState:
         """A graph that comes to a hidden parameter must raise torch's error, not read what it finds."""
         increment_version([bound.binding.parameter for bound in self.bound if bound.chunk.guarded])
 
-    def reset(self) -> None:
+    def reset(self, *, broken: bool = True) -> None:
         """Whatever was under way is dropped. Transfers are waited for first (their buffers must not be written later)."""
         self.gradients.drop_pending()
         if self.presence is Presence.FETCHING:
             for chunk in self.chunks:
                 chunk.abandon_fetch()
-        self.release()
+        if broken:
+            self.release()
+        else:
+            self.put_away()
 
     # -- access outside a forward
 
@@ -269,14 +267,17 @@ class LayerState:
         return self._pins > 0
 
     def chunk_names(self) -> dict[str, nn.Parameter | None]:
-        """The names under which the chunks are parameters: `trainable_chunk`, `frozen_chunk`, with dtypes if there are several."""
-        names: dict[str, nn.Parameter | None] = {}
-        for chunk in self.chunks:
-            name = "trainable_chunk" if chunk.trainable_when_wrapped else "frozen_chunk"
-            if sum(c.trainable_when_wrapped == chunk.trainable_when_wrapped for c in self.chunks) > 1:
-                name += f"_{str(chunk.shard.dtype).removeprefix('torch.')}"
-            names[name] = chunk.shard
-        return names
+        """The names under which chunks, or their parts, are parameters."""
+        return registered(self.chunks)
+
+    def replace_chunks(self, chunks: list[Chunk]) -> None:
+        """The same parameters in other chunks, while released; graphs made before are stale."""
+        places = {slot.name: (chunk, index) for chunk in chunks for index, slot in enumerate(chunk.layout.slots)}
+        moved = [Bound(bound.binding, *places[bound.binding.name], bound.stand_in) for bound in self.bound]
+        self.bound = sorted(moved, key=lambda bound: (chunks.index(bound.chunk), bound.index))
+        self.chunks = chunks
+        self._versions = [bound.binding.parameter._version for bound in self.bound]
+        self.gradients.replace_chunks(chunks, self.bound)
 
     def write_back(self) -> None:
         """Rank 0's values of the fetched parameters become everybody's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 __all__: list[str] = []
@@ -47,10 +47,13 @@ class ChunkLayout:
      rank 0's chunk      rank 1's chunk      rank 2's chunk
     |-------- S --------|-------- S --------|-------- S --------|
     | slot a | slot b        | slot c   | slot d           |pad|      pad < world_size elements, always zero
+
+    With `bounds` (`world_size + 1` of them) the cuts lie where those say, and there is no padding: see `dealt`.
     """
 
     slots: tuple[Slot, ...]
     world_size: int
+    bounds: tuple[int, ...] | None = None
 
     @classmethod
     def build(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], world_size: int) -> ChunkLayout:
@@ -62,6 +65,18 @@ class ChunkLayout:
             offset = slots[-1].stop
         return cls(tuple(slots), world_size)
 
+    @classmethod
+    def dealt(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], owners: Sequence[int], world_size: int) -> ChunkLayout:
+        """Every slot lies whole in the chunk of its owner, a rank; a rank that owns nothing has an empty chunk."""
+        named = list(zip(shapes, owners, strict=True))
+        sizes = [sum(math.prod(shape) for (_, shape), owner in named if owner == rank) for rank in range(world_size)]
+        ordered = [item for rank in range(world_size) for item, owner in named if owner == rank]
+        slots, offset = [], 0
+        for name, shape in ordered:
+            slots.append(Slot(name, tuple(shape), offset))
+            offset = slots[-1].stop
+        return cls(tuple(slots), world_size, tuple(sum(sizes[:rank]) for rank in range(world_size + 1)))
+
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise ValueError(f"world_size must be at least 1, found {self.world_size}")
@@ -72,6 +87,9 @@ class ChunkLayout:
             end = slot.stop
         if len({slot.name for slot in self.slots}) != len(self.slots):
             raise ValueError("two slots share a name")
+        cuts = self.bounds
+        if cuts is not None and (len(cuts) != self.world_size + 1 or sorted(cuts) != list(cuts) or (cuts[0], cuts[-1]) != (0, end)):
+            raise ValueError(f"bounds must rise from 0 to {end} in {self.world_size} steps, found {cuts}")
 
     @property
     def numel(self) -> int:
@@ -80,17 +98,24 @@ class ChunkLayout:
 
     @property
     def shard_numel(self) -> int:
-        """S, the length of every rank's chunk."""
+        """S, the length of every rank's chunk, if the cuts are equal; see `chunk_numel`."""
         return -(-self.numel // self.world_size)
 
     @property
     def padded_numel(self) -> int:
         """W * S, the length of the full buffer."""
-        return self.shard_numel * self.world_size
+        return self.shard_numel * self.world_size if self.bounds is None else self.numel
 
     def chunk_range(self, rank: int) -> tuple[int, int]:
         """The half-open range of the full buffer that `rank` keeps."""
+        if self.bounds is not None:
+            return self.bounds[rank], self.bounds[rank + 1]
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def chunk_numel(self, rank: int) -> int:
+        """The length of `rank`'s chunk, padding included."""
+        low, high = self.chunk_range(rank)
+        return high - low
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """The parts of parameters in `rank`'s chunk, in order; empty parameters have none."""
@@ -101,3 +126,13 @@ class ChunkLayout:
             if start < stop:
                 found.append(Piece(slot, start - slot.offset, stop - slot.offset, start - low))
         return tuple(found)
+
+
+def deal(sizes: Sequence[int], world_size: int) -> list[int]:
+    """An owner for each of `sizes`, so that ranks own about as much: the largest first, each to the rank that has least."""
+    owned = [0] * world_size
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):  # stable, so the same on all ranks
+        owners[index] = owned.index(min(owned))
+        owned[owners[index]] += sizes[index]
+    return owners

@@ -23,6 +23,15 @@ class ShardingPolicy:
             accumulates where that is narrower. None: `param_dtype`, or else the chunk's.
         output_dtype: what floating tensors of the outputs are cast to. Under `shard` the root alone does it.
         cast_forward_inputs: floating tensors among the arguments are cast to `param_dtype`, if that is given.
+        stage: what is divided by the number of ranks, beside the optimizer's state (ZeRO's stages). 3: parameters and
+            gradients too. 2: parameters stay whole from step to step, and are gathered once after they have changed; a
+            forward begins with a look whether they have (one byte a layer is reduced, and the host waits for it). 1: as 2,
+            and gradients stay whole: backwards add them up, and they are reduced when clipping or the optimizer first looks
+            at one, on every rank. Without 3, memory buys communication; at 1 most for accumulation.
+        dynamic: ranks may leave out layers that others call (layer drop, early exit, experts that are layers). Every rank
+            then takes part in every layer's transfers, called or not, in the order in which layers stand in the model, and
+            adds zeros to gradients; a layer that is called twice, or out of that order, and an exception in one rank's
+            forward, are errors on all ranks at the end of the forward, where 16 bytes a rank are compared.
         gradient_reduction: `"mean"` over ranks (as DDP and FSDP do) or `"sum"`.
         reshard_after_forward: release a layer's full parameters after its forward and gather them again for
             backward (ZeRO-3). `False` keeps them until its backward is over: one all-gather a step instead of two,
@@ -42,6 +51,8 @@ class ShardingPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    stage: Literal[1, 2, 3] = 3
+    dynamic: bool = False
     gradient_reduction: Literal["mean", "sum"] = "mean"
     reshard_after_forward: bool = True
     prefetch_depth: int = 1
@@ -50,6 +61,8 @@ class ShardingPolicy:
     compare_every: int = 1000
 
     def __post_init__(self) -> None:
+        if self.stage not in (1, 2, 3) or isinstance(self.stage, bool):
+            raise ValueError(f"stage must be 1, 2 or 3, found {self.stage!r}")
         if self.gradient_reduction not in ("mean", "sum"):
             raise ValueError(f"gradient_reduction must be 'mean' or 'sum', found {self.gradient_reduction!r}")
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
@@ -58,15 +71,30 @@ class ShardingPolicy:
                 raise TypeError(f"{name} must be a torch.dtype or None, found {dtype!r}")
             if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
                 raise ValueError(f"{name} must be a floating dtype of 16 bits or more, found {dtype}")
-        for name in ("cast_forward_inputs", "reshard_after_forward", "separate_backup_group", "transactional"):
+        for name in ("dynamic", "cast_forward_inputs", "reshard_after_forward", "separate_backup_group", "transactional"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, found {getattr(self, name)!r}")
+        if self.transactional and self.stage == 1:
+            raise ValueError("transactional=True needs stage 2 or 3: with stage=1 gradients are reduced after backward")
         for name in ("prefetch_depth", "compare_every"):
             number = getattr(self, name)
             if not isinstance(number, int) or isinstance(number, bool):
                 raise TypeError(f"{name} must be an integer, found {number!r}")
             if number < 0:
                 raise ValueError(f"{name} must be 0 or more, found {number}")
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self.stage == 3
+
+    @property
+    def shards_gradients(self) -> bool:
+        return self.stage > 1
+
+    @property
+    def keeps_until_backward(self) -> bool:
+        """Whether full parameters stay between a layer's forward and its backward."""
+        return not self.reshard_after_forward or not self.shards_parameters
 
     def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
         """Of a full buffer whose chunk is stored in `stored`."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import compress
+from typing import Literal
 
 import torch
 from torch import nn
@@ -54,7 +56,6 @@ def report(model: nn.Module) -> Report:
             chunks[kind] = chunks.get(kind, 0) + chunk.shard.nbytes
             full = chunk.layout.padded_numel * chunk.compute_dtype.itemsize
             gathered[_name(chunk.compute_dtype)] = gathered.get(_name(chunk.compute_dtype), 0) + full
-    depth = first.policy.prefetch_depth
     return Report(
         rank=first.communicator.rank,
         world_size=first.communicator.world_size,
@@ -63,8 +64,10 @@ def report(model: nn.Module) -> Report:
         chunks=chunks,
         gradients=sum(part.nbytes for state in states for part in state.trainable()),
         gathered=gathered,
-        full_parameters=_most([0 if all(c.resident for c in state.chunks) else state.full_nbytes() for state in states], depth),
-        full_gradients=_most([_gradient_nbytes(state) for state in states], depth),
+        full_parameters=_at_once(
+            states, [state.full_nbytes() * (not all(c.resident for c in state.chunks)) for state in states], "parameters"
+        ),
+        full_gradients=_at_once(states, [_gradient_nbytes(state) for state in states], "gradients"),
         policies=tuple(dict.fromkeys(repr(state.policy) for state in states)),
     )
 
@@ -77,8 +80,11 @@ def _gradient_nbytes(state: LayerState) -> int:
     )
 
 
-def _most(sizes: list[int], depth: int) -> int:
-    return sum(sorted(sizes)[-(depth + 1) :])
+def _at_once(states: list[LayerState], sizes: list[int], what: Literal["parameters", "gradients"]) -> int:
+    """The most that `d + 1` layers take, and all of those that stay whole."""
+    whole = [not getattr(state.policy, f"shards_{what}") for state in states]
+    moving = sorted(size for size, stays in zip(sizes, whole, strict=True) if not stays)
+    return sum(moving[-(states[0].policy.prefetch_depth + 1) :]) + sum(compress(sizes, whole))
 
 
 def _name(dtype: torch.dtype) -> str:

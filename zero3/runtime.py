@@ -9,6 +9,7 @@ compared before it is first relied on, backward by walking the tape of that forw
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from types import TracebackType
 from typing import Any
@@ -21,19 +22,22 @@ from .backward import Backward, Frame, LayerTape
 from .collectives import Communicator
 from .layer_state import LayerState, Presence
 from .policy import ShardingPolicy
-from .schedule import ForwardOrder, Tape
+from .schedule import Event, ForwardOrder, Program, Tape
 from .tree import tensors_in
 
 __all__: list[str] = []
 
 
 class Runtime:
-    def __init__(self, layers: Sequence[LayerState], policy: ShardingPolicy, *, ordered: bool) -> None:
+    def __init__(self, layers: Sequence[LayerState], policy: ShardingPolicy, *, ordered: bool, depths: Sequence[int]) -> None:
+        """`ordered`: layers are called in this order. `depths`: in how many layers each lies."""
         first = layers[0]
         self._communicator = first.communicator
         self._device = first.device
         self._depth = policy.prefetch_depth
         self._order: ForwardOrder[LayerState | None] = ForwardOrder(layers if ordered else ())  # None: between modules
+        self._program = Program(zip(layers, depths, strict=True)) if policy.dynamic else None
+        self._passed_over: dict[LayerState, int] = {}  # layers of the program that this rank has not called: when they began
         twin = first.communicator.twin() if policy.separate_backup_group else first.communicator
         self._backward = Backward(first.communicator, twin, first.device, policy.prefetch_depth)
         self._tape: LayerTape | None = None  # of the forward under way
@@ -43,7 +47,7 @@ class Runtime:
         self._lingering: list[LayerState] = []  # forward is over, backward may need them at once
         self._called: set[int] = set()  # outermost modules of the present pass, by id: a reference would keep them alive
         for state in layers:
-            self.join(state)
+            self._watch(state)
 
     # -- forward
 
@@ -73,9 +77,17 @@ class Runtime:
 
     def join(self, state: LayerState) -> None:
         """Takes in a layer that was found to follow this runtime's in a graph."""
+        if self._program is not None:
+            raise ValueError(
+                f"layer {state.label} is called by a plain module, after others with ShardingPolicy(dynamic=True): a rank that leaves it "
+                "out could not know of it. Put the layers into one Zero3Sequential, or use zero3.shard(model)."
+            )
+        self._watch(state)
+
+    def _watch(self, state: LayerState) -> None:
         self._backward.watch(state)
         state.lanes = self.layers[0].lanes
-        state.subject.journal = self.layers[0].journal
+        state.watch.share(self.layers[0].watch.journal)
 
     def pre_forward(self, state: LayerState) -> None:
         if state.resident:  # ranks may be at different points, or at none: no word and no transfer
@@ -90,20 +102,63 @@ class Runtime:
         tape = self._tape
         if tape is None:
             raise RuntimeError(f"layer {state.label} was called outside a forward pass of its model")
+        if self._program is not None and inside_backward():
+            raise RuntimeError(
+                f"layer {state.label}: reentrant checkpointing does not go together with ShardingPolicy(dynamic=True), for ranks would "
+                "recompute different layers. Use checkpoint(..., use_reentrant=False)."
+            )
         ahead: list[LayerState] = []
         if not inside_backward():
-            if not state.guarded and not self._backward.frames and state.journal.due(state.policy.compare_every):
-                state.compare()
-            if not self._order.advance(state):
-                place = f"the layer called as number {self._order.position} of a forward"
-                state.recorder("agree", place, state.name_among_ranks)
-                agree(self._communicator, self._device, place, [state.name_among_ranks])
+            if not self._backward.frames:
+                state.watch.compare_if_due()
+            self._advance(state)
             ahead = self._ahead()
         self._release_lingering(keep=[state, *ahead])
         state.fetch()
         for following in ahead:
             following.start_fetch()
         self._backward.frames.append(Frame(state, tape.begin(), graph_clock(), recomputes=False, fetched_here=True))
+
+    def _advance(self, state: LayerState) -> None:
+        """`state` is called now, which the other ranks have foreseen, or are asked about."""
+        if self._program is not None:
+            self._take_part(self._program.until(state, begins=True), state)
+        elif not self._order.advance(state):
+            place = f"the layer called as number {self._order.position} of a forward"
+            state.watch.recorder("agree", place, state.name_among_ranks)
+            agree(self._communicator, self._device, place, [state.name_among_ranks])
+
+    def _take_part(self, passed: list[Event[LayerState]] | None, state: LayerState | None = None) -> None:
+        """The transfers of layers that this rank passes over, and others may call; a backward will make theirs too."""
+        if passed is None:
+            label = state.label if state is not None else ""
+            raise ValueError(
+                f"layer {label} is called a second time in a forward, or after layers that stand behind it in the model. With "
+                "ShardingPolicy(dynamic=True) layers are called in the order in which they stand, each at most once."
+            )
+        for layer, begins in passed:
+            if begins:
+                self._release_lingering(keep=[layer])
+                layer.fetch()
+                self._passed_over[layer] = self._tape.begin() if self._tape is not None else 0
+                continue
+            start = self._passed_over.pop(layer, None)
+            if start is None:
+                continue  # a call of this rank's own, which an exception has ended
+            if self._tape is not None and torch.is_grad_enabled():
+                self._tape.record(layer, start)
+                self._lingering.append(layer)
+            else:
+                self._backward.release(layer)
+
+    def fail_together(self, error: BaseException) -> None:
+        """The others wait for this rank's part in the rest of the forward; then they hear why it ends."""
+        if self._program is None or self._tape is None or inside_backward() or not isinstance(error, Exception):
+            return
+        with suppress(RuntimeError, ValueError, TypeError):  # this rank's own error is on its way
+            self._take_part(self._program.rest())
+            cause = RuntimeError(f"its forward failed with {type(error).__name__}: {error}")
+            agree(self._communicator, self._device, "the end of a forward", [], cause)
 
     def post_forward(self, state: LayerState, output: Any, kept: Any) -> Any:
         """`kept`: wherever else the layer may have left tensors: arguments that it changed, attributes of its modules."""
@@ -119,8 +174,10 @@ class Runtime:
             if frame.fetched_here:
                 self._backward.release(state)
             return output
+        if self._program is not None and not inside_backward():
+            self._take_part(self._program.until(state, begins=False), state)
         # Whether it is recorded must not depend on what this rank's data made it do: its input may be its output.
-        takes_part = nodes or state.trainable() or any(tensor.requires_grad for tensor in outputs)
+        takes_part = nodes or state.trainable() or any(tensor.requires_grad for tensor in outputs) or self._program is not None
         if self._tape is not None and torch.is_grad_enabled() and takes_part:
             call = self._tape.record(state, frame.start)
             self._backward.follow(self._tape, call, nodes, mark=self)
@@ -142,16 +199,23 @@ class Runtime:
             self._order.advance(None)
             self._release_lingering(keep=())  # an optimizer may have stepped between two modules
         else:
-            self.reset()
+            self.reset(broken=False)
+            self._drop_outdated()
             self._order.begin()
-            self.layers[0].journal.passes += 1
+            self.layers[0].watch.journal.passes += 1
             self._tape = self._new_tape()
         self._called.add(id(module))
+        if self._program is not None:
+            self._program.begin()
 
     def _end_call(self) -> None:
+        if self._program is not None and not inside_backward():
+            self._take_part(self._program.rest())
         tape, self._tape = self._tape, None
         if inside_backward() or tape is None:
             return
+        if self._program is not None:
+            agree(self._communicator, self._device, "the end of a forward", [])
         self._open_tape = tape
         self._order.learn()
         kept = self._lingering if tape.calls else []
@@ -167,21 +231,38 @@ class Runtime:
 
     def _ahead(self) -> list[LayerState]:
         """The layers to prefetch: never beyond the outermost module that runs, for what follows it may come after a step."""
+        if self._program is not None:
+            return self._program.upcoming(self._depth)
         return [state for state in takewhile(lambda state: state is not None, self._order.upcoming(self._depth)) if state is not None]
 
     def _release_lingering(self, keep: Iterable[LayerState]) -> None:
         kept = set(keep)
         for state in self._lingering:
-            if state not in kept and state.policy.reshard_after_forward:
+            if state not in kept and not state.policy.keeps_until_backward:
                 self._backward.release(state)
         self._lingering = [state for state in self._lingering if state.presence is not Presence.RELEASED]
 
-    def reset(self) -> None:
-        """Releases everything and forgets the pass under way. See `Backward.reset` for the gradients."""
+    def _drop_outdated(self) -> None:
+        """Layers that stayed whole are gathered anew where any rank's chunk has changed since."""
+        whole = [state for state in self.layers if not state.policy.shards_parameters]
+        if not whole or self._communicator.world_size == 1:
+            return
+        outdated = torch.stack([state.outdated() for state in whole]).to(torch.uint8)
+        self._communicator.all_reduce(outdated, maximum=True)
+        for state, flag in zip(whole, outdated.tolist(), strict=True):
+            if flag:
+                state.release()
+
+    def reset(self, *, broken: bool = True) -> None:
+        """Releases everything and forgets the pass under way. See `Backward.reset` for the gradients.
+
+        `broken`: layers that stay whole are released as well.
+        """
         self._lingering.clear()
+        self._passed_over.clear()
         self._called.clear()
         self._tape = self._open_tape = None
-        self._backward.reset()
+        self._backward.reset(broken=broken)
 
 
 class _ForwardPass:
@@ -206,4 +287,6 @@ class _ForwardPass:
         if self._outermost and kind is None:
             runtime._end_call()
         elif self._outermost:
+            if error is not None:
+                runtime.fail_together(error)
             runtime._tape = runtime._open_tape = None

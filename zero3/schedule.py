@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Generic, TypeVar
+from itertools import islice
+from typing import Generic, NamedTuple, TypeVar
 
 __all__: list[str] = []
 
@@ -72,6 +73,52 @@ class ForwardOrder(Generic[L]):
         if order in self._known:
             self._known.remove(order)
         self._known = [order, *self._known][: self.MAX_KNOWN]
+
+
+class Event(NamedTuple, Generic[L]):
+    """A layer's call begins, or ends."""
+
+    layer: L
+    begins: bool
+
+
+class Program(Generic[L]):
+    """The one order in which a forward may call layers, any of which it may leave out: that in which they stand in the model.
+
+    For ranks that leave out different ones: what a rank passes over, it still takes part in.
+    """
+
+    def __init__(self, nested: Iterable[tuple[L, int]]) -> None:
+        """`nested`: the layers in order, outer before inner, each with its depth."""
+        self._events: list[Event[L]] = []
+        under_way: list[tuple[L, int]] = []
+        for layer, depth in nested:
+            while under_way and under_way[-1][1] >= depth:
+                self._events.append(Event(under_way.pop()[0], begins=False))
+            self._events.append(Event(layer, begins=True))
+            under_way.append((layer, depth))
+        self._events += [Event(layer, begins=False) for layer, _ in reversed(under_way)]
+        self._next = 0
+
+    def begin(self) -> None:
+        self._next = 0
+
+    def until(self, layer: L, *, begins: bool) -> list[Event[L]] | None:
+        """What is passed over before `layer` begins or ends; None if that lies behind."""
+        try:
+            at = self._events.index(Event(layer, begins), self._next)
+        except ValueError:
+            return None
+        passed, self._next = self._events[self._next : at], at + 1
+        return passed
+
+    def rest(self) -> list[Event[L]]:
+        passed, self._next = self._events[self._next :], len(self._events)
+        return passed
+
+    def upcoming(self, depth: int) -> list[L]:
+        """The layers that begin next, at most `depth`."""
+        return list(islice((event.layer for event in self._events[self._next :] if event.begins), depth))
 
 
 class Phase(Enum):

@@ -1,20 +1,19 @@
-"""A chunk's gradient: a slice of the model's, on which operations that need all of it must not pass for it; and how sums are made in it."""
+"""The type of a chunk's gradient: a slice of the model's, on which operations that need all of it must not pass for it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .autograd import as_plain_tensors
 from .collectives import Communicator
 
 __all__: list[str] = []
-
-TOKENS = "_zero3_tokens"  # on a gradient: over how many tokens it is the mean, 0-dim, and its version then
-_EXACT = "_zero3_exact"  # on a gradient: what it was rounded from, and its version then
 
 _NORMS = frozenset({torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm})
 _STILL_A_SLICE = frozenset({Tensor.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
@@ -43,7 +42,7 @@ class ShardGradient(Tensor):
     communicator: Communicator
 
     @classmethod
-    def of(cls, gradient: Tensor, communicator: Communicator) -> ShardGradient:
+    def of(cls, gradient: Tensor, communicator: Communicator) -> Self:
         guarded = gradient.as_subclass(cls)
         guarded.communicator = communicator
         return guarded
@@ -53,36 +52,77 @@ class ShardGradient(Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in _NORMS:
-            raise RuntimeError(
-                "a norm of a chunk's gradient is that of one rank's slice, different on every rank: use "
-                "zero3.clip_grad_norm_(model, max_norm) to clip, or zero3.clip_grad_norm_(model, float('inf')) to read "
-                "the global norm. (The slice's own norm: chunk.grad.as_subclass(torch.Tensor).norm().)"
-            )
+            cls._before_norm(sys._getframe(1))
+        if func is _UNSCALE:
+            cls._before_unscale(args[0])
         with as_plain_tensors():
             result = func(*args, **(kwargs or {}))
         if func in _STILL_A_SLICE:
             return cls.of(result, args[0].communicator)
         if func is _UNSCALE:
-            found_inf = args[1]
-            next(g for g in args[0] if isinstance(g, cls)).communicator.all_reduce(found_inf, maximum=True)
+            next(g for g in args[0] if isinstance(g, cls)).communicator.all_reduce(args[1], maximum=True)
         return result
+
+    @classmethod
+    def _before_norm(cls, caller: FrameType | None) -> None:
+        raise RuntimeError(
+            "a norm of a chunk's gradient is that of one rank's slice, different on every rank: use "
+            "zero3.clip_grad_norm_(model, max_norm) to clip, or zero3.clip_grad_norm_(model, float('inf')) to read "
+            "the global norm; zero3.parameter_norms(model) for those of parameters. (The slice's own norm: "
+            "chunk.grad.as_subclass(torch.Tensor).norm().)"
+        )
+
+    @classmethod
+    def _before_unscale(cls, gradients: Sequence[Tensor]) -> None:
+        """Nothing to say of chunks: every rank has the same number of them, so each joins in the all-reduce."""
+
+
+class PieceGradient(ShardGradient):
+    """That of a part of a chunk. Ranks have different numbers of them, some none: an all-reduce in here would wait for ever."""
+
+    @classmethod
+    def _before_unscale(cls, gradients: Sequence[Tensor]) -> None:
+        raise RuntimeError(
+            "torch.amp.GradScaler looks for inf and nan on each rank by itself, and after zero3.param_groups not every rank has a "
+            "part of every gradient, so ranks would step differently: use zero3.GradScaler, which takes the same arguments"
+        )
+
+
+class WholeGradient(PieceGradient):
+    """That of a parameter in its own shape: an optimizer's norm of it is right. A total over parameters is still one rank's."""
+
+    @classmethod
+    def _before_norm(cls, caller: FrameType | None) -> None:
+        if caller is not None and caller.f_globals.get("__name__") == torch.nn.utils.clip_grad.__name__:
+            super()._before_norm(caller)
 
 
 class AwaitedGradient(Tensor):
-    """In place of a chunk's gradient while `no_sync` keeps what it will be. Its shape can be seen, its values can't.
+    """In place of a chunk's gradient while what it will be is kept unreduced. Its shape can be seen, its values can't.
 
-    It stands in nobody's way (optimizers may drop it or zero it, and then what was kept is dropped) and takes no memory;
-    a step that would use it comes too early, and is told so when it asks whether the gradient is sparse: optimizers do that
-    before they change anything. (`zero_grad` does too, but after it has detached the gradient.)
+    It stands in nobody's way (optimizers may drop it or zero it, and then what was kept is dropped) and takes no memory.
+    Whoever looks at its values has them reduced, and it becomes what comes of that; under `no_sync` he is told that it is
+    too early, and that when he asks whether the gradient is sparse: optimizers do that before they change anything.
+    (`zero_grad` does too, but after it has detached the gradient.)
     """
 
     zeroed: bool  # or about to be
+    look: Callable[[], bool]  # has it reduced; whether that may be
 
     @classmethod
-    def like(cls, parameter: Tensor) -> AwaitedGradient:
-        awaited = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape).as_subclass(cls)
-        awaited.zeroed = False
+    def like(cls, parameter: Tensor, look: Callable[[], bool]) -> AwaitedGradient:
+        nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        awaited = torch.Tensor._make_subclass(cls, nothing.expand(parameter.shape))  # no view: that would hold `nothing` for life
+        awaited.zeroed, awaited.look = False, look
         return awaited
+
+    def become(self, gradient: Tensor) -> None:
+        """The same object from now on is `gradient`: an optimizer may have it in hand already."""
+        with as_plain_tensors():
+            self.data = gradient
+        vars(self).clear()
+        vars(self).update(vars(gradient))
+        self.__class__ = type(gradient)  # type: ignore[assignment]
 
     @classmethod
     def __torch_function__(
@@ -96,6 +136,8 @@ class AwaitedGradient(Tensor):
         if func in (Tensor.requires_grad_, Tensor.detach_):
             args[0].zeroed = True
         if func not in _SEEN_WITHOUT_VALUES and not (func is _IS_SPARSE and args[0].zeroed):
+            if next(each for each in _flat(args) if isinstance(each, cls)).look():
+                return func(*args, **(kwargs or {}))
             raise RuntimeError(
                 "this gradient is not known yet: all backwards since the last step ran inside zero3.no_sync(model). Run the last "
                 "micro-batch's backward outside of it, then clip and step."
@@ -104,36 +146,5 @@ class AwaitedGradient(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None) -> None:
-    """As autograd would: the parameter is in no graph, so its hooks are called here.
-
-    `exact`: the gradient in a wider dtype. It stays with the parameter's gradient, and sums are made in it, so that
-    micro-batches round once and not each; it dies with that gradient, and does not count if somebody changed it.
-    """
-    for hook in (parameter._backward_hooks or {}).values():
-        changed = hook(gradient)
-        gradient, exact = (gradient, exact) if changed is None else (changed, None)
-    if parameter.grad is None or isinstance(parameter.grad, AwaitedGradient):
-        parameter.grad = gradient
-    elif exact is None:
-        parameter.grad.add_(gradient)
-    else:
-        earlier, version = getattr(parameter.grad, _EXACT, (exact, -1))
-        # The sum stays in the older tensor: the newer one is held by its backup until compute has waited for it.
-        exact = earlier.add_(exact) if version == parameter.grad._version else exact.add_(parameter.grad)
-        parameter.grad.copy_(exact)
-    vars(parameter.grad).pop(TOKENS, None)
-    if exact is not None:
-        setattr(parameter.grad, _EXACT, (exact, parameter.grad._version))
-    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-        hook(parameter)
-
-
-def scale_gradient(gradient: Tensor, factor: Tensor) -> None:
-    """Multiplies it, and what it was rounded from, by `factor`, 0-dim."""
-    exact, version = getattr(gradient, _EXACT, (None, -1))
-    if exact is not None and version == gradient._version:
-        gradient.copy_(exact.mul_(factor))
-        setattr(gradient, _EXACT, (exact, gradient._version))
-    else:
-        gradient.mul_(factor)
+def _flat(values: Any) -> list[Any]:
+    return [inner for value in values for inner in (_flat(value) if isinstance(value, (list, tuple)) else [value])]

@@ -22,6 +22,7 @@ from .agreement import agree, tell_all
 from .failures import is_transfer_failure
 from .layer import layers_of
 from .runtime import Runtime
+from .watching import unwatched
 
 __all__: list[str] = []
 
@@ -71,7 +72,7 @@ def step_guard(model: nn.Module, catch: type[Exception] | tuple[type[Exception],
 
     Raises:
         RuntimeError: an optimizer stepped inside; a failed transfer.
-        ValueError: nothing in `model` is sharded.
+        ValueError: nothing in `model` is sharded, or a policy with another `stage` than 3, or `dynamic`.
     """
     rehearsal = _Rehearsal(model)
     guarded = GuardedStep()
@@ -111,6 +112,8 @@ class _Rehearsal:
         self._model = model
         self._states = states_of(model)
         self.rank = self._states[0].communicator.rank
+        if any(state.policy.stage != 3 or state.policy.dynamic for state in self._states):
+            raise ValueError(f"rank {self.rank}: zero3.step_guard needs ShardingPolicy(stage=3, dynamic=False): it repeats their transfers")
         self._done: list[_Operation] = []
         self._kind = tuple((s.gradients.deferred, *(chunk.shard.requires_grad for chunk in s.chunks)) for s in self._states)
         self._versions = self._chunk_versions()
@@ -121,8 +124,7 @@ class _Rehearsal:
         self._found = self._expectations()
         for number, state in enumerate(self._states):
             state.gradients.hold(1)
-            state.guarded = True
-            state.recorder = state.gradients.recorder = partial(_note, self._done, number)
+            state.watch.recorder = partial(_note, self._done, number)
 
     def _runtimes(self) -> list[Runtime]:
         return list(dict.fromkeys(layer._runtime for layer in layers_of(self._model) if layer._runtime is not None))
@@ -166,7 +168,7 @@ class _Rehearsal:
     def end(self, failure: str) -> dict[int, str]:
         """Tells the others of this rank's failure, if there is one; what failed, by ranks."""
         first = self._states[0]
-        told = tell_all(first.communicator, first.device, "the end of a guarded micro-batch", failure, first.journal.digest)
+        told = tell_all(first.communicator, first.device, "the end of a guarded micro-batch", failure, first.watch.journal.digest)
         errors = {rank: what for rank, what in enumerate(told) if what}
         if self._versions != self._chunk_versions():
             raise RuntimeError(
@@ -183,11 +185,10 @@ class _Rehearsal:
 
     def close(self, *, keep: bool) -> None:
         for state in self._states:
-            state.recorder = state.gradients.recorder = _ignore
+            state.watch.recorder = unwatched
             if not keep:
                 state.gradients.roll_back()
             state.gradients.hold(-1)
-            state.guarded = False
             state.gradients.commit()
 
     def _chunk_versions(self) -> list[int]:
@@ -196,7 +197,3 @@ class _Rehearsal:
 
 def _note(done: list[_Operation], number: int, operation: str, *words: str) -> None:
     done.append((operation, number, *words))
-
-
-def _ignore(*operation: str) -> None:
-    return None

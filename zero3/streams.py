@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -109,3 +110,45 @@ def lanes_for(device: torch.device) -> Lanes:
     if device.type == "cuda":
         return Lanes(CudaLane(device), CudaLane(device))
     return Lanes(HostLane(), HostLane())
+
+
+class Clock(Protocol):
+    """Takes the time of the work on the current stream, without making the host wait for it."""
+
+    on_lanes: bool  # inside `Lane.issue` it tells the lane's time: when a transfer ends, it knows
+
+    def now(self) -> object:
+        """This moment of the current stream's work, to be asked about later."""
+        ...
+
+    def seconds(self, first: Any, second: Any) -> float:
+        """Between two moments. Blocks the host until both have come."""
+        ...
+
+
+class HostClock:
+    on_lanes = False
+
+    def now(self) -> float:
+        return perf_counter()
+
+    def seconds(self, first: float, second: float) -> float:
+        return second - first
+
+
+class CudaClock:
+    on_lanes = True
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+        first.synchronize()
+        second.synchronize()
+        return float(first.elapsed_time(second)) / 1e3
+
+
+def clock_for(device: torch.device) -> Clock:
+    return CudaClock() if device.type == "cuda" else HostClock()

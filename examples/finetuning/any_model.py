@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 import zero3
 
-from .causal_lm import choose_trainable, empty, new_model, save_model
+from .causal_lm import choose_trainable, empty, new_model
 from .ranks import Ranks
 from .report import memory_of_one_process
 
@@ -30,9 +30,7 @@ class AnyModel:
         else:
             model = add_adapters(model, options.lora)
         self.memory_of_one_process = memory_of_one_process(model)
-        self._source = options.model
-        self._adapters_only = options.lora is not None
-        self._config = config
+        self._first = ranks.rank == 0
         self.sharded = zero3.shard(model, device=ranks.device)
         if options.model is not None:
             try:
@@ -50,14 +48,9 @@ class AnyModel:
             return self.sharded.generate(input_ids=tokens, attention_mask=everything, max_new_tokens=count, do_sample=False, num_beams=1)
 
     def save(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        state = zero3.full_state_dict(self.sharded)  # the whole model in rank 0's host memory; {} on the others
-        if not state:
-            return
-        if self._adapters_only:
-            self.sharded.save_pretrained(directory, state_dict=state, save_embedding_layers=False)
+        zero3.save_pretrained(self.sharded, directory)  # of a model with adapters: the adapters
+        if self._first:
             tokenizer.save_pretrained(directory)
-        else:
-            save_model(directory, self._config, state, tokenizer, self._source)
 
 
 def add_adapters(model: PreTrainedModel, rank: int) -> PreTrainedModel:

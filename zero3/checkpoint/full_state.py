@@ -118,7 +118,7 @@ def _watched(states: list[LayerState], doing: str) -> Iterable[LayerState]:
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """What the unwrapped model's state dict holds, in its order: parameters (released or not) and persistent buffers."""
-    chunks = {id(chunk.shard) for state in states_of(model) for chunk in state.chunks}
+    chunks = {id(part.parameter) for state in states_of(model) for chunk in state.chunks for part in chunk.parts}
     for prefix, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Zero3Layer):
             continue

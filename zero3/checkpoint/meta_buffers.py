@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..guards import Override
 from ..layer import is_layer
 from ..layer_state import LayerState
 
@@ -73,9 +75,9 @@ def _compute(owner: nn.Module, attributes: list[str], hook: Callable[[nn.Module]
     blank = {attribute: torch.empty_like(owner._buffers[attribute], device="cpu") for attribute in attributes}  # type: ignore[arg-type]
     versions = {attribute: buffer._version for attribute, buffer in blank.items()}
     try:
-        twin = _twin(owner)
-        twin._buffers.update(blank)
-        initialise_twin = getattr(twin, "reset_parameters", None) if hook is None else lambda: hook(twin)
+        copy = twin(owner)
+        copy._buffers.update(blank)
+        initialise_twin = getattr(copy, "reset_parameters", None) if hook is None else lambda: hook(copy)
         if not callable(initialise_twin):
             return {}
         with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
@@ -85,28 +87,29 @@ def _compute(owner: nn.Module, attributes: list[str], hook: Callable[[nn.Module]
         return {}
     computed = {}
     for attribute in attributes:
-        value = twin._buffers.get(attribute)
+        value = copy._buffers.get(attribute)
         if value is not None and not value.is_meta and (value is not blank[attribute] or value._version != versions[attribute]):
             computed[attribute] = value.to(blank[attribute].dtype)
     return computed
 
 
-def _twin(module: nn.Module) -> nn.Module:
-    """The module and those in it once more, with every tensor on meta: an initialiser may write what it likes."""
+def twin(module: nn.Module) -> nn.Module:
+    """The unwrapped module and those in it once more, with every tensor on meta: whoever is given it may write what he likes."""
     if is_layer(module):
-        return _twin(module.module)  # type: ignore[arg-type]
-    twin = type(module).__new__(type(module))
-    twin.__dict__ = dict(module.__dict__)
+        return twin(module.module)  # type: ignore[arg-type]
+    copy = type(module).__new__(type(module))
+    copy.__dict__ = {name: value for name, value in module.__dict__.items() if not isinstance(value, Override)}
+    copy.__dict__["_state_dict_pre_hooks"] = OrderedDict()
     released = {name: value for name, value in vars(module).items() if isinstance(value, nn.Parameter)}
     for name in released:
-        del twin.__dict__[name]
+        del copy.__dict__[name]
     parameters = {name: value for name, value in module._parameters.items() if not name.startswith(("trainable_chunk", "frozen_chunk"))}
-    twin.__dict__["_parameters"] = {
+    copy.__dict__["_parameters"] = {
         name: None if value is None else nn.Parameter(torch.empty(value.shape, dtype=value.dtype, device="meta"), requires_grad=False)
         for name, value in {**parameters, **released}.items()
     }
-    twin.__dict__["_buffers"] = {
+    copy.__dict__["_buffers"] = {
         name: None if value is None else torch.empty_like(value, device="meta") for name, value in module._buffers.items()
     }
-    twin.__dict__["_modules"] = {name: None if child is None else _twin(child) for name, child in module._modules.items()}
-    return twin
+    copy.__dict__["_modules"] = {name: None if child is None else twin(child) for name, child in module._modules.items()}
+    return copy

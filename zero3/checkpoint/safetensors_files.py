@@ -7,11 +7,12 @@ chunk is a range of a flattened tensor, so we read ourselves. https://huggingfac
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from io import FileIO
@@ -30,7 +31,7 @@ STAGE_BYTES = 1 << 22  # on their way from file to chunk; a multiple of every dt
 _INCOMPLETE = "the download may be incomplete"
 
 # the format's names
-_DTYPES = (
+DTYPES = (
     ("BOOL", torch.bool), ("U8", torch.uint8), ("I8", torch.int8), ("U16", torch.uint16), ("I16", torch.int16), ("U32", torch.uint32),
     ("I32", torch.int32), ("U64", torch.uint64), ("I64", torch.int64), ("F16", torch.float16), ("BF16", torch.bfloat16),
     ("F32", torch.float32), ("F64", torch.float64), ("C64", torch.complex64), ("F8_E4M3", torch.float8_e4m3fn),
@@ -56,15 +57,18 @@ class Stored:
 class SafetensorsFiles:
     """The open files of a checkpoint directory, with all headers read and checked. `close` it.
 
+    `names`: of the files; without them, those that Hugging Face directories have.
+
     Raises:
         ValueError: no safetensors in the directory; an index or a header that is not what the format says.
         TypeError: `path` is no path.
         OSError: what the file system says.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], names: Sequence[str] | None = None) -> None:
         self.directory = Path(path)
         self.tensors: dict[str, Stored] = {}
+        self.metadata: dict[str, dict[str, str]] = {}  # of each file
         self.bytes_read = 0  # of tensors, by this object
         self._files: dict[str, FileIO] = {}
         self._listing: list[str] = []
@@ -72,7 +76,7 @@ class SafetensorsFiles:
         if sys.byteorder != "little":
             raise ValueError("safetensors files are little-endian, this machine is not")
         try:
-            names, index = _names_of_files(self.directory)
+            names, index = _names_of_files(self.directory) if names is None else (list(names), {})
             for name in names:
                 self._add(name)
             for tensor, name in index.items():
@@ -87,7 +91,7 @@ class SafetensorsFiles:
         if not path.is_file():
             raise ValueError(f"{path} is named by the index, but there is no such file: {_INCOMPLETE}")
         file = self._files[name] = FileIO(os.fspath(path))
-        header, tensors = _read_header(file, path, name)
+        header, self.metadata[name], tensors = _read_header(file, path, name)
         self._listing.append(f"{name}: {os.fstat(file.fileno()).st_size} bytes, header {sha256(header).hexdigest()[:16]}")
         for tensor in tensors:
             if tensor.name in self.tensors:
@@ -102,33 +106,46 @@ class SafetensorsFiles:
     def read(self, tensor: Stored, start: int, target: Tensor) -> None:
         """Elements `[start, start + n)` of a stored tensor, flattened, into `target` `[n]`, in its dtype and on its device.
 
+        Straight into its memory, where that can be; else through a buffer of a few MB.
+
         Raises:
             OSError: the file can't be read.
             RuntimeError: it ends early.
         """
+        size = tensor.dtype.itemsize
+        if target.device.type == "cpu" and target.dtype == tensor.dtype != torch.bool and target.is_contiguous():
+            self._fill(tensor, tensor.offset + start * size, bytes_of(target))
+            return
         if not self._stage:
             self._stage = bytearray(STAGE_BYTES)
-        size = tensor.dtype.itemsize
         # a bool of torch must be 0 or 1, a file may hold any byte: converted from uint8, it is one of them
         dtype = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
         step = STAGE_BYTES // size
         for done in range(0, target.numel(), step):
             count = min(step, target.numel() - done)
-            self._fill_stage(tensor, tensor.offset + (start + done) * size, count * size)
+            self._fill(tensor, tensor.offset + (start + done) * size, memoryview(self._stage)[: count * size])
             target[done : done + count].copy_(torch.frombuffer(self._stage, dtype=dtype, count=count))
 
-    def _fill_stage(self, tensor: Stored, offset: int, nbytes: int) -> None:
-        view = memoryview(self._stage)[:nbytes]
+    def _fill(self, tensor: Stored, offset: int, view: memoryview) -> None:
+        self.bytes_read += len(view)
         while view:
             count = read_bytes(self._files[tensor.file], offset, view)
             if not count:
                 raise RuntimeError(f"{self.directory / tensor.file} ended within {tensor.name!r}: was it replaced meanwhile?")
             view, offset = view[count:], offset + count
-        self.bytes_read += nbytes
 
     def close(self) -> None:
         for file in self._files.values():
             file.close()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, to read or write, without a copy. It keeps the tensor alive."""
+    if not tensor.numel():
+        return memoryview(b"")
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 def read_bytes(file: FileIO, offset: int, into: memoryview) -> int:
@@ -157,7 +174,7 @@ def _names_of_files(directory: Path) -> tuple[list[str], dict[str, str]]:
     return sorted(set(weight_map.values())), weight_map
 
 
-def _read_header(file: FileIO, path: Path, name: str) -> tuple[bytes, list[Stored]]:
+def _read_header(file: FileIO, path: Path, name: str) -> tuple[bytes, dict[str, str], list[Stored]]:
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(_exactly(file, 8, path), "little") if size >= 8 else 0
     if size < 8 or 8 + length > size:
@@ -171,7 +188,7 @@ def _read_header(file: FileIO, path: Path, name: str) -> tuple[bytes, list[Store
         raise ValueError(f"{path}: __metadata__ must map strings to strings, found {metadata!r:.80}")
     tensors = [_stored(key, entry, path, name, 8 + length) for key, entry in entries.items()]
     _check_spans(((t.offset, t.offset + t.numel * t.dtype.itemsize, t.name) for t in tensors), path, 8 + length, size)
-    return header, tensors
+    return header, metadata, tensors
 
 
 def _exactly(file: FileIO, count: int, path: Path) -> bytes:
@@ -203,7 +220,7 @@ def _parse(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def _stored(key: str, entry: Any, path: Path, name: str, begin: int) -> Stored:
-    dtypes = dict(_DTYPES)
+    dtypes = dict(DTYPES)
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{path} is corrupt: {key!r} must have dtype, shape and data_offsets, found {entry!r:.80}")
     shape, offsets = entry["shape"], entry["data_offsets"]

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from ..access import states_of
+from ..accumulation import TOKENS
 from ..collectives import Communicator
 from ..layer_state import LayerState
-from ..shard_gradient import TOKENS, AwaitedGradient
+from ..shard_gradient import AwaitedGradient
 
 __all__: list[str] = []
 
@@ -45,7 +46,7 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
     counts[0] = num_tokens
     counts[1] = loss_sum.detach()
     counts[2:] = _so_far(states, counts.new_zeros(2))
-    states[0].recorder("count")
+    states[0].watch.recorder("count")
     communicator.all_reduce(counts)
     tokens, loss, so_far = counts[0], counts[1], counts[2] / counts[3].clamp(min=1)
     total = tokens + so_far

@@ -1,8 +1,9 @@
-"""The transformer that every system trains: pre-norm blocks, untied embedding and readout, fp32."""
+"""The transformer that every system trains: pre-norm blocks, untied embedding and readout."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,21 @@ class Size:
     vocabulary: int = 4096
     sequence: int = 128
     batch: int = 4
+
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        group = parser.add_argument_group("size of the model, and of a rank's batch")
+        for field in fields(cls):
+            group.add_argument(f"--{field.name}", type=int, default=field.default, help="default: %(default)s")
+
+    @classmethod
+    def from_flags(cls, args: argparse.Namespace) -> Size:
+        return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
+
+    @property
+    def parameters(self) -> int:
+        with torch.device("meta"):
+            return sum(parameter.numel() for module in layers(self) for parameter in module.parameters())
 
 
 class Embedding(nn.Module):
@@ -62,3 +78,7 @@ def batch(size: Size, step: int, rank: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     ids = torch.randint(0, size.vocabulary, (size.batch, size.sequence + 1), generator=generator)
     return ids[:, :-1], ids[:, 1:]
+
+
+def loss_of(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), labels.flatten())

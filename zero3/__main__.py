@@ -1,0 +1,40 @@
+"""`python -m zero3`: looks into checkpoints and turns them into other formats. Each subcommand is a file in `commands/`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .commands import export, inspect
+
+__all__: list[str] = []
+
+_COMMANDS = (inspect, export)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0: done. 1: what was asked for can't be done, and why is on stderr. 2: the command line is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m zero3", description="Sharded checkpoints, looked into and exported. One process, no GPU."
+    )
+    subcommands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in _COMMANDS:
+        subparser = subcommands.add_parser(
+            command.NAME, help=command.SUMMARY, description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+    except (OSError, ValueError) as error:
+        print(f"zero3: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

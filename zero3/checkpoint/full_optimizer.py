@@ -1,0 +1,189 @@
+"""The optimizer's state as one dict, as an optimizer over the unsharded model has it, by parameter names; and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..access import states_of
+from ..agreement import agree, exchange_texts
+from .contents import Contents, Span
+from .optimizer_contents import Held, NamedState, OptimizerContents, contents_of, held_by, options_of
+from .optimizer_placing import Placing, Target, place
+from .plain_values import decode_scalar, dtype_named, encode_scalar, name_of
+
+__all__: list[str] = []
+
+_CPU = torch.device("cpu")
+
+
+def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, *, rank0_only: bool = True) -> dict[str, Any]:
+    """`{"state": {name: {...}}, "param_groups": [...]}`, with the shapes and the structure of an optimizer over the unsharded model.
+
+    Names stand for parameters, in `params` too: what `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` gives
+    with `full_state_dict=True`, so that a run can go on in plain torch, DDP or FSDP2. Every rank calls it; one tensor at a time is
+    put together. Tensors are on the CPU; a tied parameter stands under its first name.
+
+    Args:
+        model: any model that contains zero3 layers.
+        optimizer: over its chunks, or parts of them.
+        rank0_only: only rank 0 keeps what is gathered; the others get {}.
+
+    Raises:
+        ValueError: nothing in `model` is sharded; an optimizer of another model.
+        TypeError: state that belongs to no parameter by its shape.
+    """
+    contents, held = _look(model, optimizer, "full_optimizer_state_dict")
+    own = contents_of(optimizer, held, contents, None)
+    keeps = not rank0_only or contents.rank == 0
+    parts: dict[str, list[tuple[Tensor, Span]]] = {}
+    for one in held:
+        for span in one.spans if one.mine else ():
+            parts.setdefault(span.name, []).append((one.parameter, span))
+    state = {}
+    for name, named in own.state.items():
+        gathered = _gather(contents, optimizer, parts.get(name, []), name, named)
+        if keeps:
+            scalars = {key: decode_scalar(value, _CPU) for key, value in named.scalars.items()}
+            state[name] = scalars | {key: value.cpu() for key, value in gathered.items()}
+    if not keeps:
+        return {}
+    groups = [{**{key: decode_scalar(value, _CPU) for key, value in options.items()}, "params": names} for options, names in own.groups]
+    return {"state": state, "param_groups": groups}
+
+
+def _gather(
+    contents: Contents, optimizer: torch.optim.Optimizer, parts: list[tuple[Tensor, Span]], name: str, named: NamedState
+) -> dict[str, Tensor]:
+    """The tensors of one name, put together from every rank's slices."""
+    found = {}
+    for key, dtype in named.elements.items():
+        full = torch.zeros(torch.Size(contents.shape(name)).numel(), dtype=dtype_named(dtype), device=contents.device)
+        for parameter, span in parts:
+            flat = optimizer.state[parameter][key].detach().reshape(-1)
+            full[span.start : span.stop] = flat[span.offset : span.offset + span.stop - span.start]
+        found[key] = _add_up(contents, full).view(contents.shape(name))
+    for key, (dtype, shape) in named.whole.items():
+        full = torch.zeros(shape, dtype=dtype_named(dtype), device=contents.device)
+        for parameter, _ in parts:
+            full.copy_(optimizer.state[parameter][key])
+        found[key] = _add_up(contents, full.view(-1)).view(shape)
+    return found
+
+
+def _add_up(contents: Contents, full: Tensor) -> Tensor:
+    """Where one rank has a value the others have zeros. As bytes, so that no value is rounded, and none loses its sign."""
+    if full.numel():
+        contents.communicator.all_reduce(full.view(torch.uint8))
+    return full
+
+
+def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None) -> None:
+    """Fills the optimizer from rank 0's `state_dict`, by parameter names. The inverse of `full_optimizer_state_dict`.
+
+    Every rank calls it; what the others pass does not count. One tensor at a time travels. Each group takes the options that its
+    parameters had.
+
+    Args:
+        model: any model that contains zero3 layers.
+        optimizer: over its chunks, or parts of them; what state it has is replaced.
+        state_dict: `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`.
+
+    Raises:
+        ValueError: unknown or missing names, wrong shapes, options or steps that differ within what is one parameter of the
+            optimizer here: all in one error, on every rank, before anything changes.
+        TypeError: an option or a state that is neither a number nor a tensor.
+    """
+    contents, held = _look(model, optimizer, "load_full_optimizer_state_dict")
+    error: Exception | None = None
+    text = ""
+    if contents.rank == 0:
+        try:
+            text = json.dumps(_described(state_dict or {}, contents).to_json())
+        except (ValueError, TypeError) as caught:
+            error = caught
+    own = contents_of(optimizer, held, contents, error, with_state=False)
+    source = OptimizerContents.from_json(json.loads(exchange_texts(contents.communicator, contents.device, text)[0]))
+    placing: Placing | None = None
+    try:
+        placing = place(optimizer, held, own, source, contents)
+    except ValueError as caught:
+        error = caught
+    agree(contents.communicator, contents.device, "load_full_optimizer_state_dict", [], error)
+    if placing is not None:
+        _deal_out(contents, placing, source, _by_first_name((state_dict or {}).get("state", {}), contents) if contents.rank == 0 else {})
+        placing.commit()
+
+
+def _look(model: nn.Module, optimizer: torch.optim.Optimizer, caller: str) -> tuple[Contents, list[Held]]:
+    first = states_of(model)[0]
+    contents: Contents | None = None
+    held: list[Held] = []
+    error: Exception | None = None
+    try:
+        contents = Contents(model, caller)
+        held = held_by(optimizer, contents)
+    except Exception as caught:  # whatever it is, the others wait to hear of it
+        error = caught
+    agree(first.communicator, first.device, caller, [], error)
+    if contents is None:
+        raise RuntimeError("agree returned though there was an error")
+    return contents, held
+
+
+def _by_first_name(found: Mapping[Any, Any], contents: Contents) -> dict[Any, Any]:
+    """A tied parameter may stand under any of its names."""
+    first = {name: names[0] for names in contents.names.values() for name in names}
+    return {first.get(name, name): value for name, value in found.items()}
+
+
+def _described(state_dict: Mapping[str, Any], contents: Contents) -> OptimizerContents:
+    """What rank 0 was given, without its values."""
+    if not {"state", "param_groups"} <= set(state_dict):
+        raise ValueError(f"expected a dict with 'state' and 'param_groups', found the keys {list(state_dict)}")
+    groups = []
+    for number, group in enumerate(state_dict["param_groups"]):
+        if not all(isinstance(name, str) for name in group["params"]):
+            raise ValueError(
+                f"group {number} has {group['params'][:3]} as params; expected parameters' names, as "
+                "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict writes them (optimizer.state_dict() has numbers)"
+            )
+        groups.append((options_of(group, f"group {number}"), list(_by_first_name(dict.fromkeys(group["params"]), contents))))
+    given = _by_first_name(state_dict["state"], contents)
+    shapes = {name: contents.shape(name) for name in given if contents.knows(name)}
+    numbers = {k for n, values in given.items() if shapes.get(n) for k, v in values.items() if isinstance(v, Tensor) and not v.dim()}
+    state = {}
+    for name, values in given.items():
+        state[name] = named = NamedState()
+        for key, value in values.items():
+            if not isinstance(value, Tensor) or (not value.dim() and (shapes.get(name) or key in numbers or key == "step")):
+                named.scalars[key] = encode_scalar(value, f"{key!r} of {name}")
+            elif tuple(value.shape) == shapes.get(name):
+                named.elements[key] = name_of(value.dtype)
+            else:
+                named.whole[key] = name_of(value.dtype), list(value.shape)
+    return OptimizerContents(groups, state)
+
+
+def _deal_out(contents: Contents, placing: Placing, source: OptimizerContents, given: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Rank 0's tensors, one after another, to all; each keeps its slices."""
+    wanted: dict[tuple[str, str], list[Target]] = {}
+    for target in placing.targets:
+        wanted.setdefault((target.span.name, target.key), []).append(target)
+    whole = {(name, key): tensor for name, key, tensor in placing.whole}
+    for name, named in source.state.items():
+        sizes = {key: (dtype, contents.shape(name)) for key, dtype in named.elements.items()}
+        for key, (dtype, shape) in [*sizes.items(), *((key, (dtype, tuple(shape))) for key, (dtype, shape) in named.whole.items())]:
+            value = torch.empty(shape, dtype=dtype_named(dtype), device=contents.device)
+            if contents.rank == 0:
+                value.copy_(given[name][key])
+            if value.numel():
+                contents.communicator.broadcast(value)
+            for target in wanted.get((name, key), []):
+                target.place.copy_(value.view(-1)[target.span.start : target.span.stop])
+            if (name, key) in whole:
+                whole[name, key].copy_(value)

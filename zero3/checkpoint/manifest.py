@@ -1,0 +1,170 @@
+"""What makes a directory a checkpoint: a manifest that names every file, its size and the hashes of its blocks, and its own hash.
+
+checkpoint/
+  manifest.json                          written last, by one rename
+  data-1f2e3d4c5b6a7988/                 the files of this save; another save into the same directory has another one
+    model-00000-of-00002.safetensors     rank 0's ranges of parameters
+    optimizer-00000-of-00002.safetensors and of the optimizer's state
+    ...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from . import file_operations
+from .safetensors_files import read_bytes
+from .safetensors_writing import BLOCK_BYTES, Written
+
+__all__: list[str] = []
+
+NAME = "manifest.json"
+FORMAT = "zero3 checkpoint"
+VERSION = 1
+DATA = re.compile(r"data-[0-9a-f]{16}")
+_DELETED = "manifest.deleted"
+_FILE = re.compile(r"(model|optimizer)-\d{5}-of-\d{5}\.safetensors")
+_OURS = re.compile(rf"{DATA.pattern}|manifest\.json\.[0-9a-f]{{16}}|{re.escape(_DELETED)}")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`content` is the JSON; what is believed of it has been checked."""
+
+    directory: Path
+    content: dict[str, Any]
+    files: dict[str, Written]
+
+    @property
+    def data(self) -> Path:
+        return self.directory / str(self.content["data"])
+
+    def names(self, kind: str) -> list[str]:
+        """Of the files of the model, or of the optimizer, in the order of the ranks that wrote them."""
+        return [name for name in self.files if name.startswith(kind)]
+
+
+def write(directory: Path, content: dict[str, Any], files: dict[str, Written], token: str) -> None:
+    """The commit. Everything else is on the disk already; after the rename this is the checkpoint in `directory`."""
+    content = {"format": FORMAT, "version": VERSION, "data": f"data-{token}", "block_bytes": BLOCK_BYTES, **content}
+    content["files"] = {name: {"bytes": written.nbytes, "sha256": written.blocks} for name, written in files.items()}
+    content["sha256"] = _own_hash(content)
+    temporary = directory / f"{NAME}.{token}"
+    with file_operations.create(temporary) as file:
+        file_operations.write(file, [memoryview(json.dumps(content, indent=1).encode())])
+        file_operations.sync(file)
+    file_operations.replace(temporary, directory / NAME)
+    file_operations.sync_directory(directory)
+
+
+def read(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest of a checkpoint, and that its files are there, of their sizes, and no others.
+
+    Raises:
+        ValueError: no checkpoint, or one that was changed: the file is named.
+        OSError: what the file system says.
+    """
+    directory = Path(path)
+    if not (directory / NAME).is_file():
+        found = ", ".join(file_operations.names_in(directory)[:8]) or "nothing"
+        raise ValueError(f"{directory} is no checkpoint: there is no {NAME} in it (found {found})")
+    content = parse(directory / NAME)
+    files = {name: Written(entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
+    manifest = Manifest(directory, content, files)
+    there = set(file_operations.names_in(manifest.data))
+    if missing := sorted(set(files) - there):
+        raise ValueError(f"{manifest.data / missing[0]} is missing; {NAME} names it")
+    if foreign := sorted(there - set(files)):
+        raise ValueError(f"{manifest.data / foreign[0]} does not belong to this checkpoint: {NAME} does not name it. Take it away.")
+    for name, written in files.items():
+        if (size := (manifest.data / name).stat().st_size) != written.nbytes:
+            raise ValueError(f"{manifest.data / name} has {size} bytes, {NAME} says {written.nbytes}: it was cut off or replaced")
+    return manifest
+
+
+def parse(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is corrupt: {error}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"{path} is not the manifest of a {FORMAT}")
+    if content.get("version") != VERSION:
+        raise ValueError(f"{path} has version {content.get('version')!r}, this zero3 reads {VERSION}")
+    if content.pop("sha256", None) != _own_hash(content):
+        raise ValueError(f"{path} is corrupt: it does not have its own hash")
+    well_formed = isinstance(content.get("files"), dict) and content.get("block_bytes") == BLOCK_BYTES
+    if not well_formed or not DATA.fullmatch(str(content.get("data"))):
+        found = f"data {content.get('data')!r:.80}, blocks of {content.get('block_bytes')!r:.20}"
+        raise ValueError(f"{path}: {found}, as no save writes them")
+    for name, entry in content["files"].items():
+        blocks = entry.get("sha256") if isinstance(entry, dict) else None
+        if not _FILE.fullmatch(name) or not isinstance(blocks, list) or type(entry.get("bytes")) is not int:
+            raise ValueError(f"{path} names the file {name!r:.80}, as no save does")
+        if len(blocks) != -(-entry["bytes"] // BLOCK_BYTES):
+            raise ValueError(f"{path}: {name} has {len(blocks)} hashes for {entry['bytes']} bytes, one for every {BLOCK_BYTES} expected")
+    return content
+
+
+def _own_hash(content: dict[str, Any]) -> str:
+    return sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def verify(manifest: Manifest, names: Iterable[str], rank: int, world_size: int) -> int:
+    """Reads this rank's share of the blocks of the named files and compares their hashes; the ranks together read all. Returns bytes.
+
+    Raises:
+        ValueError: the first file that is not what was written.
+        OSError: what the file system says.
+    """
+    everything = [(name, number) for name in names for number in range(len(manifest.files[name].blocks))]
+    mine = everything[len(everything) * rank // world_size : len(everything) * (rank + 1) // world_size]
+    buffer = memoryview(bytearray(min(BLOCK_BYTES, max((manifest.files[name].nbytes for name, _ in mine), default=0))))
+    nbytes = 0
+    for name in dict.fromkeys(name for name, _ in mine):
+        with FileIO(os.fspath(manifest.data / name)) as file:
+            for number in (number for other, number in mine if other == name):
+                block = buffer[: _fill(file, number * BLOCK_BYTES, buffer)]
+                nbytes += len(block)
+                if sha256(block).hexdigest() != manifest.files[name].blocks[number]:
+                    where = f"bytes {number * BLOCK_BYTES} to {number * BLOCK_BYTES + len(block)}"
+                    raise ValueError(f"{manifest.data / name} is corrupt: its {where} are not what was saved")
+    return nbytes
+
+
+def _fill(file: FileIO, offset: int, buffer: memoryview) -> int:
+    filled = 0
+    while filled < len(buffer) and (count := read_bytes(file, offset + filled, buffer[filled:])):
+        filled += count
+    return filled
+
+
+def clean(directory: Path, keep: str | None) -> None:
+    """Removes what saves into `directory` have left, but for the data directory `keep`: of those that failed, and the one before."""
+    for name in file_operations.names_in(directory):
+        if _OURS.fullmatch(name) and name != keep:
+            file_operations.remove(directory / name)
+
+
+def delete(directory: Path) -> None:
+    """A checkpoint, or what is left of one that was deleted halfway; other files in it stay. First it stops being a checkpoint."""
+    if (directory / NAME).is_file():
+        file_operations.replace(directory / NAME, directory / _DELETED)
+    names = file_operations.names_in(directory)
+    clean(directory, None)
+    if all(_OURS.fullmatch(name) or name == NAME for name in names):
+        file_operations.remove(directory)
+
+
+def is_remains(directory: Path) -> bool:
+    """Whether all that is in it was left by a save, or a deletion, that was cut off."""
+    names = file_operations.names_in(directory)
+    return bool(names) and all(_OURS.fullmatch(name) for name in names)

@@ -1,0 +1,170 @@
+"""An optimizer's state by the names of the unwrapped model's parameters, whatever slices its parameters are.
+
+Of one parameter of the optimizer, a state tensor of the same shape belongs to its elements, and is cut where they are; a
+number, or a 0-dim tensor (`step`), belongs to each of its names; anything else (Adafactor's rows and columns) can only
+belong to a parameter that is there whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..agreement import agree, exchange_texts
+from .contents import Contents, Span
+from .plain_values import encode_scalar, name_of
+
+__all__: list[str] = []
+
+_NOT_OPTIONS = ("params", "param_names")
+
+
+class Held(NamedTuple):
+    """One of the optimizer's parameters, and what of the model it is. Padding, and ranks that own nothing, have no spans."""
+
+    parameter: Tensor
+    group: int
+    spans: tuple[Span, ...]
+    mine: bool  # to write: what every rank has a copy of is rank 0's
+
+
+@dataclass
+class NamedState:
+    """One name's state: what there is, without the values of tensors."""
+
+    elements: dict[str, str] = field(default_factory=dict)  # key: dtype, of tensors in the parameter's shape
+    scalars: dict[str, Any] = field(default_factory=dict)  # key: value, as `encode_scalar` writes it
+    whole: dict[str, tuple[str, list[int]]] = field(default_factory=dict)  # key: dtype and shape, of tensors in other shapes
+
+
+@dataclass
+class OptimizerContents:
+    """What an optimizer has, of every name on any rank; the same on every rank."""
+
+    groups: list[tuple[dict[str, Any], list[str]]]  # options, as `encode_scalar` writes them, and the names in the model's order
+    state: dict[str, NamedState]
+
+    def to_json(self) -> dict[str, Any]:
+        alike: dict[str, list[str]] = {}
+        for name, named in self.state.items():
+            alike.setdefault(json.dumps([named.elements, named.scalars, named.whole]), []).append(name)
+        return {"groups": self.groups, "state": [[names, *json.loads(text)] for text, names in alike.items()]}
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> OptimizerContents:
+        return cls([(options, names) for options, names in found["groups"]], named_states(found["state"]))
+
+
+def held_by(optimizer: torch.optim.Optimizer, contents: Contents) -> list[Held]:
+    """The optimizer's parameters in its order, with the spans that each covers.
+
+    Raises:
+        TypeError: it is no optimizer.
+        ValueError: it has parameters that the model has not.
+    """
+    if not isinstance(getattr(optimizer, "param_groups", None), list) or not hasattr(optimizer, "state"):
+        raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
+    known: dict[int, tuple[tuple[Span, ...], bool]] = {}
+    for name, tensor in contents.others.items():
+        known[id(tensor)] = ((Span(name, 0, tensor.numel(), 0),), contents.rank == 0)
+    for chunk in contents.chunks():
+        spans = contents.spans(chunk)
+        for number, part in enumerate(chunk.parts):
+            covered = [
+                span._replace(offset=span.offset - part.start)
+                for span in spans
+                if (part.start <= span.offset < part.stop if span.start < span.stop else number == 0)
+            ]
+            known[id(part.parameter)] = tuple(covered), True
+    held = []
+    for group, options in enumerate(optimizer.param_groups):
+        for parameter in options["params"]:
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"group {group} of the {type(optimizer).__name__} has a parameter {tuple(parameter.shape)} that is not of this model. "
+                    "Make the optimizer from get_trainable_chunk(model) or param_groups(model, ...), after sharding."
+                )
+            held.append(Held(parameter, group, *known[id(parameter)]))
+    return held
+
+
+def state_of(optimizer: torch.optim.Optimizer, held: Held, contents: Contents) -> NamedState:
+    """What the optimizer keeps for one of its parameters.
+
+    Raises:
+        TypeError: something that is neither a number nor a tensor, or a tensor of another shape for a parameter that is not whole.
+    """
+    found = NamedState()
+    for key, value in optimizer.state.get(held.parameter, {}).items():
+        what = f"{type(optimizer).__name__}'s {key!r} of {held.spans[0].name if held.spans else 'padding'}"
+        if not isinstance(key, str) or ":" in key:
+            raise TypeError(f"{what}: a key must be a string without a colon")
+        if not isinstance(value, Tensor) or (value.dim() == 0 and held.parameter.dim()) or (key == "step" and value.dim() == 0):
+            found.scalars[key] = encode_scalar(value, what)
+        elif value.shape == held.parameter.shape:
+            found.elements[key] = name_of(value.dtype)
+        elif not held.spans or is_whole(held, contents):
+            found.whole[key] = name_of(value.dtype), list(value.shape)
+        else:
+            raise TypeError(
+                f"{what} is a tensor {tuple(value.shape)} for flat slices {tuple(held.parameter.shape)} of parameters: it belongs to "
+                "none of them. Give the optimizer whole parameters (param_groups with whole=True)."
+            )
+    return found
+
+
+def is_whole(held: Held, contents: Contents) -> bool:
+    """Whether it is one parameter and all of it, in its own shape."""
+    return len(held.spans) == 1 and tuple(held.parameter.shape) == contents.shape(held.spans[0].name)
+
+
+def contents_of(
+    optimizer: torch.optim.Optimizer, held: list[Held], contents: Contents, error: Exception | None, *, with_state: bool = True
+) -> OptimizerContents:
+    """Every rank calls it, with what it found wrong so far; what each knows of its own spans makes up the whole."""
+    groups: list[list[str]] = [[] for _ in optimizer.param_groups] if error is None else []
+    state: list[Any] = []
+    options: list[dict[str, Any]] = []
+    try:
+        if error is None:
+            options = [options_of(group, f"group {number}") for number, group in enumerate(optimizer.param_groups)]
+            for one in held:
+                names = [span.name for span in one.spans if span.start == 0 and one.mine]  # where it begins, once in all
+                groups[one.group] += names
+                found = state_of(optimizer, one, contents) if with_state else NamedState()
+                if names and (found.elements or found.scalars or found.whole):
+                    state.append([names, found.elements, found.scalars, found.whole])
+    except TypeError as caught:
+        error = caught
+    agree(contents.communicator, contents.device, "the optimizer's groups", [json.dumps(o, sort_keys=True) for o in options], error)
+    texts = exchange_texts(contents.communicator, contents.device, json.dumps([groups, state]))
+    merged = OptimizerContents([(o, []) for o in options], {})
+    order = {names[0]: place for place, names in enumerate(contents.names.values())}
+    for text in texts:
+        their_groups, their_state = json.loads(text)
+        for (_, names), more in zip(merged.groups, their_groups, strict=True):
+            names += more
+        merged.state |= named_states(their_state)
+    for _, names in merged.groups:
+        names.sort(key=order.__getitem__)
+    merged.state = dict(sorted(merged.state.items(), key=lambda item: order[item[0]]))
+    return merged
+
+
+def named_states(listed: Iterable[Any]) -> dict[str, NamedState]:
+    """From `[names, elements, scalars, whole]` each."""
+    return {
+        name: NamedState(dict(elements), dict(scalars), {key: (dtype, shape) for key, (dtype, shape) in whole.items()})
+        for names, elements, scalars, whole in listed
+        for name in names
+    }
+
+
+def options_of(group: dict[str, Any], what: str) -> dict[str, Any]:
+    """A group without its parameters, as JSON."""
+    return {key: encode_scalar(value, f"{key!r} of the optimizer's {what}") for key, value in group.items() if key not in _NOT_OPTIONS}

@@ -1,0 +1,134 @@
+"""An optimizer's state from names back into the slices that its parameters are here: planned, allocated, and put in place at once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .contents import Contents, Span
+from .optimizer_contents import Held, NamedState, OptimizerContents, is_whole
+from .plain_values import decode_scalar, dtype_named
+
+__all__: list[str] = []
+
+
+class Target(NamedTuple):
+    """A tensor of the new state, flattened, and what of the parameter belongs into it, where."""
+
+    key: str
+    span: Span
+    flat: Tensor
+
+    @property
+    def place(self) -> Tensor:
+        return self.flat[self.span.offset : self.span.offset + self.span.stop - self.span.start]
+
+
+@dataclass
+class Placing:
+    """The state to come. Nothing of the optimizer has changed until `commit`."""
+
+    optimizer: torch.optim.Optimizer
+    options: list[dict[str, Any]]
+    state: list[tuple[Tensor, dict[str, Any]]] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)  # by ranges
+    whole: list[tuple[str, str, Tensor]] = field(default_factory=list)  # name, key: as it is
+
+    def commit(self) -> None:
+        for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
+            for key, value in options.items():
+                now = group.get(key)
+                device = now.device if isinstance(now, Tensor) else torch.device("cpu")
+                group[key] = decode_scalar(value, device)
+        self.optimizer.state.clear()
+        for parameter, state in self.state:
+            self.optimizer.state[parameter] = state
+
+
+def place(
+    optimizer: torch.optim.Optimizer, held: list[Held], own: OptimizerContents, source: OptimizerContents, contents: Contents
+) -> Placing:
+    """Where everything of `source` goes; allocates it, but for values.
+
+    Raises:
+        ValueError: names that are missing or unknown, options or steps that differ within what is one here: all in one.
+    """
+    problems = _problems_of_groups(own, source, contents)
+    options = [next((by_name[name] for name in names if name in by_name), {}) for by_name in [_options(source)] for _, names in own.groups]
+    placing = Placing(optimizer, options)
+    for one in held:
+        named = {span.name: source.state.get(span.name, NamedState()) for span in one.spans}
+        if any(vars(state) != vars(NamedState()) for state in named.values()):
+            problems += _problems_of_slices(one, named, contents)
+            if not problems:
+                _allocate(placing, one, named)
+    if problems:
+        raise ValueError(f"the optimizer's state does not fit; nothing was loaded. {'. '.join(problems)}")
+    return placing
+
+
+def _options(source: OptimizerContents) -> dict[str, dict[str, Any]]:
+    return {name: options for options, names in source.groups for name in names}
+
+
+def _problems_of_groups(own: OptimizerContents, source: OptimizerContents, contents: Contents) -> list[str]:
+    """The same on every rank. Frozen parameters may be in an optimizer's groups or not: they have no state."""
+    options = _options(source)
+    expected = {name for _, names in own.groups for name in names}
+    missing = [name for _, names in own.groups for name in names if name not in options and contents.trains(name)]
+    unknown = [name for name in [*options, *(name for name in source.state if name not in options)] if name not in expected]
+    unknown = [name for name in unknown if name in source.state or not contents.knows(name) or contents.trains(name)]
+    problems = [f"missing: {', '.join(missing)}"] if missing else []
+    problems += [f"unknown: {', '.join(unknown)}"] if unknown else []
+    for number, (_, names) in enumerate(own.groups):
+        by_options: dict[str, str] = {}
+        for name in names:
+            if name in options:
+                by_options.setdefault(json.dumps(options[name], sort_keys=True), name)
+        if len(by_options) > 1:
+            first, second, *_ = by_options.items()
+            problems.append(
+                f"{first[1]} and {second[1]} are in one group here (number {number}) and had different options: {first[0]} and "
+                f"{second[0]}. Make the groups with param_groups(model, ...)"
+            )
+    return problems
+
+
+def _problems_of_slices(held: Held, named: dict[str, NamedState], contents: Contents) -> list[str]:
+    """Of what is one parameter of the optimizer here: it has one step, and one set of moments."""
+    problems = []
+    (first, expected), *others = named.items()
+    for name, state in others:
+        if state.scalars != expected.scalars or state.elements != expected.elements:
+            found = " and ".join(str({**each.scalars, **each.elements}) for each in (expected, state))
+            problems.append(
+                f"{first} and {name} are slices of one parameter of the optimizer here, and had different state: {found}. "
+                "Make the optimizer from param_groups(model, ...), where parameters are apart"
+            )
+    for name, state in named.items():
+        for key, (_, shape) in state.whole.items() if not is_whole(held, contents) else ():
+            problems.append(
+                f"{key} of {name} has {tuple(shape)}, expected {contents.shape(name)}: other shapes go with whole parameters only "
+                "(param_groups with whole=True)"
+            )
+    return problems
+
+
+def _allocate(placing: Placing, held: Held, named: dict[str, NamedState]) -> None:
+    parameter, first = held.parameter, next(iter(named.values()))
+    state: dict[str, Any] = {key: decode_scalar(value, parameter.device) for key, value in first.scalars.items()}
+    covered = sum(span.stop - span.start for span in held.spans) == parameter.numel()
+    for key in first.elements:
+        dtype = dtype_named(first.elements[key])
+        make = torch.empty if covered else torch.zeros  # padding is zero
+        flat = make(parameter.numel(), dtype=dtype, device=parameter.device)
+        state[key] = flat.view(parameter.shape)
+        placing.targets += [Target(key, span, flat) for span in held.spans if span.start < span.stop]
+    for key, (name_of_dtype, shape) in first.whole.items():
+        state[key] = torch.empty(shape, dtype=dtype_named(name_of_dtype), device=parameter.device)
+        placing.whole.append((held.spans[0].name, key, state[key]))
+    placing.state.append((parameter, state))

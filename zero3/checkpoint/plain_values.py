@@ -1,0 +1,90 @@
+"""Python values as JSON and back, exactly: no pickle, and nothing that would come back as something else without a word."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__: list[str] = []
+
+_TENSOR, _TUPLE, _ITEMS, _COUNTER = "$tensor", "$tuple", "$items", "$counter"
+_SCALARS = (bool, int, float, str)
+
+
+def encode(value: Any, what: str, tensor: Callable[[Tensor], Any]) -> Any:
+    """`value` as JSON has it. Tuples, counters and keys that are not strings are marked; `tensor` says what stands for a tensor.
+
+    Raises:
+        TypeError: anything else, by the way that leads to it from `what`.
+    """
+    if value is None or (isinstance(value, _SCALARS) and type(value).__module__ == "builtins"):
+        return value
+    if isinstance(value, float | int | str) and type(value).__module__ == "numpy":  # numpy.float64 is a float
+        return float(value) if isinstance(value, float) else str(value) if isinstance(value, str) else int(value)
+    if isinstance(value, Tensor):
+        return {_TENSOR: tensor(value)}
+    if isinstance(value, list):
+        return [encode(item, f"{what}[{index}]", tensor) for index, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {_TUPLE: [encode(item, f"{what}[{index}]", tensor) for index, item in enumerate(value)]}
+    if isinstance(value, dict):
+        items = [(encode(key, f"a key of {what}", tensor), encode(held, f"{what}[{key!r}]", tensor)) for key, held in value.items()]
+        if isinstance(value, Counter):
+            return {_COUNTER: items}
+        plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+        return dict(items) if plain else {_ITEMS: items}
+    raise TypeError(
+        f"{what} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds None, bool, int, float, str, lists, tuples, "
+        "dicts and tensors, and never a pickle. Save what it is made of (its state_dict())."
+    )
+
+
+def decode(value: Any, tensor: Callable[[Any], Tensor]) -> Any:
+    """What `encode` was given, dicts and tuples as plain ones; `tensor` brings back what stands for a tensor."""
+    if isinstance(value, list):
+        return [decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TENSOR in value:
+        return tensor(value[_TENSOR])
+    if _TUPLE in value:
+        return tuple(decode(item, tensor) for item in value[_TUPLE])
+    if _ITEMS in value or _COUNTER in value:
+        items = {decode(key, tensor): decode(held, tensor) for key, held in next(iter(value.values()))}
+        return Counter(items) if _COUNTER in value else items
+    return {key: decode(held, tensor) for key, held in value.items()}
+
+
+def encode_scalar(value: Any, what: str) -> Any:
+    """As `encode`, with the value of a 0-dim tensor written out. Whether it was on a device is part of it."""
+    return encode(value, what, lambda tensor: _scalar(tensor, what))
+
+
+def decode_scalar(value: Any, device: torch.device) -> Any:
+    return decode(value, lambda found: torch.tensor(found[1], dtype=dtype_named(found[0]), device=device if found[2] else "cpu"))
+
+
+def _scalar(tensor: Tensor, what: str) -> list[Any]:
+    if tensor.dim() or tensor.is_complex():
+        raise TypeError(f"{what} is a tensor {tuple(tensor.shape)} of {tensor.dtype}; expected a real number, or a 0-dim tensor of one")
+    return [str(tensor.dtype).removeprefix("torch."), tensor.item(), tensor.device.type != "cpu"]
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """`float32` -> torch.float32.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"there is no dtype {name!r}")
+    return found
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

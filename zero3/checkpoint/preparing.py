@@ -1,0 +1,156 @@
+"""What a rank will write of a checkpoint, and what the manifest will say: references only, no value is copied."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..agreement import agree
+from . import file_operations, manifest, random_state
+from .contents import Contents
+from .numbered import next_number, prune
+from .optimizer_contents import Held, contents_of
+from .plain_values import encode
+from .safetensors_files import bytes_of
+from .safetensors_writing import Entry, Written
+
+__all__: list[str] = []
+
+_log = logging.getLogger("zero3")
+_SCHEME = "fsspec paths are not taken, for their stores have no rename that is atomic: save to a directory, and copy it from there"
+
+
+class Prepared:
+    """What this rank will write where, and what the manifest will say."""
+
+    def __init__(self, path: str | os.PathLike[str], model: nn.Module, extra: Any, frozen: bool, keep_last: int | None) -> None:
+        if "://" in os.fspath(path):
+            raise ValueError(f"{os.fspath(path)}: {_SCHEME}")
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, found {keep_last}")
+        self.directory = Path(os.path.abspath(path))
+        self.keep_last = keep_last
+        self.contents = Contents(model, "save_checkpoint")
+        self.frozen = frozen
+        self.token = ""
+        self.model_entries: list[Entry] = []
+        self.optimizer_entries: list[Entry] | None = None
+        self.metadata: dict[str, str] = {}
+        self.content: dict[str, Any] = {"world_size": self.contents.world_size, "optimizer": None}
+        written = getattr(getattr(model, "config", None), "to_json_string", None)
+        self.content["config"] = json.loads(written()) if callable(written) else None
+        tensors: list[Tensor] = []
+
+        def put(tensor: Tensor) -> int:
+            tensors.append(tensor)
+            return len(tensors) - 1
+
+        self.content["extra"] = encode(extra, "extra", put) if self.contents.rank == 0 else None
+        self.model_entries += [Entry(f"extra:{number}", tensor, tuple(tensor.shape)) for number, tensor in enumerate(tensors)]
+        self.content["tensors"] = {
+            name: {**described, "stored": self.stores(name)} for name, described in self.contents.description().items()
+        }
+        self._check_loaded()
+
+    def stores(self, name: str) -> bool:
+        return self.frozen or name in self.contents.others or self.contents.trains(name)
+
+    def _check_loaded(self) -> None:
+        missing = [n for n, b in self.contents.bound.items() if self.stores(n) and b.index in b.chunk.unloaded]
+        missing += [name for name, tensor in self.contents.others.items() if tensor.is_meta]
+        if missing:
+            raise RuntimeError(f"save_checkpoint: {', '.join(missing)} have no values yet (meta device): load them before")
+
+    def lines(self) -> list[str]:
+        return [f"path: {self.directory}", *(f"{name}: {described}" for name, described in self.content["tensors"].items())]
+
+    def gather_entries(self, optimizer: torch.optim.Optimizer | None, held: list[Held]) -> None:
+        """References only: no value is copied."""
+        contents, rank = self.contents, self.contents.rank
+        others = sha256()
+        for tensor in contents.others.values():
+            others.update(bytes_of(tensor.detach().cpu().contiguous()))
+        answers = contents.communicator.exchange(os.urandom(8) + others.digest(), contents.device)
+        self.token = answers[0][:8].hex()
+        if rank == 0 or answers[rank][8:] != answers[0][8:]:  # buffers are stored once, if all ranks have the same
+            for name, tensor in contents.others.items():
+                self.model_entries.append(Entry(f"other:{rank}:{name}", tensor.detach(), tuple(tensor.shape)))
+        for chunk in contents.chunks():
+            for name, start, stop, offset in contents.spans(chunk):
+                if self.stores(name) and start < stop:
+                    self.model_entries.append(_entry(f"parameter:{name}", chunk.shard.data, start, stop, offset))
+        generators, self.metadata["random"] = random_state.generators(contents.device)
+        self.model_entries += [Entry(f"random:{rank}:{kind}", state, tuple(state.shape)) for kind, state in generators.items()]
+        if optimizer is not None:
+            merged = contents_of(optimizer, held, contents, None)
+            self.content["optimizer"] = {"class": type(optimizer).__name__, **merged.to_json()}
+            self.optimizer_entries = _state_entries(optimizer, held)
+
+    def make_directory(self) -> None:
+        """Rank 0's work, before others write into it."""
+        error: Exception | None = None
+        if self.contents.rank == 0:
+            try:
+                file_operations.make_directory(self.directory / f"data-{self.token}")
+            except OSError as caught:
+                error = caught
+        try:
+            agree(self.contents.communicator, self.contents.device, "the directory of save_checkpoint", [], error)
+        except Exception:
+            self.clean()
+            raise
+
+    def files(self) -> dict[str, tuple[list[Entry], Mapping[str, str]]]:
+        suffix = f"{self.contents.rank:05}-of-{self.contents.world_size:05}.safetensors"
+        files: dict[str, tuple[list[Entry], Mapping[str, str]]] = {f"model-{suffix}": (self.model_entries, self.metadata)}
+        if self.optimizer_entries is not None:
+            files[f"optimizer-{suffix}"] = self.optimizer_entries, {}
+        return files
+
+    def commit(self, files: dict[str, Written]) -> None:
+        """Rank 0's work, when all ranks' files are on the disk."""
+        for directory in (self.directory / f"data-{self.token}", self.directory, self.directory.parent):
+            file_operations.sync_directory(directory)
+        self.content["number"] = next_number(self.directory)
+        manifest.write(self.directory, self.content, dict(sorted(files.items())), self.token)
+
+    def clean(self) -> None:
+        """Rank 0 removes what is no longer, or never became, part of a checkpoint. If that fails the next save tries again."""
+        if self.contents.rank != 0:
+            return
+        try:
+            there = (self.directory / manifest.NAME).is_file()
+            manifest.clean(self.directory, manifest.read(self.directory).data.name if there else None)
+            if self.directory.is_dir() and not file_operations.names_in(self.directory):
+                file_operations.remove(self.directory)
+            if self.keep_last is not None:
+                prune(self.directory.parent, self.keep_last)
+        except (OSError, ValueError) as error:
+            _log.warning("cleaning up after a checkpoint failed: %s", error)
+
+
+def _entry(name: str, flat: Tensor, start: int, stop: int, offset: int) -> Entry:
+    return Entry(f"{name}[{start}:{stop}]", flat[offset : offset + stop - start], (stop - start,))
+
+
+def _state_entries(optimizer: torch.optim.Optimizer, held: list[Held]) -> list[Entry]:
+    entries = []
+    for one in held:
+        for key, value in optimizer.state.get(one.parameter, {}).items():
+            if not isinstance(value, Tensor) or not one.spans or not one.mine:
+                continue
+            if value.shape != one.parameter.shape:
+                if value.dim():
+                    entries.append(Entry(f"whole:{key}:{one.spans[0].name}", value.detach(), tuple(value.shape)))
+                continue
+            flat = value.detach().reshape(-1)
+            entries += [_entry(f"state:{key}:{name}", flat, *range_) for name, *range_ in one.spans if range_[0] < range_[1]]
+    return entries

@@ -1,0 +1,58 @@
+"""A checkpoint's files, read by ranges of parameters: whatever cut them, any other cut can be read."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .safetensors_files import SafetensorsFiles, Stored
+
+__all__: list[str] = []
+
+_RANGE = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
+
+
+class Range(NamedTuple):
+    """Elements `[start, stop)` of something, and where they are."""
+
+    start: int
+    stop: int
+    stored: Stored
+
+
+class Ranges:
+    """What the files of a checkpoint hold of each parameter, of each kind (`parameter`, `state:exp_avg`), in order."""
+
+    def __init__(self, files: SafetensorsFiles) -> None:
+        self._files = files
+        self._ranges: dict[tuple[str, str], list[Range]] = {}
+        for name, stored in files.tensors.items():
+            if (match := _RANGE.fullmatch(name)) is not None and name.startswith(("parameter:", "state:")):
+                kind, _, rest = match[1].partition(":")
+                if kind == "state":
+                    key, _, rest = rest.partition(":")
+                    kind = f"state:{key}"
+                self._ranges.setdefault((kind, rest), []).append(Range(int(match[2]), int(match[3]), stored))
+        for ranges in self._ranges.values():
+            ranges.sort(key=lambda range_: range_[:2])
+
+    def check(self, kind: str, name: str, numel: int, dtype: str) -> None:
+        """Raises ValueError unless all of it is there, once."""
+        end = 0
+        for start, stop, stored in self._ranges.get((kind, name), []):
+            if start != end or stored.numel != stop - start or str(stored.dtype) != f"torch.{dtype}":
+                found = f"{stored.name!r} with {stored.numel} elements of {stored.dtype}"
+                raise ValueError(f"{stored.file}: {found} does not follow on element {end} ({dtype})")
+            end = stop
+        if end != numel:
+            raise ValueError(f"{self._files.directory} has {end} of the {numel} elements of {name} ({kind})")
+
+    def read(self, kind: str, name: str, start: int, target: Tensor) -> None:
+        """Elements `[start, start + n)` into `target` `[n]`."""
+        stop = start + target.numel()
+        for range_ in self._ranges.get((kind, name), []):
+            low, high = max(start, range_.start), min(stop, range_.stop)
+            if low < high:
+                self._files.read(range_.stored, low - range_.start, target[low - start : high - start])

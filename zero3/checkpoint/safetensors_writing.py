@@ -1,0 +1,111 @@
+"""Safetensors files written as a stream: the header from shapes alone, then bytes straight from the tensors' memory, hashed meanwhile."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import sha256
+from io import FileIO
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import file_operations
+from .safetensors_files import DTYPES, LONGEST_HEADER, bytes_of
+
+__all__: list[str] = []
+
+BLOCK_BYTES = 1 << 24  # of a file, that have one hash; also what is staged at a time on its way from a device
+
+
+class Entry(NamedTuple):
+    """A tensor to be written under a name and in a shape (of as many elements)."""
+
+    name: str
+    tensor: Tensor
+    shape: tuple[int, ...]
+
+
+class Written(NamedTuple):
+    """A file's size and the sha256 of each of its blocks."""
+
+    nbytes: int
+    blocks: list[str]
+
+
+def header_of(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """The first bytes of a file with these tensors in this order, up to where the first one's values begin.
+
+    Raises:
+        TypeError: a dtype that the format has no name for.
+        ValueError: a header that is longer than the format allows.
+    """
+    known = {dtype: name for name, dtype in DTYPES}
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, dtype, shape in tensors:
+        if dtype not in known:
+            raise TypeError(f"{name} is {dtype}, for which safetensors files have no name")
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": known[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # so that values are aligned
+    if len(text) > LONGEST_HEADER:
+        raise ValueError(f"a header of {len(text)} bytes, the format allows {LONGEST_HEADER}")
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_file(file: FileIO, entries: list[Entry], metadata: Mapping[str, str]) -> Written:
+    """Into an empty file, which is not synced yet. No copy is made of what is in host memory.
+
+    Raises:
+        OSError: what the file system says.
+    """
+    header = header_of(((entry.name, entry.tensor.dtype, entry.shape) for entry in entries), metadata)
+    nbytes, blocks, hashes = 0, [], deque[Future[str]]()
+    with ThreadPoolExecutor(1) as hasher:
+        for block in _blocks(header, entries):
+            hashes.append(hasher.submit(_hash, block))
+            file_operations.write(file, block)
+            nbytes += sum(map(len, block))
+            while len(hashes) > 1:  # one block ahead, so that what is staged is bounded
+                blocks.append(hashes.popleft().result())
+        blocks += [future.result() for future in hashes]
+    return Written(nbytes, blocks)
+
+
+def _hash(views: list[memoryview]) -> str:
+    digest = sha256()
+    for view in views:
+        digest.update(view)
+    return digest.hexdigest()
+
+
+def _blocks(header: bytes, entries: list[Entry]) -> Iterator[list[memoryview]]:
+    """The file's bytes, `BLOCK_BYTES` at a time."""
+    block: list[memoryview] = []
+    room = BLOCK_BYTES
+    for view in _views(header, entries):
+        while view:
+            block.append(view[:room])
+            view, room = view[room:], room - len(block[-1])
+            if not room:
+                yield block
+                block, room = [], BLOCK_BYTES
+    if block:
+        yield block
+
+
+def _views(header: bytes, entries: list[Entry]) -> Iterator[memoryview]:
+    yield memoryview(header)
+    for entry in entries:
+        flat = entry.tensor.detach().reshape(-1)
+        if flat.device.type == "cpu":
+            yield bytes_of(flat)
+            continue
+        for piece in torch.split(flat, BLOCK_BYTES // flat.dtype.itemsize):
+            yield bytes_of(piece.cpu())

@@ -1,0 +1,1 @@
+"""What `python -m zero3` does, a file for each subcommand."""

@@ -1,0 +1,92 @@
+"""Shows what a checkpoint holds: step, ranks that wrote it, parameters, bytes, dtypes, the optimizer's groups.
+
+With --verify every byte is read and its hash compared. Exit code 1 if it is no checkpoint, or not what was saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import manifest
+from ..checkpoint.optimizer_contents import OptimizerContents
+from ..checkpoint.plain_values import dtype_named
+from .progress import progress
+
+__all__: list[str] = []
+
+NAME = "inspect"
+SUMMARY = "show what a checkpoint holds, and check its hashes"
+_SHARES = 64  # in which a file is verified, so that progress can be seen
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="the directory that save_checkpoint wrote")
+    parser.add_argument("--verify", action="store_true", help="read everything and compare hashes")
+    parser.add_argument("--parameters", action="store_true", help="list every parameter and buffer")
+    parser.add_argument("--json", action="store_true", help="print the same as JSON, for programs")
+
+
+def run(options: argparse.Namespace) -> None:
+    found = manifest.read(options.checkpoint)
+    if options.verify:
+        _verify(found)
+    facts = facts_of(found) | ({"verified": True} if options.verify else {})
+    if options.json:
+        listed = {"tensors": found.content["tensors"]} if options.parameters else {}
+        print(json.dumps(facts | listed, indent=2))
+        return
+    for name, value in facts.items():
+        if value is not None:
+            print(f"{name.replace('_', ' '):<16} {_shown(value)}")
+    if options.parameters:
+        print()
+        for name, described in found.content["tensors"].items():
+            also = f"  also {', '.join(described['also'])}" if "also" in described else ""
+            stored = "" if described["stored"] else "  left out"
+            print(f"{name:<60} {described['dtype']:<10} {tuple(described['shape'])}{also}{stored}")
+
+
+def facts_of(found: manifest.Manifest) -> dict[str, Any]:
+    """Everything in a few numbers."""
+    tensors, optimizer, extra = found.content["tensors"], found.content["optimizer"], found.content["extra"]
+    numels: Counter[str] = Counter()
+    for described in tensors.values():
+        numels[described["dtype"]] += math.prod(described["shape"])
+    facts: dict[str, Any] = {"checkpoint": str(found.directory), "step": None, "world_size": found.content["world_size"]}
+    facts |= {"tensors": len(tensors), "elements": sum(numels.values()), "dtypes": dict(numels)}
+    facts["left_out"] = sum(not described["stored"] for described in tensors.values())
+    facts["model_bytes"] = sum(math.prod(d["shape"]) * dtype_named(d["dtype"]).itemsize for d in tensors.values())
+    facts["file_bytes"] = sum(written.nbytes for written in found.files.values())
+    facts["files"] = len(found.files)
+    facts["extra"] = sorted(extra) if isinstance(extra, dict) else type(extra).__name__ if extra is not None else None
+    if optimizer is not None:
+        contents = OptimizerContents.from_json(optimizer)
+        steps = {named.scalars["step"]["$tensor"][1] for named in contents.state.values() if isinstance(named.scalars.get("step"), dict)}
+        facts["step"] = max(steps) if steps else None
+        facts["optimizer"] = optimizer["class"]
+        facts["groups"] = [{"parameters": len(names), "lr": options.get("lr")} for options, names in contents.groups]
+    if isinstance(extra, dict) and isinstance(extra.get("step"), int):
+        facts["step"] = extra["step"]
+    return facts
+
+
+def _verify(found: manifest.Manifest) -> None:
+    with progress(sum(written.nbytes for written in found.files.values()), "verifying") as advance:
+        for name in found.files:
+            for share in range(_SHARES):
+                advance(manifest.verify(found, [name], share, _SHARES))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_shown(held)}" for key, held in value.items())
+    if isinstance(value, list):
+        return "; ".join(_shown(item) for item in value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return "yes" if value is True else str(value)

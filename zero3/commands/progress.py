@@ -1,0 +1,24 @@
+"""A progress bar for those who wait, where tqdm is installed and there is a terminal."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__: list[str] = []
+
+
+@contextmanager
+def progress(total: int, doing: str) -> Iterator[Callable[[int], object]]:
+    """What it gives is told how many bytes more are done."""
+    try:
+        tqdm = importlib.import_module("tqdm").tqdm if sys.stderr.isatty() else None
+    except ImportError:
+        tqdm = None
+    if tqdm is None:
+        yield lambda nbytes: None
+        return
+    with tqdm(total=total, desc=doing, unit="B", unit_scale=True, leave=False) as bar:
+        yield bar.update

@@ -1,0 +1,94 @@
+"""What a model asks of the ranks that share it, and the answer of one rank that is alone."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .streams import Done, Lanes, Pending, lanes_for
+
+__all__: list[str] = []
+
+Bounds = tuple[int, ...] | None
+
+
+class Communicator(Protocol):
+    """What a model needs of the ranks that share it. A test passes its own; users pass a process group.
+
+    Slices of a full buffer are equal, `[S]` of `[W*S]`, but where `bounds` (a layout's) say otherwise.
+    """
+
+    rank: int
+    world_size: int
+    channel: int  # the layer whose communicator this is: where messages have tags, they can't reach another layer
+
+    def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
+        """Every rank's `shard` `[S]`, in rank order, into `full` `[W*S]`; a shard may lie in its own place there."""
+        ...
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
+        """This rank's slice of the sum of every rank's `full` `[W*S]`, into `shard` `[S]`; `full` may be overwritten."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None: ...
+
+    def scatter(self, shard: Tensor, full: Tensor | None, bounds: Bounds = None) -> None:
+        """Rank 0's `full` `[W*S]`, cut in W slices, one to every rank's `shard` `[S]`."""
+        ...
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Rank `source`'s values to every rank."""
+        ...
+
+    def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
+        """Every rank's `payload`, of one length on all ranks, in rank order. Blocks the host."""
+        ...
+
+    def twin(self) -> Communicator:
+        """A second communicator of the same ranks, whose collectives do not queue behind this one's."""
+        ...
+
+    def lanes(self, device: torch.device) -> Lanes: ...
+
+    def same_ranks(self, other: Communicator) -> bool: ...
+
+
+class SoloCommunicator:
+    """One rank, no process group. The chunk is the full buffer, so nothing is ever moved."""
+
+    rank = 0
+    world_size = 1
+    channel = 0
+
+    def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
+        if full.data_ptr() != shard.data_ptr():
+            full.copy_(shard)
+        return Done()
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
+        shard.copy_(full)
+        return Done()
+
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
+        return None
+
+    def scatter(self, shard: Tensor, full: Tensor | None, bounds: Bounds = None) -> None:
+        if full is not None:
+            shard.copy_(full)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        return None
+
+    def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
+        return [payload]
+
+    def twin(self) -> Communicator:
+        return self
+
+    def lanes(self, device: torch.device) -> Lanes:
+        return lanes_for(device)
+
+    def same_ranks(self, other: Communicator) -> bool:
+        return isinstance(other, SoloCommunicator)

@@ -1,0 +1,49 @@
+"""The only door to what torch's DDP and its context for uneven inputs ask of those who work with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join, JoinHook
+from torch.distributed.algorithms.join import Joinable as Joinable
+
+__all__: list[str] = []
+
+mean_of_ranks = allreduce_hook  # (process group, bucket) -> the future of the bucket's mean, in the bucket's own memory
+
+
+class Bucket(Protocol):
+    """Gradients that DDP reduces together."""
+
+    def index(self) -> int: ...
+
+    def is_last(self) -> bool: ...
+
+    def buffer(self) -> Tensor:
+        """All of them, 1-D."""
+        ...
+
+    def gradients(self) -> list[Tensor]:
+        """Views of the buffer, one a parameter."""
+        ...
+
+    def parameters(self) -> list[Tensor]: ...
+
+
+class Shadow(JoinHook):
+    """What a rank that has run out of data does in every iteration of the others."""
+
+    def __init__(self, iteration: Callable[[], None]) -> None:
+        self._iteration = iteration
+
+    def main_hook(self) -> None:
+        self._iteration()
+
+
+def still_here(joinable: Joinable) -> None:
+    """Says, before an iteration's collectives, that this rank still has data. Outside of the context it does nothing."""
+    if (work := Join.notify_join_context(joinable)) is not None:
+        work.wait()

@@ -1,0 +1,105 @@
+"""check_optimizer(): what would train in silence something else than the model, or in another way, is an error."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..access import states_of
+from ..agreement import agree
+from ..layer_state import LayerState
+from ..released import ReleasedParameter
+from .ownership import Owned, owned
+from .pieces import Superseded
+from .probe import CannotProbe, builder, probe_flat, probe_whole
+
+__all__: list[str] = []
+
+_WHOLE = 'zero3.param_groups(model, lambda name, info: {"whole": True})'
+
+
+def check_optimizer(model: nn.Module, *optimizers: torch.optim.Optimizer, strict: bool = True) -> None:
+    """Raises for optimizers that would train a sharded model in another way than an unsharded one. Every rank calls it.
+
+    Each class is tried out, with the options of each of its groups, on a few small tensors: once on the whole, and once
+    spread out as it is over ranks. So it judges any optimizer, of any library. It takes a few milliseconds a group.
+
+    Args:
+        model: any model that contains zero3 layers.
+        optimizers: all that train it; each trainable parameter must be held by one of them.
+        strict: False accepts an optimizer that can't be tried out.
+
+    Raises:
+        ValueError: on every rank alike: maths that needs shapes, norms or other parameters that a flat slice does not have
+            (use `whole=True` in `zero3.param_groups`); parameters that no optimizer holds, or two; parameters of the model as it
+            was before sharding, or before the last `param_groups`; with `strict`, an optimizer that can't be tried out.
+    """
+    states = states_of(model)
+    first, error = states[0], None
+    try:
+        _check_held(model, states, optimizers)
+        for optimizer in optimizers:
+            _check_maths(first, owned(model), optimizer, strict)
+    except ValueError as caught:
+        error = caught
+    agree(first.communicator, first.device, "check_optimizer", [type(optimizer).__name__ for optimizer in optimizers], error)
+
+
+def _check_held(model: nn.Module, states: list[LayerState], optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+    found = owned(model)
+    originals = {id(bound.binding.parameter): bound.binding.name for state in states for bound in state.bound}
+    held = [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in held:
+        if isinstance(parameter, Superseded):
+            raise ValueError(
+                f"the optimizer holds {parameter.zero3_name}, which zero3.param_groups has put others in the place of since: make "
+                "it from what the last call returned"
+            )
+        if isinstance(parameter, ReleasedParameter) or id(parameter) in originals:
+            name = originals.get(id(parameter), "of another sharded model")
+            raise ValueError(
+                f"the optimizer holds the parameter {name!r} of the unsharded model, which is trained in chunks: make it from "
+                "zero3.get_trainable_chunk(model), or zero3.param_groups, after sharding"
+            )
+    counts = Counter(map(id, held))
+    for each in found.values():
+        parameter, count = each.part.parameter, counts[id(each.part.parameter)]
+        if parameter.numel() and (count > 1 or (parameter.requires_grad and not count)):
+            names = ", ".join(piece.slot.name for piece, _ in each.pieces()) or "padding"
+            raise ValueError(
+                f"{'no optimizer holds' if not count else 'optimizers hold more than once'} what layer {each.state.label} has on this "
+                f"rank of: {names}. Pass all optimizers that train the model; freeze what none should train"
+            )
+
+
+def _check_maths(first: LayerState, found: dict[int, Owned], optimizer: torch.optim.Optimizer, strict: bool) -> None:
+    ranks = min(2, first.communicator.world_size)
+    for group in optimizer.param_groups:
+        parts = [found[id(p)].part for p in group["params"] if id(p) in found and p.numel()]
+        ndims = sorted({part.parameter.ndim for part in parts if part.whole})
+        try:
+            if ndims and (reason := probe_whole(builder(optimizer, group), first.device, ranks, ndims)):
+                raise ValueError(
+                    f"{_named(optimizer, group)} takes something over several parameters at once, which lie on several ranks: {reason}"
+                )
+            if not all(part.whole for part in parts):
+                reason = probe_flat(builder(optimizer, group), first.device, ranks)
+                if reason:
+                    raise ValueError(
+                        f"{_named(optimizer, group)} does more than treat each element by itself, but has flat slices of parameters: "
+                        f"{reason}. Give it whole ones: {_WHOLE}"
+                    )
+        except CannotProbe as cause:
+            if strict:
+                raise ValueError(
+                    f"{_named(optimizer, group)} can't be tried out on small tensors ({cause}), so whether it may be spread over ranks is "
+                    "unknown. If it treats each element by itself, pass strict=False"
+                ) from cause
+
+
+def _named(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
+    return f"{type(optimizer).__name__} ({', '.join(f'{k}={v!r}' for k, v in group.items() if k in ('lr', 'whole', 'foreach'))})"

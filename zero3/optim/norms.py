@@ -1,0 +1,72 @@
+"""The norms of parameters and of their gradients, for who adapts by them or draws them."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..access import states_of
+from ..chunk import Chunk
+from ..shard_gradient import AwaitedGradient
+from .groups import named_parameters
+
+__all__: list[str] = []
+
+
+@torch.no_grad()
+def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", norm_type: float = 2.0) -> dict[str, Tensor]:
+    """The norm of each parameter, or of its gradient, by its name in the unwrapped model. Every rank calls it.
+
+    In one all-reduce, of a number for each parameter. The host waits for nothing.
+
+    Args:
+        model: any model that contains zero3 layers.
+        of: "grad": of the gradients of trainable parameters (0 where there is none); "param": of all parameters, frozen ones too.
+        norm_type: p of the p-norm, `float("inf")` for the largest element.
+
+    Returns:
+        0-dim float64 tensors, in the model's order, the same on all ranks; a tied parameter once, under its first name.
+
+    Raises:
+        ValueError: nothing in `model` is sharded, `norm_type` is not positive, or `of` is neither "grad" nor "param".
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive, found {norm_type}")
+    if of not in ("grad", "param"):
+        raise ValueError(f'of must be "grad" or "param", found {of!r}')
+    states = states_of(model)
+    communicator, maximum = states[0].communicator, math.isinf(norm_type)
+    for gradient in [part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts]:
+        if isinstance(gradient, AwaitedGradient):
+            gradient.is_sparse  # noqa: B018  has it reduced, on every rank, whether it has a piece of a parameter or not
+    every = [(name, bound) for name, _, bound in named_parameters(model, states)]
+    named = [(name, bound) for name, bound in every if of == "param" or bound.chunk.shard.requires_grad]
+    rows = {(bound.chunk, bound.index): row for row, (_, bound) in enumerate(named)}
+    values = torch.zeros(len(named), dtype=torch.float64, device=states[0].device)
+    for chunk in {bound.chunk: None for _, bound in named}:
+        indices = {slot: index for index, slot in enumerate(chunk.layout.slots)}
+        for piece in chunk.layout.pieces(communicator.rank):
+            flat = _slice(chunk, piece.offset, piece.offset + piece.stop - piece.start, of)
+            if flat is not None:
+                norm = torch.linalg.vector_norm(flat, norm_type, dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32)
+                values[rows[chunk, indices[piece.slot]]] = norm if maximum else norm.double() ** norm_type
+    if maximum:
+        communicator.all_reduce(values.view(torch.int64), maximum=True)  # see clip_grad_norm_
+    else:
+        communicator.all_reduce(values)
+        values = values ** (1.0 / norm_type)
+    return {name: value for (name, _), value in zip(named, values, strict=True)}
+
+
+def _slice(chunk: Chunk, start: int, stop: int, of: str) -> Tensor | None:
+    """Elements of the chunk, or of its gradient if it has one there."""
+    if of == "param":
+        return chunk.shard.data[start:stop]
+    for part in chunk.parts:
+        if part.start <= start and stop <= part.stop and part.parameter.grad is not None:
+            return part.parameter.grad.as_subclass(Tensor).reshape(-1)[start - part.start : stop - part.start]
+    return None

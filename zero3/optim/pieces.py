@@ -1,0 +1,119 @@
+"""What stands in for a chunk in an optimizer: parameters that share its memory, and the chunk that they stand in for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import nn
+
+from ..binding import Owner
+from ..chunk import Chunk, Part
+from ..layer_state import LayerState
+from ..layout import Slot
+from ..released import ReleasedParameter
+
+__all__: list[str] = []
+
+
+class Superseded(nn.Parameter):
+    """A chunk that parts stand in for, or a part of an earlier division. Made only by switching a parameter's class.
+
+    An optimizer that still holds it would find no gradient, and train nothing without a word.
+    """
+
+    zero3_name: str
+
+    def _raise(self, *_: object) -> NoReturn:
+        raise RuntimeError(
+            f"{self.zero3_name} is no parameter of the model any more: zero3.param_groups has put others in its place. Make the "
+            "optimizer from what it returned, or from zero3.get_trainable_chunk(model), after the last call of param_groups"
+        )
+
+    grad = property(_raise, _raise)
+
+
+def supersede(parameter: nn.Parameter, name: str) -> None:
+    if not isinstance(parameter, Superseded):
+        parameter.grad = None
+        parameter.zero3_name = name  # type: ignore[attr-defined]
+        parameter.__class__ = Superseded
+
+
+def retire(chunk: Chunk, label: str) -> None:
+    """Nobody may go on with its parts, nor with the chunk itself; their memory is given back."""
+    for parameter in [chunk.shard, *(part.parameter for part in chunk.parts)]:
+        supersede(parameter, f"a chunk of layer {label}")
+        parameter.data = parameter.data.new_empty(0)
+
+
+def mark(parameter: nn.Parameter, state: LayerState) -> nn.Parameter:
+    """So that whoever holds the parameter finds its layer, and with it the other ranks."""
+    parameter.zero3_state = Owner(state)  # type: ignore[attr-defined]
+    return parameter
+
+
+class Choice(NamedTuple):
+    """What becomes of one parameter."""
+
+    group: int | None  # None: in no group
+    whole: bool
+
+
+def divide(state: LayerState, chunk: Chunk, choice_of: Callable[[Slot], Choice]) -> list[tuple[int, nn.Parameter]]:
+    """Sets the chunk's parts; returns those that have a group, with its number.
+
+    Neighbours of one group are one part. Where all of the chunk's slots are of one group, on any rank, the part is the
+    chunk itself.
+    """
+    choices = {slot: choice_of(slot) for slot in chunk.layout.slots}
+    kinds = set(choices.values())
+    with torch.inference_mode(False):
+        if len(kinds) == 1 and (only := kinds.pop()).group is not None and not only.whole:
+            parts = [Part(chunk.shard, 0, chunk.shard.numel())]
+            numbered = [(only.group, chunk.shard)]
+        else:
+            parts, numbered = _parts_of(chunk, state.communicator.rank, choices)
+    _install(state, chunk, parts)
+    return numbered
+
+
+def _parts_of(chunk: Chunk, rank: int, choices: dict[Slot, Choice]) -> tuple[list[Part], list[tuple[int, nn.Parameter]]]:
+    spans: list[tuple[int, int, Choice, tuple[int, ...]]] = []
+    for piece in chunk.layout.pieces(rank):
+        start, stop, choice = piece.offset, piece.offset + piece.stop - piece.start, choices[piece.slot]
+        if spans and not choice.whole and spans[-1][2] == choice:
+            start = spans.pop()[0]
+        spans.append((start, stop, choice, piece.slot.shape if choice.whole else (stop - start,)))
+    flat = chunk.shard.detach()  # shares the version counter: a step on a part is seen as one on the chunk
+    parts, numbered = [], []
+    for start, stop, choice, shape in spans or [(0, 0, Choice(None, whole=False), (0,))]:
+        parameter = nn.Parameter(flat[start:stop].view(shape), requires_grad=choice.group is not None)
+        parts.append(Part(parameter, start, stop, choice.whole))
+        if choice.group is not None:
+            numbered.append((choice.group, parameter))
+    return parts, numbered
+
+
+def _install(state: LayerState, chunk: Chunk, parts: list[Part]) -> None:
+    for name in state.chunk_names():
+        state.registry.pop(name, None)
+    for old in chunk.parts:
+        if old.parameter is not chunk.shard:
+            supersede(old.parameter, f"a part of a chunk of layer {state.label}")
+            old.parameter.data = old.parameter.data.new_empty(0)
+    if parts[0].parameter is chunk.shard:
+        chunk.shard.__class__ = nn.Parameter
+    else:
+        supersede(chunk.shard, f"a chunk of layer {state.label}")
+    chunk.parts = parts
+    for part in parts:
+        mark(part.parameter, state)
+    state.registry.update(state.chunk_names())
+
+
+def placeholder(state: LayerState, like: ReleasedParameter | nn.Parameter, *, whole: bool) -> nn.Parameter:
+    """Stands in a group that has nothing on this rank, so that who looks at the group finds the other ranks. Never has a gradient."""
+    shape = (0,) * (like.ndim if whole else 1)
+    return mark(nn.Parameter(torch.empty(shape, dtype=like.dtype, device=state.device)), state)

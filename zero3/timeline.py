@@ -1,0 +1,212 @@
+"""What a profiled run did and when: spans of computation, transfers, waits; their sums, advice, and a picture. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from os import PathLike
+from types import MappingProxyType
+from typing import Any, Literal
+
+__all__: list[str] = []
+
+Phase = Literal["forward", "backward"]
+Kind = Literal["fetch", "backup"]
+SEEN = 2e-4  # seconds: compute that waited as long as this saw the transfer end
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A layer's computation, in seconds from the beginning of the profile."""
+
+    layer: str
+    phase: Phase
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One fetch or backup: asked for at `begin`, known to be over at `end`; compute stood still from `stopped` to `resumed`."""
+
+    layer: str
+    kind: Kind
+    phase: Phase
+    nbytes: int  # what the rank receives
+    begin: float
+    end: float
+    stopped: float
+    resumed: float
+
+    @property
+    def exposed(self) -> float:
+        return self.resumed - self.stopped
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """One layer's share, summed over all that was profiled."""
+
+    label: str
+    compute_ms: float
+    fetches: int
+    fetch_wait_ms: float  # computation stood still until the layer's parameters were there
+    backups: int
+    backup_wait_ms: float  # ... until its gradients were reduced
+    nbytes: int  # received
+
+    @property
+    def exposed_ms(self) -> float:
+        return self.fetch_wait_ms + self.backup_wait_ms
+
+
+class Profile:
+    """What `zero3.profile` found; complete when the context is left.
+
+    Attributes:
+        layers: a `LayerProfile` each, in the order of their first fetch; times in ms, summed over the profile.
+        seconds: the length of the profile.
+        spans, transfers: what it is summed from; times in seconds from its beginning.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.layers: list[LayerProfile] = []
+        self.spans: list[Span] = []
+        self.transfers: list[Transfer] = []
+        self.prefetch_depth = 1
+
+    def finish(self, seconds: float, spans: Iterable[Span], transfers: Iterable[Transfer], prefetch_depth: int) -> None:
+        self.seconds, self.prefetch_depth = seconds, prefetch_depth
+        self.spans = sorted(spans, key=lambda span: span.begin)
+        self.transfers = sorted(transfers, key=lambda transfer: transfer.begin)
+        labels = dict.fromkeys([transfer.layer for transfer in self.transfers] + [span.layer for span in self.spans])
+        self.layers = [self._layer(label) for label in labels]
+
+    def _layer(self, label: str) -> LayerProfile:
+        fetches, backups = ([t for t in self.transfers if t.layer == label and t.kind == kind] for kind in ("fetch", "backup"))
+        return LayerProfile(
+            label=label,
+            compute_ms=1e3 * sum(span.end - span.begin for span in self.spans if span.layer == label),
+            fetches=len(fetches),
+            fetch_wait_ms=1e3 * sum(fetch.exposed for fetch in fetches),
+            backups=len(backups),
+            backup_wait_ms=1e3 * sum(backup.exposed for backup in backups),
+            nbytes=sum(transfer.nbytes for transfer in fetches + backups),
+        )
+
+    @property
+    def exposed_ms(self) -> float:
+        """How long the computation stood still for transfers, in all."""
+        return sum(layer.exposed_ms for layer in self.layers)
+
+    @property
+    def nbytes(self) -> int:
+        """What this rank received in fetches and backups."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Achieved by the transfers whose end was seen because compute waited for it; of all, if none was (then at least that)."""
+        seen = [transfer for transfer in self.transfers if transfer.exposed >= SEEN] or self.transfers
+        return sum(t.nbytes for t in seen) / busy if (busy := _union((t.begin, t.end) for t in seen)) else 0.0
+
+    @property
+    def advice(self) -> list[str]:
+        """What would make the exposed part smaller, most effective first; [] if there is next to none."""
+        exposed, seconds = self.exposed_ms / 1e3, self.seconds
+        if not seconds or exposed < 0.05 * seconds:
+            return []
+        found = []
+        worst = max(self.layers, key=lambda layer: layer.exposed_ms)
+        if len(self.layers) > 2 and worst.exposed_ms > 0.5 * self.exposed_ms:
+            found.append(f"layer {worst.label} alone is waited for {worst.exposed_ms:.0f} ms: split it into several layers.")
+        moving = _union((transfer.begin, transfer.end) for transfer in self.transfers)
+        computing = max(seconds - exposed, 1e-9)
+        if moving < computing and self.prefetch_depth < 4:
+            found.append(
+                f"transfers take {moving / seconds:.0%} of the time and could hide behind computation: try "
+                f"ShardingPolicy(prefetch_depth={self.prefetch_depth + 1}), for the memory of one more layer."
+            )
+        else:
+            found.append(
+                "the link is the limit: larger batches, or several micro-batches a step inside zero3.no_sync, make more of each byte."
+            )
+        found.append(
+            "ShardingPolicy(param_dtype=torch.bfloat16) halves the bytes of fp32 gathers; reshard_after_forward=False saves "
+            "the second gather, for the memory of a whole layer each."
+        )
+        return found
+
+    def __str__(self) -> str:
+        width = max([len(layer.label) for layer in self.layers] + [5])
+        lines = [f"{'layer':<{width}} {'compute':>9} {'fetches':>7} {'exposed':>8} {'backups':>7} {'exposed':>8} {'MB':>9}"]
+        lines += [
+            f"{layer.label:<{width}} {layer.compute_ms:>7.1f}ms {layer.fetches:>7} {layer.fetch_wait_ms:>6.1f}ms {layer.backups:>7} "
+            f"{layer.backup_wait_ms:>6.1f}ms {layer.nbytes / 1e6:>9.1f}"
+            for layer in self.layers
+        ]
+        share = self.exposed_ms / 1e3 / self.seconds if self.seconds else 0.0
+        lines.append(
+            f"{self.seconds:.3f} s, of which computation stood still for transfers {self.exposed_ms:.1f} ms ({share:.1%}); "
+            f"received {self.nbytes / 1e6:.1f} MB, at {self.bytes_per_second / 1e6:.0f} MB/s"
+        )
+        return "\n".join([*lines, *self.advice])
+
+    def draw(self, path: str | PathLike[str], begin: float = 0.0, end: float | None = None) -> None:
+        """Draws fetch, compute and backup lanes over time into the file `path` (its suffix says which format).
+
+        Args:
+            path: of the picture.
+            begin, end: the part of the profile to show, in seconds from its beginning; None: to its end.
+
+        Raises:
+            RuntimeError: matplotlib is not installed.
+        """
+        if find_spec("matplotlib") is None:
+            raise RuntimeError("a picture of a profile needs matplotlib: pip install matplotlib")
+        figure = import_module("matplotlib.figure").Figure(figsize=(12, 2.8), layout="constrained")
+        _draw(figure.subplots(), self, begin, self.seconds if end is None else end)
+        figure.savefig(path, dpi=150)
+
+
+_COLORS = MappingProxyType(
+    {"forward": "tab:blue", "backward": "tab:orange", "fetch": "tab:green", "backup": "tab:purple", "waits": "tab:red"}
+)
+_LANES = ("backup", "compute", "fetch")
+
+
+def _draw(axes: Any, profile: Profile, begin: float, end: float) -> None:
+    numbers = {layer.label: str(number) for number, layer in enumerate(profile.layers)}
+
+    def bar(lane: str, kind: str, first: float, last: float, text: str) -> None:
+        if last < begin or first > end:
+            return
+        place, color = _LANES.index(lane), _COLORS[kind]
+        axes.broken_barh([(1e3 * first, 1e3 * (last - first))], (place - 0.4, 0.8), facecolor=color, edgecolor="white", linewidth=0.5)
+        if last - first > (end - begin) / 60:
+            axes.text(1e3 * (first + last) / 2, place, text, ha="center", va="center", fontsize=7, color="white", clip_on=True)
+
+    for span in profile.spans:
+        bar("compute", span.phase, span.begin, span.end, numbers[span.layer])
+    for transfer in profile.transfers:
+        bar(transfer.kind, transfer.kind, transfer.begin, transfer.end, numbers[transfer.layer])
+        if transfer.exposed >= SEEN:
+            bar("compute", "waits", transfer.stopped, transfer.resumed, numbers[transfer.layer])
+    axes.set_yticks(range(len(_LANES)), _LANES)
+    axes.set_xlim(1e3 * begin, 1e3 * end)
+    axes.set_xlabel("ms")
+    for kind, color in _COLORS.items():
+        axes.broken_barh([], (0, 0), facecolor=color, label=kind)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.18), ncols=len(_COLORS), fontsize=8, frameon=False)
+
+
+def _union(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of what the intervals cover together."""
+    covered, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        covered += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return covered
