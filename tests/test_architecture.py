@@ -119,6 +119,13 @@ def test_one_door_to_torch_distributed() -> None:
     assert ddp == joining | {"torch.Tensor", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook"}
 
 
+def test_nothing_is_unpickled_but_what_ranks_of_an_optimizer_tell_each_other() -> None:
+    """docs/reliability.md, what a checkpoint or a rank can do: a file that is loaded runs no code."""
+    loads = r"^(pickle|_pickle|dill|shelve|marshal)\.(loads?|Unpickler|open)$|^torch\.(load|jit\.load)$|^dist\.\w+_object(_list)?$"
+    assert sources_that_write(loads) == {"optim/zero_state"}
+    assert not sources_that_write(r"^(eval|exec|compile)$")
+
+
 def test_one_door_to_cuda() -> None:
     assert sources_that_write(r"^torch\.cuda\b") == {"streams"}
 
