@@ -45,14 +45,15 @@ def test_torchs_scaler_skips_the_step_on_all_ranks() -> None:
     assert on_ranks(2, lambda: mlp().float(), body) == [(512.0, True)] * 2
 
 
-def train(rank: Rank, deterministic: bool) -> list[Tensor]:
+def train(rank: Rank, deterministic: bool, policy: ShardingPolicy) -> list[Tensor]:
     """`use_deterministic_algorithms` fills new memory with nan, too."""
     torch.use_deterministic_algorithms(deterministic)
     try:
-        model = in_sequence(mlp(), None, ShardingPolicy(prefetch_depth=2))
+        model = in_sequence(mlp(), None, policy)
         optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.01)
         for step in range(5):
-            model(Turn(rank.number, step, 3).tensor(4, WIDTH)).pow(2).mean().backward()
+            for number in (step, step + 10):
+                model(Turn(rank.number, number, 3).tensor(4, WIDTH)).pow(2).mean().backward()
             zero3.clip_grad_norm_(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -62,7 +63,8 @@ def train(rank: Rank, deterministic: bool) -> list[Tensor]:
 
 
 def test_runs_repeat_to_the_bit() -> None:
-    first, *others = (on_processes(3, train, deterministic) for deterministic in (False, False, True))
+    deep, staged = ShardingPolicy(prefetch_depth=2), ShardingPolicy(prefetch_depth=0, transactional=True)
+    first, *others = (on_processes(3, train, *how) for how in ((False, deep), (False, deep), (True, deep), (False, staged)))
     for other in others:
         assert all(torch.equal(a, b) for mine, theirs in zip(first, other, strict=True) for a, b in zip(mine, theirs, strict=True))
 
