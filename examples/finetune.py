@@ -46,7 +46,9 @@ except ModuleNotFoundError as missing:
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DTYPE_HELP = """of the weights. bf16 halves the memory. With --lora it is the frozen model that is bf16, and the adapters stay fp32;
-without, weights, gradients and optimizer state are all bf16: a weight has 8 bits of precision, and ignores steps below 1/256 of it"""
+without, weights, gradients and optimizer state are all bf16: a weight has 8 bits of precision, and ignores steps below 1/256 of it
+(--compute bf16 is what you want then)"""
+COMPUTE_HELP = "of computation, if other than --dtype: weights are cast to it on their way to the other ranks, their master copies stay"
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -59,6 +61,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--train", type=trainable, metavar="CHOICE", default="all", help="all, biases, or last-N: N blocks and what follows them")
     add("--lora", type=positive, metavar="R", help="train LoRA adapters of rank R instead (needs --model); they are what is saved")
     add("--dtype", choices=DTYPES, default="fp32", help=DTYPE_HELP)
+    add("--compute", choices=DTYPES, help=COMPUTE_HELP)
     add("--shard", action="store_true", help="zero3.shard() for GPT-NeoX too, as for all other models and --lora")
     add("--generate", metavar="TEXT", help="show how the model goes on from this text, before and after")
     add("--generate-tokens", type=positive, metavar="N", default=40, help="how far it goes on")
@@ -90,6 +93,10 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.lr is None:
         options.lr = 3e-3 if options.model is None else 3e-5 if options.lora is None else 3e-4  # trained weights have something to lose
     options.dtype = DTYPES[options.dtype]
+    options.policy = zero3.ShardingPolicy()
+    if options.compute is not None:  # gradients add up in float32, and so are the logits
+        compute, sums = DTYPES[options.compute], torch.float32
+        options.policy = zero3.ShardingPolicy(param_dtype=compute, reduce_dtype=sums, output_dtype=sums)
     options.checkpoint_dir = options.checkpoint_dir or options.output / "checkpoints"
     if options.lora is not None and options.model is None:
         parser.error("argument --lora: adapters belong to a model that was there before: name it with --model")
@@ -133,6 +140,8 @@ def finetune(options: argparse.Namespace, ranks: Ranks) -> Summary:
     batches = data.held_out_batches(held_out_tokens, options.batch_size // options.accumulate, options.sequence_length, options.held_out)
 
     model = open_model(options, config, ranks)
+    if ranks.rank == 0:
+        print(zero3.report(model.sharded), file=sys.stderr)
     optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model.sharded), lr=options.lr, weight_decay=options.weight_decay)
 
     texts: dict[str, str] = {}

@@ -35,7 +35,7 @@ def pictures(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("*.png")}
 
 
-@pytest.mark.parametrize("name", ["peers", "fabric", "overhead", "scale", "gpu"])
+@pytest.mark.parametrize("name", ["peers", "fabric", "overhead", "scale", "gpu", "optimizer"])
 def test_each_explains_itself(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     main = importlib.import_module(f"benchmarks.{name}.main")
     monkeypatch.setattr(sys, "argv", ["main.py", "--help"])
@@ -112,3 +112,11 @@ def test_gpu_in_smoke_mode(tmp_path: Path) -> None:
     assert not found["missing"]
     assert "kernels.png" in pictures(tmp_path)
     assert {"step-NVLink.png", "step-100-Gbit-s.png"} <= pictures(tmp_path)
+
+
+def test_optimizer(tmp_path: Path) -> None:
+    """What goes over the wire is counted: cuts between parameters add nothing, padding and moving do."""
+    found = run("optimizer", tmp_path, *TINY, "--repetitions", "1", "--padding-ranks", "2", "8")
+    assert {len(action["seconds"]) for action in found["times"].values()} == {1}
+    ranks = found["padding"]
+    assert 0 < ranks["2"][0] < ranks["8"][0] and 1 <= ranks["2"][1] < ranks["8"][1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zero3
@@ -87,6 +90,35 @@ def test_unequal_slices_travel(world_size: int) -> None:
     on_ranks(world_size, all_transfers)
 
 
+def over_lists(rank: Rank) -> list[tuple[bool, bool]]:
+    """What backends other than gloo do, on torch's process group of threads."""
+    from torch.testing._internal.distributed import multi_threaded_pg
+
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    multi_threaded_pg._install_threaded_pg()
+    store, bounds, results = dist.HashStore(), CUTS[3][0], {}
+
+    def one(number: int) -> None:
+        dist.init_process_group("threaded", rank=number, world_size=3, store=store)
+        mine, place = GroupCommunicator(dist.group.WORLD, "threaded"), slice(bounds[number], bounds[number + 1])
+        fulls = [torch.arange(bounds[-1]).add(100.0 * r) for r in range(3)]
+        gathered, reduced = torch.zeros(bounds[-1]), torch.zeros_like(fulls[0][place])
+        mine.all_gather(gathered, fulls[0][place].clone(), bounds).wait()
+        mine.reduce_scatter(reduced, fulls[number].clone(), bounds).wait()
+        results[number] = torch.equal(gathered, fulls[0]), torch.equal(reduced, sum(fulls)[place])
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [results[number] for number in range(3)]
+
+
+def test_other_backends_take_lists_of_slices() -> None:
+    assert on_ranks(1, over_lists, fresh=True, process_group=False) == [[(True, True)] * 3]
+
+
 # -- models
 
 
@@ -143,6 +175,23 @@ def test_a_sharded_model_of_any_class_has_groups_too(world_size: int, options: O
     assert mean([mine for mine, _ in found]) == pytest.approx(losses, rel=1e-9)
     for _, state in found:
         assert all(torch.allclose(state[name], value, rtol=0, atol=1e-12) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("options", [matrices_whole, all_whole])
+def test_a_file_fills_what_was_cut_anew(options: Options, tmp_path: Path) -> None:
+    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
+        layers = [zero3.Zero3Layer(module, process_group=group, device="cpu") for module in models[group.rank]]
+        model = zero3.Zero3Sequential(layers)
+        zero3.param_groups(model, options)
+        zero3.load_pretrained(model, tmp_path)
+        return zero3.full_state_dict(model, rank0_only=False)
+
+    with torch.device("meta"):
+        models = [odd_model(torch.float64) for _ in range(3)]
+    values = nn.Sequential(*odd_model(torch.float64, 3)).state_dict()
+    save_file(values, tmp_path / "model.safetensors")
+    for found in run_ranks(3, body):
+        assert all(torch.equal(found[name], value) for name, value in values.items())
 
 
 def test_what_is_cast_to_travel_is_cut_anew_without_a_cast() -> None:

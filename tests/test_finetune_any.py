@@ -200,13 +200,20 @@ def test_trains_only_what_is_chosen(
         assert changed
 
 
-def test_the_small_model_can_be_sharded_as_it_is(example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways of sharding are the same training."""
-    small = ["--vocabulary", 300, "--width", 48, "--blocks", 2, "--heads", 4, "--steps", 3]
+@pytest.mark.parametrize(("compute", "tolerance"), [([], 1e-6), (["--compute", "bf16"], 1e-2)], ids=["fp32", "bf16"])
+def test_the_small_model_can_be_sharded_as_it_is(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compute: list[str], tolerance: float
+) -> None:
+    """Both ways of sharding are the same training; what is saved are the master copies."""
+    small = ["--vocabulary", 300, "--width", 48, "--blocks", 2, "--heads", 4, "--steps", 3, *compute]
     by_hand = [*SIZES, *small, "--output", tmp_path / "by hand", "--device", "cpu"]
     example.main([str(option) for option in by_hand])
     summary, _, _ = run_one_process(example, tmp_path / "as it is", [*small, "--shard"], monkeypatch)
-    assert_same_run(summary, json.loads((tmp_path / "by hand" / "summary.json").read_text()), 1e-6)
+    assert_same_run(summary, json.loads((tmp_path / "by hand" / "summary.json").read_text()), tolerance)
+    from safetensors.torch import load_file
+
+    stored = load_file(tmp_path / "by hand" / "model.safetensors")
+    assert {value.dtype for value in stored.values()} == {torch.float32}
 
 
 def test_mistakes_end_with_advice(

@@ -367,7 +367,7 @@ def test_a_gathering_that_fails_changes_nothing_on_any_rank() -> None:
         assert all(chunk.layout.bounds is None for state in states_of(model) for chunk in state.chunks)
 
     models = [build(rank) for rank in range(2)]
-    run_ranks(2, body, timeout=2.0)
+    run_ranks(2, body, timeout=1.0)
 
 
 # -- graphs

@@ -34,8 +34,8 @@ class FullBuffer:
             with torch.inference_mode(False):  # it will serve training too
                 self.tensor = torch.empty(self._layout.padded_numel, dtype=self.tensor.dtype, device=self.tensor.device)
                 self.views = unpack(self.tensor, self._layout)
-        elif self._storage.nbytes() != self.tensor.nbytes:
-            self._storage.resize_(self.tensor.nbytes)
+        elif (storage := self._storage).nbytes() != (nbytes := self.tensor.nbytes):
+            storage.resize_(nbytes)
 
     def free(self) -> None:
         self._storage.resize_(0)
@@ -116,7 +116,7 @@ class Chunk:
 
     def start_fetch(self, lane: Lane) -> None:
         """Begins to gather. The lane waits for compute: for the optimizer's step, and for the buffer's last reader."""
-        self._adopt_values()
+        self.adopt_values()
         if self.resident:
             if self.full.tensor.data_ptr() != self.shard.data_ptr():  # somebody gave the chunk other data
                 self.full = self._new_buffer()
@@ -134,12 +134,14 @@ class Chunk:
         return own.copy_(self.shard.data)
 
     @torch.no_grad()
-    def _adopt_values(self) -> None:
+    def adopt_values(self) -> None:
         """A part that was given other data (`parameter.data = values`) brings them here, and lies here again."""
+        if self.parts[0].parameter is self.shard:
+            return
         address, size = self.shard.data_ptr(), self.shard.element_size()
         for part in self.parts:
             parameter = part.parameter
-            if parameter is not self.shard and parameter.numel() and parameter.data_ptr() != address + part.start * size:
+            if parameter.numel() and parameter.data_ptr() != address + part.start * size:
                 home = self.shard.data[part.start : part.stop].view(parameter.shape)
                 parameter.data = home.copy_(parameter.data)
                 torch.autograd.graph.increment_version(self.shard)
@@ -152,7 +154,7 @@ class Chunk:
 
     def outdated(self) -> Tensor:
         """Whether the chunk holds other values than its place in the full buffer, 0-dim."""
-        self._adopt_values()
+        self.adopt_values()
         own = self.full.tensor[slice(*self.layout.chunk_range(self._communicator.rank))]
         return (own != self.shard.data.to(own.dtype)).any()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -188,12 +189,16 @@ def run_sharded(runtime: Runtime, state: LayerState, entry: nn.Module, module: C
         return runtime.post_forward(state, output, kept=(args, kwargs, _attributes(holder)))
 
 
+_PARTS = frozenset({bool, int, float, str, dict, OrderedDict, set, type(None)})  # of any module; by type, for that is told at once
+
+
 def _attributes(holder: nn.Module) -> list[Any]:
     """What modules may keep of a forward as plain attributes: caches, auxiliary losses. (A long list is other data.)"""
     found: list[Any] = []
     modules = [holder]
     for module in modules:
-        found += [v for v in vars(module).values() if isinstance(v, torch.Tensor) or (isinstance(v, (list, tuple)) and len(v) < 100)]
+        held = [value for value in vars(module).values() if type(value) not in _PARTS]
+        found += [v for v in held if isinstance(v, torch.Tensor) or (isinstance(v, (list, tuple)) and len(v) < 100)]
         modules += [child for child in module._modules.values() if child is not None and not is_layer(child)]
     return found
 

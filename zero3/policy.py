@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -10,7 +10,7 @@ import torch
 __all__: list[str] = []
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ShardingPolicy:
     """How a layer is sharded; the same on every rank. Bad values are refused here, with ValueError or TypeError.
 
@@ -82,6 +82,11 @@ class ShardingPolicy:
                 raise TypeError(f"{name} must be an integer, found {number!r}")
             if number < 0:
                 raise ValueError(f"{name} must be 0 or more, found {number}")
+
+    def __repr__(self) -> str:
+        """Only what was chosen: the rest is as in the documentation."""
+        chosen = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"ShardingPolicy({', '.join(chosen)})"
 
     @property
     def shards_parameters(self) -> bool:

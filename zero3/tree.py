@@ -25,10 +25,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     for _ in range(_MAX_DEPTH + 1):
         following: list[Any] = []
         for item in level:
-            if isinstance(item, _LEAVES) or id(item) in seen:
+            tensor = isinstance(item, Tensor)
+            if id(item) in seen or (not tensor and isinstance(item, _LEAVES)):
                 continue
             seen.add(id(item))
-            if isinstance(item, Tensor):
+            if tensor:
                 yield item
             else:
                 following.extend(_held_by(item))
@@ -70,10 +71,10 @@ def _rebuilt(value: Any, items: dict[Any, tuple[Any, Any]], put: Callable[[Any, 
 
 
 def _held_by(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return value.values()
     if isinstance(value, (list, tuple, set, frozenset)):
         return value
+    if isinstance(value, (dict, Mapping)):  # the first is quick to tell
+        return value.values()
     slots = (kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__)
     names = [name for slot in slots for name in ((slot,) if isinstance(slot, str) else slot)]
     return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in names)]

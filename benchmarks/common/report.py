@@ -55,6 +55,10 @@ def _lines(path: str) -> list[str]:
 def write(folder: Path | None, name: str, results: dict[str, Any], table: str) -> None:
     """Prints the table; with a folder, leaves it there together with all that was measured."""
     print(table)
+    leave(folder, name, results, table)
+
+
+def leave(folder: Path | None, name: str, results: dict[str, Any], table: str) -> None:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.json").write_text(json.dumps({"machine": machine(), **results}, indent=1))

@@ -8,33 +8,26 @@ Both systems, and all ways, run in turns in the same processes, so that a noisy 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
 import statistics
 import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Callable
-from dataclasses import fields
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anywhere
+
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import zero3
+from benchmarks.common.model import Size, batch, layers, loss_of
+from benchmarks.common.ranks import on_ranks
+from benchmarks.common.report import MEGABYTE, markdown, write
 from zero3.collectives import Communicator, communicator_for
 from zero3.layout import ChunkLayout, deal
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "peers"))
-from model import Size, batch, layers
-
-MEGABYTE = 2**20
 
 
 def sent_bytes() -> int:
@@ -71,7 +64,7 @@ def actions_of_a_step(size: Size, rank: int) -> dict[str, Callable[[], object]]:
     groups = zero3.param_groups(parts, lambda name, info: {"weight_decay": 0.1 if info.ndim > 1 else 0.0})
     ids, labels = batch(size, 0, rank)
     for model in (ours, theirs, parts):
-        nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten()).backward()
+        loss_of(model, ids, labels).backward()
     optimizers = [torch.optim.AdamW(p, lr=1e-6, foreach=True) for p in (ours.get_trainable_chunk(), groups, theirs.parameters())]
     return {
         "AdamW over chunks": optimizers[0].step,
@@ -159,69 +152,61 @@ def ways_of_whole(size: Size, rank: int, world_size: int) -> dict[str, Callable[
     }
 
 
-def one_rank(rank: int, world_size: int, rendezvous: str, size: Size, args: argparse.Namespace, results: Any) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timedelta(seconds=300))
+def one_rank(rank: int, world_size: int, size: Size, repetitions: int) -> dict[str, dict[str, Any]]:
     actions = {**actions_of_a_step(size, rank), **ways_of_whole(size, rank, world_size)}
-    times: dict[str, list[float]] = {name: [] for name in actions}
-    wire: dict[str, float] = {}
-    for repetition in range(args.repetitions + 1):
+    found: dict[str, dict[str, Any]] = {name: {"seconds": [], "wire": []} for name in actions}
+    for repetition in range(repetitions + 1):
         turns = list(actions.items())
         random.Random(repetition).shuffle(turns)  # the same order on all ranks; what runs before one leaves caches and pages to it
         for name, action in turns:
             before = sent_bytes()
             seconds = timed(action)
-            wire[name] = min(wire.get(name, float("inf")), (sent_bytes() - before) / world_size)  # others use the loopback too
             if repetition:  # the first is to warm up
-                times[name].append(seconds)
-    if rank == 0:
-        results.put({"times": times, "wire": wire})
-    dist.barrier()
-    dist.destroy_process_group()
+                found[name]["seconds"].append(seconds)
+                found[name]["wire"].append((sent_bytes() - before) / world_size)
+    return found
 
 
-def padding_table(size: Size, world_sizes: list[int]) -> str:
+def padding_of(size: Size, world_sizes: list[int]) -> dict[int, tuple[float, float]]:
+    """By world size: what padding adds to a model whose even cuts hold parameters whole; the fullest rank of uneven cuts by the mean."""
     total = sum(torch.Size(shape).numel() for layer in shapes(size) for _, shape in layer)
-    rows = ["| ranks | padding of even cuts that hold parameters whole | fullest rank of uneven cuts, x the mean |", "|---|---|---|"]
+    found = {}
     for world_size in world_sizes:
         dealt = uneven(size, world_size)
         fullest = max(sum(layout.chunk_numel(rank) for layout in dealt) for rank in range(world_size))
-        rows.append(f"| {world_size} | {sum(padded(size, world_size)) / total - 1:.0%} | {fullest * world_size / total:.2f} |")
-    return "\n".join(rows)
+        found[world_size] = sum(padded(size, world_size)) / total - 1, fullest * world_size / total
+    return found
 
 
-def time_table(report: dict[str, Any]) -> str:
-    rows = ["| what | least ms | median (most) | least, x the first of its kind | wire MB a rank |", "|---|---|---|---|---|"]
+def time_table(times: dict[str, dict[str, Any]]) -> str:
+    rows = []
     first: dict[str, float] = {}
-    for name, seconds in report["times"].items():
-        least = min(seconds)
+    for name, found in times.items():
+        least = min(found["seconds"])
         ratio = least / first.setdefault(name.split()[0].replace("uneven", "even"), least)
-        others = f"{statistics.median(seconds) * 1e3:.0f} ({max(seconds) * 1e3:.0f})"
-        rows.append(f"| {name} | {least * 1e3:.1f} | {others} | {ratio:.2f} | {report['wire'][name] / MEGABYTE:.1f} |")
-    return "\n".join(rows)
+        others = f"{statistics.median(found['seconds']) * 1e3:.0f} ({max(found['seconds']) * 1e3:.0f})"
+        rows.append([name, f"{least * 1e3:.1f}", others, f"{ratio:.2f}", f"{min(found['wire']) / MEGABYTE:.1f}"])
+    return markdown(["what", "least ms", "median (most)", "least, x the first of its kind", "wire MB a rank"], rows)
+
+
+def padding_table(found: dict[int, tuple[float, float]]) -> str:
+    rows = [[ranks, f"{padding:.0%}", f"{fullest:.2f}"] for ranks, (padding, fullest) in found.items()]
+    return markdown(["ranks", "padding of even cuts that hold parameters whole", "fullest rank of uneven cuts, x the mean"], rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for field in fields(Size):
-        parser.add_argument(f"--{field.name}", type=int, default=field.default, help=f"of the model (default: {field.default})")
-    parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
-    parser.add_argument("--repetitions", type=int, default=15, help="of each action, in turns (default: 15)")
+    Size.add_flags(parser)
+    parser.add_argument("--ranks", type=int, default=2, help="processes; default: %(default)s")
+    parser.add_argument("--repetitions", type=int, default=25, help="of each action, in turns; default: %(default)s")
     parser.add_argument("--padding-ranks", type=int, nargs="+", default=[2, 8, 64], help="world sizes to compute padding for")
-    parser.add_argument("--output", type=Path, help="a JSON file for all that was measured")
+    parser.add_argument("--output", type=Path, help="a folder for the tables and all that was measured")
     args = parser.parse_args()
-    size = Size(**{field.name: getattr(args, field.name) for field in fields(Size)})
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as directory:
-        arguments = (args.ranks, f"{directory}/rendezvous", size, args, results)
-        mp.start_processes(one_rank, arguments, nprocs=args.ranks, start_method="spawn")
-    report = results.get()
-    print(time_table(report), padding_table(size, args.padding_ranks), sep="\n\n")
-    if args.output:
-        args.output.write_text(json.dumps({"torch": torch.__version__, **report}, indent=1))
+    size = Size.from_flags(args)
+    times = on_ranks(args.ranks, one_rank, size, args.repetitions)[0]
+    padding = padding_of(size, args.padding_ranks)
+    tables = f"{time_table(times)}\n\n{padding_table(padding)}"
+    write(args.output, "optimizer", {"arguments": vars(args) | {"output": str(args.output)}, "times": times, "padding": padding}, tables)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anyw
 
 from benchmarks.common.model import Size
 from benchmarks.common.ranks import RanksFailed, alone, enter_private_network, on_ranks
-from benchmarks.common.report import progress, write
+from benchmarks.common.report import leave, progress
 from benchmarks.common.systems import SYSTEMS, missing
 from benchmarks.common.training import check, reference, slowest, train
 from benchmarks.peers.tables import draw, tables
@@ -36,8 +37,8 @@ def attempt(found: dict[str, Any], body: Any, args: argparse.Namespace, *argumen
         return []
 
 
-def measure(args: argparse.Namespace, size: Size) -> dict[str, dict[str, Any]]:
-    """By system: what the ranks of every repetition reported, what was counted, or why there is nothing."""
+def measure(args: argparse.Namespace, size: Size) -> Iterator[dict[str, dict[str, Any]]]:
+    """By system: what the ranks of every repetition reported, what was counted, or why there is nothing. After each repetition."""
     found: dict[str, dict[str, Any]] = {system: {"runs": [], "check": [], "failed": missing(system)} for system in args.systems}
     for repetition in range(args.repetitions):
         for system, entry in found.items():
@@ -46,11 +47,12 @@ def measure(args: argparse.Namespace, size: Size) -> dict[str, dict[str, Any]]:
                 reports = attempt(entry, train, args, system, size, args.steps, args.warmup)
                 if reports:
                     entry["runs"].append({"seconds": slowest(reports), "ranks": reports})
+        yield found
     for system, entry in found.items():
         if args.check_steps and not entry["failed"]:
             progress(f"counting, and comparing losses: {system}")
             entry["check"] = attempt(entry, check, args, system, size, args.check_steps)
-    return found
+    yield found
 
 
 def main() -> None:
@@ -76,9 +78,10 @@ def main() -> None:
     if args.check_steps:
         progress("one process, as a reference for losses")
         losses = alone(reference, size, args.check_steps, args.ranks)
-    found = measure(args, size)
-    results = {"size": asdict(size), "parameters": size.parameters, "ranks": args.ranks, "own loopback": private}
-    write(args.output, "peers", results | {"reference": losses, "systems": found}, tables(found, losses))
+    results = {"size": asdict(size), "parameters": size.parameters, "ranks": args.ranks, "own loopback": private, "reference": losses}
+    for found in measure(args, size):
+        leave(args.output, "peers", results | {"systems": found}, tables(found, losses))
+    print(tables(found, losses))
     if args.output:
         draw(found, args.output)
     sys.exit(any(entry["failed"] and not missing(system) for system, entry in found.items()))

@@ -32,8 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero3
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "peers"))
-from model import Size, batch, layers
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anywhere
+from benchmarks.common.model import Size, batch, layers
 
 LR = 3e-4
 

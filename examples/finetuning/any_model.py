@@ -31,7 +31,7 @@ class AnyModel:
             model = add_adapters(model, options.lora)
         self.memory_of_one_process = memory_of_one_process(model)
         self._first = ranks.rank == 0
-        self.sharded = zero3.shard(model, device=ranks.device)
+        self.sharded = zero3.shard(model, device=ranks.device, policy=options.policy)
         if options.model is not None:
             try:
                 zero3.load_pretrained(self.sharded, options.model)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -45,7 +46,11 @@ class NeoX:
         self._source = options.model
         self._config = config
         # From here on, every rank holds its slice of each layer, and a whole layer only while that layer computes.
-        self.sharded = zero3.Zero3Sequential([zero3.Zero3Layer(layer, device=ranks.device) for layer in layers])
+        inner = replace(options.policy, output_dtype=None)  # what goes from layer to layer stays as it is computed
+        policies = [*(inner for _ in layers[1:]), options.policy]
+        self.sharded = zero3.Zero3Sequential(
+            [zero3.Zero3Layer(layer, device=ranks.device, policy=policy) for layer, policy in zip(layers, policies, strict=True)]
+        )
 
     def logits(self, tokens: Tensor) -> Tensor:
         return self.sharded(tokens)

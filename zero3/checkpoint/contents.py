@@ -59,10 +59,11 @@ class Contents:
         """What a rank's chunk holds (None: this one's), in order. Empty parameters belong to the first rank that holds anything."""
         rank = self.rank if rank is None else rank
         names = self._chunk_names.get(chunk, {})
-        found = [Span(names[piece.slot.name], piece.start, piece.stop, piece.offset) for piece in chunk.layout.pieces(rank)]
+        pieces = [piece for piece in chunk.layout.pieces(rank) if piece.slot.name in names]
+        found = [Span(names[piece.slot.name], piece.start, piece.stop, piece.offset) for piece in pieces]
         first = next((other for other in range(self.world_size) if chunk.layout.pieces(other)), 0)
         if rank == first:
-            found += [Span(names[slot.name], 0, 0, 0) for slot in chunk.layout.slots if not slot.numel]
+            found += [Span(names[slot.name], 0, 0, 0) for slot in chunk.layout.slots if not slot.numel and slot.name in names]
         return found
 
     def chunks(self) -> Iterator[Chunk]:

@@ -21,7 +21,7 @@ from .plain_values import encode_scalar, name_of
 
 __all__: list[str] = []
 
-_NOT_OPTIONS = ("params", "param_names")
+_NOT_OPTIONS = ("params", "param_names", "whole")  # the last says how this run divides the model
 
 
 class Held(NamedTuple):
@@ -31,6 +31,11 @@ class Held(NamedTuple):
     group: int
     spans: tuple[Span, ...]
     mine: bool  # to write: what every rank has a copy of is rank 0's
+
+    @property
+    def filled(self) -> tuple[Span, ...]:
+        """Without the empty parameters, which may lie beside any others; only they, if there is nothing else."""
+        return tuple(span for span in self.spans if span.start < span.stop) or self.spans
 
 
 @dataclass
@@ -84,12 +89,14 @@ def held_by(optimizer: torch.optim.Optimizer, contents: Contents) -> list[Held]:
     held = []
     for group, options in enumerate(optimizer.param_groups):
         for parameter in options["params"]:
-            if id(parameter) not in known:
+            # one that param_groups has put in a group that this rank has nothing of
+            stands_in = not parameter.numel() or (not parameter.dim() and getattr(parameter, "zero3_state", None) is not None)
+            if id(parameter) not in known and not stands_in:
                 raise ValueError(
                     f"group {group} of the {type(optimizer).__name__} has a parameter {tuple(parameter.shape)} that is not of this model. "
                     "Make the optimizer from get_trainable_chunk(model) or param_groups(model, ...), after sharding."
                 )
-            held.append(Held(parameter, group, *known[id(parameter)]))
+            held.append(Held(parameter, group, *known.get(id(parameter), ((), True))))
     return held
 
 
@@ -120,7 +127,7 @@ def state_of(optimizer: torch.optim.Optimizer, held: Held, contents: Contents) -
 
 def is_whole(held: Held, contents: Contents) -> bool:
     """Whether it is one parameter and all of it, in its own shape."""
-    return len(held.spans) == 1 and tuple(held.parameter.shape) == contents.shape(held.spans[0].name)
+    return len(held.filled) == 1 and tuple(held.parameter.shape) == contents.shape(held.filled[0].name)
 
 
 def contents_of(
@@ -137,6 +144,7 @@ def contents_of(
                 names = [span.name for span in one.spans if span.start == 0 and one.mine]  # where it begins, once in all
                 groups[one.group] += names
                 found = state_of(optimizer, one, contents) if with_state else NamedState()
+                names = [name for name in names if not found.whole or name == one.filled[0].name]
                 if names and (found.elements or found.scalars or found.whole):
                     state.append([names, found.elements, found.scalars, found.whole])
     except TypeError as caught:

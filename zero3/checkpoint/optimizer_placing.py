@@ -58,10 +58,11 @@ def place(
         ValueError: names that are missing or unknown, options or steps that differ within what is one here: all in one.
     """
     problems = _problems_of_groups(own, source, contents)
-    options = [next((by_name[name] for name in names if name in by_name), {}) for by_name in [_options(source)] for _, names in own.groups]
-    placing = Placing(optimizer, options)
+    by_name = _options(source)
+    filled = [[name for name in names if name in by_name and 0 not in contents.shape(name)] for _, names in own.groups]
+    placing = Placing(optimizer, [by_name[names[0]] if names else {} for names in filled])
     for one in held:
-        named = {span.name: source.state.get(span.name, NamedState()) for span in one.spans}
+        named = {span.name: source.state.get(span.name, NamedState()) for span in one.filled}
         if any(vars(state) != vars(NamedState()) for state in named.values()):
             problems += _problems_of_slices(one, named, contents)
             if not problems:
@@ -76,18 +77,20 @@ def _options(source: OptimizerContents) -> dict[str, dict[str, Any]]:
 
 
 def _problems_of_groups(own: OptimizerContents, source: OptimizerContents, contents: Contents) -> list[str]:
-    """The same on every rank. Frozen parameters may be in an optimizer's groups or not: they have no state."""
+    """The same on every rank. Frozen parameters may be in an optimizer's groups or not: they have no state. Nor have empty ones."""
     options = _options(source)
     expected = {name for _, names in own.groups for name in names}
-    missing = [name for _, names in own.groups for name in names if name not in options and contents.trains(name)]
+    matters = [name for _, names in own.groups for name in names if contents.trains(name) and 0 not in contents.shape(name)]
+    missing = [name for name in matters if name not in options]
     unknown = [name for name in [*options, *(name for name in source.state if name not in options)] if name not in expected]
     unknown = [name for name in unknown if name in source.state or not contents.knows(name) or contents.trains(name)]
+    unknown = [name for name in unknown if not contents.knows(name) or 0 not in contents.shape(name)]
     problems = [f"missing: {', '.join(missing)}"] if missing else []
     problems += [f"unknown: {', '.join(unknown)}"] if unknown else []
     for number, (_, names) in enumerate(own.groups):
         by_options: dict[str, str] = {}
         for name in names:
-            if name in options:
+            if name in options and 0 not in contents.shape(name):
                 by_options.setdefault(json.dumps(options[name], sort_keys=True), name)
         if len(by_options) > 1:
             first, second, *_ = by_options.items()
@@ -130,5 +133,5 @@ def _allocate(placing: Placing, held: Held, named: dict[str, NamedState]) -> Non
         placing.targets += [Target(key, span, flat) for span in held.spans if span.start < span.stop]
     for key, (name_of_dtype, shape) in first.whole.items():
         state[key] = torch.empty(shape, dtype=dtype_named(name_of_dtype), device=parameter.device)
-        placing.whole.append((held.spans[0].name, key, state[key]))
+        placing.whole.append((held.filled[0].name, key, state[key]))
     placing.state.append((parameter, state))

@@ -84,6 +84,7 @@ class Prepared:
             for name, tensor in contents.others.items():
                 self.model_entries.append(Entry(f"other:{rank}:{name}", tensor.detach(), tuple(tensor.shape)))
         for chunk in contents.chunks():
+            chunk.adopt_values()
             for name, start, stop, offset in contents.spans(chunk):
                 if self.stores(name) and start < stop:
                     self.model_entries.append(_entry(f"parameter:{name}", chunk.shard.data, start, stop, offset))
@@ -149,7 +150,7 @@ def _state_entries(optimizer: torch.optim.Optimizer, held: list[Held]) -> list[E
                 continue
             if value.shape != one.parameter.shape:
                 if value.dim():
-                    entries.append(Entry(f"whole:{key}:{one.spans[0].name}", value.detach(), tuple(value.shape)))
+                    entries.append(Entry(f"whole:{key}:{one.filled[0].name}", value.detach(), tuple(value.shape)))
                 continue
             flat = value.detach().reshape(-1)
             entries += [_entry(f"state:{key}:{name}", flat, *range_) for name, *range_ in one.spans if range_[0] < range_[1]]

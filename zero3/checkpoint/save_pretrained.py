@@ -129,6 +129,7 @@ class _Plan:
     def _fill(self) -> None:
         held: dict[str, list[tuple[int, Tensor]]] = {}  # source: first element and values, flattened
         for chunk in self.contents.chunks():
+            chunk.adopt_values()
             for name, start, stop, offset in self.contents.spans(chunk):
                 held.setdefault(name, []).append((start, chunk.shard.data[offset : offset + stop - start]))
         if self.contents.rank == 0:
