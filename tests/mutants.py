@@ -115,11 +115,11 @@ FAULTS = [
     ),
     Fault("a rank that fails leaves at once", "step_guard.py", "rehearsal.go_through_the_motions()", "reset(model)", "step_guard"),
     Fault(
-        "interrupted transfers are dropped",
+        "a layer given back while it is filled",
         "chunk.py",
         "        self.finish_fetch()\n        if self._computing",
         "        if self._computing",
-        "failures_leave_nothing exceptions ordering",
+        "ordering_fuzz",
     ),
 ]
 

@@ -137,6 +137,30 @@ def test_no_life_has_a_race(nodes: tuple[Node, ...], policy: ShardingPolicy, sha
     assert fake.allocations_on_lanes == []
 
 
+class Shorter(nn.Module):
+    """Leaves out its last layer, if it is told to: by then it is on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, calls: int) -> Tensor:
+        for layer in self.layers[:calls]:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_layer_that_was_foreseen_and_does_not_come_leaves_no_race(depth: int) -> None:
+    with faking() as fake:
+        model = zero3.shard(Shorter(), nn.Linear, policy=ShardingPolicy(prefetch_depth=depth), process_group=EchoCommunicator())
+        for calls in (4, 4, 3, 4, 2, 4, 1):
+            with torch.no_grad():
+                model(torch.ones(2, WIDTH), calls)
+        fake.notice_freed()
+    assert fake.races == []
+
+
 # -- each order that is taken out is found, in the very lives that have none missing
 
 

@@ -121,6 +121,44 @@ def test_a_backward_that_breaks_takes_back_only_what_it_brought(world_size: int,
 
 
 @worlds
+@pytest.mark.parametrize("policy", [{"stage": 2}, {"dynamic": True}, {"reduce_dtype": torch.float64, "gradient_reduction": "sum"}])
+def test_the_same_with_other_policies(world_size: int, policy: dict[str, Any]) -> None:
+    def body(group: ThreadCommunicator) -> None:
+        model = sharded(group, transactional=True, **policy)
+        loss_of(model, group.rank, 0).backward()
+        model[0].module.blows = "backward"
+        with pytest.raises(Broken):
+            loss_of(model, group.rank, 1).backward()
+        model[0].module.blows = None
+        loss_of(model, group.rank, 2).backward()
+        check(model, group, wanted)
+
+    wanted = expected(world_size, [0, 2])
+    if policy.get("gradient_reduction") == "sum":
+        wanted = {name: value * world_size for name, value in wanted.items()}
+    run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize("policy", [{"stage": 1}, {"stage": 2}, {"dynamic": True}])
+def test_a_guard_refuses_what_it_could_not_repeat(policy: dict[str, Any]) -> None:
+    def body(group: ThreadCommunicator) -> None:
+        model = sharded(group, **policy)
+        with pytest.raises(ValueError, match=r"rank \d: zero3.step_guard needs"), zero3.step_guard(model):
+            pass
+        loss_of(model, group.rank, 0).backward()
+        zero3.clip_grad_norm_(model, float("inf"))  # with stage=1, only now are gradients reduced
+        check(model, group, wanted)
+
+    wanted = expected(2, [0])
+    run_ranks(2, body)
+
+
+def test_a_transaction_needs_gradients_that_are_reduced_in_backward() -> None:
+    with pytest.raises(ValueError, match="transactional=True needs stage 2 or 3"):
+        ShardingPolicy(stage=1, transactional=True)
+
+
+@worlds
 @pytest.mark.parametrize("broken_waits", [False, True])
 @pytest.mark.parametrize("earlier_waits", [False, True])
 def test_what_no_sync_has_kept_stays(world_size: int, earlier_waits: bool, broken_waits: bool) -> None:
