@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint requirements/lock.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune test lint types clean
+.PHONY: help finetune test lint types soak mutants clean
 .NOTPARALLEL:  # two installations would get in each other's way
 
 help:  ## show this list
@@ -31,6 +31,13 @@ lint: $(VENV)/.dev  ## check style and formatting
 
 types: $(VENV)/.dev  ## check the types of zero3/
 	$(BIN)/mypy
+
+soak: $(VENV)/.tests  ## train MINUTES (30) while faults are injected, and draw some thousand lives of models at random
+	$(BIN)/python -m tests.soak $(or $(MINUTES),30)
+	ZERO3_EXAMPLES=$(or $(EXAMPLES),3000) $(BIN)/python -m pytest -q -o timeout=0 -o faulthandler_timeout=0 tests/test_stateful.py tests/test_ordering_fuzz.py
+
+mutants: $(VENV)/.tests  ## put faults into a copy of the package, one at a time: do the tests see each?
+	$(BIN)/python tests/mutants.py $(ARGS)
 
 clean:  ## remove the virtual environment and everything else that can be made again
 	rm -rf $(VENV) build dist finetuned *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

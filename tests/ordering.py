@@ -186,22 +186,28 @@ class EchoCommunicator:
         return isinstance(other, EchoCommunicator)
 
 
-@pytest.fixture
-def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+@contextlib.contextmanager
+def faking() -> Iterator[FakeDevice]:
     """torch.cuda's streams and events, as fakes; and the two places that give memory back without an operation."""
     from zero3.chunk import FullBuffer
 
     fake = FakeDevice()
-    monkeypatch.setattr(torch.cuda, "Stream", fake.new_stream)
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: fake.current)
-    monkeypatch.setattr(torch.cuda, "stream", fake.on)
     real_free: Callable[[FullBuffer], None] = FullBuffer.free
 
     def free(buffer: FullBuffer) -> None:
         fake.freed(buffer.tensor.untyped_storage()._cdata)
         real_free(buffer)
 
-    monkeypatch.setattr(FullBuffer, "free", free)
-    with fake:
+    with pytest.MonkeyPatch.context() as patch, fake:
+        patch.setattr(torch.cuda, "Stream", fake.new_stream)
+        patch.setattr(torch.cuda, "Event", FakeEvent)
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: fake.current)
+        patch.setattr(torch.cuda, "stream", fake.on)
+        patch.setattr(FullBuffer, "free", free)
+        yield fake
+
+
+@pytest.fixture
+def fake_device() -> Iterator[FakeDevice]:
+    with faking() as fake:
         yield fake

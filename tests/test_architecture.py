@@ -23,19 +23,19 @@ PACKAGE = ROOT / "zero3"
 
 # A file imports only from lower floors. A folder stands for those in it that have no floor of their own.
 FLOORS = {
-    "layout": 0, "schedule": 0, "timeline": 0,
+    "layout": 0, "schedule": 0, "timeline": 0, "journal": 0,
     "policy": 1, "streams": 1, "tree": 1, "autograd": 1, "failures": 1, "ddp": 1,
     "released": 2, "flat": 2, "communicator": 2, "casting": 2,
     "collectives": 3,
-    "agreement": 4, "chunk": 4, "shard_gradient": 4,
-    "gradient": 5, "binding": 5,
+    "agreement": 4, "chunk": 4, "shard_gradient": 4, "accumulation": 4,
+    "gradient": 5, "binding": 5, "watching": 5,
     "layer_gradients": 6, "selection": 6, "guards": 6,
     "layer_state": 7,
     "construction": 8, "backward": 8,
     "runtime": 9,
     "layer": 10,
     "sequential": 11, "access": 11,
-    "report": 12, "shard": 13, "profiler": 12,
+    "report": 12, "shard": 13, "check": 14, "step_guard": 12, "profiler": 12,
     "optim": 12, "checkpoint": 12,
     "checkpoint.full_state": 13, "checkpoint.safetensors_writing": 13, "checkpoint.ranges": 13,
     "checkpoint.fitting": 14, "checkpoint.contents": 14, "checkpoint.manifest": 14,
@@ -117,6 +117,13 @@ def test_one_door_to_torch_distributed() -> None:
     ddp = {name for name in imports_of("ddp") if name.startswith("torch")}
     joining = {f"torch.distributed.algorithms.join.{name}" for name in ("Join", "JoinHook", "Joinable")}
     assert ddp == joining | {"torch.Tensor", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook"}
+
+
+def test_nothing_is_unpickled_but_what_ranks_of_an_optimizer_tell_each_other() -> None:
+    """docs/reliability.md, what a checkpoint or a rank can do: a file that is loaded runs no code."""
+    loads = r"^(pickle|_pickle|dill|shelve|marshal)\.(loads?|Unpickler|open)$|^torch\.(load|jit\.load)$|^dist\.\w+_object(_list)?$"
+    assert sources_that_write(loads) == {"optim/zero_state"}
+    assert not sources_that_write(r"^(eval|exec|compile)$")
 
 
 def test_one_door_to_cuda() -> None:

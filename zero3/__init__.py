@@ -1,6 +1,7 @@
 """zero3: full sharding (ZeRO-3) of PyTorch models. Wrap layers, pass their chunks to any optimizer, train as always."""
 
 from .access import full_params, get_trainable_chunk, no_sync, reset, resident
+from .check import check
 from .checkpoint.full_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
 from .checkpoint.full_state import full_state_dict, load_full_state_dict
 from .checkpoint.loading import load_checkpoint
@@ -21,6 +22,7 @@ from .profiler import profile
 from .report import report
 from .sequential import Zero3Sequential
 from .shard import shard
+from .step_guard import step_guard
 
 __all__ = [
     "GradScaler",
@@ -30,6 +32,7 @@ __all__ = [
     "Zero3Sequential",
     "ZeroRedundancyOptimizer",
     "backward",
+    "check",
     "check_optimizer",
     "clip_grad_norm_",
     "full_optimizer_state_dict",
@@ -51,4 +54,5 @@ __all__ = [
     "save_checkpoint",
     "save_pretrained",
     "shard",
+    "step_guard",
 ]

@@ -24,6 +24,8 @@ from .schedule import Call, ForwardOrder, Step, Tape
 
 __all__: list[str] = []
 
+_BACKWARD = "the layers that take part in backward"
+
 LayerTape = Tape[LayerState]
 LayerCall = Call[LayerState]
 
@@ -48,7 +50,7 @@ class Backward:
         self._backup_communicator = backup_communicator
         self._device = device
         self._depth = depth
-        self._order: ForwardOrder[tuple[tuple[LayerState, ...], tuple[bool, ...]]] = (
+        self.order: ForwardOrder[tuple[tuple[LayerState, ...], tuple[bool, ...]]] = (
             ForwardOrder()
         )  # of the tapes: nested backwards have their own
         self._touched: list[LayerTape] = []  # the tapes it has come to
@@ -95,7 +97,7 @@ class Backward:
     def recompute(self) -> None:
         """Before a forward inside a backward. If it belongs to a reentrant checkpoint, its own backward ends before this one."""
         if not self._ending.awaited and not self._outer_ending.awaited:
-            self._outer_ending.wait()
+            self._outer_ending.wait(then=self._commit)
         self._finish_nested()
 
     def _finish_nested(self) -> None:
@@ -104,7 +106,8 @@ class Backward:
             self._finish(nested)
 
     def reset(self, *, broken: bool = False) -> None:
-        """Releases everything. If the last backward raised, the gradients accumulated so far are dropped with it."""
+        """Releases everything. If the last backward raised, the gradients accumulated so far are dropped with it,
+        or, in a transaction, are again what they were."""
         broken_backward = self._ending.missed or self._outer_ending.missed
         while self._backups:
             try:
@@ -122,7 +125,7 @@ class Backward:
         for state in self.layers:
             state.reset(broken=broken or broken_backward)
             if broken_backward:
-                state.gradients.drop()
+                state.gradients.give_up()
         self._forget_zeroed()
 
     def _forget_zeroed(self) -> None:
@@ -152,9 +155,10 @@ class Backward:
     def _touch(self, tape: LayerTape) -> None:
         signature = tape.signature()
         deferred = tuple(state.gradients.deferred for state in signature)
-        if not self._order.advance((signature, deferred)):
+        if not self.order.advance((signature, deferred)):
             names = [state.name_among_ranks + " under no_sync" * waits for state, waits in zip(signature, deferred, strict=True)]
-            agree(self._communicator, self._device, "the layers that take part in backward", names)
+            signature[0].watch.recorder("agree", _BACKWARD, *names)
+            agree(self._communicator, self._device, _BACKWARD, names)
         # `autograd.grad` writes no parameter's gradient: then nothing is reduced
         tape.reduces = accumulates_everywhere() or any(state.gradients.expected() for state in dict.fromkeys(reversed(signature)))
         self._reduces = self._reduces or tape.reduces
@@ -206,7 +210,7 @@ class Backward:
             self.reset()
         self._forget_zeroed()
         self._ending.wait(then=self._end)
-        self._order.begin()
+        self.order.begin()
 
     def _end(self) -> None:
         for tape in sorted(self._touched, key=lambda tape: -tape.serial):
@@ -218,7 +222,13 @@ class Backward:
         self._reduces = False
         for state in self.layers:
             self.release(state)
-        self._order.learn()
+        self.order.learn()
+        if not self._outer_ending.awaited:
+            self._commit()
+
+    def _commit(self) -> None:
+        for state in self.layers:
+            state.gradients.commit()
 
     def gradient_came(self) -> None:
         """A layer's first gradient, perhaps by a way outside its calls: make sure that this backward ends by reducing it."""

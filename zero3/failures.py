@@ -7,8 +7,11 @@ from typing import Protocol
 
 import torch
 
+from .journal import Journal
+
 __all__: list[str] = []
 
+_OF_TRANSFER = "zero3_of_transfer"
 _OWN_PACE = "Ranks that generate or evaluate different numbers of times do so inside `with zero3.resident(model):`."
 
 
@@ -22,10 +25,11 @@ class Ranked(Protocol):
 class Subject:
     """What a transfer is for, by a name that may still change: a layer learns its place in the model at its first forward."""
 
-    __slots__ = ("name",)
+    __slots__ = ("journal", "name")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, journal: Journal | None = None) -> None:
         self.name = name
+        self.journal = journal  # of its model
 
 
 class NamingFailures:
@@ -44,8 +48,20 @@ class NamingFailures:
     def __exit__(self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None) -> None:
         if not isinstance(failure, RuntimeError) or isinstance(failure, torch.OutOfMemoryError):
             return
+        where = f" {self._subject.journal.where()}" if self._subject.journal is not None else ""
         advice = "" if torch.is_grad_enabled() else f" {_OWN_PACE}"
-        raise RuntimeError(
+        raise _of_transfer(
             f"rank {self._communicator.rank} of {self._communicator.world_size}: {self._doing} {self._subject.name} failed: {failure}\n"
-            f"Most often another rank died, or took another path through the model: its own error says why.{advice}"
+            f"Most often another rank died, or took another path through the model: its own error says why.{where}{advice}"
         ) from failure
+
+
+def _of_transfer(text: str) -> RuntimeError:
+    error = RuntimeError(text)  # no frame that it passes may know it by name: a cycle would keep its tensors alive
+    error.__dict__[_OF_TRANSFER] = True
+    return error
+
+
+def is_transfer_failure(error: BaseException | None) -> bool:
+    """Whether it was a collective that failed: then the ranks can't speak to each other any more."""
+    return error is not None and _OF_TRANSFER in vars(error)

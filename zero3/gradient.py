@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from .accumulation import TOKENS, accumulate, scale_gradient
 from .chunk import Chunk, Part
 from .collectives import Communicator
 from .flat import view, zero_padding
@@ -17,9 +19,6 @@ from .shard_gradient import AwaitedGradient, PieceGradient, ShardGradient, Whole
 from .streams import Done, Lane, Mark
 
 __all__: list[str] = []
-
-TOKENS = "_zero3_tokens"  # on a gradient: over how many tokens it is the mean, 0-dim, and its version then
-_EXACT = "_zero3_exact"  # on a gradient: what it was rounded from, and its version then
 
 
 class Backup(NamedTuple):
@@ -34,11 +33,27 @@ class Backup(NamedTuple):
             self.mark.wait()
 
 
+@dataclass(slots=True)
+class _Before:
+    """What a transaction found, to be put back if it fails. Nothing in it is written to until then."""
+
+    full: Tensor | None
+    written: set[int]
+    kept: list[tuple[Part, Tensor, int]]
+    owed: bool
+    tokens: list[object]  # a part
+    factor: Tensor | None = None  # what `scale` asked for
+    total: Tensor | None = None  # what `note_tokens` did
+    joined: bool = False  # `full` has been added to the transaction's own sum
+
+
 class FlatGradient:
     """Adds up the gradients of a chunk's parameters in one buffer `[W*S]`, from the first that comes to `back_up`.
 
     Nothing is counted: a slot that got no gradient is zero, one that got several holds their sum. `keep` instead of `back_up`
     leaves the sum for a later backward to add to and to reduce, unless the optimizer's gradients are zeroed meanwhile.
+
+    In a transaction, what is reduced is staged, and what earlier backwards have left stays as it is, until `commit` or `roll_back`.
     """
 
     def __init__(self, chunk: Chunk, communicator: Communicator, policy: ShardingPolicy, naming: AbstractContextManager[None]) -> None:
@@ -55,11 +70,16 @@ class FlatGradient:
         self.on_first: Callable[[], None] | None = None
         self.pending = False  # gradients have come in, in this backward, that no backup has taken
         self.owed = False  # an earlier backward has left its reduction to a later one
+        self._transactional = policy.transactional
+        self.holds = 0  # `step_guard` contexts that it is in: they decide on the transaction's end
+        self._before: _Before | None = None  # of the transaction under way
+        self._staged: list[tuple[Tensor, Tensor]] = []  # landed and summed, see `_land`
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Takes in the gradient of slot number `index`."""
         if not self.pending:
             self.pending = True
+            self._begin()
             if self.on_first is not None:
                 self.on_first()
         if self._full is None:
@@ -75,6 +95,7 @@ class FlatGradient:
 
     def back_up(self, lane: Lane, communicator: Communicator) -> Backup:
         """Begins to reduce what has come in (zeros, if nothing has) into this rank's slice; frees this object's buffer."""
+        self._begin()
         full = self._take()
         summed = full if communicator.world_size == 1 else full.new_empty(self._chunk.shard.numel())
         dtype = self._chunk.shard.dtype
@@ -88,6 +109,10 @@ class FlatGradient:
 
     def keep(self, look: Callable[[], bool]) -> None:
         """Leaves what has come in for a later backward. Until then the optimizer's gradients are such that it can't use them."""
+        self._begin()
+        if self._before is not None and self._before.full is not None:
+            self._full = self._new(self._chunk.layout.padded_numel) if self._full is None else self._full
+            self._join(self._full)
         self.pending, self.owed = False, True
         for part in self._chunk.parts:
             parameter = part.parameter
@@ -95,6 +120,9 @@ class FlatGradient:
                 parameter.grad = AwaitedGradient.like(parameter, look)
             if parameter.grad is not None:
                 vars(parameter.grad).pop(TOKENS, None)
+        self._note_versions()
+
+    def _note_versions(self) -> None:
         seen = [(part, part.parameter.grad) for part in self._chunk.parts]
         self._kept = [(part, gradient, gradient._version) for part, gradient in seen if gradient is not None]
 
@@ -110,41 +138,117 @@ class FlatGradient:
             if now is None or (isinstance(now, AwaitedGradient) and now.zeroed):
                 self.drop()
                 return True
-            if self._full is not None and not isinstance(now, AwaitedGradient) and now is gradient and now._version != version:
-                self._full.mul_(now.as_subclass(Tensor).any())  # in place: without asking the device what it holds
+            full = self._full if self._before is None else self._before.full
+            if full is not None and not isinstance(now, AwaitedGradient) and now is gradient and now._version != version:
+                full.mul_(now.as_subclass(Tensor).any())  # in place: without asking the device what it holds
         return False
 
     def scale(self, factor: Tensor, look: Callable[[], bool]) -> None:
         """Multiplies what the chunk's gradient holds, and what was kept to join it, by `factor`, 0-dim."""
-        if self._full is not None:
-            self._full.mul_(factor)
+        self._begin()
+        if self._before is not None:
+            self._before.factor = factor if self._before.factor is None else self._before.factor * factor
+        else:
+            self._scale(factor, self._full)
+
+    def _scale(self, factor: Tensor, kept: Tensor | None) -> None:
+        if kept is not None:
+            kept.mul_(factor)
         for part in self._chunk.parts:
             gradient = part.parameter.grad
             if gradient is not None and not isinstance(gradient, AwaitedGradient):
-                exact, version = getattr(gradient, _EXACT, (None, -1))
-                if exact is not None and version == gradient._version:
-                    gradient.copy_(exact.mul_(factor))
-                    setattr(gradient, _EXACT, (exact, gradient._version))
-                else:
-                    gradient.mul_(factor)
+                scale_gradient(gradient, factor)
         if self.owed:
-            self.keep(look)
+            self._note_versions()
+
+    def note_tokens(self, total: Tensor) -> None:
+        """The chunk's gradient is now the mean over `total` tokens, 0-dim."""
+        if self._before is not None:
+            self._before.total = total
+            return
+        for part in self._chunk.parts:
+            if part.parameter.grad is not None:
+                setattr(part.parameter.grad, TOKENS, (total, part.parameter.grad._version))
 
     def drop(self) -> None:
+        self._clear()
+        self._before = None
+        self._staged = []
+
+    def _clear(self) -> None:
         self._full = None
-        self._written.clear()
+        self._written = set()
         self._kept = []
         self.pending = self.owed = False
+
+    # -- transactions
+
+    @property
+    def transacts(self) -> bool:
+        return self._transactional or self.holds > 0
+
+    @property
+    def undecided(self) -> bool:
+        """Whether a transaction is under way."""
+        return self._before is not None
+
+    def _begin(self) -> None:
+        if self.transacts and self._before is None:
+            tokens = [getattr(part.parameter.grad, TOKENS, None) for part in self._chunk.parts]
+            self._before = _Before(self._full, self._written, self._kept, self.owed, tokens)
+            self._full, self._written = None, set()
+
+    def _join(self, full: Tensor) -> None:
+        """Adds what the transaction found to `full`, its own sum so far."""
+        if self._before is None or self._before.joined or self._before.full is None:
+            return
+        self._before.joined = True
+        for index in self._before.written:
+            found = view(self._before.full, self._chunk.layout, index)
+            found = found if self._before.factor is None else found * self._before.factor
+            slot = view(full, self._chunk.layout, index)
+            slot.add_(found) if index in self._written else slot.copy_(found)
+            self._written.add(index)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """The transaction's gradients join the chunk's."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        if not before.joined:  # no backward came to this chunk, or there was nothing to join
+            self._full, self._written = (before.full, before.written) if self._full is None else (self._full, self._written)
+        if before.factor is not None:
+            self._scale(before.factor, None if before.joined else before.full)
+        staged, self._staged = self._staged, []
+        for landed, summed in staged:
+            self._accumulate(landed, summed)
+        if before.total is not None:
+            self.note_tokens(before.total)
+
+    def roll_back(self) -> None:
+        """As if nothing had come in since the transaction began."""
+        before, self._before, self._staged = self._before, None, []
+        if before is None:
+            return
+        self._clear()
+        self._full, self._written, self._kept, self.owed = before.full, before.written, before.kept, before.owed
+        for part, tokens in zip(self._chunk.parts, before.tokens, strict=True):
+            if isinstance(part.parameter.grad, AwaitedGradient) and not self.owed:
+                part.parameter.grad = None
+            if part.parameter.grad is not None and tokens is not None:
+                setattr(part.parameter.grad, TOKENS, tokens)
 
     def _take(self) -> Tensor:
         full, layout = self._full, self._chunk.layout
         if full is None:
-            return self._new(layout.padded_numel).zero_()
+            full = self._new(layout.padded_numel)
+        self._join(full)
         for index in range(len(layout.slots)):
             if index not in self._written:
                 view(full, layout, index).zero_()
         zero_padding(full, layout)
-        self.drop()
+        self._clear()
         return full
 
     def _new(self, numel: int) -> Tensor:
@@ -153,7 +257,7 @@ class FlatGradient:
     @torch.no_grad()
     def _land(self, summed: Tensor, landed: Tensor) -> None:
         """`summed` `[S]`, over ranks, becomes or joins the chunk's gradient, by way of `landed`, which has its dtype."""
-        narrows = self._dtype.itemsize > self._chunk.shard.dtype.itemsize
+        narrows = self._narrows
         divisor = self._communicator.world_size / self._divide_first if self._mean else 1
         if narrows and divisor != 1:
             summed.div_(divisor)
@@ -161,9 +265,20 @@ class FlatGradient:
             landed.copy_(summed)
         if not narrows and divisor != 1:
             landed.div_(divisor)
+        if self.transacts:
+            self._staged.append((landed, summed))
+        else:
+            self._accumulate(landed, summed)
+
+    @property
+    def _narrows(self) -> bool:
+        return self._dtype.itemsize > self._chunk.shard.dtype.itemsize
+
+    def _accumulate(self, landed: Tensor, summed: Tensor) -> None:
         for part in self._chunk.parts:
             if part.parameter.requires_grad:
-                _accumulate(part.parameter, self._guarded(_range(landed, part), part), _range(summed, part) if narrows else None)
+                gradient = self._guarded(_range(landed, part), part)
+                accumulate(part.parameter, gradient, _range(summed, part) if self._narrows else None)
 
     def _guarded(self, gradient: Tensor, part: Part) -> Tensor:
         if self._communicator.world_size == 1:
@@ -174,30 +289,3 @@ class FlatGradient:
 
 def _range(flat: Tensor, part: Part) -> Tensor:
     return flat[part.start : part.stop].view(part.parameter.shape)
-
-
-def _accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None) -> None:
-    """As autograd would: the parameter is in no graph, so its hooks are called here.
-
-    `exact`: the gradient in a wider dtype. It stays with the parameter's gradient, and sums are made in it, so that
-    micro-batches round once and not each; it dies with that gradient, and does not count if somebody changed it.
-    """
-    for hook in (parameter._backward_hooks or {}).values():
-        changed = hook(gradient)
-        gradient, exact = (gradient, exact) if changed is None else (changed, None)
-    if parameter.grad is None:
-        parameter.grad = gradient
-    elif isinstance(parameter.grad, AwaitedGradient):
-        parameter.grad.become(gradient)
-    elif exact is None:
-        parameter.grad.add_(gradient)
-    else:
-        earlier, version = getattr(parameter.grad, _EXACT, (exact, -1))
-        # The sum stays in the older tensor: the newer one is held by its backup until compute has waited for it.
-        exact = earlier.add_(exact) if version == parameter.grad._version else exact.add_(parameter.grad)
-        parameter.grad.copy_(exact)
-    vars(parameter.grad).pop(TOKENS, None)
-    if exact is not None:
-        setattr(parameter.grad, _EXACT, (exact, parameter.grad._version))
-    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-        hook(parameter)

@@ -16,17 +16,20 @@ from .failures import NamingFailures, Subject
 from .gradient import Backup, FlatGradient
 from .policy import ShardingPolicy
 from .streams import Lane
+from .watching import TransferWatch
 
 __all__: list[str] = []
 
 
 class LayerGradients:
-    def __init__(self, communicator: Communicator, policy: ShardingPolicy, subject: Subject) -> None:
+    def __init__(self, communicator: Communicator, policy: ShardingPolicy, subject: Subject, watch: TransferWatch) -> None:
         self._communicator = communicator
         self._policy = policy
+        self._watch = watch
         self._naming = NamingFailures(communicator, "reducing the gradients of", subject)
         self._flat: dict[Chunk, FlatGradient] = {}
         self._hooked: dict[int, Bound] = {}  # by the id of the parameter
+        self._way: tuple[Lane, Communicator] | None = None  # of the last reduction
         self._look = partial(_settle, weakref.ref(self))
         self._on_look: Callable[[], None] | None = None
         self.deferrals = 0  # `no_sync` contexts that it is in
@@ -103,6 +106,9 @@ class LayerGradients:
         """Begins to reduce the gradients of all trainable chunks; keeps them under `no_sync`, and if they stay whole, but for `whole`."""
         trained = [gradient for chunk, gradient in self._flat.items() if chunk.shard.requires_grad]
         if whole or not self.deferred:
+            self._way = (lane, communicator)
+            self._watch.recorder("reduce")
+            self._watch.reduces()
             return [gradient.back_up(lane, communicator) for gradient in trained]
         for gradient in trained:
             gradient.keep(self._look)
@@ -113,22 +119,63 @@ class LayerGradients:
         """Whether reductions wait. On one rank there are none to save, and memory to lose."""
         return (self.deferrals > 0 or not self._policy.shards_gradients) and self._communicator.world_size > 1
 
+    def note_tokens(self, total: Tensor) -> None:
+        """What backwards have left here is now the mean over `total` tokens, 0-dim."""
+        for gradient in self._flat.values():
+            gradient.note_tokens(total)
+
     def scale(self, factor: Tensor) -> None:
         """Multiplies all that backwards have left here by `factor`, 0-dim."""
         for gradient in self._flat.values():
             gradient.scale(factor, self._look)
 
     def drop_pending(self) -> None:
-        """What a backward that did not end has brought; with it, what was kept, for the two are one sum."""
+        """What a backward that did not end has brought; with it, what was kept, for the two are one sum (but in a transaction)."""
         for gradient in self._flat.values():
-            if gradient.pending:
+            if gradient.pending and gradient.transacts:
+                gradient.roll_back()
+            elif gradient.pending:
                 gradient.drop()
 
-    def drop(self) -> None:
+    def give_up(self) -> None:
+        """A backward broke: all gradients are dropped, in a transaction those that it brought."""
         for chunk, gradient in self._flat.items():
+            if gradient.transacts:
+                gradient.roll_back()
+                continue
             gradient.drop()
             for part in chunk.parts:
                 part.parameter.grad = None
+
+    def roll_back(self) -> None:
+        """What nobody has decided on is forgotten."""
+        for gradient in self._flat.values():
+            gradient.roll_back()
+
+    def commit(self) -> None:
+        """At the end of a backward: its gradients join those of earlier ones, unless a `step_guard` is to decide on that."""
+        for gradient in self._flat.values():
+            if not gradient.holds:
+                gradient.commit()
+
+    def hold(self, change: int) -> None:
+        """+1: from now on a `step_guard` decides. -1: no longer."""
+        for gradient in self._flat.values():
+            gradient.holds += change
+
+    @property
+    def undecided(self) -> bool:
+        """Whether backwards have brought what nobody has decided on."""
+        return any(gradient.undecided for gradient in self._flat.values())
+
+    def take_part(self) -> None:
+        """Joins a reduction that the other ranks make, and this one, which has failed, would not."""
+        if self._way is None:
+            return
+        self._watch.reduces()
+        backups = [gradient.back_up(*self._way) for chunk, gradient in self._flat.items() if chunk.shard.requires_grad]
+        for backup in backups:
+            backup.wait()
 
     def forget_zeroed(self) -> bool:
         """Between backwards: drops kept sums whose gradients were zeroed; whether there were any."""

@@ -19,6 +19,7 @@ from .flat import not_a_number
 from .layer_gradients import LayerGradients
 from .policy import ShardingPolicy
 from .streams import Lanes
+from .watching import TransferWatch
 
 __all__: list[str] = []
 
@@ -41,6 +42,7 @@ class LayerState:
 
     def __init__(self, label: str, communicator: Communicator, device: torch.device, policy: ShardingPolicy) -> None:
         self.subject = Subject(f"layer {label}")
+        self.watch = TransferWatch(communicator, device, policy, self.subject)
         self.identity = 0  # a random number, the same on all ranks: labels are not, if ranks wrap equal modules in other orders
         self.communicator = communicator
         self.device = device
@@ -56,7 +58,7 @@ class LayerState:
         self._pins = 0
         self._as_stored = False  # while pinned: parameters are shown in the chunks' dtypes, although they compute in another
         self.resident = 0  # contexts in which ranks go their own ways
-        self.gradients = LayerGradients(communicator, policy, self.subject)
+        self.gradients = LayerGradients(communicator, policy, self.subject, self.watch)
         self.unfinished: Callable[[], None] | None = None  # waits for a checkpoint of the model that is still being written
         self._versions: list[int] = []  # of the parameters, as graphs know them
 
@@ -91,8 +93,7 @@ class LayerState:
     @property
     def lanes(self) -> Lanes:
         """The runtime gives all its layers the same; a layer that is read before any forward makes its own."""
-        if self._lanes is None:
-            self._lanes = self.communicator.lanes(self.device)
+        self._lanes = self._lanes or self.communicator.lanes(self.device)
         return self._lanes
 
     @lanes.setter
@@ -123,10 +124,10 @@ class LayerState:
             return
         self._check_loaded()
         self.presence = Presence.FETCHING
-        if self._as_stored:
-            for chunk in self.chunks:
-                chunk.show_as_stored()
+        for chunk in self.chunks if self._as_stored else ():
+            chunk.show_as_stored()
         with self._gathering:
+            self.watch.gathers(self.identity, bool(self.chunks))
             for chunk in self.chunks:
                 chunk.start_fetch(self.lanes.fetch)
 

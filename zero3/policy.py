@@ -38,6 +38,11 @@ class ShardingPolicy:
             for the memory of a whole layer each.
         prefetch_depth: how many layers may be gathered ahead of the one that computes, and how many gradient
             reductions may be on the way (at least one). 0 gathers each layer when it is needed, and waits.
+        transactional: an exception in a backward takes back what that backward brought, and leaves the gradients of earlier
+            micro-batches (otherwise they are dropped with it). Gradients join the chunk's at the end of each backward, so
+            micro-batches after the first hold one more gradient shard. See `step_guard` for failures of one rank alone.
+        compare_every: ranks compare a rolling hash of their transfers when so many have been made, at the next forward; 0 never. 1 is
+            for debugging: before every gather. Under `step_guard` it travels with each micro-batch's end instead.
         separate_backup_group: give reductions a communicator of their own, so that on NCCL they do not queue
             behind gathers. Costs one more communicator's buffers.
     """
@@ -52,6 +57,8 @@ class ShardingPolicy:
     reshard_after_forward: bool = True
     prefetch_depth: int = 1
     separate_backup_group: bool = True
+    transactional: bool = False
+    compare_every: int = 1000
 
     def __post_init__(self) -> None:
         if self.stage not in (1, 2, 3) or isinstance(self.stage, bool):
@@ -64,13 +71,17 @@ class ShardingPolicy:
                 raise TypeError(f"{name} must be a torch.dtype or None, found {dtype!r}")
             if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
                 raise ValueError(f"{name} must be a floating dtype of 16 bits or more, found {dtype}")
-        for name in ("dynamic", "cast_forward_inputs", "reshard_after_forward", "separate_backup_group"):
+        for name in ("dynamic", "cast_forward_inputs", "reshard_after_forward", "separate_backup_group", "transactional"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, found {getattr(self, name)!r}")
-        if not isinstance(self.prefetch_depth, int) or isinstance(self.prefetch_depth, bool):
-            raise TypeError(f"prefetch_depth must be an integer, found {self.prefetch_depth!r}")
-        if self.prefetch_depth < 0:
-            raise ValueError(f"prefetch_depth must be 0 or more, found {self.prefetch_depth}")
+        if self.transactional and self.stage == 1:
+            raise ValueError("transactional=True needs stage 2 or 3: with stage=1 gradients are reduced after backward")
+        for name in ("prefetch_depth", "compare_every"):
+            number = getattr(self, name)
+            if not isinstance(number, int) or isinstance(number, bool):
+                raise TypeError(f"{name} must be an integer, found {number!r}")
+            if number < 0:
+                raise ValueError(f"{name} must be 0 or more, found {number}")
 
     def __repr__(self) -> str:
         """Only what was chosen: the rest is as in the documentation."""

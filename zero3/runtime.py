@@ -43,6 +43,7 @@ class Runtime:
         self._tape: LayerTape | None = None  # of the forward under way
         self._open_tape: LayerTape | None = None  # of a forward that another module may continue
         self._passes = 0
+        self.rehearsed: dict[object, Any] = {}  # see `step_guard`
         self._lingering: list[LayerState] = []  # forward is over, backward may need them at once
         self._called: set[int] = set()  # outermost modules of the present pass, by id: a reference would keep them alive
         for state in layers:
@@ -57,6 +58,11 @@ class Runtime:
     @property
     def layers(self) -> list[LayerState]:
         return self._backward.layers
+
+    @property
+    def orders(self) -> tuple[ForwardOrder[Any], ForwardOrder[Any]]:
+        """Of forwards and of backwards."""
+        return self._order, self._backward.order
 
     @property
     def lone(self) -> bool:
@@ -81,6 +87,7 @@ class Runtime:
     def _watch(self, state: LayerState) -> None:
         self._backward.watch(state)
         state.lanes = self.layers[0].lanes
+        state.watch.share(self.layers[0].watch.journal)
 
     def pre_forward(self, state: LayerState) -> None:
         if state.resident:  # ranks may be at different points, or at none: no word and no transfer
@@ -102,6 +109,8 @@ class Runtime:
             )
         ahead: list[LayerState] = []
         if not inside_backward():
+            if not self._backward.frames:
+                state.watch.compare_if_due()
             self._advance(state)
             ahead = self._ahead()
         self._release_lingering(keep=[state, *ahead])
@@ -116,6 +125,7 @@ class Runtime:
             self._take_part(self._program.until(state, begins=True), state)
         elif not self._order.advance(state):
             place = f"the layer called as number {self._order.position} of a forward"
+            state.watch.recorder("agree", place, state.name_among_ranks)
             agree(self._communicator, self._device, place, [state.name_among_ranks])
 
     def _take_part(self, passed: list[Event[LayerState]] | None, state: LayerState | None = None) -> None:
@@ -192,6 +202,7 @@ class Runtime:
             self.reset(broken=False)
             self._drop_outdated()
             self._order.begin()
+            self.layers[0].watch.journal.passes += 1
             self._tape = self._new_tape()
         self._called.add(id(module))
         if self._program is not None:

@@ -51,6 +51,15 @@ class ForwardOrder(Generic[L]):
         self._follows = next((known for known in self._known if known[: position + 1] == seen), None)
         return False
 
+    @property
+    def known(self) -> tuple[tuple[L, ...], ...]:
+        """The one used last comes first."""
+        return tuple(self._known)
+
+    def expect(self, known: Sequence[tuple[L, ...]]) -> None:
+        """From the next pass on, looks for these orders first, as when `known` was asked for."""
+        self._known = [*known, *(order for order in self._known if order not in known)][: self.MAX_KNOWN]
+
     def upcoming(self, depth: int) -> Sequence[L]:
         """The layers expected next, at most `depth`."""
         position = len(self._seen)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ..access import states_of
+from ..accumulation import TOKENS
 from ..collectives import Communicator
-from ..gradient import TOKENS
 from ..layer_state import LayerState
 from ..shard_gradient import AwaitedGradient
 
@@ -41,6 +41,31 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
     """
     states = states_of(model)
     communicator, device = states[0].communicator, states[0].device
+    _check(loss_sum, num_tokens, states)
+    counts = torch.zeros(4, dtype=torch.float64, device=device)  # tokens, their loss, tokens so far, ranks that know these
+    counts[0] = num_tokens
+    counts[1] = loss_sum.detach()
+    counts[2:] = _so_far(states, counts.new_zeros(2))
+    states[0].watch.recorder("count")
+    communicator.all_reduce(counts)
+    tokens, loss, so_far = counts[0], counts[1], counts[2] / counts[3].clamp(min=1)
+    total = tokens + so_far
+    share = torch.where(total > 0, 1 / total, 0)
+    for state in states:
+        state.gradients.scale(so_far * share)
+    try:
+        _without_ranks(loss_sum, share, communicator, states).backward()  # type: ignore[no-untyped-call]
+    except BaseException:
+        for state in states:  # earlier gradients have been scaled for a sum that does not come
+            state.gradients.give_up()
+        raise
+    for state in states:
+        state.gradients.note_tokens(total)
+    return torch.where(tokens > 0, loss / tokens, 0).to(loss_sum.dtype)
+
+
+def _check(loss_sum: Tensor, num_tokens: int | Tensor, states: list[LayerState]) -> None:
+    communicator = states[0].communicator
     if loss_sum.ndim or not loss_sum.requires_grad:
         raise ValueError(
             f"rank {communicator.rank}: loss_sum has shape {tuple(loss_sum.shape)} and requires_grad={loss_sum.requires_grad}, expected "
@@ -48,20 +73,11 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
         )
     if not isinstance(num_tokens, Tensor) and num_tokens < 0:
         raise ValueError(f"rank {communicator.rank}: num_tokens must be 0 or more, found {num_tokens}")
-    counts = torch.zeros(4, dtype=torch.float64, device=device)  # tokens, their loss, tokens so far, ranks that know these
-    counts[0] = num_tokens
-    counts[1] = loss_sum.detach()
-    counts[2:] = _so_far(states, counts.new_zeros(2))
-    communicator.all_reduce(counts)
-    tokens, loss, so_far = counts[0], counts[1], counts[2] / counts[3].clamp(min=1)
-    total = tokens + so_far
-    share = torch.where(total > 0, 1 / total, 0)
-    for state in states:
-        state.gradients.scale(so_far * share)
-    _without_ranks(loss_sum, share, communicator, states).backward()  # type: ignore[no-untyped-call]
-    for gradient in _gradients(states):
-        setattr(gradient, TOKENS, (total, gradient._version))
-    return torch.where(tokens > 0, loss / tokens, 0).to(loss_sum.dtype)
+    if any(state.gradients.undecided for state in states):
+        raise ValueError(
+            f"rank {communicator.rank}: a second zero3.backward inside one zero3.step_guard: of how many tokens the first one's gradients "
+            "are the mean counts when the guard ends. Give each micro-batch a guard of its own."
+        )
 
 
 def _without_ranks(loss_sum: Tensor, share: Tensor, communicator: Communicator, states: list[LayerState]) -> Tensor:

@@ -1,0 +1,188 @@
+"""Do the tests see? Twenty faults, put into a copy of the package one at a time; each has to be caught.
+
+make mutants                  all of them, a table at the end; exit code 1 if one survives or no longer applies
+make mutants ARGS="padding"   those whose names contain a word
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+
+
+class Fault(NamedTuple):
+    name: str
+    file: str  # in zero3/
+    right: str
+    wrong: str
+    tests: str  # files of tests/ that should see it, the likeliest first
+
+
+FAULTS = [
+    Fault("compute does not wait for a gather", "chunk.py", "self._in_flight.wait()\n", "pass\n", "no_sync"),
+    Fault("the fetch lane does not wait for compute", "streams.py", "self._stream.wait_stream(", "(lambda stream: None)(", "ordering"),
+    Fault(
+        "no wait for reductions at the end",
+        "backward.py",
+        "        self._drain_backups()\n        self._reduces",
+        "        self._reduces",
+        "no_sync",
+    ),
+    Fault("a sum for a mean", "gradient.py", 'self._mean = policy.gradient_reduction == "mean"', "self._mean = False", "no_sync"),
+    Fault("padding not zeroed", "gradient.py", "        zero_padding(full, layout)\n", "", "random_models"),
+    Fault("slots without gradients not zeroed", "gradient.py", "view(full, layout, index).zero_()", "pass", "paths"),
+    Fault(
+        "a second micro-batch overwrites", "accumulation.py", "parameter.grad.add_(gradient)", "parameter.grad.copy_(gradient)", "no_sync"
+    ),
+    Fault("a gradient used twice overwrites", "gradient.py", "slot.add_(gradient)", "slot.copy_(gradient)", "no_sync"),
+    Fault(
+        "a chunk's reduction skipped",
+        "layer_gradients.py",
+        "[gradient.back_up(lane, communicator) for gradient in trained]",
+        "[gradient.back_up(lane, communicator) for gradient in trained[1:]]",
+        "no_sync",
+    ),
+    Fault(
+        "a kept layer outlives a step", "layer_state.py", "        self.release()  # a layer kept", "        # a layer kept", "exceptions"
+    ),
+    Fault(
+        "a new forward trusts what is left",
+        "runtime.py",
+        "            self.reset(broken=False)\n",
+        "",
+        "exceptions",
+    ),
+    Fault("stale graphs pass", "layer_state.py", "            if chunk.changed():", "            if False:", "exceptions"),
+    Fault(
+        "a broken backward leaves its half",
+        "backward.py",
+        "                state.gradients.give_up()",
+        "                pass",
+        "exceptions",
+    ),
+    Fault("full buffers are never given back", "chunk.py", "        self._storage.resize_(0)", "        pass", "memory"),
+    Fault(
+        "prefetch goes one further",
+        "runtime.py",
+        "self._order.upcoming(self._depth)",
+        "self._order.upcoming(self._depth + 1)",
+        "memory counts",
+    ),
+    Fault(
+        "ranks never find a difference",
+        "agreement.py",
+        "if all(other == digests[0] for other in digests) and not digests[0][-1]:",
+        "if True:",
+        "agreement",
+    ),
+    Fault("messages carry no layer", "collectives.py", "2 * self.channel + kind", "kind", "faults"),
+    Fault(
+        "a rank's share left out of sums",
+        "collectives.py",
+        "for received in slices[2:]:",
+        "for received in slices[3:]:",
+        "gloo collectives",
+    ),
+    Fault(
+        "a norm of one rank's slice",
+        "optim/clip.py",
+        "        states[0].communicator.all_reduce(total)\n",
+        "        pass\n",
+        "clip",
+    ),
+    Fault("kept gradients survive zero_grad", "gradient.py", "            if now is None or (", "            if False and (", "no_sync"),
+    Fault(
+        "a transaction that is not taken back",
+        "gradient.py",
+        "before, self._before, self._staged = self._before, None, []",
+        "before, self._before = self._before, None",
+        "step_guard",
+    ),
+    Fault(
+        "a guard that asks nobody",
+        "step_guard.py",
+        "enumerate(told) if what}",
+        "enumerate(told) if what and rank == self.rank}",
+        "step_guard",
+    ),
+    Fault("a rank that fails leaves at once", "step_guard.py", "rehearsal.go_through_the_motions()", "reset(model)", "step_guard"),
+    Fault(
+        "a layer given back while it is filled",
+        "chunk.py",
+        "        self.finish_fetch()\n        if self._computing",
+        "        if self._computing",
+        "ordering_fuzz",
+    ),
+]
+
+
+def main(words: list[str]) -> int:
+    survivors = 0
+    chosen = [fault for fault in FAULTS if all(word in fault.name for word in words)]
+    print(f"{'fault':45} {'caught by':60} {'s':>5}")
+    with tempfile.TemporaryDirectory(prefix="mutants-") as place:
+        copy = Path(place)
+        for name in ("zero3", "tests"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        for fault in chosen:
+            began = time.monotonic()
+            caught = _caught_by(fault, copy)
+            survivors += not caught
+            print(f"{fault.name:45} {caught or 'NOTHING':60} {time.monotonic() - began:5.1f}", flush=True)
+    print(f"{len(chosen) - survivors} of {len(chosen)} caught")
+    return int(survivors > 0)
+
+
+def _caught_by(fault: Fault, copy: Path) -> str:
+    source = copy / "zero3" / fault.file
+    right = source.read_text()
+    if right.count(fault.right) != 1:
+        return ""
+    source.write_text(right.replace(fault.right, fault.wrong))
+    try:
+        for test in fault.tests.split():
+            found = _first_failure(f"tests/test_{test}.py", copy)
+            if found:
+                return found
+    finally:
+        source.write_text(right)
+    return ""
+
+
+def _first_failure(test: str, copy: Path) -> str:
+    command = [
+        sys.executable,
+        "-B",
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "--no-header",
+        "--tb=no",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "timeout=60",
+        test,
+    ]
+    try:
+        done = subprocess.run(command, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True, timeout=300)
+    except subprocess.TimeoutExpired:
+        return f"{test} (it hangs)"
+    if done.returncode == 0:
+        return ""
+    failed = [line.split()[1].split("::", 1)[-1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return f"{test.removeprefix('tests/test_').removesuffix('.py')}: {(failed or [f'exit code {done.returncode}'])[0]}"[:60]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
