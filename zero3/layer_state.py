@@ -191,7 +191,7 @@ class LayerState:
     def check_unwritten(self) -> None:
         """Raises if a parameter was changed in place since it was shown: with the full buffer, the change would be lost."""
         for bound, version in zip(self.bound, self._versions, strict=True):
-            if not self._pins and not bound.chunk.resident and bound.binding.parameter._version != version:
+            if bound.binding.parameter._version != version and not self._pins and not bound.chunk.resident:
                 raise RuntimeError(
                     f"rank {self.communicator.rank}: while layer {self.label} computed, parameter {bound.binding.name!r} was changed "
                     "in place, which the ranks' chunks can't follow. Change it between steps, inside "
