@@ -48,7 +48,7 @@ class Formula:
 
     def __init__(self, world_size: int, depth: int, *, kept: bool = False, inbox: bool = False) -> None:
         self.world_size, self.depth, self.kept = world_size, depth, kept
-        self.inbox = world_size - 1 if inbox else 0  # chunks: what gloo receives before it is added up
+        self.inbox = max(0, world_size - 2) if inbox else 0  # chunks: what gloo receives before it is added up, but for the first
         self.S = [-(-given // BYTES // world_size) * BYTES for given in GIVEN]
         self.F = [world_size * chunk for chunk in self.S]
         self.stand_ins = len(LAYERS) * BYTES

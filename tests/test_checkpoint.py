@@ -6,6 +6,7 @@ import json
 import random
 import threading
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,13 @@ from torch import Tensor, nn
 
 import zero3
 from tests.checkpoints import LAYERS, LINEAR, OPTIMIZERS, assert_same, odd, on_ranks, plain, train
+from tests.processes import Rank
+from tests.processes import on_ranks as on_processes
 from tests.ranks import ThreadCommunicator
 from tests.reference import assert_at_rest, assert_close
+from tests.test_pretrained_memory import resident_bytes
 from zero3.checkpoint import safetensors_files, saving
+from zero3.checkpoint.safetensors_writing import BLOCK_BYTES
 
 Snapshot = dict[str, Any]
 
@@ -328,3 +333,39 @@ def test_another_model_is_refused_by_all_names_at_once(tmp_path: Path) -> None:
         assert_same(zero3.full_state_dict(model, rank0_only=False), before)
 
     on_ranks(3, body, build=other)
+
+
+def saved_memory(rank: Rank, directory: str) -> tuple[int, int, int]:
+    """By how much a process grew at most while it saved 48 MB of state of its own, and while it loaded them; and the state's bytes."""
+
+    def made(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = zero3.Zero3Sequential([zero3.Zero3Layer(nn.Linear(width, width)) for _ in range(8)])
+        optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model))
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        return model, optimizer
+
+    def grown(work: Callable[[], object]) -> int:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+        before = resident_bytes("VmRSS")
+        work()
+        return resident_bytes("VmHWM") - before
+
+    small = made(4)
+    zero3.save_checkpoint(f"{directory}/small", *small)  # what torch imports late is no part of it
+    zero3.load_checkpoint(f"{directory}/small", *small)
+    model, optimizer = made(1024)
+    state = sum(value.nbytes for of in optimizer.state.values() for value in of.values())
+    saving = grown(lambda: zero3.save_checkpoint(f"{directory}/large", model, optimizer))
+    optimizer.state.clear()
+    return saving, grown(lambda: zero3.load_checkpoint(f"{directory}/large", model, optimizer)), state
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of a process's memory")
+def test_memory_is_the_new_state_and_one_buffer(tmp_path: Path) -> None:
+    for grown, loading, state in on_processes(2, saved_memory, str(tmp_path), fresh=True):
+        assert state > 30 * 2**20
+        assert grown < 4 * 2**20, grown / 2**20
+        assert loading < state + BLOCK_BYTES + 4 * 2**20, (loading / 2**20, state / 2**20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,44 @@ def test_trying_out_leaves_no_trace() -> None:
         zero3.check_optimizer(layer, optimizer)
     assert torch.equal(before, layer.get_trainable_chunk()[0]) and torch.equal(state, torch.random.get_rng_state())
     assert not optimizer.state and layer.get_trainable_chunk()[0].grad is None
+
+
+class EightBit(torch.optim.SGD):
+    """Keeps the momentum of large tensors in 8 bits, by blocks of 256 elements, as libraries do; that of small ones as it is."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                momentum.lerp_(parameter.grad, 0.1)
+                if parameter.numel() >= 4096 and parameter.numel() % 256 == 0:
+                    blocks = momentum.view(-1, 256)
+                    scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+                    blocks.copy_((blocks / scale).round() * scale)
+                parameter.sub_(momentum, alpha=group["lr"])
+
+
+def test_blocks_of_8_bits_are_seen_though_small_tensors_have_none() -> None:
+    models = [build(rank) for rank in range(2)]
+    flat = run_ranks(2, lambda group: checked(group, models[group.rank], lambda model: optimizer_over(model, EightBit, lr=0.1)))
+    assert "flat slices" in flat[0]
+    models = [build(rank) for rank in range(2)]
+    whole = run_ranks(2, lambda group: checked(group, models[group.rank], lambda model: optimizer_over(model, EightBit, all_whole, lr=0.1)))
+    assert whole == ["", ""]
+
+
+def test_saving_warns_those_who_did_not_check(tmp_path: Path) -> None:
+    def body(group: ThreadCommunicator) -> list[str]:
+        model = as_layers(group, models[group.rank])
+        optimizer = optimizer_over(model, optimizers.Lamb)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            zero3.save_checkpoint(tmp_path, model, optimizer)
+            zero3.full_optimizer_state_dict(model, optimizer)
+        return [str(warning.message) for warning in caught]
+
+    models = [build(rank) for rank in range(1)]
+    found = run_ranks(1, body)[0]  # one rank: what is caught is the process's
+    assert len(found) == 2
+    assert all("does not train as an unsharded one would" in text and "whole" in text for text in found)

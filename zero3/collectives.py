@@ -140,7 +140,7 @@ class GlooCommunicator(GroupCommunicator):
         if not full.numel():
             return Done()
         outgoing = list(_cut(full, bounds)) if bounds is not None else list(full.view(self.world_size, -1))
-        others = iter(full.new_empty((self.world_size - 1, shard.numel())))
+        others = iter([shard, *full.new_empty((self.world_size - 2, shard.numel()))])  # the sum is written over its first summand
         slices = [outgoing[self.rank] if rank == self.rank else next(others) for rank in range(self.world_size)]
         works = self._swap(_REDUCE, slices, outgoing)
 

@@ -25,7 +25,7 @@ from benchmarks.common.alone import rank_zero_of
 from benchmarks.common.counters import LiveBytes
 from benchmarks.common.model import Size, batch, layers, loss_of
 from benchmarks.common.ranks import alone
-from benchmarks.common.report import markdown, new_figure, progress, save, write
+from benchmarks.common.report import leave, markdown, new_figure, progress, save
 from benchmarks.common.systems import fsdp2
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
 from zero3.streams import Done, Lanes, Pending, lanes_for
@@ -65,17 +65,17 @@ class Absent:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
+    def all_gather(self, full: Tensor, shard: Tensor, bounds: object = None) -> Pending:
         return Done()
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Pending:
+    def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: object = None) -> Pending:
         return Done()
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None: ...
 
-    def scatter(self, shard: Tensor, full: Tensor | None) -> None: ...
+    def scatter(self, shard: Tensor, full: Tensor | None, bounds: object = None) -> None: ...
 
-    def broadcast(self, tensor: Tensor) -> None: ...
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None: ...
 
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
         return [payload] * self.world_size
@@ -146,7 +146,8 @@ def table(results: dict[str, Any]) -> str:
             for found in by_system.values():
                 row += [f"{found['state'] / gigabyte:.4g}", f"{found['state'] / formula - 1:+.2%}", f"{found['peak'] / gigabyte:.4g}"]
             rows.append(row)
-    systems = [f"{name}{what}" for name in MEASURED for what in (" GB", " - formula", ", peak of a step GB")]
+    measured = next(iter(next(iter(results.values()))["ranks"].values()))
+    systems = [f"{name}{what}" for name in measured for what in (" GB", " - formula", ", peak of a step GB")]
     return markdown(["model", "N", "16 bytes x parameters / N, GB", *systems], rows)
 
 
@@ -181,6 +182,9 @@ def main() -> None:
     )
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 4, 16, 64, 256, 1024], metavar="N", help="default: %(default)s")
     parser.add_argument("--figure-ranks", type=int, default=64, metavar="N", help="N of the picture; default: %(default)s, the paper's")
+    parser.add_argument(
+        "--systems", nargs="+", default=list(MEASURED), choices=list(MEASURED), metavar="SYSTEM", help="zero3, FSDP2 (slow)"
+    )
     parser.add_argument("--output", type=Path, help="a folder for the table, all that was measured, and a picture")
     args = parser.parse_args()
     results: dict[str, Any] = {}
@@ -188,8 +192,9 @@ def main() -> None:
         results[model] = {"parameters": MODELS[model].parameters, "ranks": {}}
         for ranks in args.ranks:
             progress(f"{model} parameters on {ranks} ranks")
-            results[model]["ranks"][ranks] = {name: alone(body, MODELS[model], ranks) for name, body in MEASURED.items()}
-    write(args.output, "scale", {"results": results}, table(results))
+            results[model]["ranks"][ranks] = {name: alone(MEASURED[name], MODELS[model], ranks) for name in args.systems}
+            leave(args.output, "scale", {"results": results}, table(results))
+    print(table(results))
     if args.output:
         draw(results, args.figure_ranks if args.figure_ranks in args.ranks else args.ranks[-1], args.output / "scale.png")
 

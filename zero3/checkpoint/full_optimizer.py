@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..access import states_of
 from ..agreement import agree, exchange_texts
+from ..optim.check import warn_if_inexact
 from .contents import Contents, Span
 from .optimizer_contents import Held, NamedState, OptimizerContents, contents_of, held_by, options_of
 from .optimizer_placing import Placing, Target, place
@@ -127,6 +128,7 @@ def _look(model: nn.Module, optimizer: torch.optim.Optimizer, caller: str) -> tu
     try:
         contents = Contents(model, caller)
         held = held_by(optimizer, contents)
+        warn_if_inexact(contents.states, optimizer)
     except Exception as caught:  # whatever it is, the others wait to hear of it
         error = caught
     agree(first.communicator, first.device, caller, [], error)

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..access import states_of
 from ..agreement import agree, exchange_texts
+from ..optim.check import warn_if_inexact
 from . import file_operations
 from .optimizer_contents import Held, held_by
 from .preparing import Prepared
@@ -79,7 +80,9 @@ def _prepare(
     error: Exception | None = None
     try:
         prepared = Prepared(path, model, extra, frozen, keep_last)
-        held = held_by(optimizer, prepared.contents) if optimizer is not None else []
+        if optimizer is not None:
+            held = held_by(optimizer, prepared.contents)
+            warn_if_inexact(prepared.contents.states, optimizer)
     except Exception as caught:  # whatever it is, the others wait to hear of it
         error = caught
     lines = [*prepared.lines(), f"optimizer: {type(optimizer).__name__}", f"background: {background}"] if prepared is not None else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from ..access import states_of
 from ..agreement import agree
 from ..layer_state import LayerState
 from ..released import ReleasedParameter
-from .ownership import Owned, owned
+from .ownership import Owned, owned, owned_by
 from .pieces import Superseded
 from .probe import CannotProbe, builder, probe_flat, probe_whole
 
@@ -24,6 +25,8 @@ _WHOLE = 'zero3.param_groups(model, lambda name, info: {"whole": True})'
 
 def check_optimizer(model: nn.Module, *optimizers: torch.optim.Optimizer, strict: bool = True) -> None:
     """Raises for optimizers that would train a sharded model in another way than an unsharded one. Every rank calls it.
+
+    Saving a checkpoint, or the optimizer's full state, warns of the same maths; this finds it before the first step.
 
     Each class is tried out, with the options of each of its groups, on a few small tensors: once on the whole, and once
     spread out as it is over ranks. So it judges any optimizer, of any library. It takes a few milliseconds a group.
@@ -47,6 +50,14 @@ def check_optimizer(model: nn.Module, *optimizers: torch.optim.Optimizer, strict
     except ValueError as caught:
         error = caught
     agree(first.communicator, first.device, "check_optimizer", [type(optimizer).__name__ for optimizer in optimizers], error)
+
+
+def warn_if_inexact(states: list[LayerState], optimizer: torch.optim.Optimizer) -> None:
+    """Where users come by who have not asked: what trained so far is worth saving all the same. Makes no collective."""
+    try:
+        _check_maths(states[0], owned_by(states), optimizer, strict=False)
+    except ValueError as problem:
+        warnings.warn(f"this run does not train as an unsharded one would: {problem}", stacklevel=4)
 
 
 def _check_held(model: nn.Module, states: list[LayerState], optimizers: tuple[torch.optim.Optimizer, ...]) -> None:

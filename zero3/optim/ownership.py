@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from torch import nn
@@ -36,4 +36,8 @@ def owned(model: nn.Module) -> dict[int, Owned]:
     Raises:
         ValueError: nothing in `model` is sharded.
     """
-    return {id(part.parameter): Owned(state, chunk, part) for state in states_of(model) for chunk in state.chunks for part in chunk.parts}
+    return owned_by(states_of(model))
+
+
+def owned_by(states: Iterable[LayerState]) -> dict[int, Owned]:
+    return {id(part.parameter): Owned(state, chunk, part) for state in states for chunk in state.chunks for part in chunk.parts}

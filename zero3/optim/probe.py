@@ -16,7 +16,8 @@ __all__: list[str] = []
 
 STEPS = 4
 TOLERANCE = 1e-3  # of the largest change of any element: rounding gives 1e-6, a norm of another tensor 1e-2 and more
-_FLAT_SHAPES = ((6, 5), (4,), (3, 4))
+_SMALL = ((6, 5), (4,), (3, 4))
+_LARGE = ((64, 96), (4096,))  # for optimizers that treat small tensors otherwise: 8-bit state begins at 4096 elements
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Spans = list[tuple[int, int, tuple[int, ...]]]  # start and stop in a flat vector, and the shape of a parameter made of it
@@ -46,11 +47,14 @@ class Problem:
 
 def probe_flat(build: Build, device: torch.device, ranks: int) -> str | None:
     """Why flat slices of parameters on `ranks` ranks (1 or 2) would be trained in another way than the parameters; None: they would not."""
-    reference = _spans(_FLAT_SHAPES)
-    numel = reference[-1][1]
-    cuts = [0, numel // 2 - 3, numel] if ranks > 1 else [0, numel]
-    spread: list[Spans] = [[(low, high, (high - low,))] for low, high in pairwise(cuts)]
-    return _compare(build, Problem.of(numel, device), reference, spread)
+    for shapes in (_SMALL, _LARGE):  # what makes matrices of a slice is found by the small ones, before it makes large ones
+        reference = _spans(shapes)
+        numel = reference[-1][1]
+        cuts = [0, numel // 2 - 3, numel] if ranks > 1 else [0, numel]
+        spread: list[Spans] = [[(low, high, (high - low,))] for low, high in pairwise(cuts)]
+        if reason := _compare(build, Problem.of(numel, device), reference, spread):
+            return reason
+    return None
 
 
 def probe_whole(build: Build, device: torch.device, ranks: int, ndims: Sequence[int]) -> str | None:
