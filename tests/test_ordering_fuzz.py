@@ -22,7 +22,7 @@ from tests.test_random_programs import WIDTH, Node, as_layers, build, in_place, 
 from zero3 import ShardingPolicy
 from zero3.gradient import Backup
 
-EXAMPLES = int(os.environ.get("ZERO3_EXAMPLES", "12"))
+EXAMPLES = int(os.environ.get("ZERO3_EXAMPLES", "8"))
 
 policies = st.builds(
     ShardingPolicy,
@@ -126,7 +126,7 @@ lives = given(
     shard=st.sampled_from([in_place, as_layers, with_shard]),
     actions=st.lists(st.sampled_from(ACTIONS), max_size=6),
 )
-drawn = settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES == 12, suppress_health_check=list(HealthCheck))
+drawn = settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES == 8, suppress_health_check=list(HealthCheck))
 
 
 @drawn
