@@ -29,6 +29,7 @@ class LayerGradients:
         self._hooked: dict[int, Bound] = {}  # by the id of the parameter
         self._look = partial(_settle, weakref.ref(self))
         self._on_look: Callable[[], None] | None = None
+        self.averaged_over = communicator.world_size  # ranks
         self.deferrals = 0  # `no_sync` contexts that it is in
 
     def add_chunk(self, chunk: Chunk) -> None:
@@ -92,9 +93,6 @@ class LayerGradients:
         """Whether an earlier backward, under `no_sync`, has left its reduction to one like the present."""
         return not self.deferred and self.owed()
 
-    def owed(self) -> bool:
-        return any(gradient.owed for gradient in self._flat.values())
-
     def expected(self) -> bool:
         """Whether the backward that runs now writes gradients of this layer's parameters."""
         return accumulates_into(bound.binding.parameter for bound in self._hooked.values())
@@ -113,6 +111,21 @@ class LayerGradients:
         """Whether reductions wait. On one rank there are none to save, and memory to lose."""
         return (self.deferrals > 0 or not self._policy.shards_gradients) and self._communicator.world_size > 1
 
+    def average_over(self, ranks: int) -> None:
+        """From now on gradients are the mean over `ranks` ranks: the others have no data."""
+        self.averaged_over = ranks
+        for gradient in self._flat.values():
+            gradient.averaged_over = ranks
+
+    def use(self, communicator: Communicator) -> None:
+        """What gradients ask other ranks by (a loss scaler's inf), from now on."""
+        for gradient in self._flat.values():
+            gradient.communicator = communicator
+
+    def owed(self) -> bool:
+        """Whether an earlier backward, under `no_sync`, has left its reduction to a later one."""
+        return any(gradient.owed for gradient in self._flat.values())
+
     def scale(self, factor: Tensor) -> None:
         """Multiplies all that backwards have left here by `factor`, 0-dim."""
         for gradient in self._flat.values():
@@ -124,9 +137,14 @@ class LayerGradients:
             if gradient.pending:
                 gradient.drop()
 
-    def drop(self) -> None:
-        for chunk, gradient in self._flat.items():
+    def drop_sums(self) -> None:
+        """What has come in, or was kept, and is not reduced."""
+        for gradient in self._flat.values():
             gradient.drop()
+
+    def drop(self) -> None:
+        self.drop_sums()
+        for chunk in self._flat:
             for part in chunk.parts:
                 part.parameter.grad = None
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from ..access import states_of
-from ..collectives import Communicator
+from ..gate import Action, unguarded
 from ..gradient import TOKENS
 from ..layer_state import LayerState
 from ..shard_gradient import AwaitedGradient
@@ -40,7 +42,7 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
             gradients that another backward has left: of how many tokens they are the mean nobody knows.
     """
     states = states_of(model)
-    communicator, device = states[0].communicator, states[0].device
+    communicator = states[0].communicator
     if loss_sum.ndim or not loss_sum.requires_grad:
         raise ValueError(
             f"rank {communicator.rank}: loss_sum has shape {tuple(loss_sum.shape)} and requires_grad={loss_sum.requires_grad}, expected "
@@ -48,26 +50,47 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
         )
     if not isinstance(num_tokens, Tensor) and num_tokens < 0:
         raise ValueError(f"rank {communicator.rank}: num_tokens must be 0 or more, found {num_tokens}")
-    counts = torch.zeros(4, dtype=torch.float64, device=device)  # tokens, their loss, tokens so far, ranks that know these
-    counts[0] = num_tokens
-    counts[1] = loss_sum.detach()
+    with states[0].gate.passing(Action.TOKENS, states[0]):
+        weights = weigh(states, num_tokens, loss_sum.detach())
+    _without_ranks(loss_sum, weights.share, states).backward()  # type: ignore[no-untyped-call]
+    note(states, weights.total)
+    return torch.where(weights.tokens > 0, weights.loss / weights.tokens, 0).to(loss_sum.dtype)
+
+
+class Weights(NamedTuple):
+    """Of one micro-batch on all ranks, 0-dim."""
+
+    tokens: Tensor
+    loss: Tensor  # summed over them
+    total: Tensor  # tokens since gradients were zeroed
+    share: Tensor  # of one of them
+
+
+def weigh(states: list[LayerState], tokens: int | Tensor, loss: float | Tensor) -> Weights:
+    """Counts with the other ranks, and makes room in the gradients that there are for those to come."""
+    counts = torch.zeros(4, dtype=torch.float64, device=states[0].device)  # tokens, their loss, tokens so far, ranks that know these
+    counts[0] = tokens
+    counts[1] = loss
     counts[2:] = _so_far(states, counts.new_zeros(2))
-    communicator.all_reduce(counts)
-    tokens, loss, so_far = counts[0], counts[1], counts[2] / counts[3].clamp(min=1)
-    total = tokens + so_far
+    unguarded(states[0].communicator).all_reduce(counts)
+    so_far = counts[2] / counts[3].clamp(min=1)
+    total = counts[0] + so_far
     share = torch.where(total > 0, 1 / total, 0)
     for state in states:
         state.gradients.scale(so_far * share)
-    _without_ranks(loss_sum, share, communicator, states).backward()  # type: ignore[no-untyped-call]
+    return Weights(counts[0], counts[1], total, share)
+
+
+def note(states: list[LayerState], total: Tensor) -> None:
+    """After the backward: gradients are now the mean over `total` tokens."""
     for gradient in _gradients(states):
         setattr(gradient, TOKENS, (total, gradient._version))
-    return torch.where(tokens > 0, loss / tokens, 0).to(loss_sum.dtype)
 
 
-def _without_ranks(loss_sum: Tensor, share: Tensor, communicator: Communicator, states: list[LayerState]) -> Tensor:
+def _without_ranks(loss_sum: Tensor, share: Tensor, states: list[LayerState]) -> Tensor:
     """Scaled so that what the reduction makes of it is the sum over ranks, times `share`."""
     mean = states[0].policy.gradient_reduction == "mean"
-    return loss_sum * (share * (communicator.world_size if mean else 1)).to(loss_sum.dtype)
+    return loss_sum * (share * (states[0].gradients.averaged_over if mean else 1)).to(loss_sum.dtype)
 
 
 def _gradients(states: list[LayerState]) -> list[Tensor]:
