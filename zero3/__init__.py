@@ -9,6 +9,7 @@ from .checkpoint.numbered import latest_checkpoint
 from .checkpoint.pretrained import load_pretrained
 from .checkpoint.save_pretrained import save_pretrained
 from .checkpoint.saving import save_checkpoint
+from .joining import joinable
 from .layer import Zero3Layer
 from .optim.check import check_optimizer
 from .optim.clip import clip_grad_norm_
@@ -39,6 +40,7 @@ __all__ = [
     "full_params",
     "full_state_dict",
     "get_trainable_chunk",
+    "joinable",
     "latest_checkpoint",
     "load_checkpoint",
     "load_full_optimizer_state_dict",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -13,14 +13,24 @@ from .failures import NamingFailures, Subject
 
 __all__: list[str] = []
 
+_ABSENT = bytes(16)  # in place of a digest: a rank that has nothing to say
 _KINDS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError, OSError)
 
 
-def agree(communicator: Communicator, device: torch.device, subject: str, lines: Sequence[str], error: Exception | None = None) -> None:
+def agree(
+    communicator: Communicator,
+    device: torch.device,
+    subject: str,
+    lines: Sequence[str],
+    error: Exception | None = None,
+    *,
+    absent: bool = False,
+) -> None:
     """Returns if every rank passes the same `lines` and no rank an `error`; otherwise every rank raises the same.
 
     A rank that has found a mistake by itself passes it as `error` instead of raising at once: the others, which may
-    see nothing wrong, would wait for it. 16 bytes a rank are exchanged; the texts only if those differ.
+    see nothing wrong, would wait for it. 16 bytes a rank are exchanged; the texts only if those differ. `absent`: this
+    rank only listens, for it is not about to do anything; it raises what the others raise.
 
     Raises:
         ValueError, TypeError, RuntimeError, OSError: the first rank's error, or the first line that differs and the ranks.
@@ -31,13 +41,14 @@ def agree(communicator: Communicator, device: torch.device, subject: str, lines:
         return
     kind = next((kind.__name__ for kind in _KINDS if isinstance(error, kind)), "RuntimeError") if error is not None else ""
     text = json.dumps({"subject": subject, "lines": list(lines), "kind": kind, "error": str(error) if error else ""})
-    digest = hashlib.sha256(text.encode()).digest()[:15] + bytes([error is not None])
+    digest = _ABSENT if absent else hashlib.sha256(text.encode()).digest()[:15] + bytes([error is not None])
     with NamingFailures(communicator, "comparing with the other ranks", Subject(subject)):
         digests = communicator.exchange(digest, device)
-        if all(other == digests[0] for other in digests) and not digests[0][-1]:
+        present = [rank for rank, other in enumerate(digests) if other != _ABSENT]
+        if len({digests[rank] for rank in present}) <= 1 and not any(digests[rank][-1] for rank in present):
             return
         texts = exchange_texts(communicator, device, text)
-    raise _explain([json.loads(text) for text in texts])
+    raise _explain({rank: json.loads(texts[rank]) for rank in present})
 
 
 def tell_all(communicator: Communicator, device: torch.device, subject: str, text: str, digest: int) -> list[str]:
@@ -53,7 +64,7 @@ def tell_all(communicator: Communicator, device: torch.device, subject: str, tex
         texts = exchange_texts(communicator, device, text) if any(flag[0] for flag in told) else [""] * communicator.world_size
     digests = [flag[1:].hex() for flag in told]
     if len(set(digests)) > 1:
-        raise ValueError(f"ranks have made different transfers by {subject}. Their hashes: {_by_rank(digests)}")
+        raise ValueError(f"ranks have made different transfers by {subject}. Their hashes: {_by_rank(dict(enumerate(digests)))}")
     return texts
 
 
@@ -65,29 +76,31 @@ def exchange_texts(communicator: Communicator, device: torch.device, text: str) 
     return [raw[:size].decode() for raw, size in zip(padded, sizes, strict=True)]
 
 
-def _explain(reports: list[dict[str, object]]) -> Exception:
-    for rank, report in enumerate(reports):
+def _explain(reports: dict[int, dict[str, object]]) -> Exception:
+    """`reports`: by rank."""
+    for rank, report in reports.items():
         if report["kind"]:
             kind = next(kind for kind in _KINDS if kind.__name__ == report["kind"])
             return kind(f"rank {rank}: {report['error']}")
-    subjects = [report["subject"] for report in reports]
-    if len(set(map(str, subjects))) > 1:
+    subjects = {rank: report["subject"] for rank, report in reports.items()}
+    if len(set(map(str, subjects.values()))) > 1:
         return ValueError(
             f"ranks are not at the same point: {_by_rank(subjects)}. All ranks must build and call the same layers in the same order."
         )
-    columns = [[str(line) for line in report["lines"]] for report in reports]  # type: ignore[attr-defined]
-    for number in range(max(map(len, columns))):
-        row = [column[number] if number < len(column) else "nothing" for column in columns]
-        if len(set(row)) > 1:
+    subject = next(iter(subjects.values()))
+    columns = {rank: [str(line) for line in report["lines"]] for rank, report in reports.items()}  # type: ignore[attr-defined]
+    for number in range(max(map(len, columns.values()))):
+        row = {rank: column[number] if number < len(column) else "nothing" for rank, column in columns.items()}
+        if len(set(row.values())) > 1:
             return ValueError(
-                f"ranks differ in {subjects[0]}: {_by_rank(row)}. All ranks must have the same model and policy, and call the same "
+                f"ranks differ in {subject}: {_by_rank(row)}. All ranks must have the same model and policy, and call the same "
                 "layers in the same order."
             )
-    return ValueError(f"ranks differ in {subjects[0]}")
+    return ValueError(f"ranks differ in {subject}")
 
 
-def _by_rank(values: Sequence[object]) -> str:
+def _by_rank(values: Mapping[int, object]) -> str:
     groups: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in values.items():
         groups.setdefault(str(value), []).append(rank)
     return "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {value}" for value, ranks in groups.items())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from torch.autograd.graph import Node
 from .agreement import agree
 from .autograd import EndOfBackward, accumulates_everywhere, backward_task, before_gradient_flows, inside_backward
 from .collectives import Communicator
+from .gate import Action, Gate, Kind
 from .gradient import Backup
 from .layer_state import LayerState
 from .schedule import Call, ForwardOrder, Step, Tape
@@ -82,6 +84,15 @@ class Backward:
         before_gradient_flows(nodes, refuse, mark=self)
 
     @property
+    def gate(self) -> Gate:
+        return self.layers[0].gate
+
+    def help_back_up(self, state: LayerState) -> None:
+        """Takes part in a reduction for ranks that have gradients, on one that has none but what `no_sync` has kept."""
+        for backup in state.gradients.back_up(state.lanes.backup, self._backup_communicator):
+            backup.wait()
+
+    @property
     def running(self) -> bool:
         return self._ending.awaited
 
@@ -97,7 +108,8 @@ class Backward:
     def recompute(self) -> None:
         """Before a forward inside a backward. If it belongs to a reentrant checkpoint, its own backward ends before this one."""
         if not self._ending.awaited and not self._outer_ending.awaited:
-            self._outer_ending.wait(then=self._commit)
+            self._outer_ending.wait(then=self._end_outer)
+        self.gate.enter(Kind.BACKWARD)
         self._finish_nested()
 
     def _finish_nested(self) -> None:
@@ -158,7 +170,8 @@ class Backward:
         if not self.order.advance((signature, deferred)):
             names = [state.name_among_ranks + " under no_sync" * waits for state, waits in zip(signature, deferred, strict=True)]
             signature[0].watch.recorder("agree", _BACKWARD, *names)
-            agree(self._communicator, self._device, _BACKWARD, names)
+            with self.gate.passing(Action.AGREE, self.layers[0]):
+                agree(self._communicator, self._device, _BACKWARD, names)
         # `autograd.grad` writes no parameter's gradient: then nothing is reduced
         tape.reduces = accumulates_everywhere() or any(state.gradients.expected() for state in dict.fromkeys(reversed(signature)))
         self._reduces = self._reduces or tape.reduces
@@ -186,7 +199,9 @@ class Backward:
         self._owes = self._owes or state.gradients.deferred
         while len(self._backups) >= max(1, self._depth):
             self._backups.popleft().wait()
-        self._backups.extend(state.gradients.back_up(state.lanes.backup, self._backup_communicator, whole=whole))
+        keeps = state.gradients.deferred and not whole
+        with nullcontext() if keeps else self.gate.passing(Action.REDUCE, state):
+            self._backups.extend(state.gradients.back_up(state.lanes.backup, self._backup_communicator, whole=whole))
         if not self._depth:
             self._drain_backups()
 
@@ -210,6 +225,7 @@ class Backward:
             self.reset()
         self._forget_zeroed()
         self._ending.wait(then=self._end)
+        self.gate.enter(Kind.BACKWARD)
         self.order.begin()
 
     def _end(self) -> None:
@@ -225,10 +241,18 @@ class Backward:
         self.order.learn()
         if not self._outer_ending.awaited:
             self._commit()
+        self._leave()
+
+    def _end_outer(self) -> None:
+        self._commit()
+        self._leave()
 
     def _commit(self) -> None:
         for state in self.layers:
             state.gradients.commit()
+
+    def _leave(self) -> None:
+        self.gate.leave(Kind.BACKWARD)
 
     def gradient_came(self) -> None:
         """A layer's first gradient, perhaps by a way outside its calls: make sure that this backward ends by reducing it."""

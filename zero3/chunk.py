@@ -123,14 +123,20 @@ class Chunk:
             return
         self.full.allocate()
         with lane.issue():
-            pending = self._communicator.all_gather(self.full.tensor, self._outgoing(), self.layout.bounds)
+            pending = self._communicator.all_gather(self.full.tensor, self._outgoing(self.full.tensor), self.layout.bounds)
             self._in_flight = lane.complete(pending)
 
-    def _outgoing(self) -> Tensor:
+    def help_fetch(self) -> None:
+        """Takes part in a fetch that this rank has no use for: it sends its chunk, and what it receives goes at once."""
+        self.adopt_values()
+        full = torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.shard.device)
+        self._communicator.all_gather(full, self._outgoing(full), self.layout.bounds).wait()
+
+    def _outgoing(self, full: Tensor) -> Tensor:
         """What this rank sends: the chunk, cast before it travels, in its own place of the full buffer."""
-        if self.full.tensor.dtype == self.shard.dtype:
+        if full.dtype == self.shard.dtype:
             return self.shard.data
-        own = self.full.tensor[slice(*self.layout.chunk_range(self._communicator.rank))]
+        own = full[slice(*self.layout.chunk_range(self._communicator.rank))]
         return own.copy_(self.shard.data)
 
     @torch.no_grad()

@@ -36,11 +36,15 @@ class Bucket(Protocol):
 class Shadow(JoinHook):
     """What a rank that has run out of data does in every iteration of the others."""
 
-    def __init__(self, iteration: Callable[[], None]) -> None:
+    def __init__(self, iteration: Callable[[], None], end: Callable[[], None] = lambda: None) -> None:
         self._iteration = iteration
+        self._end = end  # of the context, on all ranks
 
     def main_hook(self) -> None:
         self._iteration()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._end()
 
 
 def still_here(joinable: Joinable) -> None:

@@ -58,7 +58,8 @@ class FlatGradient:
 
     def __init__(self, chunk: Chunk, communicator: Communicator, policy: ShardingPolicy, naming: AbstractContextManager[None]) -> None:
         self._chunk = chunk
-        self._communicator = communicator
+        self.communicator = communicator
+        self.averaged_over = communicator.world_size  # ranks; fewer where some have run out of data
         self._mean = policy.gradient_reduction == "mean"
         self._dtype = policy.gradient_dtype(chunk.shard.dtype)
         # fp16 overflows at 65504: there a part of the mean's division comes before the sum
@@ -258,7 +259,7 @@ class FlatGradient:
     def _land(self, summed: Tensor, landed: Tensor) -> None:
         """`summed` `[S]`, over ranks, becomes or joins the chunk's gradient, by way of `landed`, which has its dtype."""
         narrows = self._narrows
-        divisor = self._communicator.world_size / self._divide_first if self._mean else 1
+        divisor = self.averaged_over / self._divide_first if self._mean else 1
         if narrows and divisor != 1:
             summed.div_(divisor)
         if landed is not summed:
@@ -281,10 +282,10 @@ class FlatGradient:
                 accumulate(part.parameter, gradient, _range(summed, part) if self._narrows else None)
 
     def _guarded(self, gradient: Tensor, part: Part) -> Tensor:
-        if self._communicator.world_size == 1:
+        if self.communicator.world_size == 1:
             return gradient
         kind = WholeGradient if part.whole else PieceGradient if self._chunk.divided else ShardGradient
-        return kind.of(gradient, self._communicator)
+        return kind.of(gradient, self.communicator)
 
 
 def _range(flat: Tensor, part: Part) -> Tensor:

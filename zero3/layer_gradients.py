@@ -32,6 +32,7 @@ class LayerGradients:
         self._way: tuple[Lane, Communicator] | None = None  # of the last reduction
         self._look = partial(_settle, weakref.ref(self))
         self._on_look: Callable[[], None] | None = None
+        self.averaged_over = communicator.world_size  # ranks
         self.deferrals = 0  # `no_sync` contexts that it is in
 
     def add_chunk(self, chunk: Chunk) -> None:
@@ -95,9 +96,6 @@ class LayerGradients:
         """Whether an earlier backward, under `no_sync`, has left its reduction to one like the present."""
         return not self.deferred and self.owed()
 
-    def owed(self) -> bool:
-        return any(gradient.owed for gradient in self._flat.values())
-
     def expected(self) -> bool:
         """Whether the backward that runs now writes gradients of this layer's parameters."""
         return accumulates_into(bound.binding.parameter for bound in self._hooked.values())
@@ -124,6 +122,21 @@ class LayerGradients:
         for gradient in self._flat.values():
             gradient.note_tokens(total)
 
+    def average_over(self, ranks: int) -> None:
+        """From now on gradients are the mean over `ranks` ranks: the others have no data."""
+        self.averaged_over = ranks
+        for gradient in self._flat.values():
+            gradient.averaged_over = ranks
+
+    def use(self, communicator: Communicator) -> None:
+        """What gradients ask other ranks by (a loss scaler's inf), from now on."""
+        for gradient in self._flat.values():
+            gradient.communicator = communicator
+
+    def owed(self) -> bool:
+        """Whether an earlier backward, under `no_sync`, has left its reduction to a later one."""
+        return any(gradient.owed for gradient in self._flat.values())
+
     def scale(self, factor: Tensor) -> None:
         """Multiplies all that backwards have left here by `factor`, 0-dim."""
         for gradient in self._flat.values():
@@ -144,6 +157,17 @@ class LayerGradients:
                 gradient.roll_back()
                 continue
             gradient.drop()
+            for part in chunk.parts:
+                part.parameter.grad = None
+
+    def drop_sums(self) -> None:
+        """What has come in, or was kept, and is not reduced."""
+        for gradient in self._flat.values():
+            gradient.drop()
+
+    def drop(self) -> None:
+        self.drop_sums()
+        for chunk in self._flat:
             for part in chunk.parts:
                 part.parameter.grad = None
 

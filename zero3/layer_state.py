@@ -16,6 +16,7 @@ from .chunk import Chunk, registered
 from .collectives import Communicator
 from .failures import NamingFailures, Subject
 from .flat import not_a_number
+from .gate import Action, Gate, OpenGate
 from .layer_gradients import LayerGradients
 from .policy import ShardingPolicy
 from .streams import Lanes
@@ -60,6 +61,7 @@ class LayerState:
         self.resident = 0  # contexts in which ranks go their own ways
         self.gradients = LayerGradients(communicator, policy, self.subject, self.watch)
         self.unfinished: Callable[[], None] | None = None  # waits for a checkpoint of the model that is still being written
+        self.gate: Gate = OpenGate()
         self._versions: list[int] = []  # of the parameters, as graphs know them
 
     def add_chunk(self, chunk: Chunk, bindings: list[Binding]) -> None:
@@ -126,7 +128,7 @@ class LayerState:
         self.presence = Presence.FETCHING
         for chunk in self.chunks if self._as_stored else ():
             chunk.show_as_stored()
-        with self._gathering:
+        with self.gate.passing(Action.GATHER, self), self._gathering:
             self.watch.gathers(self.identity, bool(self.chunks))
             for chunk in self.chunks:
                 chunk.start_fetch(self.lanes.fetch)
@@ -213,10 +215,7 @@ class LayerState:
         if self.presence is Presence.FETCHING:
             for chunk in self.chunks:
                 chunk.abandon_fetch()
-        if broken:
-            self.release()
-        else:
-            self.put_away()
+        self.release() if broken else self.put_away()
 
     # -- access outside a forward
 

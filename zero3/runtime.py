@@ -20,6 +20,7 @@ from .agreement import agree
 from .autograd import graph_clock, inside_backward, nodes_since
 from .backward import Backward, Frame, LayerTape
 from .collectives import Communicator
+from .gate import Action, Kind
 from .layer_state import LayerState, Presence
 from .policy import ShardingPolicy
 from .schedule import Event, ForwardOrder, Program, Tape
@@ -126,7 +127,8 @@ class Runtime:
         elif not self._order.advance(state):
             place = f"the layer called as number {self._order.position} of a forward"
             state.watch.recorder("agree", place, state.name_among_ranks)
-            agree(self._communicator, self._device, place, [state.name_among_ranks])
+            with state.gate.passing(Action.AGREE, self.layers[0]):
+                agree(self._communicator, self._device, place, [state.name_among_ranks])
 
     def _take_part(self, passed: list[Event[LayerState]] | None, state: LayerState | None = None) -> None:
         """The transfers of layers that this rank passes over, and others may call; a backward will make theirs too."""
@@ -248,7 +250,8 @@ class Runtime:
         if not whole or self._communicator.world_size == 1:
             return
         outdated = torch.stack([state.outdated() for state in whole]).to(torch.uint8)
-        self._communicator.all_reduce(outdated, maximum=True)
+        with self.layers[0].gate.passing(Action.LOOK, self.layers[0]):
+            self._communicator.all_reduce(outdated, maximum=True)
         for state, flag in zip(whole, outdated.tolist(), strict=True):
             if flag:
                 state.release()
@@ -268,7 +271,7 @@ class Runtime:
 class _ForwardPass:
     """Entered by every zero3 module's forward. Restores what it found, so an exception anywhere leaves no trace."""
 
-    __slots__ = ("_frames", "_module", "_outermost", "_runtime")
+    __slots__ = ("_enters", "_frames", "_module", "_outermost", "_runtime")
 
     def __init__(self, runtime: Runtime, module: object) -> None:
         self._runtime = runtime
@@ -277,6 +280,9 @@ class _ForwardPass:
     def __enter__(self) -> None:
         runtime = self._runtime
         self._outermost = runtime._tape is None
+        self._enters = self._outermost and not inside_backward()
+        if self._enters:
+            runtime.layers[0].gate.enter(Kind.FORWARD)
         if self._outermost:
             runtime._begin_call(self._module)
         self._frames = len(runtime._backward.frames)
@@ -290,3 +296,5 @@ class _ForwardPass:
             if error is not None:
                 runtime.fail_together(error)
             runtime._tape = runtime._open_tape = None
+        if self._enters:
+            runtime.layers[0].gate.leave(Kind.FORWARD, error)

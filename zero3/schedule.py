@@ -24,8 +24,8 @@ class ForwardOrder(Generic[L]):
     MAX_KNOWN = 8  # training, evaluation, generation with and without a cache, ...
 
     def __init__(self, expected: Iterable[L] = ()) -> None:
-        first = tuple(expected)
-        self._known: list[tuple[L, ...]] = [first] if first else []  # the one used last comes first
+        self._first = tuple(expected)
+        self._known: list[tuple[L, ...]] = [self._first] if self._first else []  # the one used last comes first
         self._seen: list[L] = []
         self._follows: tuple[L, ...] | None = None
 
@@ -64,6 +64,11 @@ class ForwardOrder(Generic[L]):
         """The layers expected next, at most `depth`."""
         position = len(self._seen)
         return self._follows[position : position + depth] if self._follows is not None else ()
+
+    def forget(self) -> None:
+        """Back to what was expected at first: ranks that did not all run the same forwards have learned different orders."""
+        self._known = [self._first] if self._first else []
+        self._follows = None
 
     def learn(self) -> None:
         """The pass is over: its order is known from now on, and expected first next time."""

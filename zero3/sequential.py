@@ -11,6 +11,7 @@ from torch import nn
 from .agreement import agree
 from .collectives import any_device_of, communicator_for
 from .layer import Zero3Layer, adopt, floating_dtype, layers_of
+from .runtime import Runtime
 
 __all__: list[str] = []
 
@@ -35,14 +36,18 @@ class Zero3Sequential(nn.Module):
         self._layers = tuple(layers)
 
     def forward(self, x: Any) -> Any:
+        with self.shared_runtime().forward_pass(self):
+            for layer in self._layers:
+                x = layer(x)
+            return x
+
+    def shared_runtime(self) -> Runtime:
+        """Of all its layers; made at the first call."""
         runtime = self._layers[0]._runtime
         if runtime is None or any(layer._runtime is not runtime for layer in self._layers):
             nested = len(layers_of(self)) > len(self._layers)
             runtime = adopt(self, ordered=not nested)
-        with runtime.forward_pass(self):
-            for layer in self._layers:
-                x = layer(x)
-            return x
+        return runtime
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
         """This rank's trainable chunks, 1-D `[S]`, of all layers in order: what any optimizer takes."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from ..access import states_of
 from ..accumulation import TOKENS
-from ..collectives import Communicator
+from ..gate import Action, unguarded
 from ..layer_state import LayerState
 from ..shard_gradient import AwaitedGradient
 
@@ -40,28 +42,17 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
             gradients that another backward has left: of how many tokens they are the mean nobody knows.
     """
     states = states_of(model)
-    communicator, device = states[0].communicator, states[0].device
     _check(loss_sum, num_tokens, states)
-    counts = torch.zeros(4, dtype=torch.float64, device=device)  # tokens, their loss, tokens so far, ranks that know these
-    counts[0] = num_tokens
-    counts[1] = loss_sum.detach()
-    counts[2:] = _so_far(states, counts.new_zeros(2))
-    states[0].watch.recorder("count")
-    communicator.all_reduce(counts)
-    tokens, loss, so_far = counts[0], counts[1], counts[2] / counts[3].clamp(min=1)
-    total = tokens + so_far
-    share = torch.where(total > 0, 1 / total, 0)
-    for state in states:
-        state.gradients.scale(so_far * share)
+    with states[0].gate.passing(Action.TOKENS, states[0]):
+        weights = weigh(states, num_tokens, loss_sum.detach())
     try:
-        _without_ranks(loss_sum, share, communicator, states).backward()  # type: ignore[no-untyped-call]
+        _without_ranks(loss_sum, weights.share, states).backward()  # type: ignore[no-untyped-call]
     except BaseException:
         for state in states:  # earlier gradients have been scaled for a sum that does not come
             state.gradients.give_up()
         raise
-    for state in states:
-        state.gradients.note_tokens(total)
-    return torch.where(tokens > 0, loss / tokens, 0).to(loss_sum.dtype)
+    note(states, weights.total)
+    return torch.where(weights.tokens > 0, weights.loss / weights.tokens, 0).to(loss_sum.dtype)
 
 
 def _check(loss_sum: Tensor, num_tokens: int | Tensor, states: list[LayerState]) -> None:
@@ -80,10 +71,41 @@ def _check(loss_sum: Tensor, num_tokens: int | Tensor, states: list[LayerState])
         )
 
 
-def _without_ranks(loss_sum: Tensor, share: Tensor, communicator: Communicator, states: list[LayerState]) -> Tensor:
+class Weights(NamedTuple):
+    """Of one micro-batch on all ranks, 0-dim."""
+
+    tokens: Tensor
+    loss: Tensor  # summed over them
+    total: Tensor  # tokens since gradients were zeroed
+    share: Tensor  # of one of them
+
+
+def weigh(states: list[LayerState], tokens: int | Tensor, loss: float | Tensor) -> Weights:
+    """Counts with the other ranks, and makes room in the gradients that there are for those to come."""
+    counts = torch.zeros(4, dtype=torch.float64, device=states[0].device)  # tokens, their loss, tokens so far, ranks that know these
+    counts[0] = tokens
+    counts[1] = loss
+    counts[2:] = _so_far(states, counts.new_zeros(2))
+    states[0].watch.recorder("count")
+    unguarded(states[0].communicator).all_reduce(counts)
+    so_far = counts[2] / counts[3].clamp(min=1)
+    total = counts[0] + so_far
+    share = torch.where(total > 0, 1 / total, 0)
+    for state in states:
+        state.gradients.scale(so_far * share)
+    return Weights(counts[0], counts[1], total, share)
+
+
+def note(states: list[LayerState], total: Tensor) -> None:
+    """After the backward: gradients are now the mean over `total` tokens."""
+    for state in states:
+        state.gradients.note_tokens(total)
+
+
+def _without_ranks(loss_sum: Tensor, share: Tensor, states: list[LayerState]) -> Tensor:
     """Scaled so that what the reduction makes of it is the sum over ranks, times `share`."""
     mean = states[0].policy.gradient_reduction == "mean"
-    return loss_sum * (share * (communicator.world_size if mean else 1)).to(loss_sum.dtype)
+    return loss_sum * (share * (states[0].gradients.averaged_over if mean else 1)).to(loss_sum.dtype)
 
 
 def _gradients(states: list[LayerState]) -> list[Tensor]:
