@@ -23,17 +23,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero3
+from benchmarks.common.counters import sent_bytes
 from benchmarks.common.model import Size, batch, layers, loss_of
 from benchmarks.common.ranks import on_ranks
 from benchmarks.common.report import MEGABYTE, markdown, write
 from zero3.collectives import Communicator, communicator_for
 from zero3.layout import ChunkLayout, deal
-
-
-def sent_bytes() -> int:
-    """What this machine's loopback has sent so far, all ranks together."""
-    lines = [line.split() for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:")]
-    return int(lines[0][9]) if lines else 0
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -159,11 +154,11 @@ def one_rank(rank: int, world_size: int, size: Size, repetitions: int) -> dict[s
         turns = list(actions.items())
         random.Random(repetition).shuffle(turns)  # the same order on all ranks; what runs before one leaves caches and pages to it
         for name, action in turns:
-            before = sent_bytes()
+            before = sent_bytes("lo")
             seconds = timed(action)
             if repetition:  # the first is to warm up
                 found[name]["seconds"].append(seconds)
-                found[name]["wire"].append((sent_bytes() - before) / world_size)
+                found[name]["wire"].append((sent_bytes("lo") - before) / world_size)
     return found
 
 

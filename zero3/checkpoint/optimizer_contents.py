@@ -89,9 +89,7 @@ def held_by(optimizer: torch.optim.Optimizer, contents: Contents) -> list[Held]:
     held = []
     for group, options in enumerate(optimizer.param_groups):
         for parameter in options["params"]:
-            # one that param_groups has put in a group that this rank has nothing of
-            stands_in = not parameter.numel() or (not parameter.dim() and getattr(parameter, "zero3_state", None) is not None)
-            if id(parameter) not in known and not stands_in:
+            if id(parameter) not in known and parameter.numel():  # an empty one stands for a group that this rank has nothing of
                 raise ValueError(
                     f"group {group} of the {type(optimizer).__name__} has a parameter {tuple(parameter.shape)} that is not of this model. "
                     "Make the optimizer from get_trainable_chunk(model) or param_groups(model, ...), after sharding."

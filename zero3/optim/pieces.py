@@ -115,5 +115,5 @@ def _install(state: LayerState, chunk: Chunk, parts: list[Part]) -> None:
 
 def placeholder(state: LayerState, like: ReleasedParameter | nn.Parameter, *, whole: bool) -> nn.Parameter:
     """Stands in a group that has nothing on this rank, so that who looks at the group finds the other ranks. Never has a gradient."""
-    shape = (0,) * (like.ndim if whole else 1)
+    shape = (0,) * (max(1, like.ndim) if whole else 1)
     return mark(nn.Parameter(torch.empty(shape, dtype=like.dtype, device=state.device)), state)

@@ -1,6 +1,6 @@
 """What torch's Join costs a sharded model: milliseconds an iteration without it, in it, and when one rank is out of data.
 
-torchrun --nproc-per-node 2 benchmarks/uneven_inputs.py [--layers 8] [--width 256] [--iterations 20]
+torchrun --nproc-per-node 2 benchmarks/uneven_inputs/main.py [--layers 8] [--width 256] [--iterations 20]
 """
 
 from __future__ import annotations
