@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -38,6 +39,8 @@ class Transfers:
             source = kwargs.pop("input_tensor", input)
             if self._carry is None:
                 return original(output, source, *args, **kwargs)
+            if source.dtype == torch.uint8:  # what ranks compare: all others say the same
+                output.view(-1, source.numel()).copy_(source)
             self._carry(abs(output.nbytes - source.nbytes))  # type: ignore[union-attr]
             return _Done() if kwargs.get("async_op") else None
 
