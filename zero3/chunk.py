@@ -139,11 +139,13 @@ class Chunk:
         own = full[slice(*self.layout.chunk_range(self._communicator.rank))]
         return own.copy_(self.shard.data)
 
-    @torch.no_grad()
     def adopt_values(self) -> None:
         """A part that was given other data (`parameter.data = values`) brings them here, and lies here again."""
-        if self.parts[0].parameter is self.shard:
-            return
+        if self.parts[0].parameter is not self.shard:
+            self._adopt_values_of_parts()
+
+    @torch.no_grad()
+    def _adopt_values_of_parts(self) -> None:
         address, size = self.shard.data_ptr(), self.shard.element_size()
         for part in self.parts:
             parameter = part.parameter
