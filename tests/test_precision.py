@@ -369,3 +369,44 @@ def test_states_know_their_bytes() -> None:
     model = in_layers(blocks(), None, ShardingPolicy(param_dtype=BF16))
     elements = sum(p.numel() for p in blocks()[0].parameters())
     assert states_of(model)[0].full_nbytes() == 2 * elements
+
+
+def test_fp16_with_a_scaler_skips_and_steps_as_torchs_does() -> None:
+    """A scale that overflows at first: the same steps are skipped, by all ranks, and the others have the same bits."""
+    world_size, steps, policy = 2, 6, ShardingPolicy(param_dtype=FP16, reduce_dtype=FP32)
+    scales: list[float] = []
+    plain = blocks()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18)
+    for step in range(steps):
+        sums: dict[str, Tensor] = {}
+        for rank in range(world_size):
+            cast = {name: p.detach().to(FP16).requires_grad_() for name, p in plain.named_parameters()}
+            loss = scaler.scale(loss_of(functional_call(plain, cast, batch(step, rank).to(FP16))))
+            for name, gradient in zip(cast, torch.autograd.grad(loss, list(cast.values())), strict=True):
+                sums[name] = sums[name] + gradient.float() if name in sums else gradient.float()
+        for name, parameter in plain.named_parameters():
+            parameter.grad = sums[name] / world_size
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+
+    def body(group: ThreadCommunicator) -> tuple[list[float], dict[str, Tensor]]:
+        model = in_layers(fresh[group.rank], group, policy)
+        optimizer = torch.optim.AdamW(model.get_trainable_chunk(), lr=0.05)
+        scaler, found = zero3.GradScaler("cpu", init_scale=2.0**18), []
+        for step in range(steps):
+            scaler.scale(loss_of(model(batch(step, group.rank)))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            found.append(scaler.get_scale())
+        return found, zero3.full_state_dict(model, rank0_only=False)
+
+    fresh = [blocks() for _ in range(world_size)]
+    assert scales[0] < 2.0**18, "nothing was skipped"
+    assert scales[-1] == scales[-2], "nothing was stepped"
+    for found, values in run_ranks(world_size, body):
+        assert found == scales
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(values[name], parameter), name
