@@ -55,6 +55,14 @@ def test_trains_as_plain_torch(stage: Any, world_size: int, shard: Any, optimize
     )
 
 
+def gradients_of_two_ranks() -> dict[str, Tensor]:
+    """Of step 0, by plain torch."""
+    plain = mlp()
+    for rank in range(2):
+        (plain(Turn(rank, 0, 2).tensor(3, 5)).pow(2).sum() / 2).backward()
+    return {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+
+
 def counted(group: ThreadCommunicator) -> Counter[str]:
     found = Counter(entry.kind for entry in group.log)
     group.log.clear()
@@ -131,10 +139,7 @@ def test_stage_1_forgets_zeroed_gradients(set_to_none: bool) -> None:
         zero3.clip_grad_norm_(model, float("inf"))
         assert_close(full_gradients(model, group), wanted, TOLERANCE, "gradients")
 
-    plain = mlp()
-    for rank in range(2):
-        (plain(Turn(rank, 0, 2).tensor(3, 5)).pow(2).sum() / 2).backward()
-    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    wanted = gradients_of_two_ranks()
     on_ranks(2, mlp, body, sharded(1))
 
 
@@ -162,10 +167,7 @@ def test_stage_1_with_a_scaler_and_torchs_clipping_refused(kind: Any) -> None:
         with pytest.raises(RuntimeError, match="clip_grad_norm_"):
             torch.nn.utils.clip_grad_norm_(chunks, 1.0)
 
-    plain = mlp()
-    for rank in range(2):
-        (plain(Turn(rank, 0, 2).tensor(3, 5)).pow(2).sum() / 2).backward()
-    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    wanted = gradients_of_two_ranks()
     on_ranks(2, mlp, body, sharded(1))
 
 
@@ -208,10 +210,7 @@ def test_an_exception_leaves_a_model_that_trains_right(stage: int) -> None:
         zero3.clip_grad_norm_(model, float("inf"))
         assert_close(full_gradients(model, group), wanted, TOLERANCE, "gradients")
 
-    plain = mlp()
-    for rank in range(2):
-        (plain(Turn(rank, 0, 2).tensor(3, 5)).pow(2).sum() / 2).backward()
-    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    wanted = gradients_of_two_ranks()
     on_ranks(2, mlp, body, sharded(stage))
 
 
