@@ -54,6 +54,9 @@ class Gate(Protocol):
 
 
 class OpenGate:
+    def __init__(self) -> None:
+        self._open = nullcontext()  # entered for every transfer of every step
+
     def enter(self, kind: Kind) -> None:
         return None
 
@@ -61,7 +64,7 @@ class OpenGate:
         return None
 
     def passing(self, action: Action, layer: object = None) -> AbstractContextManager[None]:
-        return nullcontext()
+        return self._open
 
 
 class GuardedCommunicator:

@@ -155,10 +155,8 @@ class LayerGradients:
         for chunk, gradient in self._flat.items():
             if gradient.transacts:
                 gradient.roll_back()
-                continue
-            gradient.drop()
-            for part in chunk.parts:
-                part.parameter.grad = None
+            else:
+                _drop(chunk, gradient)
 
     def drop_sums(self) -> None:
         """What has come in, or was kept, and is not reduced."""
@@ -166,10 +164,8 @@ class LayerGradients:
             gradient.drop()
 
     def drop(self) -> None:
-        self.drop_sums()
-        for chunk in self._flat:
-            for part in chunk.parts:
-                part.parameter.grad = None
+        for chunk, gradient in self._flat.items():
+            _drop(chunk, gradient)
 
     def roll_back(self) -> None:
         """What nobody has decided on is forgotten."""
@@ -219,6 +215,12 @@ class LayerGradients:
                 with as_plain_tensors():
                     bound.binding.parameter.requires_grad_(chunk.trains)
                 self.hook(bound)
+
+
+def _drop(chunk: Chunk, gradient: FlatGradient) -> None:
+    gradient.drop()
+    for part in chunk.parts:
+        part.parameter.grad = None
 
 
 def _settle(gradients: weakref.ref[LayerGradients]) -> bool:
