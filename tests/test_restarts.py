@@ -34,7 +34,9 @@ finetune.main([option for option in sys.argv[1:] if option != "--dies"])
 
 def launched(script: Path, output: Path, *options: object) -> tuple[list[float], str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    # Else the store outlives the processes, and those of the next attempt may find the addresses of the last (pytorch issue 135712).
+    options_of_torch = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **options_of_torch, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     finished = subprocess.run(
         [str(part) for part in [*command, script, *SIZES, "--output", output, *options]],
         env=environment, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False,

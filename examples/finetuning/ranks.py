@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,6 +57,12 @@ def join_ranks(device_type: str) -> Iterator[Ranks]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world_size > 1:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            warnings.warn(
+                "torchrun keeps one store for all attempts, and a restarted process may connect to one that is dead (pytorch issue"
+                " 135712): set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun",
+                stacklevel=3,
+            )
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None)
     yield Ranks(int(os.environ.get("RANK", "0")), world_size, device)
     # Not in a `finally`: after an exception the others may be waiting for this rank, and the launcher ends them all.
