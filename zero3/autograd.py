@@ -68,10 +68,9 @@ def accumulates_everywhere() -> bool:
     return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
 
 
-def restore_versions(saved: Iterable[tuple[Tensor, int]]) -> None:
+def restore_versions(tensors: Iterable[Tensor], versions: Iterable[int]) -> None:
     """Makes graphs that saved these tensors at these versions valid again: they hold the same values as then."""
-    pairs = list(saved)
-    torch._C._autograd._unsafe_set_version_counter(tuple(tensor for tensor, _ in pairs), tuple(version for _, version in pairs))
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def accumulates_into(parameters: Iterable[Tensor]) -> bool:

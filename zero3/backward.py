@@ -21,7 +21,7 @@ from .autograd import EndOfBackward, accumulates_everywhere, backward_task, befo
 from .collectives import Communicator
 from .gate import Action, Gate, Kind
 from .gradient import Backup
-from .layer_state import LayerState
+from .layer_state import LayerState, Presence
 from .schedule import Call, ForwardOrder, Step, Tape
 
 __all__: list[str] = []
@@ -102,7 +102,9 @@ class Backward:
 
     def release(self, state: LayerState) -> None:
         """Releases `state`, unless one of its calls is under way."""
-        if not any(tape.is_open(state) for tape in self._touched) and not any(frame.state is state for frame in self.frames):
+        if state.presence is Presence.RELEASED or any(frame.state is state for frame in self.frames):
+            return
+        if not any(tape.is_open(state) for tape in self._touched):
             state.put_away()
 
     def recompute(self) -> None:
@@ -114,7 +116,8 @@ class Backward:
 
     def _finish_nested(self) -> None:
         """Ends the walk over tapes of backwards that ran inside this one and are over (reentrant checkpointing)."""
-        for nested in [tape for tape in self._touched if tape.task > backward_task()]:
+        task = backward_task()
+        for nested in [tape for tape in self._touched if tape.task > task]:
             self._finish(nested)
 
     def reset(self, *, broken: bool = False) -> None:

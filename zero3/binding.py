@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .autograd import restore_versions
 from .chunk import Chunk
 from .released import ReleasedParameter
 
@@ -84,6 +85,17 @@ class Bound:
     @property
     def value(self) -> Tensor:
         return self.chunk.views[self.index]
+
+
+def show_all(bound: Iterable[Bound], versions: Iterable[int]) -> None:
+    """Each shows its slot; what graphs have saved of them counts as unchanged, if it was saved at these versions."""
+    saved, saved_at = [], []
+    for each, version in zip(bound, versions, strict=True):
+        each.binding.show(each.chunk.full.views[each.index])
+        if each.chunk.guarded:
+            saved.append(each.binding.parameter)
+            saved_at.append(version)
+    restore_versions(saved, saved_at)
 
 
 def own_modules(

@@ -27,7 +27,7 @@ def unpack(full: Tensor, layout: ChunkLayout) -> list[Tensor]:
 def view(full: Tensor, layout: ChunkLayout, index: int) -> Tensor:
     """The slot number `index` as a view of `full`, in its parameter's shape."""
     slot = layout.slots[index]
-    return full[slot.offset : slot.stop].view(slot.shape)
+    return full.as_strided(slot.shape, slot.stride, full.storage_offset() + slot.offset)  # one call of torch, not two
 
 
 def zero_padding(full: Tensor, layout: ChunkLayout) -> Tensor:

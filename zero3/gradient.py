@@ -211,12 +211,14 @@ class FlatGradient:
             slot.add_(found) if index in self._written else slot.copy_(found)
             self._written.add(index)
 
-    @torch.no_grad()
     def commit(self) -> None:
         """The transaction's gradients join the chunk's."""
         before, self._before = self._before, None
-        if before is None:
-            return
+        if before is not None:
+            self._commit(before)
+
+    @torch.no_grad()
+    def _commit(self, before: _Before) -> None:
         if not before.joined:  # no backward came to this chunk, or there was nothing to join
             self._full, self._written = (before.full, before.written) if self._full is None else (self._full, self._written)
         if before.factor is not None:
@@ -255,9 +257,11 @@ class FlatGradient:
     def _new(self, numel: int) -> Tensor:
         return self._chunk.shard.new_empty(numel, dtype=self._dtype)
 
-    @torch.no_grad()
     def _land(self, summed: Tensor, landed: Tensor) -> None:
         """`summed` `[S]`, over ranks, becomes or joins the chunk's gradient, by way of `landed`, which has its dtype."""
+        if torch.is_grad_enabled():  # not in a backward, where this is called most
+            with torch.no_grad():
+                return self._land(summed, landed)
         narrows = self._narrows
         divisor = self.averaged_over / self._divide_first if self._mean else 1
         if narrows and divisor != 1:

@@ -197,8 +197,11 @@ def _attributes(holder: nn.Module) -> list[Any]:
     found: list[Any] = []
     modules = [holder]
     for module in modules:
-        held = [value for value in vars(module).values() if type(value) not in _PARTS]
-        found += [v for v in held if isinstance(v, torch.Tensor) or (isinstance(v, (list, tuple)) and len(v) < 100)]
+        for value in module.__dict__.values():
+            if type(value) in _PARTS:
+                continue
+            if isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and len(value) < 100):
+                found.append(value)
         modules += [child for child in module._modules.values() if child is not None and not is_layer(child)]
     return found
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from .autograd import restore_versions
-from .binding import Binding, Bound, Owner, remember_order, restore_order
+from .binding import Binding, Bound, Owner, remember_order, restore_order, show_all
 from .casting import Casting
 from .chunk import Chunk, registered
 from .collectives import Communicator
@@ -143,9 +142,7 @@ class LayerState:
             for chunk in self.chunks:
                 if chunk.trains != chunk.shard.requires_grad:
                     self.gradients.follow_requires_grad(chunk, self.bound)
-            for bound in self.bound:
-                bound.binding.show(bound.value)
-            restore_versions((b.binding.parameter, v) for b, v in zip(self.bound, self._versions, strict=True) if b.chunk.guarded)
+            show_all(self.bound, self._versions)
         for chunk in self.chunks:
             if chunk.changed():  # then what older graphs saved is stale: torch's own version check has to see it
                 increment_version([b.binding.parameter for b in self.bound if b.chunk is chunk])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 __all__: list[str] = []
 
@@ -13,7 +14,7 @@ __all__: list[str] = []
 ALIGNMENT_NUMEL = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Slot:
     """One original parameter's place in the flat buffer."""
 
@@ -21,13 +22,18 @@ class Slot:
     shape: tuple[int, ...]
     offset: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def stop(self) -> int:
         return self.offset + self.numel
+
+    @cached_property
+    def stride(self) -> tuple[int, ...]:
+        """In elements, as of a contiguous tensor of this shape."""
+        return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,7 @@ class Piece:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChunkLayout:
     """Slots side by side in a buffer of `world_size * shard_numel` elements, cut into `world_size` equal chunks.
 
@@ -91,17 +97,17 @@ class ChunkLayout:
         if cuts is not None and (len(cuts) != self.world_size + 1 or sorted(cuts) != list(cuts) or (cuts[0], cuts[-1]) != (0, end)):
             raise ValueError(f"bounds must rise from 0 to {end} in {self.world_size} steps, found {cuts}")
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the parameters, without padding."""
         return self.slots[-1].stop if self.slots else 0
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """S, the length of every rank's chunk, if the cuts are equal; see `chunk_numel`."""
         return -(-self.numel // self.world_size)
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         """W * S, the length of the full buffer."""
         return self.shard_numel * self.world_size if self.bounds is None else self.numel

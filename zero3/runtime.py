@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from itertools import takewhile
 from types import TracebackType
 from typing import Any
 
@@ -165,10 +164,11 @@ class Runtime:
     def post_forward(self, state: LayerState, output: Any, kept: Any) -> Any:
         """`kept`: wherever else the layer may have left tensors: arguments that it changed, attributes of its modules."""
         frame = self._backward.frames.pop()
-        outputs, kept_tensors = list(tensors_in(output)), list(tensors_in(kept))
+        outputs = tensors_in(output)
+        seen = outputs + tensors_in(kept)
         state.check_unwritten()
-        state.let_escape(outputs + kept_tensors)
-        nodes = nodes_since(frame.clock, outputs + kept_tensors)
+        state.let_escape(seen)
+        nodes = nodes_since(frame.clock, seen)
         if state.resident:
             self._backward.forbid(state, nodes)
             return output
@@ -233,9 +233,8 @@ class Runtime:
 
     def _ahead(self) -> list[LayerState]:
         """The layers to prefetch: never beyond the outermost module that runs, for what follows it may come after a step."""
-        if self._program is not None:
-            return self._program.upcoming(self._depth)
-        return [state for state in takewhile(lambda state: state is not None, self._order.upcoming(self._depth)) if state is not None]
+        upcoming = self._order.upcoming(self._depth) if self._program is None else self._program.upcoming(self._depth)
+        return [state for state in upcoming[: upcoming.index(None) if None in upcoming else None] if state is not None]
 
     def _release_lingering(self, keep: Iterable[LayerState]) -> None:
         kept = set(keep)

@@ -143,8 +143,7 @@ class Call(Generic[L]):
     phase: Phase = Phase.PENDING
 
 
-@dataclass(frozen=True, slots=True)
-class Step(Generic[L]):
+class Step(NamedTuple, Generic[L]):
     """What backward does next with a call. `reduce`: nothing more can flow to its layer, its gradient is complete."""
 
     call: Call[L]

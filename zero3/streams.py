@@ -70,8 +70,11 @@ class _HostMark:
 class HostLane:
     """No streams: transfers run in the communicator's threads, and waiting for their handles keeps the order."""
 
+    def __init__(self) -> None:
+        self._open = nullcontext()  # entered for every transfer of every step
+
     def issue(self) -> AbstractContextManager[object]:
-        return nullcontext()
+        return self._open
 
     def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Mark:
         return _HostMark(pending, then)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import fields, is_dataclass
 from types import ModuleType
@@ -16,24 +16,28 @@ _MAX_DEPTH = 8  # deeper than any output in use
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, nn.Module)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """Every tensor in a nest of lists, tuples, dicts, dataclasses and plain objects (caches, model outputs).
 
     Level by level, and each object once, so that a web of objects that know each other costs no more than its size.
     """
+    found: list[Tensor] = []
     level, seen = [value], set[int]()
     for _ in range(_MAX_DEPTH + 1):
         following: list[Any] = []
         for item in level:
-            tensor = isinstance(item, Tensor)
-            if id(item) in seen or (not tensor and isinstance(item, _LEAVES)):
+            if item is None or id(item) in seen:
                 continue
-            seen.add(id(item))
-            if tensor:
-                yield item
-            else:
+            if isinstance(item, Tensor):
+                seen.add(id(item))
+                found.append(item)
+            elif not isinstance(item, _LEAVES):
+                seen.add(id(item))
                 following.extend(_held_by(item))
+        if not following:
+            break
         level = following
+    return found
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
