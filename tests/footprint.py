@@ -67,9 +67,12 @@ class Formula:
     def between(self) -> int:
         return self.full(LAYERS if self.kept else LAYERS[-1:])
 
-    def backward_of(self, i: int, *, accumulating: bool) -> int:
-        """Full parameters of i and those prefetched, gradients that travel, gradients that have landed."""
-        travels = range(i + 1, min(i + self.depth, LAYERS[-1]) + 1)
+    def backward_of(self, i: int, *, accumulating: bool, over: bool = False) -> int:
+        """Full parameters of i and those prefetched, gradients that travel, gradients that have landed.
+
+        `over`: at its end, when the first of those on their way has been waited for, so that its own can follow.
+        """
+        travels = range(i + 1, min(i + self.depth - over, LAYERS[-1]) + 1)
         fetched = self.full(range(0 if self.kept else max(0, i - self.depth), i + 1))
         # a reduction holds its buffer and its result; at world size 1 one is the other
         travelling = sum(self.F[j] + (self.S[j] * (1 + self.inbox) if self.world_size > 1 else 0) for j in travels)
@@ -77,8 +80,9 @@ class Formula:
         return fetched + travelling + landed
 
     def peak_of_backward_of(self, i: int, *, accumulating: bool) -> int:
-        """When the first gradient of i is taken in: the flat buffer is new, autograd still holds the parameters' own."""
-        return self.backward_of(i, accumulating=accumulating) + self.F[i] + GIVEN[i]
+        """When the last gradient of i has come in; or when all are about to be copied into the buffer that travels."""
+        before = self.backward_of(i, accumulating=accumulating)
+        return GIVEN[i] + max(before, self.backward_of(i, accumulating=accumulating, over=self.depth > 0) + self.F[i])
 
 
 def wrap(module: nn.Module, world_size: int | None, rank: int = 0, **policy: Any) -> Zero3Layer:

@@ -13,9 +13,9 @@ from torch import Tensor
 from .accumulation import TOKENS, accumulate, scale_gradient
 from .chunk import Chunk, Part
 from .collectives import Communicator
-from .flat import view, zero_padding
 from .policy import ShardingPolicy
 from .shard_gradient import AwaitedGradient, PieceGradient, ShardGradient, WholeGradient
+from .slot_sums import SlotSums
 from .streams import Done, Lane, Mark
 
 __all__: list[str] = []
@@ -37,20 +37,17 @@ class Backup(NamedTuple):
 class _Before:
     """What a transaction found, to be put back if it fails. Nothing in it is written to until then."""
 
-    full: Tensor | None
-    written: set[int]
+    sums: SlotSums
     kept: list[tuple[Part, Tensor, int]]
     owed: bool
     tokens: list[object]  # a part
     factor: Tensor | None = None  # what `scale` asked for
     total: Tensor | None = None  # what `note_tokens` did
-    joined: bool = False  # `full` has been added to the transaction's own sum
+    joined: bool = False  # `sums` have been added to the transaction's own sum
 
 
 class FlatGradient:
-    """Adds up the gradients of a chunk's parameters in one buffer `[W*S]`, from the first that comes to `back_up`.
-
-    Nothing is counted: a slot that got no gradient is zero, one that got several holds their sum. `keep` instead of `back_up`
+    """Adds up the gradients of a chunk's parameters, from the first that comes to `back_up`. `keep` instead of `back_up`
     leaves the sum for a later backward to add to and to reduce, unless the optimizer's gradients are zeroed meanwhile.
 
     In a transaction, what is reduced is staged, and what earlier backwards have left stays as it is, until `commit` or `roll_back`.
@@ -65,8 +62,7 @@ class FlatGradient:
         # fp16 overflows at 65504: there a part of the mean's division comes before the sum
         self._divide_first = 1 << (communicator.world_size.bit_length() - 1) // 2 if self._mean and self._dtype == torch.float16 else 1
         self._naming = naming  # of the layer, around transfers that may fail
-        self._full: Tensor | None = None  # 1-D [W*S]
-        self._written: set[int] = set()
+        self._sums = self._new()
         self._kept: list[tuple[Part, Tensor, int]] = []  # what the optimizer saw, and its version, when the sum was kept
         self.on_first: Callable[[], None] | None = None
         self.pending = False  # gradients have come in, in this backward, that no backup has taken
@@ -83,16 +79,7 @@ class FlatGradient:
             self._begin()
             if self.on_first is not None:
                 self.on_first()
-        if self._full is None:
-            self._full = self._new(self._chunk.layout.padded_numel)
-        if gradient.layout != torch.strided:
-            gradient = gradient.to_dense()
-        slot = view(self._full, self._chunk.layout, index)
-        if index in self._written:
-            slot.add_(gradient)
-        else:
-            self._written.add(index)
-            slot.copy_(gradient)
+        self._sums.add(index, gradient)
 
     def back_up(self, lane: Lane, communicator: Communicator) -> Backup:
         """Begins to reduce what has come in (zeros, if nothing has) into this rank's slice; frees this object's buffer."""
@@ -111,9 +98,9 @@ class FlatGradient:
     def keep(self, look: Callable[[], bool]) -> None:
         """Leaves what has come in for a later backward. Until then the optimizer's gradients are such that it can't use them."""
         self._begin()
-        if self._before is not None and self._before.full is not None:
-            self._full = self._new(self._chunk.layout.padded_numel) if self._full is None else self._full
-            self._join(self._full)
+        self._join()
+        if not self._sums.empty:
+            self._sums.flat()
         self.pending, self.owed = False, True
         for part in self._chunk.parts:
             parameter = part.parameter
@@ -139,7 +126,7 @@ class FlatGradient:
             if now is None or (isinstance(now, AwaitedGradient) and now.zeroed):
                 self.drop()
                 return True
-            full = self._full if self._before is None else self._before.full
+            full = (self._sums if self._before is None else self._before.sums).full
             if full is not None and not isinstance(now, AwaitedGradient) and now is gradient and now._version != version:
                 full.mul_(now.as_subclass(Tensor).any())  # in place: without asking the device what it holds
         return False
@@ -150,7 +137,7 @@ class FlatGradient:
         if self._before is not None:
             self._before.factor = factor if self._before.factor is None else self._before.factor * factor
         else:
-            self._scale(factor, self._full)
+            self._scale(factor, self._sums.full)
 
     def _scale(self, factor: Tensor, kept: Tensor | None) -> None:
         if kept is not None:
@@ -177,8 +164,7 @@ class FlatGradient:
         self._staged = []
 
     def _clear(self) -> None:
-        self._full = None
-        self._written = set()
+        self._sums = self._new()
         self._kept = []
         self.pending = self.owed = False
 
@@ -196,20 +182,15 @@ class FlatGradient:
     def _begin(self) -> None:
         if self.transacts and self._before is None:
             tokens = [getattr(part.parameter.grad, TOKENS, None) for part in self._chunk.parts]
-            self._before = _Before(self._full, self._written, self._kept, self.owed, tokens)
-            self._full, self._written = None, set()
+            self._before = _Before(self._sums, self._kept, self.owed, tokens)
+            self._sums = self._new()
 
-    def _join(self, full: Tensor) -> None:
-        """Adds what the transaction found to `full`, its own sum so far."""
-        if self._before is None or self._before.joined or self._before.full is None:
+    def _join(self) -> None:
+        """Adds what the transaction found to its own sum so far."""
+        if self._before is None or self._before.joined or self._before.sums.empty:
             return
         self._before.joined = True
-        for index in self._before.written:
-            found = view(self._before.full, self._chunk.layout, index)
-            found = found if self._before.factor is None else found * self._before.factor
-            slot = view(full, self._chunk.layout, index)
-            slot.add_(found) if index in self._written else slot.copy_(found)
-            self._written.add(index)
+        self._sums.join(self._before.sums, self._before.factor)
 
     def commit(self) -> None:
         """The transaction's gradients join the chunk's."""
@@ -220,9 +201,9 @@ class FlatGradient:
     @torch.no_grad()
     def _commit(self, before: _Before) -> None:
         if not before.joined:  # no backward came to this chunk, or there was nothing to join
-            self._full, self._written = (before.full, before.written) if self._full is None else (self._full, self._written)
+            self._sums = before.sums if self._sums.empty else self._sums
         if before.factor is not None:
-            self._scale(before.factor, None if before.joined else before.full)
+            self._scale(before.factor, None if before.joined else before.sums.full)
         staged, self._staged = self._staged, []
         for landed, summed in staged:
             self._accumulate(landed, summed)
@@ -235,7 +216,7 @@ class FlatGradient:
         if before is None:
             return
         self._clear()
-        self._full, self._written, self._kept, self.owed = before.full, before.written, before.kept, before.owed
+        self._sums, self._kept, self.owed = before.sums, before.kept, before.owed
         for part, tokens in zip(self._chunk.parts, before.tokens, strict=True):
             if isinstance(part.parameter.grad, AwaitedGradient) and not self.owed:
                 part.parameter.grad = None
@@ -243,19 +224,13 @@ class FlatGradient:
                 setattr(part.parameter.grad, TOKENS, tokens)
 
     def _take(self) -> Tensor:
-        full, layout = self._full, self._chunk.layout
-        if full is None:
-            full = self._new(layout.padded_numel)
-        self._join(full)
-        for index in range(len(layout.slots)):
-            if index not in self._written:
-                view(full, layout, index).zero_()
-        zero_padding(full, layout)
+        self._join()
+        full = self._sums.complete()
         self._clear()
         return full
 
-    def _new(self, numel: int) -> Tensor:
-        return self._chunk.shard.new_empty(numel, dtype=self._dtype)
+    def _new(self) -> SlotSums:
+        return SlotSums(self._chunk.layout, self._chunk.shard, self._dtype)
 
     def _land(self, summed: Tensor, landed: Tensor) -> None:
         """`summed` `[S]`, over ranks, becomes or joins the chunk's gradient, by way of `landed`, which has its dtype."""
