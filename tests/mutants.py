@@ -37,12 +37,19 @@ FAULTS = [
         "no_sync",
     ),
     Fault("a sum for a mean", "gradient.py", 'self._mean = policy.gradient_reduction == "mean"', "self._mean = False", "no_sync"),
-    Fault("padding not zeroed", "gradient.py", "        zero_padding(full, layout)\n", "", "random_models"),
-    Fault("slots without gradients not zeroed", "gradient.py", "view(full, layout, index).zero_()", "pass", "paths"),
+    Fault("padding not zeroed", "slot_sums.py", "return zero_padding(full, self._layout)", "return full", "random_models"),
+    Fault("slots without gradients not zeroed", "slot_sums.py", "view(full, self._layout, index).zero_()", "pass", "paths"),
     Fault(
         "a second micro-batch overwrites", "accumulation.py", "parameter.grad.add_(gradient)", "parameter.grad.copy_(gradient)", "no_sync"
     ),
-    Fault("a gradient used twice overwrites", "gradient.py", "slot.add_(gradient)", "slot.copy_(gradient)", "no_sync"),
+    Fault(
+        "a layer's second gradient takes the first's place",
+        "slot_sums.py",
+        "        if index in self._came:\n            self.flat()\n",
+        "",
+        "recomputation",
+    ),
+    Fault("a gradient used twice overwrites", "slot_sums.py", "slot.add_(gradient)", "slot.copy_(gradient)", "no_sync"),
     Fault(
         "a chunk's reduction skipped",
         "layer_gradients.py",
@@ -79,7 +86,7 @@ FAULTS = [
     Fault(
         "ranks never find a difference",
         "agreement.py",
-        "if all(other == digests[0] for other in digests) and not digests[0][-1]:",
+        "if len({digests[rank] for rank in present}) <= 1 and not any(digests[rank][-1] for rank in present):",
         "if True:",
         "agreement",
     ),
