@@ -70,8 +70,8 @@ class _Loader:
             self._files = SafetensorsFiles(found.data, [name for kind in self._kinds() for name in found.names(kind)])
             self._ranges = Ranges(self._files)
             self._check(found, contents)
-        except (OSError, ValueError) as caught:
-            error = caught
+        except Exception as caught:
+            error = _as_value_error(found, caught)
         if self._optimizer is None:
             agree(self._first.communicator, self._first.device, "the contents of load_checkpoint", [], error)
         else:
@@ -134,8 +134,8 @@ class _Loader:
             for name, state in source.state.items():
                 for key, dtype in state.elements.items():
                     self._ranges.check(f"state:{key}", name, torch.Size(contents.shape(name)).numel(), dtype)
-        except ValueError as caught:
-            error = caught
+        except Exception as caught:
+            error = error or _as_value_error(found, caught)
         agree(contents.communicator, contents.device, "the optimizer of load_checkpoint", [], error)
 
     def _fill(self, found: Manifest, contents: Contents) -> Any:
@@ -214,3 +214,10 @@ class _Loader:
     def close(self) -> None:
         if self._files is not None:
             self._files.close()
+
+
+def _as_value_error(found: Manifest, error: Exception) -> Exception:
+    """What a manifest says may be anything; whoever reads it trips over what is not as a save writes it."""
+    if isinstance(error, ValueError | OSError):
+        return error
+    return ValueError(f"{found.directory / manifest.NAME} is malformed: {type(error).__name__}: {error}")

@@ -62,14 +62,14 @@ class OptimizerContents:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> OptimizerContents:
-        return cls([(options, names) for options, names in found["groups"]], named_states(found["state"]))
+        return cls([(dict(options), list(names)) for options, names in found["groups"]], named_states(found["state"]))
 
 
 def held_by(optimizer: torch.optim.Optimizer, contents: Contents) -> list[Held]:
     """The optimizer's parameters in its order, with the spans that each covers.
 
     Raises:
-        TypeError: it is no optimizer.
+        TypeError: it is no optimizer, or has an option that could only be pickled.
         ValueError: it has parameters that the model has not.
     """
     if not isinstance(getattr(optimizer, "param_groups", None), list) or not hasattr(optimizer, "state"):
@@ -88,6 +88,7 @@ def held_by(optimizer: torch.optim.Optimizer, contents: Contents) -> list[Held]:
             known[id(part.parameter)] = tuple(covered), True
     held = []
     for group, options in enumerate(optimizer.param_groups):
+        options_of(options, f"group {group}")  # now, before anybody copies what may be anything
         for parameter in options["params"]:
             if id(parameter) not in known and parameter.numel():  # an empty one stands for a group that this rank has nothing of
                 raise ValueError(

@@ -40,10 +40,7 @@ class Placing:
 
     def commit(self) -> None:
         for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
-            for key, value in options.items():
-                now = group.get(key)
-                device = now.device if isinstance(now, Tensor) else torch.device("cpu")
-                group[key] = decode_scalar(value, device)
+            group.update(options)
         self.optimizer.state.clear()
         for parameter, state in self.state:
             self.optimizer.state[parameter] = state
@@ -60,7 +57,8 @@ def place(
     problems = _problems_of_groups(own, source, contents)
     by_name = _options(source)
     filled = [[name for name in names if name in by_name and 0 not in contents.shape(name)] for _, names in own.groups]
-    placing = Placing(optimizer, [by_name[names[0]] if names else {} for names in filled])
+    options = [by_name[names[0]] if names else {} for names in filled]
+    placing = Placing(optimizer, [_decoded(mine, group) for mine, group in zip(options, optimizer.param_groups, strict=True)])
     for one in held:
         named = {span.name: source.state.get(span.name, NamedState()) for span in one.filled}
         if any(vars(state) != vars(NamedState()) for state in named.values()):
@@ -70,6 +68,13 @@ def place(
     if problems:
         raise ValueError(f"the optimizer's state does not fit; nothing was loaded. {'. '.join(problems)}")
     return placing
+
+
+def _decoded(options: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+    """A rate that is a tensor goes where the one lies that it is to replace."""
+    now = {key: group.get(key) for key in options}
+    devices = {key: value.device if isinstance(value, Tensor) else torch.device("cpu") for key, value in now.items()}
+    return {key: decode_scalar(value, devices[key]) for key, value in options.items()}
 
 
 def _options(source: OptimizerContents) -> dict[str, dict[str, Any]]:
