@@ -12,6 +12,7 @@ from torch import Tensor
 from .contents import Contents, Span
 from .optimizer_contents import Held, NamedState, OptimizerContents, is_whole
 from .plain_values import decode_scalar, dtype_named
+from .together import Together
 
 __all__: list[str] = []
 
@@ -32,7 +33,7 @@ class Target(NamedTuple):
 class Placing:
     """The state to come. Nothing of the optimizer has changed until `commit`."""
 
-    optimizer: torch.optim.Optimizer
+    optimizer: Together
     options: list[dict[str, Any]]
     state: list[tuple[Tensor, dict[str, Any]]] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)  # by ranges
@@ -41,20 +42,16 @@ class Placing:
     def commit(self) -> None:
         for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
             group.update(options)
-        self.optimizer.state.clear()
-        for parameter, state in self.state:
-            self.optimizer.state[parameter] = state
+        self.optimizer.replace_state(self.state)
 
 
-def place(
-    optimizer: torch.optim.Optimizer, held: list[Held], own: OptimizerContents, source: OptimizerContents, contents: Contents
-) -> Placing:
+def place(optimizer: Together, held: list[Held], own: OptimizerContents, source: OptimizerContents, contents: Contents) -> Placing:
     """Where everything of `source` goes; allocates it, but for values.
 
     Raises:
         ValueError: names that are missing or unknown, options or steps that differ within what is one here: all in one.
     """
-    problems = _problems_of_groups(own, source, contents)
+    problems = _problems_of_groups(optimizer, own, source, contents) + _problems_of_kinds(own, source)
     by_name = _options(source)
     filled = [[name for name in names if name in by_name and 0 not in contents.shape(name)] for _, names in own.groups]
     options = [by_name[names[0]] if names else {} for names in filled]
@@ -81,7 +78,7 @@ def _options(source: OptimizerContents) -> dict[str, dict[str, Any]]:
     return {name: options for options, names in source.groups for name in names}
 
 
-def _problems_of_groups(own: OptimizerContents, source: OptimizerContents, contents: Contents) -> list[str]:
+def _problems_of_groups(optimizer: Together, own: OptimizerContents, source: OptimizerContents, contents: Contents) -> list[str]:
     """The same on every rank. Frozen parameters may be in an optimizer's groups or not: they have no state. Nor have empty ones."""
     options = _options(source)
     expected = {name for _, names in own.groups for name in names}
@@ -92,6 +89,9 @@ def _problems_of_groups(own: OptimizerContents, source: OptimizerContents, conte
     unknown = [name for name in unknown if not contents.knows(name) or 0 not in contents.shape(name)]
     problems = [f"missing: {', '.join(missing)}"] if missing else []
     problems += [f"unknown: {', '.join(unknown)}"] if unknown else []
+    if problems and source.kinds and set(source.kinds) != set(own.kinds):
+        saved, here = (" and ".join(dict.fromkeys(kinds)) for kinds in (source.kinds, own.kinds))
+        problems.append(f"saved was the state of {saved}, and here is {here}: pass as many optimizers, in a list, as were saved")
     for number, (_, names) in enumerate(own.groups):
         by_options: dict[str, str] = {}
         for name in names:
@@ -100,9 +100,20 @@ def _problems_of_groups(own: OptimizerContents, source: OptimizerContents, conte
         if len(by_options) > 1:
             first, second, *_ = by_options.items()
             problems.append(
-                f"{first[1]} and {second[1]} are in one group here (number {number}) and had different options: {first[0]} and "
+                f"{first[1]} and {second[1]} are in one group here ({optimizer.label(number)}) and had different options: {first[0]} and "
                 f"{second[0]}. Make the groups with param_groups(model, ...)"
             )
+    return problems
+
+
+def _problems_of_kinds(own: OptimizerContents, source: OptimizerContents) -> list[str]:
+    """Of several optimizers, one would go on with what another has kept."""
+    saved = {name: kind for (_, names), kind in zip(source.groups, source.kinds, strict=False) for name in names}
+    problems = []
+    for (_, names), kind in zip(own.groups, own.kinds, strict=True):
+        for other in sorted({saved.get(name, kind) for name in names} & set(own.kinds) - {kind}):
+            moved = ", ".join(name for name in names if saved.get(name) == other)
+            problems.append(f"trained by {other} when it was saved, and given to {kind} here: {moved}")
     return problems
 
 
