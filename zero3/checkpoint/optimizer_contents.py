@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..agreement import agree, exchange_texts
+from ..chunk import Chunk, Part
 from .contents import Contents, Span
 from .plain_values import encode_scalar, name_of
 from .together import Together
@@ -78,14 +79,7 @@ def held_by(optimizer: Together, contents: Contents) -> list[Held]:
     for name, tensor in contents.others.items():
         known[id(tensor)] = ((Span(name, 0, tensor.numel(), 0),), contents.rank == 0)
     for chunk in contents.chunks():
-        spans = contents.spans(chunk)
-        for number, part in enumerate(chunk.parts):
-            covered = [
-                span._replace(offset=span.offset - part.start)
-                for span in spans
-                if (part.start <= span.offset < part.stop if span.start < span.stop else number == 0)
-            ]
-            known[id(part.parameter)] = tuple(covered), True
+        known |= {id(part.parameter): (tuple(_covered(part, chunk, contents)), True) for part in chunk.parts}
     held = []
     for group, options in enumerate(optimizer.param_groups):
         options_of(options, optimizer.label(group))  # now, before anybody copies what may be anything
@@ -97,6 +91,16 @@ def held_by(optimizer: Together, contents: Contents) -> list[Held]:
                 )
             held.append(Held(parameter, group, *known.get(id(parameter), ((), True))))
     return held
+
+
+def _covered(part: Part, chunk: Chunk, contents: Contents) -> list[Span]:
+    if part.parameter is chunk.shard:
+        return contents.spans(chunk)
+    if part.start == part.stop:  # an empty parameter, or what a rank has that holds nothing
+        empties = zip([other for other in chunk.parts if other.start == other.stop], contents.empties(chunk), strict=False)
+        return [span for other, span in empties if other is part and span is not None and contents.rank == chunk.layout.first_holder]
+    inside = [span for span in contents.spans(chunk) if span.start < span.stop and part.start <= span.offset < part.stop]
+    return [span._replace(offset=span.offset - part.start) for span in inside]
 
 
 def state_of(optimizer: Together, held: Held, contents: Contents) -> NamedState:

@@ -53,7 +53,8 @@ def place(optimizer: Together, held: list[Held], own: OptimizerContents, source:
     """
     problems = _problems_of_groups(optimizer, own, source, contents) + _problems_of_kinds(own, source)
     by_name = _options(source)
-    filled = [[name for name in names if name in by_name and 0 not in contents.shape(name)] for _, names in own.groups]
+    known = [[name for name in names if name in by_name] for _, names in own.groups]
+    filled = [[name for name in names if 0 not in contents.shape(name)] or names for names in known]
     options = [by_name[names[0]] if names else {} for names in filled]
     placing = Placing(optimizer, [_decoded(mine, group) for mine, group in zip(options, optimizer.param_groups, strict=True)])
     for one in held:
