@@ -13,6 +13,19 @@ __all__: list[str] = []
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
 
+def members_of(given: object) -> list[Any]:
+    """The optimizers in whatever was given.
+
+    Raises:
+        TypeError: something else than optimizers.
+    """
+    members: list[Any] = list(given.values()) if isinstance(given, Mapping) else list(given) if isinstance(given, list | tuple) else [given]
+    for member in members or [given]:
+        if not isinstance(getattr(member, "param_groups", None), list) or not hasattr(member, "state"):
+            raise TypeError(f"expected a torch.optim.Optimizer, or several in a list or a dict, found {type(member).__name__}")
+    return members
+
+
 class Together:
     """The groups of all, one after another, and the state of all.
 
@@ -25,12 +38,7 @@ class Together:
     """
 
     def __init__(self, given: object) -> None:
-        self.members: list[Any] = list(given.values()) if isinstance(given, Mapping) else [given]
-        if isinstance(given, list | tuple):
-            self.members = list(given)
-        for member in self.members or [given]:
-            if not isinstance(getattr(member, "param_groups", None), list) or not hasattr(member, "state"):
-                raise TypeError(f"expected a torch.optim.Optimizer, or several in a list or a dict, found {type(member).__name__}")
+        self.members = members_of(given)
         self.param_groups: list[dict[str, Any]] = [group for member in self.members for group in member.param_groups]
         self.state: dict[Tensor, dict[str, Any]] = {key: state for member in self.members for key, state in member.state.items()}
         self.kinds = [type(member).__name__ for member in self.members for _ in member.param_groups]
