@@ -20,6 +20,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -159,9 +160,9 @@ def finetune(options: argparse.Namespace, ranks: Ranks) -> Summary:
         held_out_loss_before=loss_before,
         held_out_loss_after=loss_after,
         tokens_per_second=run.tokens_per_second,
-        memory_per_rank=ranks.all(run.memory),
+        memory_per_rank=[Memory(*each) for each in ranks.all(astuple(run.memory))],
         memory_of_one_process=model.memory_of_one_process,
-        peak_memory_per_rank=ranks.all(peak_memory(ranks.device)),
+        peak_memory_per_rank=[peak for (peak,) in ranks.all([peak_memory(ranks.device)])],
         losses=run.losses,
         texts=texts,
     )
@@ -171,7 +172,7 @@ def load_config_and_tokenizer(options: argparse.Namespace, text: str, ranks: Ran
     """Those of `--model`, or new ones. A new tokenizer is rank 0's, so that no two ranks can have learnt different ones."""
     if options.model is not None:
         return load_config(options.model), AutoTokenizer.from_pretrained(options.model)
-    learnt = data.train_bpe(text, options.vocabulary) if ranks.rank == 0 else None
+    learnt = data.train_bpe(text, options.vocabulary) if ranks.rank == 0 else ""
     tokenizer = data.make_tokenizer(ranks.from_first(learnt))
     return small_config(len(tokenizer), options.width, options.blocks, options.heads), tokenizer
 

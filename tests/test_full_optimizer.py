@@ -175,7 +175,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
         others = torch.optim.SGD([nn.Parameter(torch.zeros(3))])
         with pytest.raises(ValueError, match=r"rank 1: group 0 of the SGD has a parameter \(3,\) that is not of this model"):
             zero3.full_optimizer_state_dict(model, others if group.rank == 1 else optimizer)
-        with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, found list"):
+        with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, or several in a list or a dict, found list"):
             zero3.full_optimizer_state_dict(model, [])  # type: ignore[arg-type]
 
     on_ranks(2, body)

@@ -183,6 +183,8 @@ def reset(model: nn.Module) -> None:
 
 def states_of(module: nn.Module) -> list[LayerState]:
     """The layers in `module`; if it has none, the layers that its own parameters belong to."""
+    if not isinstance(module, nn.Module):  # torch's own clip_grad_norm_ takes parameters
+        raise TypeError(f"expected the sharded model, an nn.Module, found a {type(module).__name__}: pass the model, not its parameters")
     states = [layer._state for layer in layers_of(module)]
     for inner in module.modules():
         root = vars(inner).get("_zero3_root")

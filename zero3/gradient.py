@@ -111,7 +111,7 @@ class FlatGradient:
         self._note_versions()
 
     def _note_versions(self) -> None:
-        seen = [(part, part.parameter.grad) for part in self._chunk.parts]
+        seen = [(part, part.parameter.grad) for part in self._chunk.parts if part.start < part.stop]
         self._kept = [(part, gradient, gradient._version) for part, gradient in seen if gradient is not None]
 
     @property

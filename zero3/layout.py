@@ -112,6 +112,11 @@ class ChunkLayout:
         """W * S, the length of the full buffer."""
         return self.shard_numel * self.world_size if self.bounds is None else self.numel
 
+    @property
+    def first_holder(self) -> int:
+        """The rank that empty parameters belong to, which lie in no chunk: the first that holds anything."""
+        return next((rank for rank in range(self.world_size) if self.pieces(rank)), 0)
+
     def chunk_range(self, rank: int) -> tuple[int, int]:
         """The half-open range of the full buffer that `rank` keeps."""
         if self.bounds is not None:

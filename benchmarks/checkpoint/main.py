@@ -116,7 +116,7 @@ def by_gathering(layers: int, seed: int) -> Run:
         dist.barrier()
 
     def load(path: str) -> None:
-        loaded = torch.load(f"{path}/all.pt", mmap=True)
+        loaded = torch.load(f"{path}/all.pt", mmap=True, weights_only=True)
         options = StateDictOptions(full_state_dict=True)
         set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"], options=options)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,19 +29,24 @@ class Ranks:
             dist.all_reduce(total)
         return total.item() / self.world_size
 
-    def from_first(self, value: Any) -> Any:
-        """What rank 0 passes, on every rank."""
-        values = [value]
-        if self.world_size > 1:
-            dist.broadcast_object_list(values, src=0)
-        return values[0]
+    def from_first(self, text: str) -> str:
+        """What rank 0 passes, on every rank. As bytes: torch's collectives for objects unpickle what another rank sends."""
+        if self.world_size == 1:
+            return text
+        sent = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
+        size = torch.tensor([sent.numel()], device=self.device)
+        dist.broadcast(size, src=0)
+        told = sent if self.rank == 0 else sent.new_empty(int(size))
+        dist.broadcast(told, src=0)
+        return bytes(told.tolist()).decode()
 
-    def all(self, value: Any) -> list[Any]:
-        """What every rank passes, in rank order, on every rank."""
-        values = [value] * self.world_size
+    def all(self, numbers: Iterable[int]) -> list[list[int]]:
+        """Every rank's numbers, in rank order, on every rank."""
+        mine = torch.tensor(list(numbers), device=self.device)
+        everyone = [mine.clone() for _ in range(self.world_size)]
         if self.world_size > 1:
-            dist.all_gather_object(values, value)
-        return values
+            dist.all_gather(everyone, mine)
+        return [each.tolist() for each in everyone]
 
 
 @contextmanager

@@ -61,10 +61,12 @@ class Contents:
         names = self._chunk_names.get(chunk, {})
         pieces = [piece for piece in chunk.layout.pieces(rank) if piece.slot.name in names]
         found = [Span(names[piece.slot.name], piece.start, piece.stop, piece.offset) for piece in pieces]
-        first = next((other for other in range(self.world_size) if chunk.layout.pieces(other)), 0)
-        if rank == first:
-            found += [Span(names[slot.name], 0, 0, 0) for slot in chunk.layout.slots if not slot.numel and slot.name in names]
-        return found
+        return found + [span for span in self.empties(chunk) if rank == chunk.layout.first_holder and span is not None]
+
+    def empties(self, chunk: Chunk) -> list[Span | None]:
+        """Of its empty parameters, in the order of its slots; None for one that the model has no name for."""
+        names = self._chunk_names.get(chunk, {})
+        return [Span(names[slot.name], 0, 0, 0) if slot.name in names else None for slot in chunk.layout.slots if not slot.numel]
 
     def chunks(self) -> Iterator[Chunk]:
         for state in self.states:

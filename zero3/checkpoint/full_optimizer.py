@@ -16,13 +16,14 @@ from .contents import Contents, Span
 from .optimizer_contents import Held, NamedState, OptimizerContents, contents_of, held_by, options_of
 from .optimizer_placing import Placing, Target, place
 from .plain_values import decode_scalar, dtype_named, encode_scalar, name_of
+from .together import Optimizers, Together
 
 __all__: list[str] = []
 
 _CPU = torch.device("cpu")
 
 
-def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, *, rank0_only: bool = True) -> dict[str, Any]:
+def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizers, *, rank0_only: bool = True) -> dict[str, Any]:
     """`{"state": {name: {...}}, "param_groups": [...]}`, with the shapes and the structure of an optimizer over the unsharded model.
 
     Names stand for parameters, in `params` too: what `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` gives
@@ -31,15 +32,16 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 
     Args:
         model: any model that contains zero3 layers.
-        optimizer: over its chunks, or parts of them.
+        optimizer: over its chunks, or parts of them; several that share the model in a list or a dict: their groups come one after
+            another.
         rank0_only: only rank 0 keeps what is gathered; the others get {}.
 
     Raises:
         ValueError: nothing in `model` is sharded; an optimizer of another model.
         TypeError: state that belongs to no parameter by its shape.
     """
-    contents, held = _look(model, optimizer, "full_optimizer_state_dict")
-    own = contents_of(optimizer, held, contents, None)
+    contents, together, held = _look(model, optimizer, "full_optimizer_state_dict")
+    own = contents_of(together, held, contents, None)
     keeps = not rank0_only or contents.rank == 0
     parts: dict[str, list[tuple[Tensor, Span]]] = {}
     for one in held:
@@ -47,7 +49,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
             parts.setdefault(span.name, []).append((one.parameter, span))
     state = {}
     for name, named in own.state.items():
-        gathered = _gather(contents, optimizer, parts.get(name, []), name, named)
+        gathered = _gather(contents, together, parts.get(name, []), name, named)
         if keeps:
             scalars = {key: decode_scalar(value, _CPU) for key, value in named.scalars.items()}
             state[name] = scalars | {key: value.cpu() for key, value in gathered.items()}
@@ -57,9 +59,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     return {"state": state, "param_groups": groups}
 
 
-def _gather(
-    contents: Contents, optimizer: torch.optim.Optimizer, parts: list[tuple[Tensor, Span]], name: str, named: NamedState
-) -> dict[str, Tensor]:
+def _gather(contents: Contents, optimizer: Together, parts: list[tuple[Tensor, Span]], name: str, named: NamedState) -> dict[str, Tensor]:
     """The tensors of one name, put together from every rank's slices."""
     found = {}
     for key, dtype in named.elements.items():
@@ -83,7 +83,7 @@ def _add_up(contents: Contents, full: Tensor) -> Tensor:
     return full
 
 
-def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any] | None) -> None:
+def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizers, state_dict: Mapping[str, Any] | None) -> None:
     """Fills the optimizer from rank 0's `state_dict`, by parameter names. The inverse of `full_optimizer_state_dict`.
 
     Every rank calls it; what the others pass does not count. One tensor at a time travels. Each group takes the options that its
@@ -91,7 +91,8 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
 
     Args:
         model: any model that contains zero3 layers.
-        optimizer: over its chunks, or parts of them; what state it has is replaced.
+        optimizer: over its chunks, or parts of them; what state it has is replaced. Several in a list or a dict: each takes what belongs
+            to its parameters.
         state_dict: `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`.
 
     Raises:
@@ -99,7 +100,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
             optimizer here: all in one error, on every rank, before anything changes.
         TypeError: an option or a state that is neither a number nor a tensor.
     """
-    contents, held = _look(model, optimizer, "load_full_optimizer_state_dict")
+    contents, together, held = _look(model, optimizer, "load_full_optimizer_state_dict")
     error: Exception | None = None
     text = ""
     if contents.rank == 0:
@@ -107,11 +108,11 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
             text = json.dumps(_described(state_dict or {}, contents).to_json())
         except (ValueError, TypeError) as caught:
             error = caught
-    own = contents_of(optimizer, held, contents, error, with_state=False)
+    own = contents_of(together, held, contents, error, with_state=False)
     source = OptimizerContents.from_json(json.loads(exchange_texts(contents.communicator, contents.device, text)[0]))
     placing: Placing | None = None
     try:
-        placing = place(optimizer, held, own, source, contents)
+        placing = place(together, held, own, source, contents)
     except ValueError as caught:
         error = caught
     agree(contents.communicator, contents.device, "load_full_optimizer_state_dict", [], error)
@@ -120,21 +121,24 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
         placing.commit()
 
 
-def _look(model: nn.Module, optimizer: torch.optim.Optimizer, caller: str) -> tuple[Contents, list[Held]]:
+def _look(model: nn.Module, optimizer: Optimizers, caller: str) -> tuple[Contents, Together, list[Held]]:
     first = states_of(model)[0]
     contents: Contents | None = None
+    together: Together | None = None
     held: list[Held] = []
     error: Exception | None = None
     try:
         contents = Contents(model, caller)
-        held = held_by(optimizer, contents)
-        warn_if_inexact(contents.states, optimizer)
+        together = Together(optimizer)
+        held = held_by(together, contents)
+        for member in together.members:
+            warn_if_inexact(contents.states, member)
     except Exception as caught:  # whatever it is, the others wait to hear of it
         error = caught
     agree(first.communicator, first.device, caller, [], error)
-    if contents is None:
+    if contents is None or together is None:
         raise RuntimeError("agree returned though there was an error")
-    return contents, held
+    return contents, together, held
 
 
 def _by_first_name(found: Mapping[Any, Any], contents: Contents) -> dict[Any, Any]:
@@ -154,7 +158,7 @@ def _described(state_dict: Mapping[str, Any], contents: Contents) -> OptimizerCo
                 f"group {number} has {group['params'][:3]} as params; expected parameters' names, as "
                 "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict writes them (optimizer.state_dict() has numbers)"
             )
-        groups.append((options_of(group, f"group {number}"), list(_by_first_name(dict.fromkeys(group["params"]), contents))))
+        groups.append((options_of(group, f"param_groups[{number}]"), list(_by_first_name(dict.fromkeys(group["params"]), contents))))
     given = _by_first_name(state_dict["state"], contents)
     shapes = {name: contents.shape(name) for name in given if contents.knows(name)}
     numbers = {k for n, values in given.items() if shapes.get(n) for k, v in values.items() if isinstance(v, Tensor) and not v.dim()}

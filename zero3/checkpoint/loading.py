@@ -20,11 +20,12 @@ from .optimizer_placing import Placing, place
 from .plain_values import decode
 from .ranges import Ranges
 from .safetensors_files import SafetensorsFiles
+from .together import Optimizers, Together
 
 __all__: list[str] = []
 
 
-def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
+def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None = None) -> Any:
     """Fills model and optimizer from what `save_checkpoint` wrote, at any world size and in any layers. Every rank calls it.
 
     First the ranks read all files once, each its share, and compare hashes. Then each reads the ranges that it holds,
@@ -34,7 +35,8 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: t
     Args:
         path: the directory.
         model: with the same parameters as the one saved, by their names in the unwrapped model; on meta, or with values.
-        optimizer: of the same names; what state it has is replaced. None: what the checkpoint has of one is not read.
+        optimizer: of the same names; what state it has is replaced. Several in a list or a dict, in any order: each takes what
+            belongs to its parameters. None: what the checkpoint has of one is not read.
 
     Returns:
         `extra`, as rank 0 saved it; tensors in it are on the CPU.
@@ -55,10 +57,11 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: t
 
 
 class _Loader:
-    def __init__(self, path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(self, path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None) -> None:
         self._path = path
         self._model = model
-        self._optimizer = optimizer
+        self._given = optimizer
+        self._optimizer: Together | None = None
         self._first = states_of(model)[0]
         self._files: SafetensorsFiles | None = None
         self._placing: Placing | None = None
@@ -70,16 +73,16 @@ class _Loader:
             self._files = SafetensorsFiles(found.data, [name for kind in self._kinds() for name in found.names(kind)])
             self._ranges = Ranges(self._files)
             self._check(found, contents)
-        except (OSError, ValueError) as caught:
-            error = caught
-        if self._optimizer is None:
+        except Exception as caught:
+            error = _as_value_error(found, caught)
+        if self._given is None:
             agree(self._first.communicator, self._first.device, "the contents of load_checkpoint", [], error)
         else:
             self._plan(found, contents, held, error)
         return self._fill(found, contents)
 
     def _kinds(self) -> list[str]:
-        return ["model"] if self._optimizer is None else ["model", "optimizer"]
+        return ["model"] if self._given is None else ["model", "optimizer"]
 
     def _verify(self) -> tuple[Manifest, Contents, list[Held]]:
         """That the files are what was saved, and the same on every rank."""
@@ -90,9 +93,11 @@ class _Loader:
         held: list[Held] = []
         try:
             contents = Contents(self._model, "load_checkpoint")
-            held = held_by(self._optimizer, contents) if self._optimizer is not None else []
+            if self._given is not None:
+                self._optimizer = Together(self._given)
+                held = held_by(self._optimizer, contents)
             found = manifest.read(self._path)
-            if self._optimizer is not None and found.content["optimizer"] is None:
+            if self._given is not None and found.content["optimizer"] is None:
                 raise ValueError(f"{self._path} was saved without an optimizer: load it without one, and begin with a fresh optimizer")
         except OSError as caught:
             error = ValueError(f"{self._path} can't be read: {caught}")
@@ -134,8 +139,8 @@ class _Loader:
             for name, state in source.state.items():
                 for key, dtype in state.elements.items():
                     self._ranges.check(f"state:{key}", name, torch.Size(contents.shape(name)).numel(), dtype)
-        except ValueError as caught:
-            error = caught
+        except Exception as caught:
+            error = error or _as_value_error(found, caught)
         agree(contents.communicator, contents.device, "the optimizer of load_checkpoint", [], error)
 
     def _fill(self, found: Manifest, contents: Contents) -> Any:
@@ -214,3 +219,10 @@ class _Loader:
     def close(self) -> None:
         if self._files is not None:
             self._files.close()
+
+
+def _as_value_error(found: Manifest, error: Exception) -> Exception:
+    """What a manifest says may be anything; whoever reads it trips over what is not as a save writes it."""
+    if isinstance(error, ValueError | OSError):
+        return error
+    return ValueError(f"{found.directory / manifest.NAME} is malformed: {type(error).__name__}: {error}")

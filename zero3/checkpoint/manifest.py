@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -76,18 +77,28 @@ def read(path: str | os.PathLike[str]) -> Manifest:
     if not (directory / NAME).is_file():
         found = ", ".join(file_operations.names_in(directory)[:8]) or "nothing"
         raise ValueError(f"{directory} is no checkpoint: there is no {NAME} in it (found {found})")
+    _refuse_links(directory / NAME)
     content = parse(directory / NAME)
     files = {name: Written(entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
     manifest = Manifest(directory, content, files)
+    _refuse_links(manifest.data)
     there = set(file_operations.names_in(manifest.data))
     if missing := sorted(set(files) - there):
         raise ValueError(f"{manifest.data / missing[0]} is missing; {NAME} names it")
     if foreign := sorted(there - set(files)):
         raise ValueError(f"{manifest.data / foreign[0]} does not belong to this checkpoint: {NAME} does not name it. Take it away.")
     for name, written in files.items():
+        _refuse_links(manifest.data / name)
         if (size := (manifest.data / name).stat().st_size) != written.nbytes:
             raise ValueError(f"{manifest.data / name} has {size} bytes, {NAME} says {written.nbytes}: it was cut off or replaced")
     return manifest
+
+
+def _refuse_links(path: Path) -> None:
+    """What a save writes are plain files in a directory of its own; anything else leads elsewhere, or nowhere (a pipe)."""
+    mode = path.lstat().st_mode if os.path.lexists(path) else stat.S_IFREG
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise ValueError(f"{path} is a link or a device, as no save makes them: put in its place what it points to")
 
 
 def parse(path: Path) -> dict[str, Any]:

@@ -32,13 +32,14 @@ def next_number(path: Path) -> int:
 
 
 def prune(directory: Path, keep: int) -> None:
-    """Deletes all but the newest, and what deletions and saves that were cut off have left."""
-    numbered = sorted(_numbered(directory, strict=False))
+    """Deletes all but the newest, and what deletions and saves that were cut off have left. A link is neither followed nor counted."""
+    numbered = sorted((number, path) for number, path in _numbered(directory, strict=False) if not path.is_symlink())
     for _, path in numbered[:-keep]:
         manifest.delete(path)
     for name in file_operations.names_in(directory):
-        if (directory / name).is_dir() and manifest.is_remains(directory / name):
-            manifest.delete(directory / name)
+        path = directory / name
+        if path.is_dir() and not path.is_symlink() and manifest.is_remains(path):
+            manifest.delete(path)
 
 
 def _numbered(directory: Path, strict: bool = True) -> list[tuple[int, Path]]:

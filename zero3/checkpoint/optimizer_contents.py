@@ -12,12 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..agreement import agree, exchange_texts
+from ..chunk import Chunk, Part
 from .contents import Contents, Span
 from .plain_values import encode_scalar, name_of
+from .together import Together
 
 __all__: list[str] = []
 
@@ -53,52 +54,56 @@ class OptimizerContents:
 
     groups: list[tuple[dict[str, Any], list[str]]]  # options, as `encode_scalar` writes them, and the names in the model's order
     state: dict[str, NamedState]
+    kinds: list[str] = field(default_factory=list)  # of each group: its optimizer's class, where it is known
 
     def to_json(self) -> dict[str, Any]:
         alike: dict[str, list[str]] = {}
         for name, named in self.state.items():
             alike.setdefault(json.dumps([named.elements, named.scalars, named.whole]), []).append(name)
-        return {"groups": self.groups, "state": [[names, *json.loads(text)] for text, names in alike.items()]}
+        return {"groups": self.groups, "classes": self.kinds, "state": [[names, *json.loads(text)] for text, names in alike.items()]}
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> OptimizerContents:
-        return cls([(options, names) for options, names in found["groups"]], named_states(found["state"]))
+        groups = [(dict(options), list(names)) for options, names in found["groups"]]
+        return cls(groups, named_states(found["state"]), list(found.get("classes", [])))
 
 
-def held_by(optimizer: torch.optim.Optimizer, contents: Contents) -> list[Held]:
+def held_by(optimizer: Together, contents: Contents) -> list[Held]:
     """The optimizer's parameters in its order, with the spans that each covers.
 
     Raises:
-        TypeError: it is no optimizer.
+        TypeError: an option could only be pickled.
         ValueError: it has parameters that the model has not.
     """
-    if not isinstance(getattr(optimizer, "param_groups", None), list) or not hasattr(optimizer, "state"):
-        raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
     known: dict[int, tuple[tuple[Span, ...], bool]] = {}
     for name, tensor in contents.others.items():
         known[id(tensor)] = ((Span(name, 0, tensor.numel(), 0),), contents.rank == 0)
     for chunk in contents.chunks():
-        spans = contents.spans(chunk)
-        for number, part in enumerate(chunk.parts):
-            covered = [
-                span._replace(offset=span.offset - part.start)
-                for span in spans
-                if (part.start <= span.offset < part.stop if span.start < span.stop else number == 0)
-            ]
-            known[id(part.parameter)] = tuple(covered), True
+        known |= {id(part.parameter): (tuple(_covered(part, chunk, contents)), True) for part in chunk.parts}
     held = []
     for group, options in enumerate(optimizer.param_groups):
+        options_of(options, optimizer.label(group))  # now, before anybody copies what may be anything
         for parameter in options["params"]:
             if id(parameter) not in known and parameter.numel():  # an empty one stands for a group that this rank has nothing of
                 raise ValueError(
-                    f"group {group} of the {type(optimizer).__name__} has a parameter {tuple(parameter.shape)} that is not of this model. "
+                    f"{optimizer.label(group)} has a parameter {tuple(parameter.shape)} that is not of this model. "
                     "Make the optimizer from get_trainable_chunk(model) or param_groups(model, ...), after sharding."
                 )
             held.append(Held(parameter, group, *known.get(id(parameter), ((), True))))
     return held
 
 
-def state_of(optimizer: torch.optim.Optimizer, held: Held, contents: Contents) -> NamedState:
+def _covered(part: Part, chunk: Chunk, contents: Contents) -> list[Span]:
+    if part.parameter is chunk.shard:
+        return contents.spans(chunk)
+    if part.start == part.stop:  # an empty parameter, or what a rank has that holds nothing
+        empties = zip([other for other in chunk.parts if other.start == other.stop], contents.empties(chunk), strict=False)
+        return [span for other, span in empties if other is part and span is not None and contents.rank == chunk.layout.first_holder]
+    inside = [span for span in contents.spans(chunk) if span.start < span.stop and part.start <= span.offset < part.stop]
+    return [span._replace(offset=span.offset - part.start) for span in inside]
+
+
+def state_of(optimizer: Together, held: Held, contents: Contents) -> NamedState:
     """What the optimizer keeps for one of its parameters.
 
     Raises:
@@ -106,7 +111,7 @@ def state_of(optimizer: torch.optim.Optimizer, held: Held, contents: Contents) -
     """
     found = NamedState()
     for key, value in optimizer.state.get(held.parameter, {}).items():
-        what = f"{type(optimizer).__name__}'s {key!r} of {held.spans[0].name if held.spans else 'padding'}"
+        what = f"{optimizer.kinds[held.group]}'s {key!r} of {held.spans[0].name if held.spans else 'padding'}"
         if not isinstance(key, str) or ":" in key:
             raise TypeError(f"{what}: a key must be a string without a colon")
         if not isinstance(value, Tensor) or (value.dim() == 0 and held.parameter.dim()) or (key == "step" and value.dim() == 0):
@@ -129,7 +134,7 @@ def is_whole(held: Held, contents: Contents) -> bool:
 
 
 def contents_of(
-    optimizer: torch.optim.Optimizer, held: list[Held], contents: Contents, error: Exception | None, *, with_state: bool = True
+    optimizer: Together, held: list[Held], contents: Contents, error: Exception | None, *, with_state: bool = True
 ) -> OptimizerContents:
     """Every rank calls it, with what it found wrong so far; what each knows of its own spans makes up the whole."""
     groups: list[list[str]] = [[] for _ in optimizer.param_groups] if error is None else []
@@ -137,7 +142,7 @@ def contents_of(
     options: list[dict[str, Any]] = []
     try:
         if error is None:
-            options = [options_of(group, f"group {number}") for number, group in enumerate(optimizer.param_groups)]
+            options = [options_of(group, optimizer.label(number)) for number, group in enumerate(optimizer.param_groups)]
             for one in held:
                 names = [span.name for span in one.spans if span.start == 0 and one.mine]  # where it begins, once in all
                 groups[one.group] += names
@@ -149,7 +154,7 @@ def contents_of(
         error = caught
     agree(contents.communicator, contents.device, "the optimizer's groups", [json.dumps(o, sort_keys=True) for o in options], error)
     texts = exchange_texts(contents.communicator, contents.device, json.dumps([groups, state]))
-    merged = OptimizerContents([(o, []) for o in options], {})
+    merged = OptimizerContents([(o, []) for o in options], {}, optimizer.kinds)
     order = {names[0]: place for place, names in enumerate(contents.names.values())}
     for text in texts:
         their_groups, their_state = json.loads(text)
@@ -173,4 +178,4 @@ def named_states(listed: Iterable[Any]) -> dict[str, NamedState]:
 
 def options_of(group: dict[str, Any], what: str) -> dict[str, Any]:
     """A group without its parameters, as JSON."""
-    return {key: encode_scalar(value, f"{key!r} of the optimizer's {what}") for key, value in group.items() if key not in _NOT_OPTIONS}
+    return {key: encode_scalar(value, f"{key!r} of {what}") for key, value in group.items() if key not in _NOT_OPTIONS}

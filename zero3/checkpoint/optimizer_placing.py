@@ -12,6 +12,7 @@ from torch import Tensor
 from .contents import Contents, Span
 from .optimizer_contents import Held, NamedState, OptimizerContents, is_whole
 from .plain_values import decode_scalar, dtype_named
+from .together import Together
 
 __all__: list[str] = []
 
@@ -32,7 +33,7 @@ class Target(NamedTuple):
 class Placing:
     """The state to come. Nothing of the optimizer has changed until `commit`."""
 
-    optimizer: torch.optim.Optimizer
+    optimizer: Together
     options: list[dict[str, Any]]
     state: list[tuple[Tensor, dict[str, Any]]] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)  # by ranges
@@ -40,27 +41,22 @@ class Placing:
 
     def commit(self) -> None:
         for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
-            for key, value in options.items():
-                now = group.get(key)
-                device = now.device if isinstance(now, Tensor) else torch.device("cpu")
-                group[key] = decode_scalar(value, device)
-        self.optimizer.state.clear()
-        for parameter, state in self.state:
-            self.optimizer.state[parameter] = state
+            group.update(options)
+        self.optimizer.replace_state(self.state)
 
 
-def place(
-    optimizer: torch.optim.Optimizer, held: list[Held], own: OptimizerContents, source: OptimizerContents, contents: Contents
-) -> Placing:
+def place(optimizer: Together, held: list[Held], own: OptimizerContents, source: OptimizerContents, contents: Contents) -> Placing:
     """Where everything of `source` goes; allocates it, but for values.
 
     Raises:
         ValueError: names that are missing or unknown, options or steps that differ within what is one here: all in one.
     """
-    problems = _problems_of_groups(own, source, contents)
+    problems = _problems_of_groups(optimizer, own, source, contents) + _problems_of_kinds(own, source)
     by_name = _options(source)
-    filled = [[name for name in names if name in by_name and 0 not in contents.shape(name)] for _, names in own.groups]
-    placing = Placing(optimizer, [by_name[names[0]] if names else {} for names in filled])
+    known = [[name for name in names if name in by_name] for _, names in own.groups]
+    filled = [[name for name in names if 0 not in contents.shape(name)] or names for names in known]
+    options = [by_name[names[0]] if names else {} for names in filled]
+    placing = Placing(optimizer, [_decoded(mine, group) for mine, group in zip(options, optimizer.param_groups, strict=True)])
     for one in held:
         named = {span.name: source.state.get(span.name, NamedState()) for span in one.filled}
         if any(vars(state) != vars(NamedState()) for state in named.values()):
@@ -72,11 +68,18 @@ def place(
     return placing
 
 
+def _decoded(options: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+    """A rate that is a tensor goes where the one lies that it is to replace."""
+    now = {key: group.get(key) for key in options}
+    devices = {key: value.device if isinstance(value, Tensor) else torch.device("cpu") for key, value in now.items()}
+    return {key: decode_scalar(value, devices[key]) for key, value in options.items()}
+
+
 def _options(source: OptimizerContents) -> dict[str, dict[str, Any]]:
     return {name: options for options, names in source.groups for name in names}
 
 
-def _problems_of_groups(own: OptimizerContents, source: OptimizerContents, contents: Contents) -> list[str]:
+def _problems_of_groups(optimizer: Together, own: OptimizerContents, source: OptimizerContents, contents: Contents) -> list[str]:
     """The same on every rank. Frozen parameters may be in an optimizer's groups or not: they have no state. Nor have empty ones."""
     options = _options(source)
     expected = {name for _, names in own.groups for name in names}
@@ -87,6 +90,9 @@ def _problems_of_groups(own: OptimizerContents, source: OptimizerContents, conte
     unknown = [name for name in unknown if not contents.knows(name) or 0 not in contents.shape(name)]
     problems = [f"missing: {', '.join(missing)}"] if missing else []
     problems += [f"unknown: {', '.join(unknown)}"] if unknown else []
+    if problems and source.kinds and set(source.kinds) != set(own.kinds):
+        saved, here = (" and ".join(dict.fromkeys(kinds)) for kinds in (source.kinds, own.kinds))
+        problems.append(f"saved was the state of {saved}, and here is {here}: pass as many optimizers, in a list, as were saved")
     for number, (_, names) in enumerate(own.groups):
         by_options: dict[str, str] = {}
         for name in names:
@@ -95,9 +101,20 @@ def _problems_of_groups(own: OptimizerContents, source: OptimizerContents, conte
         if len(by_options) > 1:
             first, second, *_ = by_options.items()
             problems.append(
-                f"{first[1]} and {second[1]} are in one group here (number {number}) and had different options: {first[0]} and "
+                f"{first[1]} and {second[1]} are in one group here ({optimizer.label(number)}) and had different options: {first[0]} and "
                 f"{second[0]}. Make the groups with param_groups(model, ...)"
             )
+    return problems
+
+
+def _problems_of_kinds(own: OptimizerContents, source: OptimizerContents) -> list[str]:
+    """Of several optimizers, one would go on with what another has kept."""
+    saved = {name: kind for (_, names), kind in zip(source.groups, source.kinds, strict=False) for name in names}
+    problems = []
+    for (_, names), kind in zip(own.groups, own.kinds, strict=True):
+        for other in sorted({saved.get(name, kind) for name in names} & set(own.kinds) - {kind}):
+            moved = ", ".join(name for name in names if saved.get(name) == other)
+            problems.append(f"trained by {other} when it was saved, and given to {kind} here: {moved}")
     return problems
 
 

@@ -38,8 +38,8 @@ def encode(value: Any, what: str, tensor: Callable[[Tensor], Any]) -> Any:
         plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
         return dict(items) if plain else {_ITEMS: items}
     raise TypeError(
-        f"{what} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds None, bool, int, float, str, lists, tuples, "
-        "dicts and tensors, and never a pickle. Save what it is made of (its state_dict())."
+        f"{what} is a {type(value).__module__}.{type(value).__qualname__}: checkpoints, and messages between ranks, hold None, bool, int, "
+        "float, str, lists, tuples, dicts and tensors, and never a pickle. Use what it is made of (its state_dict())."
     )
 
 
@@ -65,7 +65,18 @@ def encode_scalar(value: Any, what: str) -> Any:
 
 
 def decode_scalar(value: Any, device: torch.device) -> Any:
-    return decode(value, lambda found: torch.tensor(found[1], dtype=dtype_named(found[0]), device=device if found[2] else "cpu"))
+    """What `encode_scalar` was given; tensors that were on a device on this one.
+
+    Raises:
+        ValueError: something else stands for a tensor than `encode_scalar` writes.
+    """
+
+    def tensor(found: Any) -> Tensor:
+        if not isinstance(found, list) or len(found) != 3 or not isinstance(found[1], int | float):
+            raise ValueError(f"expected the dtype, the value and the place of a 0-dim tensor, found {found!r:.80}")
+        return torch.tensor(found[1], dtype=dtype_named(str(found[0])), device=device if found[2] else "cpu")
+
+    return decode(value, tensor)
 
 
 def _scalar(tensor: Tensor, what: str) -> list[Any]:

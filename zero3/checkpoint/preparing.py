@@ -10,7 +10,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..agreement import agree
@@ -21,6 +20,7 @@ from .optimizer_contents import Held, contents_of
 from .plain_values import encode
 from .safetensors_files import bytes_of
 from .safetensors_writing import Entry, Written
+from .together import Together
 
 __all__: list[str] = []
 
@@ -72,7 +72,7 @@ class Prepared:
     def lines(self) -> list[str]:
         return [f"path: {self.directory}", *(f"{name}: {described}" for name, described in self.content["tensors"].items())]
 
-    def gather_entries(self, optimizer: torch.optim.Optimizer | None, held: list[Held]) -> None:
+    def gather_entries(self, optimizer: Together | None, held: list[Held]) -> None:
         """References only: no value is copied."""
         contents, rank = self.contents, self.contents.rank
         others = sha256()
@@ -92,7 +92,7 @@ class Prepared:
         self.model_entries += [Entry(f"random:{rank}:{kind}", state, tuple(state.shape)) for kind, state in generators.items()]
         if optimizer is not None:
             merged = contents_of(optimizer, held, contents, None)
-            self.content["optimizer"] = {"class": type(optimizer).__name__, **merged.to_json()}
+            self.content["optimizer"] = {"class": optimizer.name, **merged.to_json()}
             self.optimizer_entries = _state_entries(optimizer, held)
 
     def make_directory(self) -> None:
@@ -142,7 +142,7 @@ def _entry(name: str, flat: Tensor, start: int, stop: int, offset: int) -> Entry
     return Entry(f"{name}[{start}:{stop}]", flat[offset : offset + stop - start], (stop - start,))
 
 
-def _state_entries(optimizer: torch.optim.Optimizer, held: list[Held]) -> list[Entry]:
+def _state_entries(optimizer: Together, held: list[Held]) -> list[Entry]:
     entries = []
     for one in held:
         for key, value in optimizer.state.get(one.parameter, {}).items():

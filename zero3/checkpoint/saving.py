@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..access import states_of
@@ -19,6 +18,7 @@ from . import file_operations
 from .optimizer_contents import Held, held_by
 from .preparing import Prepared
 from .safetensors_writing import Entry, Written, write_file
+from .together import Optimizers, Together
 
 __all__: list[str] = []
 
@@ -26,7 +26,7 @@ __all__: list[str] = []
 def save_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     extra: Any = None,
     frozen: bool = True,
@@ -45,7 +45,8 @@ def save_checkpoint(
         path: of a file system that all ranks see. Parents are created; what else is in the directory is left alone. A checkpoint
             that is there is replaced.
         model: any model that contains zero3 layers.
-        optimizer: over `get_trainable_chunk(model)`, `param_groups(model, ...)` or `model.parameters()`.
+        optimizer: over `get_trainable_chunk(model)`, `param_groups(model, ...)` or `model.parameters()`; several that share the
+            model (Muon for matrices, AdamW for the rest) in a list or a dict, whose order and keys do not matter.
         extra: None, numbers, strings, lists, tuples, dicts and tensors, as state dicts are made of. Rank 0's counts.
         frozen: False leaves frozen parameters out. (Under LoRA adapters: load them with `load_pretrained`.)
         keep_last: after this one is there, all but the newest so many checkpoints beside `path` are deleted.
@@ -57,7 +58,7 @@ def save_checkpoint(
 
     Raises:
         TypeError: `extra`, an option or a state of the optimizer is something that could only be pickled.
-        ValueError: nothing in `model` is sharded; an optimizer of another model; ranks that save different things.
+        ValueError: nothing in `model` is sharded; an optimizer of another model, or two of one parameter; ranks that save different things.
         RuntimeError: parameters without values; called inside `full_params` or `resident`.
         OSError: a rank could not write. Every rank raises the same.
     """
@@ -68,7 +69,7 @@ def save_checkpoint(
 
 
 def _prepare(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None, how: tuple[Any, bool, int | None, bool]
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None, how: tuple[Any, bool, int | None, bool]
 ) -> Prepared:
     """Everything that can be found wrong before a file is made, on every rank."""
     first = states_of(model)[0]
@@ -76,20 +77,27 @@ def _prepare(
         first.unfinished()
     extra, frozen, keep_last, background = how
     prepared: Prepared | None = None
+    together: Together | None = None
     held: list[Held] = []
     error: Exception | None = None
     try:
         prepared = Prepared(path, model, extra, frozen, keep_last)
         if optimizer is not None:
-            held = held_by(optimizer, prepared.contents)
-            warn_if_inexact(prepared.contents.states, optimizer)
+            together = Together(optimizer)
+            held = held_by(together, prepared.contents)
+            for member in together.members:
+                warn_if_inexact(prepared.contents.states, member)
     except Exception as caught:  # whatever it is, the others wait to hear of it
         error = caught
-    lines = [*prepared.lines(), f"optimizer: {type(optimizer).__name__}", f"background: {background}"] if prepared is not None else []
+    lines = (
+        [*prepared.lines(), f"optimizer: {together.name if together is not None else None}", f"background: {background}"]
+        if prepared is not None
+        else []
+    )
     agree(first.communicator, first.device, "save_checkpoint", lines, error)
     if prepared is None:
         raise RuntimeError("agree returned though there was an error")
-    prepared.gather_entries(optimizer, held)
+    prepared.gather_entries(together, held)
     prepared.make_directory()
     return prepared
 

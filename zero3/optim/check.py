@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 
 from ..access import states_of
 from ..agreement import agree
+from ..checkpoint.plain_values import encode_scalar
+from ..checkpoint.together import Optimizers, members_of
 from ..layer_state import LayerState
 from ..released import ReleasedParameter
 from .ownership import Owned, owned, owned_by
@@ -23,33 +26,51 @@ __all__: list[str] = []
 _WHOLE = 'zero3.param_groups(model, lambda name, info: {"whole": True})'
 
 
-def check_optimizer(model: nn.Module, *optimizers: torch.optim.Optimizer, strict: bool = True) -> None:
+def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = True) -> None:
     """Raises for optimizers that would train a sharded model in another way than an unsharded one. Every rank calls it.
 
     Saving a checkpoint, or the optimizer's full state, warns of the same maths; this finds it before the first step.
 
     Each class is tried out, with the options of each of its groups, on a few small tensors: once on the whole, and once
-    spread out as it is over ranks. So it judges any optimizer, of any library. It takes a few milliseconds a group.
+    spread out as it is over ranks. So it judges any optimizer, of any library. It takes a few milliseconds a group. Ranks also
+    compare their options: a schedule that goes by a loss, and not by its mean over ranks, would set each its own rate.
 
     Args:
         model: any model that contains zero3 layers.
-        optimizers: all that train it; each trainable parameter must be held by one of them.
+        optimizers: all that train it, one by one or in a list or a dict; each trainable parameter must be held by one of them.
         strict: False accepts an optimizer that can't be tried out.
 
     Raises:
         ValueError: on every rank alike: maths that needs shapes, norms or other parameters that a flat slice does not have
             (use `whole=True` in `zero3.param_groups`); parameters that no optimizer holds, or two; parameters of the model as it
-            was before sharding, or before the last `param_groups`; with `strict`, an optimizer that can't be tried out.
+            was before sharding, or before the last `param_groups`; options that differ between ranks; with `strict`, an optimizer
+            that can't be tried out.
+        TypeError: something else than optimizers; on every rank alike.
     """
     states = states_of(model)
-    first, error = states[0], None
+    first, lines = states[0], [""]
+    error: Exception | None = None
     try:
-        _check_held(model, states, optimizers)
-        for optimizer in optimizers:
+        members = [member for given in optimizers for member in members_of(given)]
+        lines = [line for member in members for line in _options_of(member)]
+        _check_held(model, states, members)
+        for optimizer in members:
             _check_maths(first, owned(model), optimizer, strict)
-    except ValueError as caught:
+    except (ValueError, TypeError) as caught:
         error = caught
-    agree(first.communicator, first.device, "check_optimizer", [type(optimizer).__name__ for optimizer in optimizers], error)
+    agree(first.communicator, first.device, "check_optimizer", lines, error)
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """What must be the same on all ranks, a line a group; of what can't be told, its type."""
+    for number, group in enumerate(optimizer.param_groups):
+        told = []
+        for key in sorted(key for key in group if isinstance(key, str) and key not in ("params", "param_names")):
+            try:
+                told.append(f"{key}={json.dumps(encode_scalar(group[key], key))}")
+            except TypeError:
+                told.append(f"{key} is a {type(group[key]).__name__}")
+        yield f"{type(optimizer).__name__}, group {number}: {', '.join(told)}"
 
 
 def warn_if_inexact(states: list[LayerState], optimizer: torch.optim.Optimizer) -> None:
@@ -60,7 +81,7 @@ def warn_if_inexact(states: list[LayerState], optimizer: torch.optim.Optimizer) 
         warnings.warn(f"this run does not train as an unsharded one would: {problem}", stacklevel=4)
 
 
-def _check_held(model: nn.Module, states: list[LayerState], optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+def _check_held(model: nn.Module, states: list[LayerState], optimizers: list[torch.optim.Optimizer]) -> None:
     found = owned(model)
     originals = {id(bound.binding.parameter): bound.binding.name for state in states for bound in state.bound}
     held = [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]

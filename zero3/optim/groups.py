@@ -70,6 +70,8 @@ def param_groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
     plan, error = _Plan(), None
     try:
         _check(states)
+        if not callable(options):
+            raise TypeError(f"options must be a function (name, info) -> dict of options, or None, found a {type(options).__name__}")
         plan.ask(model, states, options)
     except Exception as caught:  # whatever the callable raises: the other ranks have to hear of it
         error = caught

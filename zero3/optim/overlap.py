@@ -15,7 +15,7 @@ from ..streams import Pending
 from .buckets import Entry
 from .shards import Shards
 from .zero_groups import Groups, options_of
-from .zero_state import broadcast_object
+from .zero_state import broadcast_values
 from .zero_step import roll_call, set_options
 
 __all__: list[str] = []
@@ -88,10 +88,10 @@ class Overlap:
         """Schedules stop with a rank's data: it gets the options from one that goes on."""
         ranks = roll_call(self._shards, [], joined=joined)
         if any(ranks) and not all(ranks):
-            options = broadcast_object(
-                self._shards.communicator, self._shards.device, [options_of(group) for group in self._groups], ranks.index(False)
-            )
-            set_options(self._groups, options)
+            told = {"options": [options_of(group) for group in self._groups]}
+            communicator, device = self._shards.communicator, self._shards.device
+            told = broadcast_values(communicator, device, told, ranks.index(False), "an update of ZeroRedundancyOptimizer")
+            set_options(self._groups, told["options"])
         self._shards.copy_options_in(self._groups)
 
     def _update(self) -> None:

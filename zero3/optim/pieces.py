@@ -64,8 +64,8 @@ class Choice(NamedTuple):
 def divide(state: LayerState, chunk: Chunk, choice_of: Callable[[Slot], Choice]) -> list[tuple[int, nn.Parameter]]:
     """Sets the chunk's parts; returns those that have a group, with its number.
 
-    Neighbours of one group are one part. Where all of the chunk's slots are of one group, on any rank, the part is the
-    chunk itself.
+    Neighbours of one group are one part, an empty parameter is one by itself. Where all of the chunk's slots are of one
+    group, on any rank, the part is the chunk itself.
     """
     choices = {slot: choice_of(slot) for slot in chunk.layout.slots}
     kinds = set(choices.values())
@@ -86,6 +86,8 @@ def _parts_of(chunk: Chunk, rank: int, choices: dict[Slot, Choice]) -> tuple[lis
         if spans and not choice.whole and spans[-1][2] == choice:
             start = spans.pop()[0]
         spans.append((start, stop, choice, piece.slot.shape if choice.whole else (stop - start,)))
+    if rank == chunk.layout.first_holder:  # in no piece, but an optimizer over the unsharded model has state for them
+        spans += [(0, 0, choices[slot], slot.shape) for slot in chunk.layout.slots if not slot.numel]
     flat = chunk.shard.detach()  # shares the version counter: a step on a part is seen as one on the chunk
     parts, numbered = [], []
     for start, stop, choice, shape in spans or [(0, 0, Choice(None, whole=False), (0,))]:

@@ -165,11 +165,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Raises:
             ValueError: no such rank, ranks that name different ones, or a state that is none of single parameters.
+            TypeError: a state that could only be pickled; on every rank, by name.
         """
         shards = self._opened
         wrong = None if 0 <= to < self.world_size else ValueError(f"to={to}, expected a rank from 0 to {self.world_size - 1}")
         agree_on(shards, [f"consolidate_state_dict(to={to})"], wrong)
-        self._consolidated, self._consolidated_at = consolidate(shards, len(self.param_groups), to), shards.updates
+        self._consolidated, self._consolidated_at = consolidate(shards, to), shards.updates
 
     def state_dict(self) -> dict[str, Any]:
         """A plain `optimizer_class`'s state dict, with tensors on the CPU, as of the last `consolidate_state_dict`.

@@ -2,76 +2,79 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..agreement import agree, exchange_texts
+from ..checkpoint.plain_values import decode_scalar, dtype_named, encode_scalar, name_of
 from ..collectives import Communicator
 from .buckets import Entry, Part, flat, laid_out_as
 from .shards import Shards
 
 __all__: list[str] = []
 
+_CPU = torch.device("cpu")
 _STEP = "step"  # a count wherever it is a tensor, whatever its shape
 
 
-class _Elements(NamedTuple):
-    """Of a state tensor: one element for each of the part's, or, of a whole parameter, any shape."""
+class _Described(NamedTuple):
+    """What a part has under one key, as JSON has it: a tensor with an element for each of the part's (of a whole parameter,
+    of any shape), which travels as a tensor, or else the value itself."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-class _Odd(NamedTuple):
-    """What can't be brought together."""
-
-    text: str
+    key: Any
+    shape: list[int]
+    dtype: str | None
+    value: Any = None
 
 
-def gather_objects(communicator: Communicator, device: torch.device, value: object) -> list[Any]:
-    """Every rank's (small) `value`, in rank order."""
-    payload = pickle.dumps(value)
-    sizes = [int.from_bytes(size, "little") for size in communicator.exchange(len(payload).to_bytes(8, "little"), device)]
-    padded = communicator.exchange(payload.ljust(max(sizes), b"\0"), device)
-    return [pickle.loads(raw) for raw in padded]
+def broadcast_values(communicator: Communicator, device: torch.device, values: dict[str, Any], source: int, what: str) -> dict[str, Any]:
+    """Rank `source`'s (small) values, as JSON; what the others pass does not matter. No rank can make another run code.
 
-
-def broadcast_object(communicator: Communicator, device: torch.device, value: object, source: int) -> Any:
-    """Rank `source`'s `value`; what the others pass does not matter."""
-    payload = pickle.dumps(value)
+    Raises:
+        TypeError: something among them that JSON can't hold; on every rank.
+    """
+    text, error, own = "", None, communicator.rank == source
+    try:
+        text = json.dumps(encode_scalar(values, what)) if own else ""
+    except TypeError as caught:
+        error = caught
+    agree(communicator, device, what, [], error)
+    payload = text.encode()
     size = torch.tensor([len(payload)], device=device)
     communicator.broadcast(size, source)
-    own = communicator.rank == source
     content = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device) if own else size.new_empty(int(size), dtype=torch.uint8)
     communicator.broadcast(content, source)
-    return value if own else pickle.loads(bytes(content.tolist()))
+    return values if own else dict(decode_scalar(json.loads(bytes(content.tolist())), device))
 
 
-def consolidate(shards: Shards, groups: int, to: int) -> dict[Tensor, dict[str, Any]] | None:
+def consolidate(shards: Shards, to: int) -> dict[Tensor, dict[str, Any]] | None:
     """The state of every parameter in the parameter's shape, on the CPU of rank `to`; None on the others.
 
     One tensor at a time: a rank but `to` holds no more than another's part of it beside its own state.
 
     Raises:
         ValueError: a state that no parameter's elements or count explain; on every rank.
+        TypeError: a state that is neither a tensor nor a plain value; on every rank.
     """
-    communicator = shards.communicator
+    communicator, error = shards.communicator, None
+    mine: list[tuple[int, list[_Described]]] = []
+    try:
+        mine = [(number, _description(shards, entry)) for number, entry in enumerate(shards.entries) if shards.held[entry]]
+    except (ValueError, TypeError) as caught:
+        error = caught
+    agree(communicator, shards.device, "the state of ZeroRedundancyOptimizer", [], error)
+    everyone = [dict(json.loads(text)) for text in exchange_texts(communicator, shards.device, json.dumps(mine))]
     full: dict[Tensor, dict[str, Any]] = {}
     parts = shards.everyones_parts()
-    for group in range(groups):
-        entries = [entry for entry in shards.entries if entry.group == group]
-        mine = {number: _description(shards, entry) for number, entry in enumerate(entries) if shards.held[entry]}
-        everyone = gather_objects(communicator, shards.device, mine)
-        for number, entry in enumerate(entries):
-            for key, what in next((each[number] for each in everyone if each.get(number)), {}).items():
-                if isinstance(what, _Odd):
-                    raise ValueError(what.text)
-                value = _brought_together(shards, entry, parts[entry], key, what, to) if isinstance(what, _Elements) else what
-                if communicator.rank == to:
-                    full.setdefault(entry.parameter, {})[key] = value
+    for number, entry in enumerate(shards.entries):
+        for what in (_Described(*each) for each in next((held[number] for held in everyone if held.get(number)), ())):
+            value = _value(what) if what.dtype is None else _brought_together(shards, entry, parts[entry], what, to)
+            if communicator.rank == to:
+                full.setdefault(entry.parameter, {})[decode_scalar(what.key, _CPU)] = value
     return full if communicator.rank == to else None
 
 
@@ -108,33 +111,39 @@ def _part_of_state(part: Part, state: Mapping[str, Any]) -> dict[str, Any]:
     return taken
 
 
-def _description(shards: Shards, entry: Entry) -> dict[str, Any]:
-    """Of this rank's first part: keys, and what is behind each. Counts and other values go along as they are."""
+def _description(shards: Shards, entry: Entry) -> list[_Described]:
+    """Of this rank's first part. Counts and other values go along as they are."""
     part, parameter = shards.held[entry][0]
-    described: dict[str, Any] = {}
+    described = []
     for key, value in shards.optimizer.state.get(parameter, {}).items():
+        what = f"{type(shards.optimizer).__name__}'s {key!r} of {entry.name}"
+        named, shape = encode_scalar(key, f"the key of {what}"), list(value.shape) if isinstance(value, Tensor) else []
         if not isinstance(value, Tensor):
-            described[key] = value
-        elif value.numel() == 1 and (key == _STEP or value.ndim == 0):
-            described[key] = value.detach().cpu()
+            described.append(_Described(named, shape, None, encode_scalar(value, what)))
+        elif value.numel() == 1 and (key == _STEP or (value.ndim == 0 and parameter.ndim)):
+            described.append(_Described(named, shape, None, encode_scalar(value.detach().cpu().view(()), what)))
         elif part.shaped or value.shape == parameter.shape:
-            described[key] = _Elements(value.dtype, tuple(value.shape))
+            described.append(_Described(named, shape, name_of(value.dtype)))
         else:
-            described[key] = _Odd(
-                f"the optimizer keeps {key!r} of shape {tuple(value.shape)} for {parameter.numel()} elements of {entry.name}: "
-                "it has no place in a whole parameter's state. Use whole=True for this group."
+            raise ValueError(
+                f"{what} has shape {tuple(shape)} for {parameter.numel()} of its elements: it has no place in a whole parameter's "
+                "state. Use whole=True for this group."
             )
     return described
 
 
-def _brought_together(
-    shards: Shards, entry: Entry, parts: list[tuple[int, int, Part]], key: str, what: _Elements, to: int
-) -> Tensor | None:
+def _value(what: _Described) -> Any:
+    value = decode_scalar(what.value, _CPU)
+    return value.view(what.shape) if isinstance(value, Tensor) else value
+
+
+def _brought_together(shards: Shards, entry: Entry, parts: list[tuple[int, int, Part]], what: _Described, to: int) -> Tensor | None:
     own, full = shards.communicator.rank == to, None
+    key, dtype = decode_scalar(what.key, _CPU), dtype_named(str(what.dtype))
     if own:
         shaped = torch.Size(what.shape) if entry.owner is not None else entry.parameter.shape
         like = entry.parameter if shaped == entry.parameter.shape else torch.empty(shaped, device="meta")
-        full = torch.empty_like(like, dtype=what.dtype, device="cpu")
+        full = torch.empty_like(like, dtype=dtype, device="cpu")
     for rank, number, part in parts:
         values: Tensor | None = None
         if rank == shards.communicator.rank:
@@ -142,7 +151,7 @@ def _brought_together(
         if rank != to:
             if values is None:
                 shape = what.shape if part.shaped else (part.stop - part.start,)
-                values = torch.empty(shape, dtype=what.dtype, device=entry.parameter.device)
+                values = torch.empty(shape, dtype=dtype, device=entry.parameter.device)
             values = values.contiguous()
             shards.communicators[entry.parameter.device].broadcast(values, source=rank)
         if full is not None and values is not None:

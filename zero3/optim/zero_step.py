@@ -13,7 +13,7 @@ from ..agreement import agree
 from .buckets import Entry, flat, is_gapless, laid_out_as
 from .shards import Shards
 from .zero_groups import Groups, options_of
-from .zero_state import broadcast_object
+from .zero_state import broadcast_values
 
 __all__: list[str] = []
 
@@ -27,11 +27,11 @@ def step(shards: Shards, groups: Groups, kwargs: dict[str, Any], *, joined: bool
     ranks = roll_call(shards, [] if joined else _lines(shards.entries), joined=joined, error=error)
     if any(ranks):
         leader = ranks.index(False)
-        present, options, kwargs = broadcast_object(
-            shards.communicator, shards.device, (present, [options_of(group) for group in groups], kwargs), leader
-        )
+        told: dict[str, Any] = {"gradients": present, "options": [options_of(group) for group in groups], "kwargs": kwargs}
+        told = broadcast_values(shards.communicator, shards.device, told, leader, "step() of ZeroRedundancyOptimizer")
+        present, kwargs = told["gradients"], told["kwargs"]
         if joined:
-            set_options(groups, options)
+            set_options(groups, told["options"])
     entries = [entry for entry, has_one in zip(shards.entries, present, strict=True) if has_one]
     shards.copy_options_in(groups)
     for entry in entries:
