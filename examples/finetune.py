@@ -67,6 +67,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--generate", metavar="TEXT", help="show how the model goes on from this text, before and after")
     add("--generate-tokens", type=positive, metavar="N", default=40, help="how far it goes on")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu", help="where to compute")
+    add("--timeout", type=positive, metavar="SECONDS", help="how long a process waits for others before it fails (default: torch's)")
 
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=positive, metavar="N", default=300, help="optimizer steps")
@@ -288,7 +289,7 @@ def present(summary: Summary, output: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(arguments)
-    with join_ranks(options.device) as ranks:
+    with join_ranks(options.device, options.timeout) as ranks:
         summary = finetune(options, ranks)
         if ranks.rank == 0:
             present(summary, options.output)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import socket
 import struct
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.processes import Rank, on_ranks
-from zero3.collectives import GlooCommunicator, communicator_for
+from zero3.collectives import GlooCommunicator, GroupCommunicator, communicator_for
 
 CPU = torch.device("cpu")
 LENGTHS = [1, 7, 1001, 65537]  # of a chunk: odd, across the sizes at which gloo and kernels change their ways
@@ -205,3 +207,23 @@ def test_a_transfer_goes_on_beside_the_computation(kind: str) -> None:
         if all(after < 0.3 * at_once for _, at_once, after in measured):
             return
     raise AssertionError(f"(begin, wait at once, wait after a sleep), on each rank: {measured}")
+
+
+def timeout_of_a_twin(rank: Rank) -> dict[tuple[int, ...], Any]:
+    asked: dict[tuple[int, ...], Any] = {}
+
+    def new_group(ranks: list[int], timeout: Any, **_: Any) -> Any:
+        asked[tuple(ranks)] = timeout
+        return dist.group.WORLD
+
+    real, dist.new_group = dist.new_group, new_group
+    try:
+        GroupCommunicator(dist.group.WORLD, "nccl").twin()
+    finally:
+        dist.new_group = real
+    return asked
+
+
+def test_a_second_communicator_waits_as_long_as_the_first() -> None:
+    """torch gives a new group its default, 10 minutes on NCCL. (There is no NCCL here: the call is looked at, on a gloo group.)"""
+    assert on_ranks(1, timeout_of_a_twin, group_timeout=17.0) == [{(0,): datetime.timedelta(seconds=17)}]

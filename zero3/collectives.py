@@ -89,7 +89,10 @@ class GroupCommunicator:
         if not self._on_streams:
             return self  # transfers that are ordered by handles do not queue behind each other
         ranks = dist.get_process_group_ranks(self._group)
-        return GroupCommunicator(dist.new_group(ranks, backend=self._backend, use_local_synchronization=True), self._backend)
+        # unasked, a new group takes torch's default timeout and not that of the groups before
+        timeout = getattr(self._group._get_backend(torch.device("cuda")).options, "_timeout", None)
+        group = dist.new_group(ranks, timeout, backend=self._backend, use_local_synchronization=True)
+        return GroupCommunicator(group, self._backend)
 
     def lanes(self, device: torch.device) -> Lanes:
         return lanes_for(device)

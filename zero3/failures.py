@@ -52,7 +52,7 @@ class NamingFailures:
         advice = "" if torch.is_grad_enabled() else f" {_OWN_PACE}"
         raise _of_transfer(
             f"rank {self._communicator.rank} of {self._communicator.world_size}: {self._doing} {self._subject.name} failed: {failure}\n"
-            f"Most often another rank died, or took another path through the model: its own error says why.{where}{advice}"
+            f"Most often another rank died or was cut off, or took another path through the model: its own error says why.{where}{advice}"
         ) from failure
 
 

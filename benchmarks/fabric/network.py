@@ -16,10 +16,11 @@ class NoNetwork(RuntimeError):
 
 
 class Cable:
-    """Joins the namespaces of two ranks; `names` are theirs."""
+    """Joins the namespaces of two ranks; `names` are theirs, `addresses` what they have on it."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
+        self.addresses = [f"10.77.0.{end + 1}" for end in range(len(names))]
 
     def set_rate(self, gigabits: float) -> None:
         """Each direction carries that much a second, from now on (a token bucket of 1/4 ms, at least one large packet)."""
@@ -27,6 +28,10 @@ class Cable:
         for name in self.names:
             limits = ["rate", f"{gigabits * 1000:.0f}mbit", "burst", str(burst), "latency", "50ms"]
             _ip("netns", "exec", name, "tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf", *limits)
+
+    def cut(self, end: int) -> None:
+        """From now on nothing arrives, and nobody is told: as when a switch dies. `end`: whose interface goes down."""
+        _ip("-n", self.names[end], "link", "set", INTERFACE, "down")
 
 
 @contextmanager
@@ -42,17 +47,17 @@ def cable() -> Iterator[Cable]:
         if shutil.which(tool) is None:
             raise NoNetwork(f"the command {tool!r} is missing: install iproute2")
     names = [f"zero3-{os.getpid()}-{end}" for end in range(2)]
-    made: list[str] = []
+    link, made = Cable(names), []
     try:
         for name in names:
             _ip("netns", "add", name)
             made.append(name)
         _ip("link", "add", INTERFACE, "netns", names[0], "type", "veth", "peer", "name", INTERFACE, "netns", names[1])
         for end, name in enumerate(names):
-            _ip("-n", name, "address", "add", f"10.77.0.{end + 1}/24", "dev", INTERFACE)
+            _ip("-n", name, "address", "add", f"{link.addresses[end]}/24", "dev", INTERFACE)
             for interface in ("lo", INTERFACE):
                 _ip("-n", name, "link", "set", interface, "up")
-        yield Cable(names)
+        yield link
     finally:
         for name in made:
             _ip("netns", "delete", name)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..access import states_of
+from ..failures import NamingFailures, Subject
 
 __all__: list[str] = []
 
@@ -44,13 +45,15 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
         # torch's own norm of norms, so that one rank gives the very bits that torch gives for one process
         local = torch.nn.utils.get_total_norm(filled, norm_type).to(torch.float64)
     total = local if maximum else local**norm_type
-    if maximum:
-        # As integers the bits of positive numbers keep their order, with nan on top: a maximum of floats may lose it.
-        states[0].communicator.all_reduce(total.abs_().view(torch.int64), maximum=True)
-    else:
-        states[0].communicator.all_reduce(total)
+    communicator = states[0].communicator
+    with NamingFailures(communicator, "summing up", Subject("the norm of the gradients")):
+        if maximum:
+            # As integers the bits of positive numbers keep their order, with nan on top: a maximum of floats may lose it.
+            communicator.all_reduce(total.abs_().view(torch.int64), maximum=True)
+        else:
+            communicator.all_reduce(total)
     if not maximum:
-        total = total ** (1.0 / norm_type) if states[0].communicator.world_size > 1 else local
+        total = total ** (1.0 / norm_type) if communicator.world_size > 1 else local
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, so they can't be clipped. "

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..access import states_of
 from ..chunk import Chunk
+from ..failures import NamingFailures, Subject
 from ..shard_gradient import AwaitedGradient
 from .groups import named_parameters
 
@@ -54,11 +55,12 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
             if flat is not None:
                 norm = torch.linalg.vector_norm(flat, norm_type, dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32)
                 values[rows[chunk, indices[piece.slot]]] = norm if maximum else norm.double() ** norm_type
-    if maximum:
-        communicator.all_reduce(values.view(torch.int64), maximum=True)  # see clip_grad_norm_
-    else:
-        communicator.all_reduce(values)
-        values = values ** (1.0 / norm_type)
+    with NamingFailures(communicator, "summing up", Subject("the norms of the parameters")):
+        if maximum:
+            communicator.all_reduce(values.view(torch.int64), maximum=True)  # see clip_grad_norm_
+        else:
+            communicator.all_reduce(values)
+    values = values if maximum else values ** (1.0 / norm_type)
     return {name: value for (name, _), value in zip(named, values, strict=True)}
 
 

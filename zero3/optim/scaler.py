@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..autograd import as_plain_tensors
 from ..communicator import Communicator
+from ..failures import NamingFailures, Subject
 from ..shard_gradient import AwaitedGradient
 
 __all__: list[str] = []
@@ -41,7 +42,8 @@ class GradScaler(torch.amp.GradScaler):
         for other in found.values():
             agreed = torch.maximum(agreed, other.to(agreed.device))
         for communicator in _communicators(optimizer):
-            communicator.all_reduce(agreed, maximum=True)
+            with NamingFailures(communicator, "comparing", Subject("whether the gradients are finite")):
+                communicator.all_reduce(agreed, maximum=True)
         return {device: agreed.to(device) for device in [*found, agreed.device]}
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..access import states_of
 from ..accumulation import TOKENS
+from ..failures import NamingFailures, Subject
 from ..gate import Action, unguarded
 from ..layer_state import LayerState
 from ..shard_gradient import AwaitedGradient
@@ -87,7 +88,9 @@ def weigh(states: list[LayerState], tokens: int | Tensor, loss: float | Tensor) 
     counts[1] = loss
     counts[2:] = _so_far(states, counts.new_zeros(2))
     states[0].watch.recorder("count")
-    unguarded(states[0].communicator).all_reduce(counts)
+    communicator = unguarded(states[0].communicator)
+    with NamingFailures(communicator, "counting", Subject("the tokens of the micro-batch")):
+        communicator.all_reduce(counts)
     so_far = counts[2] / counts[3].clamp(min=1)
     total = counts[0] + so_far
     share = torch.where(total > 0, 1 / total, 0)
