@@ -77,8 +77,8 @@ class LonelyCommunicator:
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         return None
 
-    def scatter(self, shard: Tensor, full: Tensor | None, bounds: Any = None) -> None:
-        return None
+    def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Any = None) -> _Late:
+        return _Late(lambda: None)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         return None

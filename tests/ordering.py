@@ -169,7 +169,8 @@ class EchoCommunicator:
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None: ...
 
-    def scatter(self, shard: Tensor, full: Tensor | None, bounds: Any = None) -> None: ...
+    def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Any = None) -> Done:
+        return Done()
 
     def broadcast(self, tensor: Tensor) -> None: ...
 

@@ -137,11 +137,12 @@ class ThreadCommunicator:
         values = torch.stack(self._meet("all_reduce", tensor.clone(), tensor.numel(), tensor.dtype))
         tensor.copy_(values.amax(0) if maximum else values.sum(0))
 
-    def scatter(self, shard: Tensor, full: Tensor | None, bounds: Any = None) -> None:
+    def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Any = None) -> _Late:
         numel = bounds[-1] if bounds is not None else shard.numel() * self.world_size
         self.log.append(Collective("scatter", numel, shard.dtype))
-        values = self._meet("scatter", None if full is None else full.clone(), numel, shard.dtype)
-        shard.copy_(values[0][self._mine(shard, bounds)])
+        dealt = self._meet("scatter", None if slices is None else [each.clone() for each in slices], numel, shard.dtype)[0]
+        poison(shard)
+        return _Late(lambda: shard.copy_(dealt[self.rank]))
 
     def _mine(self, shard: Tensor, bounds: Any) -> slice:
         start = bounds[self.rank] if bounds is not None else self.rank * shard.numel()

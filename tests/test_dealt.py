@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def transfers(rank: Rank, bounds: tuple[int, ...], dtype: torch.dtype, plain: bo
         mine.reduce_scatter(reduced, fulls[rank.number].clone(), bounds).wait()
         assert torch.equal(reduced, sum(fulls)[place])
     scattered = torch.zeros_like(fulls[0][place])
-    mine.scatter(scattered, fulls[0] if rank.number == 0 else None, bounds)
+    slices = [fulls[0][start:stop] for start, stop in pairwise(bounds)] if rank.number == 0 else None
+    mine.scatter(scattered, slices, bounds).wait()
     assert torch.equal(scattered, fulls[0][place])
 
 

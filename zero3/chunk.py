@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .collectives import Communicator
-from .flat import unpack, zero_padding
+from .flat import split, unpack, zero_padding
 from .layout import ChunkLayout
 from .streams import Lane, Mark
 
@@ -207,8 +207,8 @@ class Chunk:
         """Rank 0's full buffer, cut into everybody's chunks."""
         zero_padding(self.full.tensor, self.layout)
         if self._communicator.world_size > 1:
-            full = self.full.tensor if self._communicator.rank == 0 else None
-            self._communicator.scatter(self.shard.data, full, self.layout.bounds)
+            slices = split(self.full.tensor, self.layout) if self._communicator.rank == 0 else None
+            self._communicator.scatter(self.shard.data, slices, self.layout.bounds).wait()
             torch.autograd.graph.increment_version(self.shard)
         self.unloaded.clear()
 
@@ -218,13 +218,6 @@ class Chunk:
             if self._communicator.world_size == 1 and dtype == self.shard.dtype:
                 return ResidentBuffer(self.layout, self.shard)
             return FullBuffer(self.layout, dtype, self.shard.device)
-
-
-def shrink_to_shard(full: Tensor, shard_numel: int) -> Tensor:
-    """Rank 0's chunk out of the full buffer it scattered: the first slice stays where it is, the rest is given back."""
-    shard = full[:shard_numel]
-    full.untyped_storage().resize_(shard_numel * full.element_size())
-    return shard
 
 
 def registered(chunks: Sequence[Chunk]) -> dict[str, nn.Parameter | None]:

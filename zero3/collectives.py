@@ -59,19 +59,20 @@ class GroupCommunicator:
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self._group)
 
-    def scatter(self, shard: Tensor, full: Tensor | None, bounds: Bounds = None) -> None:
+    def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
         if bounds is not None:
-            self._scatter_padded(shard, full, bounds)
+            self._scatter_padded(shard, slices, bounds)
         elif shard.numel():
-            dist.scatter(shard, list(full.view(self.world_size, -1)) if full is not None else None, group=self._group, group_src=0)
+            return dist.scatter(shard, slices, group=self._group, group_src=0, async_op=not self._on_streams) or Done()
+        return Done()
 
-    def _scatter_padded(self, shard: Tensor, full: Tensor | None, bounds: tuple[int, ...]) -> None:
+    def _scatter_padded(self, shard: Tensor, slices: list[Tensor] | None, bounds: tuple[int, ...]) -> None:
         """No backend scatters slices of unequal length, and this is rare: whole models are loaded so, not trained."""
         longest = max(stop - start for start, stop in pairwise(bounds))
         if longest:
             padded = shard.new_empty(longest)
-            slices = [pad(piece, (0, longest - piece.numel())) for piece in _cut(full, bounds)] if full is not None else None
-            dist.scatter(padded, slices, group=self._group, group_src=0)
+            equal = [pad(piece, (0, longest - piece.numel())) for piece in slices] if slices is not None else None
+            dist.scatter(padded, equal, group=self._group, group_src=0)
             shard.copy_(padded[: shard.numel()])
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:

@@ -34,8 +34,8 @@ class Communicator(Protocol):
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None: ...
 
-    def scatter(self, shard: Tensor, full: Tensor | None, bounds: Bounds = None) -> None:
-        """Rank 0's `full` `[W*S]`, cut in W slices, one to every rank's `shard` `[S]`."""
+    def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
+        """Rank 0's `slices`, one to every rank's `shard`, of its length; they may lie anywhere."""
         ...
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -74,9 +74,10 @@ class SoloCommunicator:
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         return None
 
-    def scatter(self, shard: Tensor, full: Tensor | None, bounds: Bounds = None) -> None:
-        if full is not None:
-            shard.copy_(full)
+    def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
+        if slices is not None:
+            shard.copy_(slices[0])
+        return Done()
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         return None

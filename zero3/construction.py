@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from .agreement import agree
 from .binding import Binding, Owner, bindings_of, check_bindings, own_modules
-from .chunk import Chunk, shrink_to_shard
+from .chunk import Chunk
 from .collectives import IDENTITY_BYTES, Communicator, any_device_of, communicator_for
-from .flat import pack
 from .layer_state import LayerState
 from .layout import ChunkLayout
 from .policy import ShardingPolicy
+from .scattering import scatter_parameters
 
 __all__: list[str] = []
 
@@ -200,7 +200,7 @@ def _chunk_groups(bindings: list[Binding]) -> list[list[Binding]]:
 def _scatter(
     group: list[Binding], communicator: Communicator, device: torch.device, unloaded: set[str], policy: ShardingPolicy
 ) -> tuple[Chunk, list[Binding]]:
-    """Flattens one group on rank 0 and deals it out: the most that is held at a time is the module and one flat copy.
+    """Deals one group out from rank 0: beside the module, a rank holds its chunk of it.
 
     Those whose names are in `unloaded` have no values on rank 0, and wait for a loader; if all have none, nothing is dealt.
     """
@@ -208,20 +208,17 @@ def _scatter(
     by_name = {binding.name: binding for binding in group}
     ordered = [by_name[slot.name] for slot in layout.slots]
     dtype, trainable = group[0].parameter.dtype, group[0].parameter.requires_grad
-    shard: Tensor
-    nothing = len(unloaded) == len(group)
-    if communicator.rank == 0 and not nothing:
-        full = torch.empty(layout.padded_numel, dtype=dtype, device=device)
-        blank = torch.zeros((), dtype=dtype, device=device)
-        pack([blank.expand(b.parameter.shape) if b.name in unloaded else b.parameter.detach() for b in ordered], layout, full)
-        communicator.scatter(full[: layout.shard_numel], full)
-        shard = shrink_to_shard(full, layout.shard_numel)
+    shard = torch.empty(layout.shard_numel, dtype=dtype, device=device)
+    if len(unloaded) == len(group):  # its loader is the first to touch it, but for the padding
+        shard[max(0, layout.numel - communicator.rank * layout.shard_numel) :].zero_()
     else:
-        shard = torch.empty(layout.shard_numel, dtype=dtype, device=device)
-        if not nothing:
-            communicator.scatter(shard, None)
-        else:  # its loader is the first to touch it, but for the padding
-            shard[max(0, layout.numel - communicator.rank * layout.shard_numel) :].zero_()
+        blank = torch.zeros((), dtype=dtype)
+
+        def value(index: int) -> Tensor:
+            binding = ordered[index]
+            return blank.expand(binding.parameter.shape) if binding.name in unloaded else binding.parameter
+
+        scatter_parameters(shard, layout, communicator, value if communicator.rank == 0 else None)
     chunk = Chunk(layout, nn.Parameter(shard, requires_grad=trainable), communicator, policy.compute_dtype(dtype))
     chunk.unloaded = {index for index, binding in enumerate(ordered) if binding.name in unloaded}
     return chunk, ordered

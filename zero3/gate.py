@@ -87,9 +87,9 @@ class GuardedCommunicator:
         with self._gate.passing(Action.OTHER):
             self.inner.all_reduce(tensor, maximum=maximum)
 
-    def scatter(self, shard: Tensor, full: Tensor | None, bounds: Bounds = None) -> None:
+    def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
         with self._gate.passing(Action.OTHER):
-            self.inner.scatter(shard, full, bounds)
+            return self.inner.scatter(shard, slices, bounds)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         with self._gate.passing(Action.OTHER):

@@ -73,7 +73,8 @@ class Absent:
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None: ...
 
-    def scatter(self, shard: Tensor, full: Tensor | None, bounds: object = None) -> None: ...
+    def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: object = None) -> Pending:
+        return Done()
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None: ...
 
