@@ -27,7 +27,7 @@ FLOORS = {
     "policy": 1, "streams": 1, "tree": 1, "autograd": 1, "failures": 1, "ddp": 1,
     "released": 2, "flat": 2, "communicator": 2, "casting": 2,
     "collectives": 3,
-    "agreement": 4, "chunk": 4, "gate": 4, "shard_gradient": 4, "accumulation": 4, "slot_sums": 4,
+    "agreement": 4, "scattering": 4, "chunk": 4, "gate": 4, "shard_gradient": 4, "accumulation": 4, "slot_sums": 4,
     "gradient": 5, "binding": 5, "watching": 5, "headcount": 5,
     "layer_gradients": 6, "selection": 6, "guards": 6,
     "layer_state": 7,

@@ -316,7 +316,7 @@ def test_construction_compares_and_scatters_each_chunk_once() -> None:
         teller.wrap(block, "0", ShardingPolicy())
         return teller.story()
 
-    assert told(body) == "x x s0 b"
+    assert told(body) == "x s0 b"
 
 
 def test_one_rank_moves_nothing() -> None:

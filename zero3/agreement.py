@@ -14,6 +14,7 @@ from .failures import NamingFailures, Subject
 __all__: list[str] = []
 
 _ABSENT = bytes(16)  # in place of a digest: a rank that has nothing to say
+NOTE_BYTES = 4
 _KINDS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError, OSError)
 
 
@@ -25,12 +26,15 @@ def agree(
     error: Exception | None = None,
     *,
     absent: bool = False,
-) -> None:
+    note: bytes = bytes(NOTE_BYTES),
+) -> list[bytes]:
     """Returns if every rank passes the same `lines` and no rank an `error`; otherwise every rank raises the same.
 
     A rank that has found a mistake by itself passes it as `error` instead of raising at once: the others, which may
     see nothing wrong, would wait for it. 16 bytes a rank are exchanged; the texts only if those differ. `absent`: this
     rank only listens, for it is not about to do anything; it raises what the others raise.
+
+    `note`: `NOTE_BYTES` that travel along and are not compared. Returns every rank's, in rank order.
 
     Raises:
         ValueError, TypeError, RuntimeError, OSError: the first rank's error, or the first line that differs and the ranks.
@@ -38,15 +42,16 @@ def agree(
     if communicator.world_size == 1:
         if error is not None:
             raise error
-        return
+        return [note]
     kind = next((kind.__name__ for kind in _KINDS if isinstance(error, kind)), "RuntimeError") if error is not None else ""
     text = json.dumps({"subject": subject, "lines": list(lines), "kind": kind, "error": str(error) if error else ""})
-    digest = _ABSENT if absent else hashlib.sha256(text.encode()).digest()[:15] + bytes([error is not None])
+    digest = hashlib.sha256(text.encode()).digest()[: 15 - NOTE_BYTES] + bytes([error is not None])
     with NamingFailures(communicator, "comparing with the other ranks", Subject(subject)):
-        digests = communicator.exchange(digest, device)
-        present = [rank for rank, other in enumerate(digests) if other != _ABSENT]
+        told = communicator.exchange(_ABSENT if absent else note + digest, device)
+        notes, digests = zip(*((each[:NOTE_BYTES], each[NOTE_BYTES:]) for each in told), strict=True)
+        present = [rank for rank, other in enumerate(told) if other != _ABSENT]
         if len({digests[rank] for rank in present}) <= 1 and not any(digests[rank][-1] for rank in present):
-            return
+            return list(notes)
         texts = exchange_texts(communicator, device, text)
     raise _explain({rank: json.loads(texts[rank]) for rank in present})
 

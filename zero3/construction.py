@@ -45,16 +45,24 @@ class _Examined:
     device: torch.device
     communicator: Communicator
     bindings: list[Binding]
+    buffers: list[_Buffer]
     lines: list[str]  # what the ranks compare
     error: Exception | None
+
+    @property
+    def on_meta(self) -> dict[str, bool]:
+        """By name, of every parameter and buffer."""
+        return {b.name: b.parameter.is_meta for b in self.bindings} | {b.name: b.tensor.is_meta for b in self.buffers}
 
     @property
     def label(self) -> str:
         return self.request.label or type(self.request.module).__name__
 
-    def agree(self) -> None:
+    def agree(self) -> bytes:
+        """Rank 0's note: the number by which ranks will know the layer, and whether anything is on meta there."""
         subject = "a new layer" if self.error is not None else f"a new layer ({self.label})"
-        agree(self.communicator, self.device, subject, self.lines, self.error)
+        note = secrets.token_bytes(IDENTITY_BYTES) + bytes([any(self.on_meta.values())])
+        return agree(self.communicator, self.device, subject, self.lines, self.error, note=note)[0]
 
 
 def agree_on(requests: Sequence[Request], is_layer: Callable[[nn.Module], bool], error: Exception | None) -> None:
@@ -83,24 +91,22 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
         RuntimeError: no process group under a launcher of several processes.
     """
     examined = _examine(request, is_layer)
-    examined.agree()
+    note = examined.agree()
     communicator, device, label = examined.communicator, examined.device, examined.label
     state = LayerState(label, communicator, device, request.policy)
-    groups = _chunk_groups(examined.bindings)
-    buffers = _buffers_of(request.module, is_layer)
-    meta = [binding.parameter.is_meta for group in groups for binding in group] + [buffer.tensor.is_meta for buffer in buffers]
-    told_by_rank_0 = communicator.exchange(secrets.token_bytes(IDENTITY_BYTES) + bytes(meta), device)[0]
-    state.identity = communicator.channel = int.from_bytes(told_by_rank_0[:IDENTITY_BYTES], "little")
-    empty_on_rank_0 = iter([flag != 0 for flag in told_by_rank_0[IDENTITY_BYTES:]])
-    for group in groups:
-        unloaded_names = {binding.name for binding in group if next(empty_on_rank_0)}
-        state.add_chunk(*_scatter(group, communicator, device, unloaded_names, request.policy))
+    state.identity = communicator.channel = int.from_bytes(note[:IDENTITY_BYTES], "little")
+    unloaded: set[str] = set()
+    if note[IDENTITY_BYTES]:
+        empty_on_rank_0 = communicator.exchange(bytes(examined.on_meta.values()), device)[0]
+        unloaded = {name for name, empty in zip(examined.on_meta, empty_on_rank_0, strict=True) if empty}
+    for group in _chunk_groups(examined.bindings):
+        state.add_chunk(*_scatter(group, communicator, device, unloaded, request.policy))
     for bound in state.bound:
         bound.binding.parameter.zero3_name = f"{bound.binding.name!r} of layer {label}"  # type: ignore[attr-defined]
         bound.binding.parameter.zero3_state = Owner(state)  # type: ignore[attr-defined]
-    for buffer, unloaded in zip(buffers, empty_on_rank_0, strict=True):
-        buffer.broadcast(communicator, device, unloaded=unloaded)
-    state.meta_buffers = [(b.owner, b.attribute, b.name) for b in buffers if b.tensor.is_meta]
+    for buffer in examined.buffers:
+        buffer.broadcast(communicator, device, unloaded=buffer.name in unloaded)
+    state.meta_buffers = [(b.owner, b.attribute, b.name) for b in examined.buffers if b.tensor.is_meta]
     return state
 
 
@@ -115,16 +121,18 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
     except TypeError as caught:  # no group to tell the others by: most likely they use the default one
         communicator, error = communicator_for(None, device), error or caught
     bindings: list[Binding] = []
+    buffers: list[_Buffer] = []
     lines: list[str] = []
     if error is None:
         try:
             _check_request(request, communicator, is_layer)
             bindings = bindings_of(request.module, is_layer, request.elsewhere, request.borrowed)
             check_bindings(bindings, request.dtype)
-            lines = _digest(request, bindings, device, is_layer)
+            buffers = _buffers_of(request.module, is_layer)
+            lines = _digest(request, device, bindings, buffers)
         except (TypeError, ValueError) as caught:
             error = caught
-    return _Examined(request, device, communicator, bindings, lines, error)
+    return _Examined(request, device, communicator, bindings, buffers, lines, error)
 
 
 def device_of(request: Request, is_layer: Callable[[nn.Module], bool]) -> torch.device:
@@ -178,13 +186,13 @@ def _check_request(request: Request, communicator: Communicator, is_layer: Calla
             )
 
 
-def _digest(request: Request, bindings: list[Binding], device: torch.device, is_layer: Callable[[nn.Module], bool]) -> list[str]:
+def _digest(request: Request, device: torch.device, bindings: list[Binding], buffers: list[_Buffer]) -> list[str]:
     lines = [f"policy {asdict(request.policy)}", f"device type {device.type}"]
     lines += [
         f"parameter {b.name}: shape {tuple(b.parameter.shape)}, {b.parameter.dtype}, requires_grad={b.parameter.requires_grad}"
         for b in bindings
     ]
-    lines += [f"buffer {b.name}: shape {tuple(b.tensor.shape)}, {b.tensor.dtype}" for b in _buffers_of(request.module, is_layer)]
+    lines += [f"buffer {b.name}: shape {tuple(b.tensor.shape)}, {b.tensor.dtype}" for b in buffers]
     return lines
 
 
@@ -209,7 +217,7 @@ def _scatter(
     ordered = [by_name[slot.name] for slot in layout.slots]
     dtype, trainable = group[0].parameter.dtype, group[0].parameter.requires_grad
     shard = torch.empty(layout.shard_numel, dtype=dtype, device=device)
-    if len(unloaded) == len(group):  # its loader is the first to touch it, but for the padding
+    if unloaded.issuperset(by_name):  # its loader is the first to touch it, but for the padding
         shard[max(0, layout.numel - communicator.rank * layout.shard_numel) :].zero_()
     else:
         blank = torch.zeros((), dtype=dtype)

@@ -1,8 +1,6 @@
-"""Flatten, pad and split: pure functions between parameters' shapes and a flat buffer, over a ChunkLayout."""
+"""Cut and shape: pure functions between parameters' shapes and a flat buffer, over a ChunkLayout."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -12,15 +10,8 @@ from .layout import ChunkLayout
 __all__: list[str] = []
 
 
-def pack(tensors: Iterable[Tensor], layout: ChunkLayout, full: Tensor) -> Tensor:
-    """Copies `tensors` (in the order of the slots, any strides and device) into `full` `[W*S]` and zeroes the padding."""
-    for index, tensor in enumerate(tensors):
-        view(full, layout, index).copy_(tensor)
-    return zero_padding(full, layout)
-
-
 def unpack(full: Tensor, layout: ChunkLayout) -> list[Tensor]:
-    """One view of `full` `[W*S]` a slot, in the slots' shapes: the inverse of `pack`."""
+    """One view of `full` `[W*S]` a slot, in the slots' shapes."""
     return [view(full, layout, index) for index in range(len(layout.slots))]
 
 

@@ -32,8 +32,11 @@ class Override:
         self._module = weakref.ref(module)
         self._around = around
         functools.update_wrapper(self, self._own or self._plain)
-        self.__signature__ = inspect.signature(getattr(module, name))  # without self
         module.__dict__[name] = self
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._own or functools.partial(self._plain, None))  # without self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
