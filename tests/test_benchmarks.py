@@ -35,7 +35,7 @@ def pictures(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("*.png")}
 
 
-@pytest.mark.parametrize("name", ["peers", "fabric", "overhead", "scale", "gpu", "optimizer"])
+@pytest.mark.parametrize("name", ["peers", "fabric", "overhead", "scale", "gpu", "optimizer", "construction"])
 def test_each_explains_itself(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     main = importlib.import_module(f"benchmarks.{name}.main")
     monkeypatch.setattr(sys, "argv", ["main.py", "--help"])
@@ -43,6 +43,12 @@ def test_each_explains_itself(name: str, monkeypatch: pytest.MonkeyPatch, capsys
         main.main()
     assert "--output" in capsys.readouterr().out
     assert f"benchmarks/{name}/main.py" in (ROOT / "benchmarks" / name / "README.md").read_text()
+
+
+def test_construction(tmp_path: Path) -> None:
+    found = run("construction", tmp_path, *TINY, "--repetitions", "1", "--systems", "FSDP2", "zero3, Zero3Sequential", "zero3, shard")
+    for system, (ranks,) in found["systems"].items():
+        assert len(ranks) == 2 and all(len(rank["seconds"]) == 2 for rank in ranks), system
 
 
 def test_peers(tmp_path: Path) -> None:
