@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from .systems import SYSTEMS, plain
 
 def train(rank: int, world_size: int, system: str, size: Size, steps: int, warmup: int, interface: str = "lo") -> dict[str, Any]:
     """Timed, and nothing else in the way. A step is forward, backward, optimizer step and `zero_grad`, begun by all ranks at once."""
+    for name in ("torch.distributed.fsdp", "zero3"):  # what an import takes is not the price of building
+        import_module(name)
     resident, modules = Resident(), layers(size)
     dist.barrier()
     resident.restart()  # the peak of sharding begins at a whole model, initialised
