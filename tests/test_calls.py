@@ -303,3 +303,27 @@ def test_two_models_may_feed_each_other(world_size: int) -> None:
         return judged, fooled
 
     check_parity(lambda: seeded(Game)[0], program, world_size=world_size, shard=shard)
+
+
+@WORLDS
+def test_a_critic_may_judge_what_is_real_before_what_was_made(world_size: int) -> None:
+    """Two layers, each a model of its own: the second has a forward under way when it finds the first in a graph."""
+
+    class Game(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.maker, self.critic = mlp(2), mlp(2)
+
+    def shard(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.Module:
+        model.maker, model.critic = as_one_layer(model.maker, group, policy), as_one_layer(model.critic, group, policy)
+        return model
+
+    def program(model: Any, turn: Turn) -> Any:
+        x = turn.tensor(3, WIDTH)
+        made = model.maker(x)
+        real = model.critic(x)
+        loss = (model.critic(made) - real).pow(2).mean()
+        loss.backward()
+        return loss
+
+    check_parity(lambda: seeded(Game)[0], program, world_size=world_size, shard=shard)

@@ -100,6 +100,8 @@ class Zero3Layer(nn.Module):
         own = self._runtime or adopt(self, ordered=False)
         if not isinstance(upstream, Runtime) or upstream is own or not upstream.serves(self._state.communicator, self._state.device):
             return own
+        if own.awaits_backward:  # it has to walk that forward itself
+            return own
         own.reset()
         for layer in layers_of(self):
             upstream.join(layer._state)

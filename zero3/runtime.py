@@ -68,6 +68,11 @@ class Runtime:
     def lone(self) -> bool:
         return len(self.layers) == 1
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether there is a forward that no backward has been through."""
+        return self._open_tape is not None and bool(self._open_tape.calls) and not self._open_tape.walked
+
     def is_running(self, state: LayerState) -> bool:
         """Whether a forward of `state` is under way."""
         return any(frame.state is state for frame in self._backward.frames)
@@ -90,12 +95,8 @@ class Runtime:
         state.watch.share(self.layers[0].watch.journal)
 
     def pre_forward(self, state: LayerState) -> None:
-        if state.resident:  # ranks may be at different points, or at none: no word and no transfer
-            state.fetch()
-            self._backward.frames.append(Frame(state, 0, graph_clock(), recomputes=True, fetched_here=False))
-            return
-        if self._backward.is_recomputing(state):
-            released = state.presence not in (Presence.FETCHED, Presence.KEPT)
+        if state.resident or self._backward.is_recomputing(state):  # resident: ranks may be at different points, so no word to them
+            released = state.presence not in (Presence.FETCHED, Presence.KEPT) and not state.resident
             state.fetch()
             self._backward.frames.append(Frame(state, 0, graph_clock(), recomputes=True, fetched_here=released))
             return
