@@ -18,6 +18,8 @@ class Member:
     live: LiveBytes
     model: Any
     optimizer: Any
+    blocks: list[Any]
+    names: dict[int, str]  # id of a parameter -> its name
 
 
 class Crew:

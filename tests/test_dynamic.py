@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero3
 from tests.ranks import ThreadCommunicator
-from tests.reference import TOLERANCE, Turn, assert_at_rest, check_parity, on_ranks
+from tests.reference import TOLERANCE, Turn, assert_at_rest, check_parity, in_sequence, on_ranks
 from tests.stacks import WIDTH, built
 from zero3 import ShardingPolicy
 from zero3.schedule import Event, Program
@@ -178,6 +181,50 @@ def test_an_exception_in_one_ranks_forward_reaches_all() -> None:
         assert_at_rest(model)
 
     on_ranks(2, lambda: built(Skipping), body, lambda model, group, policy: sharded(model, group, DYNAMIC), timeout=5.0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_forward_that_failed_leaves_its_tensors_to_nobody(world_size: int) -> None:
+    """Not to a cycle either: memory that waits for the cycle collector is memory that is out."""
+
+    def body(model: Any, group: ThreadCommunicator) -> bool:
+        made: list[weakref.ref[Tensor]] = []
+
+        def watch(module: nn.Module, args: Any, output: Tensor) -> None:
+            made.append(weakref.ref(output))
+            if group.rank == world_size - 1:
+                raise KeyError("no such word")
+
+        hook = model.blocks[1].register_forward_hook(watch)
+        for _ in range(2):
+            with contextlib.suppress(KeyError, RuntimeError):
+                model(torch.ones(2, WIDTH, dtype=torch.float64), [0, 1])
+        zero3.reset(model)
+        hook.remove()
+        return len(made) == 2 and all(reference() is None for reference in made)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert all(on_ranks(world_size, lambda: built(Skipping), body, lambda model, group, policy: sharded(model, group, DYNAMIC)))
+    finally:
+        gc.enable()
+
+
+def test_an_exception_in_one_ranks_forward_when_transfers_are_to_be_compared() -> None:
+    """The others come to the comparison, in the middle of the forward, and the rank that failed does not."""
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        x = torch.ones(2, WIDTH, dtype=torch.float64)
+        for number in range(4):
+            with pytest.raises(RuntimeError, match="shapes" if group.rank == 1 else "rank 1: .*shapes"):
+                model(x if group.rank == 0 else x[:, : number % 2])
+            model(x).sum().backward()
+
+    def in_layers(model: nn.Module, group: Any, policy: ShardingPolicy) -> nn.Module:
+        return in_sequence(model, group, ShardingPolicy(dynamic=True, compare_every=3))
+
+    on_ranks(2, lambda: built(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))), body, in_layers, timeout=5.0)
 
 
 def test_evaluation_may_leave_layers_out_too() -> None:

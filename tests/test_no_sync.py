@@ -175,6 +175,25 @@ def test_a_step_that_comes_too_early_is_an_error(make_optimizer: Any, foreach: b
     on_ranks(2, mlp, body)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_step_is_too_early_beside_gradients_that_are_reduced_already(set_to_none: bool) -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        turn, optimizer = Turn(group.rank, 0, 2), torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1)
+        model(batch(turn, 0)).pow(2).sum().backward()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        model(batch(turn, 0)).pow(2).sum().backward()
+        with zero3.no_sync(model):
+            model(batch(turn, 1)).pow(2).sum().backward()
+        for use in (optimizer.step, lambda: zero3.clip_grad_norm_(model, 1.0)):
+            with pytest.raises(RuntimeError, match=r"inside zero3\.no_sync"):
+                use()
+        model(batch(turn, 2)).pow(2).sum().backward()
+        check(model, group, wanted[3])
+
+    wanted = {3: expected(2, range(3))}
+    on_ranks(2, mlp, body)
+
+
 def test_autograd_grad_leaves_what_is_kept_alone() -> None:
     def body(model: Any, group: ThreadCommunicator) -> None:
         turn = Turn(group.rank, 0, 2)

@@ -15,7 +15,18 @@ from tests.live import LiveBytes
 from tests.models import mlp
 from tests.ordering import EchoCommunicator, FakeDevice
 from tests.ranks import ThreadCommunicator
-from tests.reference import TOLERANCE, Turn, assert_close, check_parity, full_gradients, in_place, in_sequence, nested, on_ranks
+from tests.reference import (
+    TOLERANCE,
+    Turn,
+    assert_close,
+    check_parity,
+    full_gradients,
+    full_parameters,
+    in_place,
+    in_sequence,
+    nested,
+    on_ranks,
+)
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
 
 stages = pytest.mark.parametrize("stage", [1, 2])
@@ -135,6 +146,90 @@ def test_stage_1_forgets_zeroed_gradients(set_to_none: bool) -> None:
         optimizer = torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1)
         program(model, Turn(group.rank, 5, 2))
         optimizer.zero_grad(set_to_none=set_to_none)
+        program(model, Turn(group.rank, 0, 2))
+        zero3.clip_grad_norm_(model, float("inf"))
+        assert_close(full_gradients(model, group), wanted, TOLERANCE, "gradients")
+
+    wanted = gradients_of_two_ranks()
+    on_ranks(2, mlp, body, sharded(1))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_stage_1_adds_to_gradients_that_are_there(set_to_none: bool) -> None:
+    """A look, a step, zeros: whatever made a gradient real, what comes later joins it before the next look."""
+    plain = mlp()
+    expected = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    norms, values = [], []
+    for step in range(2):
+        for number in range(2):
+            for rank in range(2):
+                (plain(Turn(rank, 10 * step + number, 2).tensor(3, 5)).pow(2).sum() / 2).backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5).item())
+        expected.step()
+        expected.zero_grad(set_to_none=set_to_none)
+        values.append({name: p.detach().clone() for name, p in plain.named_parameters()})
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        optimizer = torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1, momentum=0.9)
+        found = []
+        for step in range(2):
+            for number in range(2):
+                program(model, Turn(group.rank, 10 * step + number, 2))
+                found.append(zero3.clip_grad_norm_(model, 0.5).item())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            assert_close(full_parameters(model), values[step], TOLERANCE, f"parameters after step {step}")
+        assert found == pytest.approx(norms, rel=1e-12)
+
+    on_ranks(2, mlp, body, sharded(1))
+
+
+@stages
+def test_a_root_without_parameters_of_its_own(stage: int) -> None:
+    def shard(model: nn.Module, group: Any, policy: ShardingPolicy) -> nn.Module:
+        return zero3.shard(model, nn.Linear, process_group=group, policy=policy)
+
+    def two_micro_batches(model: nn.Module, turn: Turn) -> Tensor:
+        program(model, turn)  # reading parameters, as the comparison does, would release what the next one finds
+        return program_with_a_look(model, turn)
+
+    check_parity(mlp, two_micro_batches, shard=shard, policy=whole[stage])
+
+
+@pytest.mark.parametrize("policy", [whole[1], whole[2], ShardingPolicy(dynamic=True)], ids=["stage 1", "stage 2", "dynamic"])
+def test_resident_leaves_ranks_at_their_own_pace(policy: ShardingPolicy) -> None:
+    x = torch.ones(2, 5, dtype=torch.float64)
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        program(model, Turn(group.rank, 0, 2))
+        group.log.clear()
+        with torch.no_grad(), zero3.resident(model):
+            entered = len(group.log)
+            for _ in range(1 + group.rank):
+                model(x)
+            if group.rank == 1:
+                with pytest.raises(RuntimeError, match="shapes"):
+                    model(x[:, :2])
+            assert len(group.log) == entered
+        program(model, Turn(group.rank, 1, 2))
+
+    on_ranks(2, mlp, body, lambda model, group, _: in_sequence(model, group, policy), timeout=5.0)
+
+
+@pytest.mark.parametrize("forwards", [0, 1])
+def test_stage_1_steps_by_zeros_after_zeroing(forwards: int) -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        chunks = zero3.get_trainable_chunk(model)
+        optimizer, before = torch.optim.SGD(chunks, lr=0.1), full_parameters(model)
+        program(model, Turn(group.rank, 0, 2))
+        optimizer.zero_grad(set_to_none=False)
+        for _ in range(forwards):
+            model(torch.ones(1, 5, dtype=torch.float64))
+        optimizer.step()
+        assert_close(full_parameters(model), before, 0, "parameters")
+        assert all(chunk.grad is not None and not chunk.grad.any() for chunk in chunks)
+        with pytest.raises(RuntimeError, match="clip_grad_norm_"):
+            torch.nn.utils.clip_grad_norm_(chunks, 1.0)
         program(model, Turn(group.rank, 0, 2))
         zero3.clip_grad_norm_(model, float("inf"))
         assert_close(full_gradients(model, group), wanted, TOLERANCE, "gradients")

@@ -21,11 +21,11 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None) 
     for hook in (parameter._backward_hooks or {}).values():
         changed = hook(gradient)
         gradient, exact = (gradient, exact) if changed is None else (changed, None)
-    become: Any = getattr(parameter.grad, "become", None)  # of an awaited gradient
+    awaited: Any = parameter.grad if hasattr(parameter.grad, "become") else None
+    if awaited is not None:
+        parameter.grad = awaited.earlier
     if parameter.grad is None:
         parameter.grad = gradient
-    elif become is not None:
-        become(gradient)
     elif exact is None:
         parameter.grad.add_(gradient)
     else:
@@ -33,6 +33,9 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None) 
         # The sum stays in the older tensor: the newer one is held by its backup until compute has waited for it.
         exact = earlier.add_(exact) if version == parameter.grad._version else exact.add_(parameter.grad)
         parameter.grad.copy_(exact)
+    if awaited is not None:
+        awaited.become(parameter.grad)
+        parameter.grad = awaited
     vars(parameter.grad).pop(TOKENS, None)
     if exact is not None:
         setattr(parameter.grad, _EXACT, (exact, parameter.grad._version))

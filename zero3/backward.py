@@ -84,6 +84,11 @@ class Backward:
         before_gradient_flows(nodes, refuse, mark=self)
 
     @property
+    def at_own_pace(self) -> bool:
+        """Inside `resident`: the ranks may be at different points, or at none."""
+        return all(state.resident for state in self.layers)
+
+    @property
     def gate(self) -> Gate:
         return self.layers[0].gate
 
@@ -212,6 +217,7 @@ class Backward:
         """Somebody looks at a gradient that has stayed whole (stage 1): now all of them are reduced, on every rank."""
         if inside_backward():
             raise RuntimeError("with stage=1 gradients are reduced after backward: don't look at them in hooks")
+        self._forget_zeroed()
         for state in self.layers:
             if state.gradients.owed():
                 self._back_up(state, whole=True)

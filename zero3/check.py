@@ -14,6 +14,7 @@ from .access import full_params, get_trainable_chunk, states_of
 from .collectives import Communicator
 from .policy import ShardingPolicy
 from .shard import shard
+from .shard_gradient import AwaitedGradient
 
 __all__: list[str] = []
 
@@ -111,6 +112,9 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Every trainable parameter's whole gradient under its own name; zeros where there is none. All ranks call it."""
     with full_params(model):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for part in get_trainable_chunk(model):
+        if isinstance(part.grad, AwaitedGradient):
+            part.grad.is_sparse  # noqa: B018  has it reduced
     gradients = {}
     for state in states_of(model):
         for chunk in (chunk for chunk in state.chunks if chunk.shard.requires_grad):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -104,7 +105,7 @@ class FlatGradient:
         self.pending, self.owed = False, True
         for part in self._chunk.parts:
             parameter = part.parameter
-            if parameter.requires_grad and (parameter.grad is None or isinstance(parameter.grad, AwaitedGradient)):
+            if parameter.requires_grad:
                 parameter.grad = AwaitedGradient.like(parameter, look)
             if parameter.grad is not None:
                 vars(parameter.grad).pop(TOKENS, None)
@@ -144,7 +145,8 @@ class FlatGradient:
             kept.mul_(factor)
         for part in self._chunk.parts:
             gradient = part.parameter.grad
-            if gradient is not None and not isinstance(gradient, AwaitedGradient):
+            gradient = gradient.earlier if isinstance(gradient, AwaitedGradient) else gradient
+            if gradient is not None:
                 scale_gradient(gradient, factor)
         if self.owed:
             self._note_versions()
@@ -160,6 +162,9 @@ class FlatGradient:
 
     def drop(self) -> None:
         self._clear()
+        for part in self._chunk.parts:
+            if isinstance(awaited := part.parameter.grad, AwaitedGradient):
+                awaited.leave(part.parameter, partial(self._guarded, part=part))
         self._before = None
         self._staged = []
 
@@ -219,7 +224,7 @@ class FlatGradient:
         self._sums, self._kept, self.owed = before.sums, before.kept, before.owed
         for part, tokens in zip(self._chunk.parts, before.tokens, strict=True):
             if isinstance(part.parameter.grad, AwaitedGradient) and not self.owed:
-                part.parameter.grad = None
+                part.parameter.grad = part.parameter.grad.earlier
             if part.parameter.grad is not None and tokens is not None:
                 setattr(part.parameter.grad, TOKENS, tokens)
 

@@ -90,7 +90,7 @@ class Zero3Layer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         runtime = self._runtime
-        if runtime is None or (runtime.lone and torch.is_grad_enabled()):
+        if runtime is None or (len(runtime.layers) == 1 and torch.is_grad_enabled()):
             runtime = self._find_runtime(args, kwargs)
         return run_sharded(runtime, self._state, self, self.module, args, kwargs)
 

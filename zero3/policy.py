@@ -31,7 +31,8 @@ class ShardingPolicy:
         dynamic: ranks may leave out layers that others call (layer drop, early exit, experts that are layers). Every rank
             then takes part in every layer's transfers, called or not, in the order in which layers stand in the model, and
             adds zeros to gradients; a layer that is called twice, or out of that order, and an exception in one rank's
-            forward, are errors on all ranks at the end of the forward, where 16 bytes a rank are compared.
+            forward, are errors on all ranks at the end of the forward, where 16 bytes a rank are compared. Every rank that
+            trains has to call at least one layer: backward begins there.
         gradient_reduction: `"mean"` over ranks (as DDP and FSDP do) or `"sum"`.
         reshard_after_forward: release a layer's full parameters after its forward and gather them again for
             backward (ZeRO-3). `False` keeps them until its backward is over: one all-gather a step instead of two,

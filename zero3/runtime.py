@@ -9,7 +9,6 @@ compared before it is first relied on, backward by walking the tape of that forw
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -65,10 +64,6 @@ class Runtime:
         return self._order, self._backward.order
 
     @property
-    def lone(self) -> bool:
-        return len(self.layers) == 1
-
-    @property
     def awaits_backward(self) -> bool:
         """Whether there is a forward that no backward has been through."""
         return self._open_tape is not None and bool(self._open_tape.calls) and not self._open_tape.walked
@@ -110,7 +105,7 @@ class Runtime:
             )
         ahead: list[LayerState] = []
         if not inside_backward():
-            if not self._backward.frames:
+            if not self._backward.frames and self._program is None:
                 state.watch.compare_if_due()
             self._advance(state)
             ahead = self._ahead()
@@ -155,12 +150,15 @@ class Runtime:
 
     def fail_together(self, error: BaseException) -> None:
         """The others wait for this rank's part in the rest of the forward; then they hear why it ends."""
-        if self._program is None or self._tape is None or inside_backward() or not isinstance(error, Exception):
+        alone = inside_backward() or self._backward.at_own_pace or not isinstance(error, Exception)
+        if self._program is None or self._tape is None or alone:
             return
-        with suppress(RuntimeError, ValueError, TypeError):  # this rank's own error is on its way
+        try:
             self._take_part(self._program.rest())
             cause = RuntimeError(f"its forward failed with {type(error).__name__}: {error}")
             agree(self._communicator, self._device, "the end of a forward", [], cause)
+        except (RuntimeError, ValueError, TypeError) as told:  # this rank's own error is on its way
+            told.__traceback__ = None  # a cycle: it would keep the forward's tensors alive
 
     def post_forward(self, state: LayerState, output: Any, kept: Any) -> Any:
         """`kept`: wherever else the layer may have left tensors: arguments that it changed, attributes of its modules."""
@@ -212,13 +210,13 @@ class Runtime:
             self._program.begin()
 
     def _end_call(self) -> None:
-        if self._program is not None and not inside_backward():
+        if self._program is not None and not inside_backward() and not self._backward.at_own_pace:
             self._take_part(self._program.rest())
         tape, self._tape = self._tape, None
         if inside_backward() or tape is None:
             return
-        if self._program is not None:
-            agree(self._communicator, self._device, "the end of a forward", [])
+        if self._program is not None and not self._backward.at_own_pace:
+            agree(self._communicator, self._device, "the end of a forward", [self.layers[0].watch.journal.summary()])
         self._open_tape = tape
         self._order.learn()
         kept = self._lingering if tape.calls else []
@@ -246,7 +244,7 @@ class Runtime:
 
     def _drop_outdated(self) -> None:
         """Layers that stayed whole are gathered anew where any rank's chunk has changed since."""
-        whole = [state for state in self.layers if not state.policy.shards_parameters]
+        whole = [state for state in self.layers if state.chunks and not state.policy.shards_parameters and not state.resident]
         if not whole or self._communicator.world_size == 1:
             return
         outdated = torch.stack([state.outdated() for state in whole]).to(torch.uint8)

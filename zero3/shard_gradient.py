@@ -98,7 +98,7 @@ class WholeGradient(PieceGradient):
 
 
 class AwaitedGradient(Tensor):
-    """In place of a chunk's gradient while what it will be is kept unreduced. Its shape can be seen, its values can't.
+    """In place of a chunk's gradient while a part of what it will be is kept unreduced. Its shape can be seen, its values can't.
 
     It stands in nobody's way (optimizers may drop it or zero it, and then what was kept is dropped) and takes no memory.
     Whoever looks at its values has them reduced, and it becomes what comes of that; under `no_sync` he is told that it is
@@ -108,13 +108,21 @@ class AwaitedGradient(Tensor):
 
     zeroed: bool  # or about to be
     look: Callable[[], bool]  # has it reduced; whether that may be
+    reduced: Tensor | None  # what was there before, for the rest to join
 
     @classmethod
     def like(cls, parameter: Tensor, look: Callable[[], bool]) -> AwaitedGradient:
+        """For `parameter`, which may have a gradient already."""
         nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
         awaited = torch.Tensor._make_subclass(cls, nothing.expand(parameter.shape))  # no view: that would hold `nothing` for life
         awaited.zeroed, awaited.look = False, look
+        before = parameter.grad
+        awaited.reduced = before.earlier if isinstance(before, AwaitedGradient) else before
         return awaited
+
+    @property
+    def earlier(self) -> Tensor | None:
+        return None if self.zeroed else self.reduced
 
     def become(self, gradient: Tensor) -> None:
         """The same object from now on is `gradient`: an optimizer may have it in hand already."""
@@ -124,19 +132,29 @@ class AwaitedGradient(Tensor):
         vars(self).update(vars(gradient))
         self.__class__ = type(gradient)  # type: ignore[assignment]
 
+    def leave(self, parameter: Tensor, guard: Callable[[Tensor], Tensor]) -> None:
+        """Nothing is awaited any more: the parameter has what it had before, or zeros."""
+        if self.zeroed:
+            self.become(guard(torch.zeros_like(parameter)))
+        else:
+            parameter.grad = self.earlier
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in (Tensor.zero_, torch._foreach_zero_):
             for gradient in args[0] if func is torch._foreach_zero_ else args[:1]:
-                if not isinstance(gradient, cls):
+                if isinstance(gradient, cls):
+                    gradient.zeroed = True
+                else:
                     gradient.zero_()
             return args[0]
         if func in (Tensor.requires_grad_, Tensor.detach_):
             args[0].zeroed = True
         if func not in _SEEN_WITHOUT_VALUES and not (func is _IS_SPARSE and args[0].zeroed):
-            if next(each for each in _flat(args) if isinstance(each, cls)).look():
+            awaited = next(each for each in _flat(args) if isinstance(each, cls))
+            if awaited.look() and not isinstance(awaited, cls):
                 return func(*args, **(kwargs or {}))
             raise RuntimeError(
                 "this gradient is not known yet: all backwards since the last step ran inside zero3.no_sync(model). Run the last "

@@ -42,7 +42,7 @@ class Traces:
         """How many there are, and how many layers keep sums for a later backward to reduce."""
         parts = [part.parameter.grad for state in self._states for chunk in state.chunks for part in chunk.parts]
         return [
-            sum(gradient is not None and not isinstance(gradient, AwaitedGradient) for gradient in parts),
+            sum((gradient.earlier if isinstance(gradient, AwaitedGradient) else gradient) is not None for gradient in parts),
             sum(state.gradients.owed() for state in self._states),
         ]
 

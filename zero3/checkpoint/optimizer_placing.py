@@ -145,8 +145,8 @@ def _allocate(placing: Placing, held: Held, named: dict[str, NamedState]) -> Non
     for key in first.elements:
         dtype = dtype_named(first.elements[key])
         make = torch.empty if covered else torch.zeros  # padding is zero
-        flat = make(parameter.numel(), dtype=dtype, device=parameter.device)
-        state[key] = flat.view(parameter.shape)
+        state[key] = make(parameter.shape, dtype=dtype, device=parameter.device)
+        flat = state[key].view(-1)  # in this order: a view would keep what it is a view of alive beside it
         placing.targets += [Target(key, span, flat) for span in held.spans if span.start < span.stop]
     for key, (name_of_dtype, shape) in first.whole.items():
         state[key] = torch.empty(shape, dtype=dtype_named(name_of_dtype), device=parameter.device)

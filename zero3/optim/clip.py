@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..access import states_of
 from ..failures import NamingFailures, Subject
+from ..shard_gradient import AwaitedGradient
 
 __all__: list[str] = []
 
@@ -37,6 +38,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
         raise ValueError(f"norm_type must be positive, found {norm_type}")
     states = states_of(model)
     chunks = [part.parameter for state in states for chunk in state.chunks for part in chunk.parts]
+    for chunk in chunks:
+        if isinstance(chunk.grad, AwaitedGradient):
+            chunk.grad.is_sparse  # noqa: B018  has it reduced, or raises: under `no_sync` it has no values yet
     gradients = [chunk.grad.as_subclass(Tensor) for chunk in chunks if chunk.grad is not None]
     filled = [gradient for gradient in gradients if gradient.numel()]
     maximum = math.isinf(norm_type)
