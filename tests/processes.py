@@ -36,6 +36,9 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch.distributed", "torch._dynamo", "pytest"])
 
 
+PROMPT = 30.0  # seconds: far more than any error takes that waits for no timeout, and far less than the group's timeout
+
+
 class Rank(NamedTuple):
     """What a body is told. `scratch` is a directory that all ranks of the run share, deleted after it."""
 
@@ -101,8 +104,8 @@ def try_on_ranks(
     body: Callable[..., Any],
     *arguments: Any,
     fresh: bool = False,
-    group_timeout: float = 20.0,
-    join_timeout: float = 60.0,
+    group_timeout: float = 60.0,
+    join_timeout: float = 100.0,
     debug: str = "DETAIL",
     process_group: bool = True,
 ) -> list[Outcome]:
@@ -182,6 +185,7 @@ def _run(job: _Job) -> Outcome:
             warnings.simplefilter("error")
             if job.process_group:
                 start_group(job.rank, job.group_timeout, job.debug)
+            began = time.monotonic()  # the body's
             value = job.body(job.rank, *job.arguments)
             pickle.dumps(value)
             return Outcome(value, seconds=time.monotonic() - began)
@@ -194,13 +198,22 @@ def _run(job: _Job) -> Outcome:
         gc.collect()  # the last reference to the group closes its connections
 
 
-def start_group(rank: Rank, timeout: float = 20.0, debug: str = "DETAIL", name: str = "rendezvous") -> None:
-    """A gloo group of all ranks, as the default one."""
+def start_group(rank: Rank, timeout: float = 60.0, debug: str = "DETAIL", name: str = "rendezvous") -> None:
+    """A gloo group of all ranks, as the default one.
+
+    Ranks begin to connect together, since `timeout` may be less than what a process needs to start on a busy machine. And
+    they leave together: were one done, and gone, while another still connects, gloo would call that one's connection lost.
+    """
     dist.set_debug_level(getattr(dist.DebugLevel, debug))
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rank.scratch / name}",
-        rank=rank.number,
-        world_size=rank.world_size,
-        timeout=datetime.timedelta(seconds=timeout),
-    )
+    store = dist.FileStore(str(rank.scratch / name), rank.world_size)
+    _meet(store, rank, "before")
+    dist.init_process_group("gloo", store=store, rank=rank.number, world_size=rank.world_size, timeout=datetime.timedelta(seconds=timeout))
+    _meet(store, rank, "after")
+
+
+def _meet(store: dist.Store, rank: Rank, where: str) -> None:
+    """Waits for all ranks; for ever, if one does not come: then the run's own time limit ends it."""
+    if store.add(f"{where}: ranks", 1) == rank.world_size:
+        store.set(f"{where}: all", "")
+    while not store.check([f"{where}: all"]):
+        time.sleep(0.001)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.processes import Rank, on_ranks
+from tests.processes import PROMPT, Rank, on_ranks
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
 
 # What each mistake is: called with the rank and with a module that must survive it. `alone` makes the mistake on rank 1
@@ -140,7 +140,7 @@ def test_a_mistake_is_the_same_error_on_every_rank(name: str, alone: bool) -> No
     assert first.kind == MISTAKES[name].kind
     for pattern in (*MISTAKES[name].says, "rank 1" if alone else "rank 0"):
         assert re.search(pattern, first.text), first.text
-    assert max(first.seconds, second.seconds) < 5
+    assert max(first.seconds, second.seconds) < PROMPT
 
 
 @pytest.mark.parametrize("name", ["world_size", "dtype", "module wrapped before", "no layers"])
@@ -243,7 +243,7 @@ def test_models_that_differ_are_the_same_error_on_every_rank(name: str) -> None:
     assert first.kind == "ValueError"
     for pattern in (*DIFFERENCES[name][2], "All ranks must"):
         assert re.search(pattern, first.text), first.text
-    assert max(first.seconds, second.seconds) < 5
+    assert max(first.seconds, second.seconds) < PROMPT
 
 
 # -- a launcher without a process group

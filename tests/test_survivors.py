@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zero3
-from tests.processes import Rank, try_on_ranks
+from tests.processes import PROMPT, Rank, try_on_ranks
 from zero3 import Zero3Layer, Zero3Sequential
 
 
@@ -40,7 +40,7 @@ def train_until_death(rank: Rank, where: str) -> None:
 
 @pytest.mark.parametrize("where", ["in step", "before clipping", "while saving"])
 def test_the_survivor_ends_with_an_error_in_seconds(where: str) -> None:
-    survivor, killed = try_on_ranks(2, train_until_death, where, debug="OFF", fresh=True, group_timeout=60.0)
+    survivor, killed = try_on_ranks(2, train_until_death, where, debug="OFF", fresh=True)
     assert killed.error == "killed"
     assert survivor.error in ("RuntimeError", "DistBackendError", "TypeError"), survivor
-    assert survivor.seconds < 20, "it waited for the group's timeout"
+    assert survivor.seconds < PROMPT, "it waited for the group's timeout"
