@@ -168,6 +168,7 @@ def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     faulthandler.register(signal.SIGUSR1)
+    gc.freeze()  # what the server of forks imported: else every collection below walks through all of it
     while True:
         try:
             job: _Job = pickle.loads(connection.recv_bytes())
