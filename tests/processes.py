@@ -18,6 +18,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -33,7 +34,8 @@ import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # so that a rank starts in 0.1 s and not in 3 (an optimizer's first step imports dynamo)
-_CONTEXT.set_forkserver_preload(["torch.distributed", "torch._dynamo", "pytest"])
+_PRELOAD = ["torch.distributed", "torch._dynamo", "pytest"]
+_PRELOAD_MODELS = ["transformers.models.auto.modeling_auto", "transformers.models.gpt_neox.modeling_gpt_neox"]
 
 
 PROMPT = 30.0  # seconds: far more than any error takes that waits for no timeout, and far less than the group's timeout
@@ -74,6 +76,7 @@ class _Job(NamedTuple):
 
 class _Worker:
     def __init__(self) -> None:
+        _CONTEXT.set_forkserver_preload([*_PRELOAD, *(_PRELOAD_MODELS if "transformers" in sys.modules else [])])  # before the first one
         self.connection, theirs = _CONTEXT.Pipe()
         self.process = _CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 TINY = ["--width", "32", "--depth", "2", "--heads", "2", "--vocabulary", "64", "--sequence", "8", "--batch", "2"]
 
 
-def start(name: str, *arguments: str, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+def start(name: str, *arguments: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, f"benchmarks/{name}/main.py", *arguments]
     # torch's debug level kills DDP's gloo ranks
     return subprocess.run(

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import on_ranks
 from tests.test_finetune import EXAMPLE, ROOT
-from tests.test_finetune_resume import EVERY, KILLED, SIZES, STEPS
+from tests.test_finetune_resume import EVERY, KILLED, SIZES, STEPS, arguments, run
 
 pytest.importorskip("transformers", reason="the example's packages are not installed: pip install 'zero3[examples]'")
 
@@ -39,7 +40,7 @@ def launched(script: Path, output: Path, *options: object) -> tuple[list[float],
     environment = {**os.environ, **options_of_torch, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     finished = subprocess.run(
         [str(part) for part in [*command, script, *SIZES, "--output", output, *options]],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False,
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return json.loads((output / "summary.json").read_text())["losses"], finished.stderr
@@ -48,7 +49,7 @@ def launched(script: Path, output: Path, *options: object) -> tuple[list[float],
 def test_a_restarted_run_has_the_same_losses(tmp_path: Path) -> None:
     script = tmp_path / "dying.py"
     script.write_text(DYING)
-    expected, _ = launched(script, tmp_path / "whole")
+    expected = on_ranks(2, run, [arguments(tmp_path / "whole")], None, fresh=True)[0][0]
     found, told = launched(script, tmp_path / "cut", "--checkpoint-every", EVERY, "--resume", "--dies")
     assert "SIGKILL" in told or "-9" in told, "nobody died"
     assert len(expected) == STEPS
