@@ -109,7 +109,7 @@ def test_scale(tmp_path: Path) -> None:
 
 def test_gpu_in_smoke_mode(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    found = run("gpu", tmp_path, "--smoke", "--steps", "1", "--repetitions", "1", "--minutes", "3")
+    found = run("gpu", tmp_path, "--smoke", "--steps", "1", "--repetitions", "1", "--minutes", "30")
     assert set(found["card"]) == {"plain torch", "FSDP2", "FSDP1", "zero3"} == set(found["host"])
     zero3, fsdp2 = (found["links"][system]["no time"]["nbytes"] for system in ("zero3", "FSDP2"))
     block = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64)  # bytes; two blocks, of which the last is gathered once
