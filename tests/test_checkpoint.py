@@ -241,7 +241,7 @@ def test_the_step_goes_on_while_files_are_written(tmp_path: Path, monkeypatch: p
     """What is saved is what there was at the call. It appears at `wait()`, or when the model is next saved or loaded."""
     may_write = threading.Event()
     write_file = saving.write_file
-    monkeypatch.setattr(saving, "write_file", lambda *given: may_write.wait(20) and write_file(*given))
+    monkeypatch.setattr(saving, "write_file", lambda *given: may_write.wait(100) and write_file(*given))
 
     def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> tuple[Snapshot, Snapshot]:
         train(model, optimizer, range(2))

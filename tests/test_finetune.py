@@ -50,7 +50,7 @@ class Outcome:
 def launch_two(script: Path, *arguments: object) -> str:
     """What two processes print."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     finished = subprocess.run(
         [str(part) for part in command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
     )
