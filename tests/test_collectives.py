@@ -161,6 +161,7 @@ def bytes_sent_by_each(rank: Rank, length: int) -> dict[str, int]:
         operation()
         dist.barrier()
         sent[name] = bytes_sent() - before
+    dist.barrier()  # whoever leaves closes connections that others may still be counting
     return sent
 
 
