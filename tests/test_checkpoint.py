@@ -133,7 +133,11 @@ def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
         assert isinstance(found["schedule"]["milestones"], Counter)
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, lambda: 0, torch.float32, {"deep": [1, ({"er": b"x"},)]}, Path("a"), 1j], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1, 2}, lambda: 0, torch.float32, {"deep": [1, ({"er": b"x"},)]}, Path("a"), 1j],
+    ids=lambda value: type(value).__name__,
+)
 def test_what_only_pickle_could_hold_is_refused(value: Any, tmp_path: Path) -> None:
     def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
         with pytest.raises(TypeError, match=r"extra.* is a .*never a pickle"):
