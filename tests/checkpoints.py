@@ -115,7 +115,7 @@ def on_ranks(
     optimizer: str = "AdamW",
     layers: str | Layers = "blocks",
     build: Callable[[], nn.Module] = odd,
-    timeout: float = 20.0,
+    timeout: float = 60.0,
 ) -> list[Any]:
     """`body(model, optimizer, group)` on every rank, for a fresh sharded model; what each returned."""
     models = [build() for _ in range(world_size)]  # here: threads share one random generator

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -15,3 +17,9 @@ torch.set_num_threads(1)
 settings.register_profile("zero3", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.register_profile("thorough", settings.get_profile("zero3"), derandomize=False, max_examples=3000)  # --hypothesis-profile thorough
 settings.load_profile("zero3")
+
+
+def pytest_collection_finish() -> None:
+    """The tests and what they import are here to stay: without this, Python's cycle collector walks through all of it all the time."""
+    gc.collect()
+    gc.freeze()

@@ -25,7 +25,7 @@ class Member:
 class Crew:
     """`each(action)` runs `action(member)` on every rank at once; returns what each returned, or raises the first error."""
 
-    def __init__(self, world_size: int, timeout: float = 20.0) -> None:
+    def __init__(self, world_size: int, timeout: float = 60.0) -> None:
         self.world = World(world_size, timeout)
         self._members = [Member() for _ in range(world_size)]
         self._orders: list[queue.SimpleQueue[Callable[[Member], Any] | None]] = [queue.SimpleQueue() for _ in self._members]
@@ -39,7 +39,7 @@ class Crew:
             orders.put(action)
         answers = {}
         for _ in self._orders:
-            rank, value, error = self._answers.get(timeout=60)
+            rank, value, error = self._answers.get(timeout=100)
             answers[rank] = (value, error)
         errors = [answers[rank][1] for rank in sorted(answers) if answers[rank][1] is not None]
         own = next((error for error in errors if not isinstance(error, RanksDisagree)), None)

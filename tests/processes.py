@@ -18,6 +18,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -33,7 +34,11 @@ import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # so that a rank starts in 0.1 s and not in 3 (an optimizer's first step imports dynamo)
-_CONTEXT.set_forkserver_preload(["torch.distributed", "torch._dynamo", "pytest"])
+_PRELOAD = ["torch.distributed", "torch._dynamo", "pytest"]
+_PRELOAD_MODELS = ["transformers.models.auto.modeling_auto", "transformers.models.gpt_neox.modeling_gpt_neox"]
+
+
+PROMPT = 30.0  # seconds: far more than any error takes that waits for no timeout, and far less than the group's timeout
 
 
 class Rank(NamedTuple):
@@ -71,6 +76,7 @@ class _Job(NamedTuple):
 
 class _Worker:
     def __init__(self) -> None:
+        _CONTEXT.set_forkserver_preload([*_PRELOAD, *(_PRELOAD_MODELS if "transformers" in sys.modules else [])])  # before the first one
         self.connection, theirs = _CONTEXT.Pipe()
         self.process = _CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()
@@ -101,8 +107,8 @@ def try_on_ranks(
     body: Callable[..., Any],
     *arguments: Any,
     fresh: bool = False,
-    group_timeout: float = 20.0,
-    join_timeout: float = 60.0,
+    group_timeout: float = 60.0,
+    join_timeout: float = 100.0,
     debug: str = "DETAIL",
     process_group: bool = True,
 ) -> list[Outcome]:
@@ -165,6 +171,7 @@ def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     faulthandler.register(signal.SIGUSR1)
+    gc.freeze()  # what the server of forks imported: else every collection below walks through all of it
     while True:
         try:
             job: _Job = pickle.loads(connection.recv_bytes())
@@ -182,6 +189,7 @@ def _run(job: _Job) -> Outcome:
             warnings.simplefilter("error")
             if job.process_group:
                 start_group(job.rank, job.group_timeout, job.debug)
+            began = time.monotonic()  # the body's
             value = job.body(job.rank, *job.arguments)
             pickle.dumps(value)
             return Outcome(value, seconds=time.monotonic() - began)
@@ -194,13 +202,22 @@ def _run(job: _Job) -> Outcome:
         gc.collect()  # the last reference to the group closes its connections
 
 
-def start_group(rank: Rank, timeout: float = 20.0, debug: str = "DETAIL", name: str = "rendezvous") -> None:
-    """A gloo group of all ranks, as the default one."""
+def start_group(rank: Rank, timeout: float = 60.0, debug: str = "DETAIL", name: str = "rendezvous") -> None:
+    """A gloo group of all ranks, as the default one.
+
+    Ranks begin to connect together, since `timeout` may be less than what a process needs to start on a busy machine. And
+    they leave together: were one done, and gone, while another still connects, gloo would call that one's connection lost.
+    """
     dist.set_debug_level(getattr(dist.DebugLevel, debug))
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rank.scratch / name}",
-        rank=rank.number,
-        world_size=rank.world_size,
-        timeout=datetime.timedelta(seconds=timeout),
-    )
+    store = dist.FileStore(str(rank.scratch / name), rank.world_size)
+    _meet(store, rank, "before")
+    dist.init_process_group("gloo", store=store, rank=rank.number, world_size=rank.world_size, timeout=datetime.timedelta(seconds=timeout))
+    _meet(store, rank, "after")
+
+
+def _meet(store: dist.Store, rank: Rank, where: str) -> None:
+    """Waits for all ranks; for ever, if one does not come: then the run's own time limit ends it."""
+    if store.add(f"{where}: ranks", 1) == rank.world_size:
+        store.set(f"{where}: all", "")
+    while not store.check([f"{where}: all"]):
+        time.sleep(0.001)

@@ -39,7 +39,7 @@ class _Round:
 class World:
     """What the threads share: a meeting point per communicator and position in its sequence."""
 
-    def __init__(self, size: int, timeout: float = 20.0) -> None:
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
         self.size = size
         self.timeout = timeout
         self.failed: BaseException | None = None
@@ -169,7 +169,7 @@ class ThreadCommunicator:
         return isinstance(other, ThreadCommunicator) and other.world is self.world
 
 
-def run_ranks(size: int, body: Callable[[ThreadCommunicator], Any], timeout: float = 20.0) -> list[Any]:
+def run_ranks(size: int, body: Callable[[ThreadCommunicator], Any], timeout: float = 60.0) -> list[Any]:
     """Runs `body` on `size` threads, each with its communicator; returns what each returned, or raises the first error."""
     world = World(size, timeout)
     results: list[Any] = [None] * size

@@ -116,7 +116,7 @@ def check_parity(
 
 
 def on_ranks(
-    world_size: int, build: Build, body: Callable[[Any, ThreadCommunicator], Any], shard: Shard = in_sequence, timeout: float = 10.0
+    world_size: int, build: Build, body: Callable[[Any, ThreadCommunicator], Any], shard: Shard = in_sequence, timeout: float = 60.0
 ) -> list[Any]:
     """`body(model, group)` on every rank, for what is no matter of equal numbers; what each returned."""
     models = [build() for _ in range(world_size)]  # here: threads share one random generator

@@ -25,7 +25,7 @@ def test_its_numbers_are_those_of_the_formulas(tmp_path: Path) -> None:
         "--output",
         str(tmp_path),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     assert "| stage |" in done.stdout
     found = json.loads((tmp_path / "stages.json").read_text())

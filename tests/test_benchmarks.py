@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 TINY = ["--width", "32", "--depth", "2", "--heads", "2", "--vocabulary", "64", "--sequence", "8", "--batch", "2"]
 
 
-def start(name: str, *arguments: str, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+def start(name: str, *arguments: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, f"benchmarks/{name}/main.py", *arguments]
     # torch's debug level kills DDP's gloo ranks
     return subprocess.run(
@@ -80,7 +80,7 @@ def test_fabric(tmp_path: Path) -> None:
     done = start(
         "fabric",
         *TINY,
-        *["--rates", "0.01", "--repetitions", "1", "--steps", "1", "--warmup", "1", "--systems", "zero3", "--output"],
+        *["--width", "64", "--rates", "0.01", "--repetitions", "1", "--steps", "1", "--warmup", "1", "--systems", "zero3", "--output"],
         str(tmp_path),
     )
     if done.returncode:
@@ -88,7 +88,8 @@ def test_fabric(tmp_path: Path) -> None:
         return
     found = json.loads((tmp_path / "fabric.json").read_text())["found"]
     point = found["zero3"]["0.01"]
-    assert point["seconds"][0] > 0.5 * point["sent"][0] * 8 / 1e7, "the link is as slow as it was asked to be"
+    held_up = point["sent"][0] - 128 * 1024  # the rest is the burst that the bucket lets through
+    assert held_up > 0 and point["seconds"][0] > 0.8 * held_up * 8 / 1e7, "the link is as slow as it was asked to be"
 
 
 def test_overhead(tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_scale(tmp_path: Path) -> None:
 
 def test_gpu_in_smoke_mode(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    found = run("gpu", tmp_path, "--smoke", "--steps", "1", "--repetitions", "1", "--minutes", "3")
+    found = run("gpu", tmp_path, "--smoke", "--steps", "1", "--repetitions", "1", "--minutes", "30")
     assert set(found["card"]) == {"plain torch", "FSDP2", "FSDP1", "zero3"} == set(found["host"])
     zero3, fsdp2 = (found["links"][system]["no time"]["nbytes"] for system in ("zero3", "FSDP2"))
     block = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64)  # bytes; two blocks, of which the last is gathered once

@@ -133,7 +133,11 @@ def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
         assert isinstance(found["schedule"]["milestones"], Counter)
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, lambda: 0, torch.float32, {"deep": [1, ({"er": b"x"},)]}, Path("a"), 1j], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1, 2}, lambda: 0, torch.float32, {"deep": [1, ({"er": b"x"},)]}, Path("a"), 1j],
+    ids=lambda value: type(value).__name__,
+)
 def test_what_only_pickle_could_hold_is_refused(value: Any, tmp_path: Path) -> None:
     def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
         with pytest.raises(TypeError, match=r"extra.* is a .*never a pickle"):
@@ -241,7 +245,7 @@ def test_the_step_goes_on_while_files_are_written(tmp_path: Path, monkeypatch: p
     """What is saved is what there was at the call. It appears at `wait()`, or when the model is next saved or loaded."""
     may_write = threading.Event()
     write_file = saving.write_file
-    monkeypatch.setattr(saving, "write_file", lambda *given: may_write.wait(20) and write_file(*given))
+    monkeypatch.setattr(saving, "write_file", lambda *given: may_write.wait(100) and write_file(*given))
 
     def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> tuple[Snapshot, Snapshot]:
         train(model, optimizer, range(2))

@@ -120,7 +120,7 @@ def test_a_wrong_command_line_ends_with_2(arguments: list[str], capsys: pytest.C
 
 def test_as_a_program(llama: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "zero3", "inspect"]
-    good = subprocess.run([*command, str(llama[0]), "--verify"], capture_output=True, text=True, timeout=60, check=False)
+    good = subprocess.run([*command, str(llama[0]), "--verify"], capture_output=True, text=True, timeout=280, check=False)
     assert (good.returncode, good.stderr) == (0, "") and "verified         yes" in good.stdout
-    bad = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
+    bad = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=280, check=False)
     assert (bad.returncode, bad.stdout) == (1, "") and bad.stderr.startswith("zero3: ")

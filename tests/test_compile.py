@@ -66,7 +66,7 @@ def compiled(rank: Rank, backend: str, param_dtype: torch.dtype | None) -> tuple
 
 @compilers
 def test_blocks_of_a_sharded_model(backend: str) -> None:
-    results = on_ranks(2, compiled, backend, None, group_timeout=100, join_timeout=120)
+    results = on_ranks(2, compiled, backend, None, group_timeout=200, join_timeout=250)
     plain = stack()
     union = trained(plain, plain.parameters(), range(2))
     for _, values, graphs in results:
@@ -80,7 +80,7 @@ def test_blocks_of_a_sharded_model(backend: str) -> None:
 def test_in_mixed_precision() -> None:
     """Against the same casts without compilation."""
     one, other = (
-        on_ranks(2, compiled, backend, torch.float32, group_timeout=100, join_timeout=120)[0] for backend in ("aot_eager", "eager")
+        on_ranks(2, compiled, backend, torch.float32, group_timeout=200, join_timeout=250)[0] for backend in ("aot_eager", "eager")
     )
     assert one[2] == 1
     assert one[0] == pytest.approx(other[0], abs=1e-6)

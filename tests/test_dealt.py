@@ -113,7 +113,7 @@ def over_lists(rank: Rank) -> list[tuple[bool, bool]]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(100)
     return [results[number] for number in range(3)]
 
 

@@ -159,7 +159,7 @@ def test_another_order_is_an_error_on_every_rank(chosen: list[int], guilty: int)
         assert_at_rest(model)
         return str(caught.value)
 
-    texts = on_ranks(2, lambda: built(Skipping), body, lambda model, group, policy: sharded(model, group, DYNAMIC), timeout=5.0)
+    texts = on_ranks(2, lambda: built(Skipping), body, lambda model, group, policy: sharded(model, group, DYNAMIC))
     assert all(f"'blocks.{chosen[1]}'" in text and "each at most once" in text for text in texts)
     assert f"rank {guilty}" in texts[1 - guilty]
 
@@ -180,7 +180,7 @@ def test_an_exception_in_one_ranks_forward_reaches_all() -> None:
         model(x, [group.rank, 3]).sum().backward()
         assert_at_rest(model)
 
-    on_ranks(2, lambda: built(Skipping), body, lambda model, group, policy: sharded(model, group, DYNAMIC), timeout=5.0)
+    on_ranks(2, lambda: built(Skipping), body, lambda model, group, policy: sharded(model, group, DYNAMIC))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -248,7 +248,7 @@ def test_ranks_that_turn_to_other_orders_that_both_know_do_not_swap_weights() ->
             sharded(x)
 
     models = [list(mlp(2)) for _ in range(2)]
-    run_ranks(2, body, timeout=2)
+    run_ranks(2, body)
 
 
 @WORLDS

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import zero3
-from tests.test_finetune import EXAMPLE, LENGTH, PROMPT, SIZES, Outcome, example, held_out_loss, launch_two, load
+from tests.test_finetune import LENGTH, PROMPT, SIZES, Outcome, example, held_out_loss, load, run_in_two_processes
 
 peft = pytest.importorskip("peft", reason="the example's packages are not installed: pip install 'zero3[examples]'")
 
@@ -69,19 +69,6 @@ def assert_same_run(one: dict[str, Any], two: dict[str, Any], rel: float) -> Non
         assert one[number] == pytest.approx(two[number], rel=rel), number
 
 
-RUN_ALL = f"""
-import json, sys
-sys.path.insert(0, {str(EXAMPLE.parent)!r})
-import finetune
-with finetune.join_ranks("cpu") as ranks:
-    for arguments in json.loads(sys.argv[1]):
-        options = finetune.parse_options(arguments)
-        summary = finetune.finetune(options, ranks)
-        if ranks.rank == 0:
-            finetune.present(summary, options.output)
-"""
-
-
 @pytest.fixture(scope="module")
 def two(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """What two processes made: a fine-tuned Llama, adapters for it, and for GPT-NeoX. One after another, to start them once."""
@@ -91,10 +78,7 @@ def two(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
         "llama": ["--model", directories["llama"], *LORA],
         "neox": ["--model", directories["neox"], *LORA],
     }
-    (output / "run_all.py").write_text(RUN_ALL)
-    runs = [[str(part) for part in [*SIZES, *given, "--output", output / name]] for name, given in options.items()]
-    launch_two(output / "run_all.py", json.dumps(runs))
-    return {name: Outcome(output / name, "") for name in options}
+    return run_in_two_processes(output, options)
 
 
 def test_llama_learns_on_two_processes_and_is_saved(example: ModuleType, two: dict[str, Outcome]) -> None:

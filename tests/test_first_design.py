@@ -182,7 +182,7 @@ def test_ranks_with_different_models_are_told() -> None:
             zero3.Zero3Layer(module, process_group=group)
         assert type(module.weight) is nn.Parameter
 
-    run_ranks(2, body, timeout=5)
+    run_ranks(2, body)
 
 
 def test_layers_of_equal_size_called_in_opposite_orders_do_not_swap_weights() -> None:
@@ -194,7 +194,7 @@ def test_layers_of_equal_size_called_in_opposite_orders_do_not_swap_weights() ->
             model(X)
 
     models = [mlp(2) for _ in range(2)]
-    run_ranks(2, body, timeout=5)
+    run_ranks(2, body)
 
 
 # -- hangs, and slow

@@ -41,7 +41,7 @@ def test_weights_tied_across_layers_are_refused(world_size: int) -> None:
     models = [seeded(linear, linear) for _ in range(world_size)]
     for first, second in models:
         second.weight = first.weight
-    run_ranks(world_size, body, timeout=5)
+    run_ranks(world_size, body)
 
 
 READS: dict[str, Callable[[Any, nn.Parameter], Any]] = {

@@ -58,7 +58,7 @@ def by_fsdp2(rank: Rank, reduce_dtype: torch.dtype) -> list[float]:
 
 @pytest.mark.parametrize("reduce_dtype", [FP32, BF16])
 def test_the_losses_of_fsdp2(reduce_dtype: torch.dtype) -> None:
-    ours, theirs = (on_ranks(2, body, reduce_dtype, join_timeout=60) for body in (by_zero3, by_fsdp2))
+    ours, theirs = (on_ranks(2, body, reduce_dtype) for body in (by_zero3, by_fsdp2))
     for rank in range(2):
         assert ours[rank][0] == theirs[rank][0], "the first forward: the same bits"
         assert ours[rank] == pytest.approx(theirs[rank], rel=2e-4)

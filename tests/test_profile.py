@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 import zero3
 from tests.live import LonelyCommunicator
 from tests.ranks import ThreadCommunicator, run_ranks
+from zero3 import streams
 from zero3.access import states_of
 from zero3.timeline import LayerProfile, Profile, Span, Transfer
 
@@ -22,18 +22,33 @@ RANKS, LAYERS, WIDTH = 2, 4, 8
 DELAY = 0.03
 
 
+class Clock:
+    """Time passes as a test says, and by a microsecond whenever somebody looks: a busy machine makes nobody wait longer."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "perf_counter", Clock())
+
+
 class _Slow:
     def __init__(self, pending: Any, delay: float) -> None:
         self._pending, self._delay = pending, delay
 
     def wait(self) -> None:
-        time.sleep(self._delay)
+        streams.perf_counter.now += self._delay  # type: ignore[attr-defined]
         self._delay = 0.0
         self._pending.wait()
 
 
 class SlowCommunicator(LonelyCommunicator):
-    """Whoever waits for a transfer of layer number `slow` waits for DELAY seconds."""
+    """Whoever waits for a transfer of layer number `slow` waits for DELAY seconds of the clock."""
 
     channel = 0
 

@@ -176,14 +176,22 @@ def test_parameters_changed_by_a_step_are_seen() -> None:
 def out_of_step(rank: Rank) -> None:
     model = zero3.shard(stack()).eval()
     with torch.no_grad():
-        for step in range(2 + 2 * rank.number):
+        for step in range(2):
             model(words_of(Turn(0, step, 1)))
-    if rank.number == 0:
-        time.sleep(4)  # alive, but with no more to do
+        told = rank.scratch / "told"
+        try:
+            if rank.number == 1:
+                for step in range(2, 4):
+                    model(words_of(Turn(0, step, 1)))
+        finally:
+            if rank.number == 1:
+                told.touch()
+        while not told.exists():  # alive, but with no more to do
+            time.sleep(0.05)
 
 
 def test_ranks_out_of_step_are_told_of_resident() -> None:
     """One rank wants a third forward, the other is done: a timeout, soon and with the way out."""
-    outcomes = try_on_ranks(2, out_of_step, fresh=True, group_timeout=2.0)
+    outcomes = try_on_ranks(2, out_of_step, fresh=True, group_timeout=3.0)
     assert outcomes[1].error == "RuntimeError"
     assert "rank 1 of 2" in outcomes[1].text and "zero3.resident(model)" in outcomes[1].text, outcomes[1].text

@@ -170,7 +170,7 @@ class Life(RuleBasedStateMachine):
         self.kept: dict[str, Tensor] | None = None  # what no_sync has kept, by names; the gradients can't be used meanwhile
         self.rehearsed: set[Any] = set()
         self.steps = self._optimizer(p for p in self.plain.parameters() if p.requires_grad)
-        self.crew = Crew(world_size, timeout=5.0)
+        self.crew = Crew(world_size)
 
         def make(me: Member) -> None:
             me.model = shard(copies[me.group.rank], process_group(me.group), self.policy)

@@ -16,7 +16,7 @@ import zero3
 from tests.footprint import LAYERS, WIDTHS, Formula, make
 from tests.live import LiveBytes
 from tests.models import WIDTH, calls, seeded
-from tests.processes import Rank, try_on_ranks
+from tests.processes import PROMPT, Rank, try_on_ranks
 from tests.processes import on_ranks as on_processes
 from tests.ranks import RanksDisagree, ThreadCommunicator, run_ranks
 from tests.reference import TOLERANCE, Turn, assert_at_rest, assert_close, full_gradients, sgd
@@ -325,7 +325,7 @@ def test_the_first_micro_batch_of_all_can_not_be_saved() -> None:
         return "went on"
 
     with pytest.raises(Broken):
-        run_ranks(2, lambda group: _raising(body(group)), timeout=1.0)
+        run_ranks(2, lambda group: _raising(body(group)))
 
 
 def _raising(name: str) -> None:
@@ -389,7 +389,7 @@ def test_real_ranks_go_on_with_the_same_losses() -> None:
 
 
 def fail_alone(rank: Rank, where: str) -> str:
-    """Rank 1 fails without a guard, and lives on: the other one must not wait longer than the group's timeout."""
+    """Rank 1 fails without a guard, and leaves the group: the other one must not wait for the group's timeout."""
     model = Zero3Sequential([Zero3Layer(nn.Linear(8, 8)) for _ in range(3)])
     for _ in range(2):
         model(torch.ones(2, 8)).sum().backward()
@@ -404,7 +404,7 @@ def fail_alone(rank: Rank, where: str) -> str:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_exception_on_one_rank_is_a_named_error_on_the_others(where: str) -> None:
-    outcomes = try_on_ranks(2, fail_alone, where, group_timeout=2.0, fresh=True, debug="OFF")
+    outcomes = try_on_ranks(2, fail_alone, where, fresh=True, debug="OFF")
     assert [outcome.error for outcome in outcomes] == ["RuntimeError", "ZeroDivisionError"]
     assert "rank 0 of 2" in outcomes[0].text and "layer" in outcomes[0].text
-    assert max(outcome.seconds for outcome in outcomes) < 12
+    assert max(outcome.seconds for outcome in outcomes) < PROMPT

@@ -121,7 +121,6 @@ class Neighbour:
     others: list[Neighbour] = field(default_factory=list)
 
 
-@pytest.mark.timeout(10)
 def test_a_web_of_objects_is_walked_once() -> None:
     """Objects that all know each other: by paths, 30 to the power of 4 of them."""
     web = [Neighbour(torch.ones(1)) for _ in range(30)]

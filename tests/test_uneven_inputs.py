@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 import zero3
-from tests.processes import Rank, on_ranks, try_on_ranks
+from tests.processes import PROMPT, Rank, on_ranks, try_on_ranks
 from tests.reference import assert_at_rest
 from tests.uneven import Plan, Story, adamw, assert_same, plain, sharded, tell_sharded, words
 from zero3.access import states_of
@@ -89,8 +88,8 @@ def test_a_disabled_context_does_nothing() -> None:
     assert on_ranks(2, disabled) == [True, True]
 
 
-def raise_in_the_tail(rank: Rank, where: str) -> float:
-    """Rank 1 raises while rank 0 has no data; returns (in an error's place) when this rank knew."""
+def raise_in_the_tail(rank: Rank, where: str) -> None:
+    """Rank 1 raises while rank 0 has no data."""
     model, loss = sharded(Plan(), plain(Plan()))
     optimizer = adamw(zero3.get_trainable_chunk(model))
 
@@ -107,14 +106,13 @@ def raise_in_the_tail(rank: Rank, where: str) -> float:
                 value.register_hook(lambda _: 1 / 0)
             value.backward()
             uneven.step()
-    return time.time()
 
 
 @pytest.mark.parametrize("where", ["step", "backward"])
 def test_an_exception_of_one_rank_reaches_all(where: str) -> None:
-    outcomes = try_on_ranks(3, raise_in_the_tail, where, fresh=True, group_timeout=5.0)
+    outcomes = try_on_ranks(3, raise_in_the_tail, where, fresh=True)
     assert [outcome.error for outcome in outcomes] == ["RuntimeError", "ZeroDivisionError", "RuntimeError"]
-    assert all(outcome.seconds < 15 for outcome in outcomes)
+    assert all(outcome.seconds < PROMPT for outcome in outcomes)
 
 
 def two_joinables(rank: Rank) -> str:

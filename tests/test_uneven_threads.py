@@ -145,7 +145,7 @@ def try_on_three(active: Callable[[Trial], Any], batches: tuple[int, ...] = (0, 
             return f"{type(error).__name__}: {error}"
         return ""
 
-    return run_ranks(3, body, timeout=5.0)
+    return run_ranks(3, body)
 
 
 def raise_on_rank_1(trial: Trial) -> None:

@@ -269,7 +269,7 @@ def needed_after_its_update(rank: Rank) -> None:
 
 
 def test_a_value_that_the_backward_still_needs_is_not_silently_another() -> None:
-    for outcome in try_on_ranks(2, needed_after_its_update, group_timeout=3.0, **OFF):
+    for outcome in try_on_ranks(2, needed_after_its_update, **OFF):
         assert outcome.error == "RuntimeError" and "modified by an inplace operation" in outcome.text
 
 
