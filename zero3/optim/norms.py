@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..access import states_of
 from ..chunk import Chunk
 from ..failures import NamingFailures, Subject
+from ..layer_state import LayerState
 from ..shard_gradient import AwaitedGradient
 from .groups import named_parameters
 
@@ -62,6 +63,13 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
             communicator.all_reduce(values)
     values = values if maximum else values ** (1.0 / norm_type)
     return {name: value for (name, _), value in zip(named, values, strict=True)}
+
+
+def parameter_gradients(model: nn.Module, states: list[LayerState]) -> list[Tensor]:
+    """For a world of one rank: each parameter's gradient, flattened, in the model's order, of those that have one."""
+    slots = [(bound.chunk, bound.chunk.layout.slots[bound.index]) for _, _, bound in named_parameters(model, states)]
+    slices = [_slice(chunk, slot.offset, slot.stop, "grad") for chunk, slot in slots]
+    return [gradient for gradient in slices if gradient is not None]
 
 
 def _slice(chunk: Chunk, start: int, stop: int, of: str) -> Tensor | None:
