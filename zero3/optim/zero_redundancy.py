@@ -148,7 +148,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             error = mistake_in(lambda: self._check_addition(before))
         entries = self._entries_of(before) if len(self.param_groups) > before else []
         try:
-            agree_on(self._shards, [line_of(entry) for entry in entries] + self._options(self.param_groups[before:]), error)
+            agree_on(self._shards, [line_of(entry) for entry in entries] + self._options(self.param_groups[before:], before), error)
         except MISTAKES:
             del self.param_groups[before:], self._whole[before:]
             raise
@@ -279,8 +279,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _entries_of(self, number: int) -> list[Entry]:
         return entries_of(self.param_groups[number], number, whole=self._whole[number])
 
-    def _options(self, groups: list[dict[str, Any]]) -> list[str]:
-        return [line_of_group(self._make, number, group) for number, group in enumerate(groups)]
+    def _options(self, groups: list[dict[str, Any]], first: int = 0) -> list[str]:
+        return [line_of_group(self._make, number, group) for number, group in enumerate(groups, first)]
 
     def _check_all(self) -> None:
         for number in range(len(self.param_groups)):
