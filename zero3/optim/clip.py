@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..access import states_of
 from ..failures import NamingFailures, Subject
 from ..shard_gradient import AwaitedGradient
-from .norms import parameter_gradients
+from .norms import gradients_to_measure
 
 __all__: list[str] = []
 
@@ -42,10 +42,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
     for chunk in chunks:
         if isinstance(chunk.grad, AwaitedGradient):
             chunk.grad.is_sparse  # noqa: B018  has it reduced, or raises: under `no_sync` it has no values yet
-    gradients = [chunk.grad.as_subclass(Tensor) for chunk in chunks if chunk.grad is not None]
-    if states[0].communicator.world_size == 1:
-        gradients = parameter_gradients(model, states)  # as torch takes them, so that one rank gives the very bits that plain torch gives
-    filled = [gradient for gradient in gradients if gradient.numel()]
+    filled = [gradient for gradient in gradients_to_measure(model, states) if gradient.numel()]
     maximum = math.isinf(norm_type)
     local = torch.zeros((), dtype=torch.float64, device=states[0].device)
     if filled:

@@ -253,8 +253,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         raise RuntimeError("a ZeroRedundancyOptimizer can't be copied or pickled: consolidate_state_dict(), and save its state_dict()")
 
     @property
-    def _overlap_with_ddp(self) -> bool:
-        """What torch's hooks ask of torch's class."""
+    def _overlap_with_ddp(self) -> bool:  # what torch's hooks ask for
         raise RuntimeError("torch's ddp_zero_hook drives torch's class only: ddp.register_comm_hook(None, optimizer.hook(ddp)) instead")
 
     @property
