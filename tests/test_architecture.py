@@ -39,7 +39,7 @@ FLOORS = {
     "optim": 12, "checkpoint": 12,
     "checkpoint.full_state": 13, "checkpoint.safetensors_writing": 13, "checkpoint.ranges": 13,
     "checkpoint.fitting": 14, "checkpoint.contents": 14, "checkpoint.manifest": 14,
-    "optim.check": 13, "optim.dealing": 13, "optim.groups": 14, "optim.norms": 15,
+    "optim.check": 13, "optim.dealing": 13, "optim.groups": 14, "optim.norms": 15, "optim.clip": 16,
     "checkpoint.pretrained": 15, "checkpoint.numbered": 15, "checkpoint.optimizer_contents": 15,
     "checkpoint.optimizer_placing": 16, "checkpoint.preparing": 16, "checkpoint.outputs": 16,
     "checkpoint.full_optimizer": 17, "checkpoint.saving": 17, "checkpoint.loading": 17, "checkpoint.save_pretrained": 17,

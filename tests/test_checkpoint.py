@@ -280,6 +280,8 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
         for name in ("z", "y", "b", "a", "y"):
             zero3.save_checkpoint(tmp_path / "run" / name, model, optimizer, keep_last=2)
             assert zero3.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / name
+            here = [path.name for path in (tmp_path / "run").iterdir() if (path / "manifest.json").exists()]
+            assert len(here) <= 2, f"rank {group.rank} returned before {here} were pruned"
         zero3.save_checkpoint(tmp_path / "other", model)
         with pytest.raises(ValueError, match="keep_last must be at least 1, found 0"):
             zero3.save_checkpoint(tmp_path / "run" / "c", model, keep_last=0)

@@ -87,6 +87,20 @@ def test_norm_and_scale_are_torchs(world_size: int, way: str, dtype: torch.dtype
         assert total == pytest.approx(torch.nn.utils.clip_grad_norm_(filled, INF, norm).item(), rel=1e-6), norm
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_on_one_rank_the_bits_are_torchs(way: str, norm: float) -> None:
+    """The norm of norms of parameters, in the model's order: norms of whole chunks would round otherwise."""
+    plain = plain_with_gradients(torch.float32, WAYS[way])
+    expected = torch.nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.numel()], INF, norm)
+    models = [[module.to(torch.float32) for module in build(0)]]
+
+    def body(group: ThreadCommunicator) -> Tensor:
+        return zero3.clip_grad_norm_(with_gradients(group, models[0], WAYS[way]), INF, norm)
+
+    assert torch.equal(run_ranks(1, body)[0], expected)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), INF, -INF])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("way", WAYS)

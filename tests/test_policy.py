@@ -33,6 +33,7 @@ def test_a_choice_is_kept(chosen: dict[str, Any]) -> None:
         ({"separate_backup_group": None}, TypeError, "separate_backup_group must be True or False, found None"),
         ({"prefetch_depth": -1}, ValueError, "prefetch_depth must be 0 or more, found -1"),
         ({"prefetch_depth": 1.0}, TypeError, "prefetch_depth must be an integer, found 1.0"),
+        ({"stage": 2.0}, ValueError, "stage must be 1, 2 or 3, found 2.0"),
         ({"prefetch_depth": True}, TypeError, "prefetch_depth must be an integer, found True"),
     ],
 )

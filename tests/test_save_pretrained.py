@@ -183,6 +183,21 @@ def test_no_size(size: Any, tmp_path: Path) -> None:
         save([ARCHITECTURES["Llama"].build() for _ in range(2)], tmp_path, max_shard_size=size)
 
 
+def test_no_dtype(tmp_path: Path) -> None:
+    """Of one rank alone: the other would wait for it."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model, wrong = zero3.shard(models[group.rank], process_group=group), "bfloat16" if group.rank == 1 else None
+        with pytest.raises(TypeError, match=r"rank 1: dtype must be a torch.dtype or None, found 'bfloat16'"):
+            zero3.save_pretrained(model, tmp_path / "new", dtype=wrong)
+        with pytest.raises(TypeError, match=r"rank 1: dtype must be a torch.dtype or None, found 'bfloat16'"):
+            zero3.full_state_dict(model, dtype=wrong)
+
+    models = [ARCHITECTURES["Llama"].build() for _ in range(2)]
+    run_ranks(2, body)
+    assert not (tmp_path / "new").exists()
+
+
 def test_an_error_of_one_rank_is_everybodys_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from zero3.checkpoint import file_operations
 

@@ -176,6 +176,9 @@ def test_state_dicts_that_do_not_fit_change_nothing_on_any_rank() -> None:
         assert ours.param_groups[0]["lr"] == 0.01
         with pytest.raises(ValueError, match="different number of parameter groups"):
             ours.load_state_dict({"state": {}, "param_groups": []})
+        whole = {"state": {}, "param_groups": copy.deepcopy(ours.param_groups)}
+        with pytest.raises(ValueError, match="rank 1: not found: 'param_groups'"):  # a KeyError of torch's, of one rank alone
+            ours.load_state_dict({} if ours.rank == 1 else whole)
         return train(ours, parameters, range(2, 4))
 
     plain = odd_parameters()
@@ -314,6 +317,11 @@ def test_ranks_that_differ_are_told_so() -> None:
     def body(group: Any) -> None:
         with pytest.raises(ValueError, match=r"parameter 0 of group 0: group 0, \(3,\).*rank 1: .*\(4,\)"):
             ours_on(group, [nn.Parameter(torch.zeros(3 + group.rank))])
+        with pytest.raises(ValueError, match=r"rank 0: group 0: AdamW, lr 0.1; rank 1: group 0: AdamW, lr 0.2"):
+            ours_on(group, [nn.Parameter(torch.zeros(3))], lr=0.2 if group.rank else 0.1)
+        made_by = torch.optim.SGD if group.rank else torch.optim.AdamW
+        with pytest.raises(ValueError, match=r"rank 0: group 0: AdamW, lr 0.1; rank 1: group 0: SGD, lr 0.1"):
+            zero3.ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(3))], made_by, group, lr=0.1)
         parameters = odd_parameters()
         ours = ours_on(group, parameters, **ADAMW)
         give_gradients(parameters, 0, missing=(2,) if group.rank == 1 else ())
@@ -327,6 +335,8 @@ def test_ranks_that_differ_are_told_so() -> None:
         more = nn.Parameter(torch.zeros(3))
         with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
             ours.add_param_group({"params": [parameters[0] if group.rank == 1 else more]})
+        with pytest.raises(ValueError, match=r"rank 0: group 1: .*lr 0.0.*rank 1: group 1: .*lr 1.0"):
+            ours.add_param_group({"params": [more], "lr": float(group.rank)})
         assert len(ours.param_groups) == 1
         ours.add_param_group({"params": more})
         train(ours, [*parameters, more], range(2))

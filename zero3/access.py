@@ -135,15 +135,17 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             each.deferrals -= 1
 
 
-def agree_to_gather(states: list[LayerState], caller: str) -> None:
+def agree_to_gather(states: list[LayerState], caller: str, error: Exception | None = None) -> None:
     """Compares before a gather outside a forward: one that a rank makes alone could meet another layer's on the others.
 
     Raises:
-        ValueError, RuntimeError: ranks are elsewhere, or want other layers.
+        ValueError, RuntimeError: ranks are elsewhere, or want other layers; the `error` of one of them.
     """
     if not all(state.pinned for state in states):  # else all is here, and a rank may look at it by itself
         first = states[0]
-        agree(first.communicator, first.device, caller, [state.name_among_ranks for state in states])
+        agree(first.communicator, first.device, caller, [state.name_among_ranks for state in states], error)
+    elif error is not None:
+        raise error
 
 
 def _undo_toggles(state: LayerState) -> list[str]:

@@ -44,7 +44,8 @@ def agree(
             raise error
         return [note]
     kind = next((kind.__name__ for kind in _KINDS if isinstance(error, kind)), "RuntimeError") if error is not None else ""
-    text = json.dumps({"subject": subject, "lines": list(lines), "kind": kind, "error": str(error) if error else ""})
+    said = str(error) if isinstance(error, _KINDS) else f"{type(error).__name__}: {error}"
+    text = json.dumps({"subject": subject, "lines": list(lines), "kind": kind, "error": said if error is not None else ""})
     digest = hashlib.sha256(text.encode()).digest()[: 15 - NOTE_BYTES] + bytes([error is not None])
     with NamingFailures(communicator, "comparing with the other ranks", Subject(subject)):
         told = communicator.exchange(_ABSENT if absent else note + digest, device)

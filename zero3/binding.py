@@ -161,13 +161,13 @@ def released_in(module: nn.Module) -> list[tuple[str, ReleasedParameter]]:
     return [(name, value) for name, value in vars(module).items() if isinstance(value, ReleasedParameter)]
 
 
-def check_bindings(bindings: list[Binding], dtype: torch.dtype | None) -> None:
+def check_bindings(bindings: list[Binding], dtype: torch.dtype | None, label: str) -> None:
     """Raises ValueError, naming the parameter, for what can't be sharded; touches nothing."""
     for binding in bindings:
         parameter = binding.parameter
         if isinstance(parameter, ReleasedParameter):
             raise ValueError(
-                f"parameter {binding.name!r} is already sharded, as {parameter.zero3_name}. Wrap a module once; if the "
+                f"parameter {binding.name!r} of {label} is already sharded, as {parameter.zero3_name}. Wrap a module once; if the "
                 "parameter is tied across layers, put both into one Zero3Layer, or use zero3.shard(model)."
             )
         if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:

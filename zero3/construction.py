@@ -127,7 +127,7 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
         try:
             _check_request(request, communicator, is_layer)
             bindings = bindings_of(request.module, is_layer, request.elsewhere, request.borrowed)
-            check_bindings(bindings, request.dtype)
+            check_bindings(bindings, request.dtype, request.label or type(request.module).__name__)
             buffers = _buffers_of(request.module, is_layer)
             lines = _digest(request, device, bindings, buffers)
         except (TypeError, ValueError) as caught:

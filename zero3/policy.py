@@ -62,7 +62,7 @@ class ShardingPolicy:
     compare_every: int = 1000
 
     def __post_init__(self) -> None:
-        if self.stage not in (1, 2, 3) or isinstance(self.stage, bool):
+        if repr(self.stage) not in ("1", "2", "3"):  # neither True nor 2.0
             raise ValueError(f"stage must be 1, 2 or 3, found {self.stage!r}")
         if self.gradient_reduction not in ("mean", "sum"):
             raise ValueError(f"gradient_reduction must be 'mean' or 'sum', found {self.gradient_reduction!r}")

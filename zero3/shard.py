@@ -104,7 +104,8 @@ def _plan(common: Request, layers: Layers) -> _Plan:
         raise ValueError(
             f"this {type(model).__name__} is sharded already, or holds Zero3Layers: shard a model once, before wrapping any part of it"
         )
-    check_bindings(bindings_of(model, lambda module: False), common.dtype)  # the whole, for parameters may overlap across layers
+    everything = bindings_of(model, lambda module: False)  # for parameters may overlap across layers
+    check_bindings(everything, common.dtype, type(model).__name__)
     chosen = choose(model, layers)
     ids = {id(module) for _, module in chosen}
     tied = tied_across(model, chosen)

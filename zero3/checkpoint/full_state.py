@@ -33,10 +33,11 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
 
     Raises:
         ValueError: nothing in `model` is sharded.
+        TypeError: `dtype` is none; on every rank.
     """
     states = states_of(model)
     keeps = not rank0_only or states[0].communicator.rank == 0
-    agree_to_gather(states, "full_state_dict")
+    agree_to_gather(states, "full_state_dict", not_a_dtype(dtype))
     values: dict[int, Tensor] = {}
     for state in _watched(states, "gathering layers"):
         state.pin()
@@ -129,6 +130,11 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield dot + name, buffer
+
+
+def not_a_dtype(dtype: Any) -> TypeError | None:
+    """The mistake, to be raised where all ranks hear of it."""
+    return None if dtype is None or isinstance(dtype, torch.dtype) else TypeError(f"dtype must be a torch.dtype or None, found {dtype!r}")
 
 
 def _copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

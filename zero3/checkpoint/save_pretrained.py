@@ -15,6 +15,7 @@ from ..access import states_of
 from ..agreement import agree
 from . import file_operations
 from .contents import Contents
+from .full_state import not_a_dtype
 from .outputs import Output, bytes_in, index_of, outputs_of_adapter, outputs_of_model, shards_of
 from .safetensors_files import STAGE_BYTES, bytes_of
 from .safetensors_writing import header_of
@@ -46,6 +47,7 @@ def save_pretrained(
 
     Raises:
         ValueError: nothing in `model` is sharded, no size, ranks that save different things.
+        TypeError: `path` is no path, `dtype` no dtype.
         RuntimeError: parameters without values; called inside `full_params` or `resident`.
         OSError: a rank could not write. Every rank raises the same.
 
@@ -55,6 +57,8 @@ def save_pretrained(
     error: Exception | None = None
     plans: list[_Plan] = []
     try:
+        if (wrong := not_a_dtype(dtype)) is not None:
+            raise wrong
         plans = list(_plans(model, Path(path), bytes_in(max_shard_size), dtype))
     except Exception as caught:  # whatever it is, the others wait to hear of it
         error = caught

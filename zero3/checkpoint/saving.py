@@ -152,8 +152,10 @@ class Saving:
             texts = exchange_texts(contents.communicator, contents.device, mine)
             files = {name: Written(*written) for text in texts for name, written in json.loads(text).items()}
             self._on_first(lambda: self._prepared.commit(files), "the manifest of save_checkpoint")
-        finally:
+        except BaseException:
             self._prepared.clean()
+            raise
+        self._on_first(self._prepared.clean, "the end of save_checkpoint")  # so that every rank finds only what is to stay
 
     def _on_first(self, work: Callable[[], None], subject: str) -> None:
         error: Exception | None = None

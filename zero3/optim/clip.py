@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..access import states_of
 from ..failures import NamingFailures, Subject
 from ..shard_gradient import AwaitedGradient
+from .norms import gradients_to_measure
 
 __all__: list[str] = []
 
@@ -41,12 +42,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
     for chunk in chunks:
         if isinstance(chunk.grad, AwaitedGradient):
             chunk.grad.is_sparse  # noqa: B018  has it reduced, or raises: under `no_sync` it has no values yet
-    gradients = [chunk.grad.as_subclass(Tensor) for chunk in chunks if chunk.grad is not None]
-    filled = [gradient for gradient in gradients if gradient.numel()]
+    filled = [gradient for gradient in gradients_to_measure(model, states) if gradient.numel()]
     maximum = math.isinf(norm_type)
     local = torch.zeros((), dtype=torch.float64, device=states[0].device)
     if filled:
-        # torch's own norm of norms, so that one rank gives the very bits that torch gives for one process
         local = torch.nn.utils.get_total_norm(filled, norm_type).to(torch.float64)
     total = local if maximum else local**norm_type
     communicator = states[0].communicator

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..access import states_of
 from ..chunk import Chunk
 from ..failures import NamingFailures, Subject
+from ..layer_state import LayerState
 from ..shard_gradient import AwaitedGradient
 from .groups import named_parameters
 
@@ -62,6 +63,16 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
             communicator.all_reduce(values)
     values = values if maximum else values ** (1.0 / norm_type)
     return {name: value for (name, _), value in zip(named, values, strict=True)}
+
+
+def gradients_to_measure(model: nn.Module, states: list[LayerState]) -> list[Tensor]:
+    """This rank's part of the gradients. One rank alone takes them by parameters, in the model's order: then torch's very bits come out."""
+    if states[0].communicator.world_size > 1:
+        parts = [part.parameter for state in states for chunk in state.chunks for part in chunk.parts]
+        return [part.grad.as_subclass(Tensor) for part in parts if part.grad is not None]
+    slots = [(bound.chunk, bound.chunk.layout.slots[bound.index]) for _, _, bound in named_parameters(model, states)]
+    slices = [_slice(chunk, slot.offset, slot.stop, "grad") for chunk, slot in slots]
+    return [gradient for gradient in slices if gradient is not None]
 
 
 def _slice(chunk: Chunk, start: int, stop: int, of: str) -> Tensor | None:

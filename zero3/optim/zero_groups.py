@@ -67,12 +67,28 @@ def line_of(entry: Entry) -> str:
     return f"{entry.name}: group {entry.group}, {tuple(parameter.shape)} {parameter.dtype} on {parameter.device.type}{whole}"
 
 
+def line_of_group(make: Callable[..., Any], number: int, group: dict[str, Any]) -> str:
+    """What must be the same on all ranks of a group's options: numbers and words. Of other objects, their kind."""
+    options = ", ".join(f"{key} {_said(value)}" for key, value in sorted(options_of(group).items()))
+    return f"group {number}: {getattr(make, '__qualname__', type(make).__name__)}, {options}"
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_said, value))})"
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return repr(value.item())
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
 def mistake_in(body: Callable[[], object]) -> Exception | None:
     """What one rank may see alone is raised by all of them: kept until they meet."""
     try:
         body()
     except MISTAKES as mistake:
         return mistake
+    except LookupError as mistake:  # of torch, about a state dict
+        return ValueError(f"not found: {mistake}")
     return None
 
 

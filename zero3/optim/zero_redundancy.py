@@ -16,7 +16,7 @@ from .buckets import Entry
 from .overlap import Overlap
 from .shards import Shards
 from .zero_check import check_divisible
-from .zero_groups import MISTAKES, agree_on, checked, entries_of, line_of, listed, mistake_in, options_of
+from .zero_groups import MISTAKES, agree_on, checked, entries_of, line_of, line_of_group, listed, mistake_in, options_of
 from .zero_state import consolidate, local_state
 from .zero_step import step
 
@@ -42,7 +42,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     Raises:
         ValueError: no parameters, or one twice; an `optimizer_class` that makes no torch optimizer, or whose updates of
-            parts are not parts of its updates; ranks with different parameters. On every rank.
+            parts are not parts of its updates; ranks with different parameters or options. On every rank.
         TypeError: `params` is no iterable of tensors or dicts. On every rank.
     """
 
@@ -75,7 +75,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.rank, self.world_size = shards.communicator.rank, shards.communicator.world_size
         self._overlap = Overlap(shards, self) if overlapping else None
         lines = [line_of(entry) for group in entries for entry in group]
-        agree_on(shards, lines, error or mistake_in(self._check_all))
+        agree_on(shards, lines + self._options(groups), error or mistake_in(self._check_all))
         divided = [(held, options_of(group)) for held, group in zip(entries, groups, strict=True)]
         agree_on(shards, [], mistake_in(lambda: shards.create(self._make, divided, self._defaults)))
         self._shards = shards
@@ -148,7 +148,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             error = mistake_in(lambda: self._check_addition(before))
         entries = self._entries_of(before) if len(self.param_groups) > before else []
         try:
-            agree_on(self._shards, [line_of(entry) for entry in entries], error)
+            agree_on(self._shards, [line_of(entry) for entry in entries] + self._options(self.param_groups[before:], before), error)
         except MISTAKES:
             del self.param_groups[before:], self._whole[before:]
             raise
@@ -211,7 +211,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         error = mistake_in(lambda: super(ZeroRedundancyOptimizer, self).load_state_dict(state_dict))
         handle.remove()
         try:
-            agree_on(shards, [], error)
+            agree_on(shards, self._options(self.param_groups) if error is None else [], error)
         except MISTAKES:
             self.param_groups = groups
             raise
@@ -230,8 +230,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self._overlap is not None and not kwargs.get("divide_by_initial_world_size", True):
             raise ValueError(
-                "divide_by_initial_world_size=False has no effect on a DDP model that has a communication hook, as "
-                "overlap_with_ddp=True needs: use overlap_with_ddp=False"
+                "divide_by_initial_world_size=False has no effect on DDP with a communication hook: use overlap_with_ddp=False"
             )
         return Shadow(self._shadow)
 
@@ -251,10 +250,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return process_group_of(self._opened.communicator)
 
     def __getstate__(self) -> dict[str, Any]:
-        raise RuntimeError(
-            "a ZeroRedundancyOptimizer can't be copied or pickled: its state is spread over the ranks. Save what state_dict() gives after "
-            "consolidate_state_dict()"
-        )
+        raise RuntimeError("a ZeroRedundancyOptimizer can't be copied or pickled: consolidate_state_dict(), and save its state_dict()")
+
+    @property
+    def _overlap_with_ddp(self) -> bool:  # what torch's hooks ask for
+        raise RuntimeError("torch's ddp_zero_hook drives torch's class only: ddp.register_comm_hook(None, optimizer.hook(ddp)) instead")
 
     @property
     def _opened(self) -> Shards:
@@ -276,8 +276,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._whole.append(whole)
 
     def _entries_of(self, number: int) -> list[Entry]:
-        group = self.param_groups[number]
-        return entries_of(group, number, whole=self._whole[number])
+        return entries_of(self.param_groups[number], number, whole=self._whole[number])
+
+    def _options(self, groups: list[dict[str, Any]], first: int = 0) -> list[str]:
+        return [line_of_group(self._make, number, group) for number, group in enumerate(groups, first)]
 
     def _check_all(self) -> None:
         for number in range(len(self.param_groups)):
