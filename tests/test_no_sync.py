@@ -240,7 +240,20 @@ def test_a_backward_that_breaks_drops_all_and_a_forward_that_breaks_drops_nothin
 def test_ranks_of_which_one_alone_is_inside_are_told_so() -> None:
     def body(model: Any, group: ThreadCommunicator) -> None:
         loss = model(batch(Turn(group.rank, 0, 2), 0)).pow(2).sum()
-        with nullcontext() if group.rank else zero3.no_sync(model), pytest.raises(ValueError, match=r"rank 0: .* under no_sync; rank 1"):
+        with (
+            nullcontext() if group.rank else zero3.no_sync(model),
+            pytest.raises(ValueError, match=r"rank 0: .*gradients kept \(as under no_sync\); rank 1"),
+        ):
+            loss.backward()
+
+    on_ranks(2, mlp, body)
+
+
+def test_ranks_of_which_one_alone_has_frozen_a_layer_are_told_so() -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        zero3.get_trainable_chunk(model)[-1].requires_grad_(group.rank == 0)
+        loss = model(batch(Turn(group.rank, 0, 2), 0)).pow(2).sum()
+        with pytest.raises(ValueError, match=r"rank 0: .*gradients reduced; rank 1: .*frozen"):
             loss.backward()
 
     on_ranks(2, mlp, body)

@@ -52,9 +52,8 @@ class Backward:
         self._backup_communicator = backup_communicator
         self._device = device
         self._depth = depth
-        self.order: ForwardOrder[tuple[tuple[LayerState, ...], tuple[bool, ...]]] = (
-            ForwardOrder()
-        )  # of the tapes: nested backwards have their own
+        # of the tapes, with what is done with each layer's gradients; nested backwards have their own
+        self.order: ForwardOrder[tuple[tuple[LayerState, ...], tuple[str, ...]]] = ForwardOrder()
         self._touched: list[LayerTape] = []  # the tapes it has come to
         self._backups: deque[Backup] = deque()
         self._reduces = False  # whether this backward reduces anything: `autograd.grad` does not
@@ -174,9 +173,9 @@ class Backward:
 
     def _touch(self, tape: LayerTape) -> None:
         signature = tape.signature()
-        deferred = tuple(state.gradients.deferred for state in signature)
-        if not self.order.advance((signature, deferred)):
-            names = [state.name_among_ranks + " under no_sync" * waits for state, waits in zip(signature, deferred, strict=True)]
+        reductions = tuple(state.gradients.reduction for state in signature)
+        if not self.order.advance((signature, reductions)):
+            names = [f"{state.name_among_ranks}, {how}" for state, how in zip(signature, reductions, strict=True)]
             signature[0].watch.recorder("agree", _BACKWARD, *names)
             with self.gate.passing(Action.AGREE, self.layers[0]):
                 agree(self._communicator, self._device, _BACKWARD, names)

@@ -117,6 +117,13 @@ class LayerGradients:
         """Whether reductions wait. On one rank there are none to save, and memory to lose."""
         return (self.deferrals > 0 or not self._policy.shards_gradients) and self._communicator.world_size > 1
 
+    @property
+    def reduction(self) -> str:
+        """What a backward makes of this layer's gradients: what ranks have to do alike."""
+        if not any(chunk.shard.requires_grad for chunk in self._flat):
+            return "frozen"
+        return "gradients kept (as under no_sync)" if self.deferred else "gradients reduced"
+
     def note_tokens(self, total: Tensor) -> None:
         """What backwards have left here is now the mean over `total` tokens, 0-dim."""
         for gradient in self._flat.values():
