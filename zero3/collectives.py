@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -90,8 +91,7 @@ class GroupCommunicator:
             return self  # transfers that are ordered by handles do not queue behind each other
         ranks = dist.get_process_group_ranks(self._group)
         # unasked, a new group takes torch's default timeout and not that of the groups before
-        timeout = getattr(self._group._get_backend(torch.device("cuda")).options, "_timeout", None)
-        group = dist.new_group(ranks, timeout, backend=self._backend, use_local_synchronization=True)
+        group = dist.new_group(ranks, _timeout_of(self._group), backend=self._backend, use_local_synchronization=True)
         return GroupCommunicator(group, self._backend)
 
     def lanes(self, device: torch.device) -> Lanes:
@@ -175,6 +175,14 @@ class GlooCommunicator(GroupCommunicator):
         collective(host, source.cpu()).wait()
         output.copy_(host)
         return Done()
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """None where torch does not tell, as when its debug mode wraps the backend."""
+    try:
+        return group._get_backend(torch.device("cuda")).options._timeout  # type: ignore[no-any-return]
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def _cut(full: Tensor, bounds: tuple[int, ...]) -> Iterator[Tensor]:
