@@ -101,8 +101,8 @@ FAULTS = [
     Fault(
         "a norm of one rank's slice",
         "optim/clip.py",
-        "        states[0].communicator.all_reduce(total)\n",
-        "        pass\n",
+        "            communicator.all_reduce(total)\n",
+        "            pass\n",
         "clip",
     ),
     Fault("kept gradients survive zero_grad", "gradient.py", "            if now is None or (", "            if False and (", "no_sync"),
