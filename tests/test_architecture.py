@@ -25,7 +25,7 @@ PACKAGE = ROOT / "zero3"
 FLOORS = {
     "layout": 0, "schedule": 0, "timeline": 0, "journal": 0,
     "policy": 1, "streams": 1, "tree": 1, "autograd": 1, "failures": 1, "ddp": 1,
-    "released": 2, "flat": 2, "communicator": 2, "casting": 2,
+    "released": 2, "flat": 2, "communicator": 2, "casting": 2, "host_memory": 2,
     "collectives": 3,
     "agreement": 4, "scattering": 4, "chunk": 4, "gate": 4, "shard_gradient": 4, "accumulation": 4, "slot_sums": 4,
     "gradient": 5, "binding": 5, "watching": 5, "headcount": 5,

@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,12 +17,13 @@ from torch.nn.functional import pad
 
 from .communicator import Bounds, SoloCommunicator
 from .communicator import Communicator as Communicator
+from .host_memory import HostMemory, Parcel, host_memory
 from .streams import Done, Lanes, Pending, lanes_for
 
 __all__: list[str] = []
 
-IDENTITY_BYTES = 3  # of the number by which ranks know a layer; with a bit for the kind of transfer it is a message's tag
-_GATHER, _REDUCE = 0, 1
+IDENTITY_BYTES = 3  # of the number by which ranks know a layer; with two bits for the kind of transfer it is a message's tag
+_GATHER, _REDUCE, _SCATTER = 0, 1, 2
 _NOT_A_MEMBER = "this process is not a member of the process_group it passed: only members may build the layer"
 
 
@@ -123,9 +124,16 @@ class GlooCommunicator(GroupCommunicator):
     two numbers does not depend on their order), on more the result may differ from it in the last place, and is the
     same in every run.
 
+    To a rank of the same host only a note is sent, of where the slice lies in memory that both see (`host_memory`).
+
     Messages carry their layer's tag. So ranks that have come apart, and gather different layers of equal size, wait
     for each other in vain until the group's timeout, and don't take one layer's weights for another's.
     """
+
+    @cached_property
+    def _memory(self) -> HostMemory:
+        """Made at the first transfer, which all ranks take part in."""
+        return host_memory(self._group, self.rank, self.world_size, partial(self.exchange, device=torch.device("cpu")))
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         if full.is_cuda:
@@ -133,10 +141,11 @@ class GlooCommunicator(GroupCommunicator):
         if not full.numel():
             return Done()
         slices = list(_cut(full, bounds)) if bounds is not None else list(full.view(self.world_size, -1))
-        works = self._swap(_GATHER, slices, [shard] * self.world_size)
+        others = self._others()
+        pending = self._swap(_GATHER, {rank: slices[rank] for rank in others}, dict.fromkeys(others, shard))
         if slices[self.rank].data_ptr() != shard.data_ptr():
             slices[self.rank].copy_(shard)
-        return _Transfers(works)
+        return pending
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
         if full.is_cuda:
@@ -144,28 +153,67 @@ class GlooCommunicator(GroupCommunicator):
         if not full.numel():
             return Done()
         outgoing = list(_cut(full, bounds)) if bounds is not None else list(full.view(self.world_size, -1))
-        others = iter([shard, *full.new_empty((self.world_size - 2, shard.numel()))])  # the sum is written over its first summand
-        slices = [outgoing[self.rank] if rank == self.rank else next(others) for rank in range(self.world_size)]
-        works = self._swap(_REDUCE, slices, outgoing)
+        others = self._others()
+        room = [shard, *full.new_empty((self.world_size - 2, shard.numel()))]  # the sum is written over its first summand
+        incoming = dict(zip(sorted(others), room, strict=True))
+        summands = [outgoing[rank] if rank == self.rank else incoming[rank] for rank in range(self.world_size)]
 
         def sum_up() -> None:
-            torch.add(slices[0], slices[1], out=shard)
-            for received in slices[2:]:
+            torch.add(summands[0], summands[1], out=shard)
+            for received in summands[2:]:
                 shard.add_(received)
 
-        return _Transfers(works, sum_up)
+        return self._swap(_REDUCE, incoming, {rank: outgoing[rank] for rank in others}, sum_up)
 
-    def _swap(self, kind: int, incoming: list[Tensor], outgoing: list[Tensor]) -> list[Any]:
-        """Sends `outgoing[r]` to each other rank r and receives `incoming[r]` from it; bytes, so that any dtype goes.
+    def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
+        if shard.is_cuda:
+            return super().scatter(shard, slices, bounds)
+        if slices is None:
+            return self._swap(_SCATTER, {0: shard}, {}, acknowledged=True)
+        shard.copy_(slices[self.rank])
+        return self._swap(_SCATTER, {}, {rank: slices[rank] for rank in self._others()}, acknowledged=True)
+
+    def _others(self) -> list[int]:
+        """Every rank but this, the next first: so not all send to the same one at a time."""
+        return [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+
+    def _swap(
+        self,
+        kind: int,
+        incoming: dict[int, Tensor],
+        outgoing: dict[int, Tensor],
+        then: Callable[[], object] | None = None,
+        *,
+        acknowledged: bool = False,
+    ) -> Pending:
+        """Sends `outgoing[r]` to each rank r there and receives `incoming[r]` from it; bytes, so that any dtype goes.
 
         Empty ones too: torch's debug mode counts a rank's messages, and takes different numbers for ranks that came apart.
+        `acknowledged`: the wait is over when what was sent has been received, as for a rank that receives nothing itself.
         """
-        works, tag = [], 2 * self.channel + kind
-        for distance in range(1, self.world_size):
-            source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
-            works.append(dist.irecv(incoming[source].view(torch.uint8), group=self._group, group_src=source, tag=tag))
-            works.append(dist.isend(outgoing[target].view(torch.uint8), group=self._group, group_dst=target, tag=tag))
-        return works
+        memory, tag = self._memory, 4 * self.channel + kind
+        parcels = memory.put({rank: tensor for rank, tensor in outgoing.items() if rank in memory.near})
+        notes = {rank: torch.empty(len(Parcel._fields), dtype=torch.int64) for rank in incoming if rank in memory.near}
+        group, works = self._group, []
+        for rank, tensor in incoming.items():
+            into = notes[rank] if rank in notes else tensor.view(torch.uint8)
+            works.append(dist.irecv(into, group=group, group_src=rank, tag=tag))
+        for rank, tensor in outgoing.items():
+            what = torch.tensor(parcels[rank]) if rank in parcels else tensor.view(torch.uint8)
+            works.append(dist.isend(what, group=group, group_dst=rank, tag=tag))
+            if acknowledged and rank in parcels:
+                works.append(dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=rank, tag=tag))
+
+        def land() -> None:
+            while notes:
+                rank, note = notes.popitem()
+                memory.take(rank, Parcel(*note.tolist()), incoming[rank])
+                if acknowledged:
+                    dist.send(torch.zeros(1, dtype=torch.uint8), group=group, group_dst=rank, tag=tag)
+            if then is not None:
+                then()
+
+        return _Transfers(works, land)
 
     def _staged(self, collective: Callable[[Tensor, Tensor], Pending], output: Tensor, source: Tensor) -> Pending:
         """Through host memory, blocking: for tests of several ranks on one GPU, which NCCL does not allow."""
