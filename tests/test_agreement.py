@@ -9,7 +9,7 @@ import torch
 
 from tests.ranks import RanksDisagree, ThreadCommunicator, run_ranks
 from zero3.agreement import agree
-from zero3.collectives import SoloCommunicator
+from zero3.communicator import SoloCommunicator
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.processes import Rank, on_ranks
-from zero3.collectives import GlooCommunicator, GroupCommunicator, communicator_for
+from zero3.collectives import communicator_for
+from zero3.gloo import GlooCommunicator
+from zero3.process_group import GroupCommunicator
 
 CPU = torch.device("cpu")
 LENGTHS = [1, 7, 1001, 65537]  # of a chunk: odd, across the sizes at which gloo and kernels change their ways

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .collectives import Communicator
+from .communicator import Communicator
 from .failures import NamingFailures, Subject
 
 __all__: list[str] = []

@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 
 from .agreement import agree
 from .autograd import EndOfBackward, accumulates_everywhere, backward_task, before_gradient_flows, inside_backward
-from .collectives import Communicator
+from .communicator import Communicator
 from .gate import Action, Gate, Kind
 from .gradient import Backup
 from .layer_state import LayerState, Presence

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .access import full_params, get_trainable_chunk, states_of
-from .collectives import Communicator
+from .communicator import Communicator
 from .policy import ShardingPolicy
 from .shard import shard
 from .shard_gradient import AwaitedGradient

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .collectives import Communicator
+from .communicator import Communicator
 from .flat import split, unpack, zero_padding
 from .layout import ChunkLayout
 from .streams import Lane, Mark

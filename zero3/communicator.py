@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -22,6 +23,7 @@ class Communicator(Protocol):
 
     rank: int
     world_size: int
+    takes_parts: bool  # whether it has `reduce_parts`
     channel: int  # the layer whose communicator this is: where messages have tags, they can't reach another layer
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
@@ -30,6 +32,10 @@ class Communicator(Protocol):
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
         """This rank's slice of the sum of every rank's `full` `[W*S]`, into `shard` `[S]`; `full` may be overwritten."""
+        ...
+
+    def reduce_parts(self, shard: Tensor, parts: Sequence[Sequence[Tensor]]) -> Pending:
+        """As `reduce_scatter` of a buffer that is not there: of every rank's slice the pieces, 1-D, side by side. They are only read."""
         ...
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None: ...
@@ -60,6 +66,7 @@ class SoloCommunicator:
 
     rank = 0
     world_size = 1
+    takes_parts = False
     channel = 0
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
@@ -70,6 +77,9 @@ class SoloCommunicator:
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
         shard.copy_(full)
         return Done()
+
+    def reduce_parts(self, shard: Tensor, parts: Sequence[Sequence[Tensor]]) -> Pending:
+        raise NotImplementedError
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         return None

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from .agreement import agree
 from .binding import Binding, Owner, bindings_of, check_bindings, own_modules
 from .chunk import Chunk
-from .collectives import IDENTITY_BYTES, Communicator, any_device_of, communicator_for
+from .collectives import IDENTITY_BYTES, any_device_of, communicator_for
+from .communicator import Communicator
 from .layer_state import LayerState
 from .layout import ChunkLayout
 from .policy import ShardingPolicy

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .accumulation import TOKENS, accumulate, scale_gradient
 from .chunk import Chunk, Part
-from .collectives import Communicator
+from .communicator import Communicator
 from .policy import ShardingPolicy
 from .shard_gradient import AwaitedGradient, PieceGradient, ShardGradient, WholeGradient
 from .slot_sums import SlotSums
@@ -26,7 +26,7 @@ class Backup(NamedTuple):
     """A reduction on its way. Its buffers live until compute has waited for it: only then may they be handed out again."""
 
     mark: Mark
-    held: tuple[Tensor, ...]
+    held: tuple[Tensor | None, ...]
     naming: AbstractContextManager[None]
 
     def wait(self) -> None:
@@ -85,14 +85,20 @@ class FlatGradient:
     def back_up(self, lane: Lane, communicator: Communicator) -> Backup:
         """Begins to reduce what has come in (zeros, if nothing has) into this rank's slice; frees this object's buffer."""
         self._begin()
-        full = self._take()
-        summed = full if communicator.world_size == 1 else full.new_empty(self._chunk.shard.numel())
-        dtype = self._chunk.shard.dtype
-        landed = summed if dtype == self._dtype else torch.empty_like(summed, dtype=dtype)
+        self._join()
+        parts = self._sums.parts() if communicator.takes_parts and self._divide_first == 1 else None
+        full = None if parts is not None else self._sums.complete()
+        self._clear()
+        shard = self._chunk.shard
+        summed = full if full is not None and communicator.world_size == 1 else torch.empty_like(shard.data, dtype=self._dtype)
+        landed = summed if shard.dtype == self._dtype else torch.empty_like(summed, dtype=shard.dtype)
         with self._naming, lane.issue():
-            if self._divide_first > 1:
+            if full is not None and self._divide_first > 1:
                 full.div_(self._divide_first)
-            pending = Done() if summed is full else communicator.reduce_scatter(summed, full, self._chunk.layout.bounds)
+            if parts is not None:
+                pending = communicator.reduce_parts(summed, parts)
+            else:
+                pending = Done() if summed is full else communicator.reduce_scatter(summed, full, self._chunk.layout.bounds)
             mark = lane.complete(pending, lambda: self._land(summed, landed))
         return Backup(mark, (full, summed, landed), self._naming)
 
@@ -227,12 +233,6 @@ class FlatGradient:
                 part.parameter.grad = part.parameter.grad.earlier
             if part.parameter.grad is not None and tokens is not None:
                 setattr(part.parameter.grad, TOKENS, tokens)
-
-    def _take(self) -> Tensor:
-        self._join()
-        full = self._sums.complete()
-        self._clear()
-        return full
 
     def _new(self) -> SlotSums:
         return SlotSums(self._chunk.layout, self._chunk.shard, self._dtype)

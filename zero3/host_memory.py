@@ -16,11 +16,10 @@ import secrets
 import struct
 import weakref
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 __all__: list[str] = []
@@ -57,21 +56,22 @@ class HostMemory:
         self.known: _Known | None = None  # keeps what leads from the group to this
         weakref.finalize(self, _close, [own, *theirs.values()])
 
-    def put(self, tensors: Mapping[int, Tensor]) -> dict[int, Parcel]:
-        """Copies of `tensors`, one for every near rank (or none at all), each contiguous. One that several get is copied once."""
-        if not tensors:
+    def put(self, outgoing: Mapping[int, Sequence[Tensor]]) -> dict[int, Parcel]:
+        """Copies of tensors, contiguous, for every near rank (or none at all) some, side by side. What several get is copied once."""
+        if not outgoing:
             return {}
         place, number = self._free_place(), next(self._numbers)
         parcels: dict[int, Parcel] = {}
         copied: dict[int, Parcel] = {}
         offset = (place + 1) * _PLACE
-        for rank in self.near:
-            tensor = tensors[rank]
-            if (parcel := copied.get(tensor.data_ptr())) is None or parcel.nbytes != tensor.nbytes:
-                parcel = copied[tensor.data_ptr()] = Parcel(number, offset, tensor.nbytes)
-                _all_of(os.pwrite, self._own, tensor, offset)
-                offset += tensor.nbytes
-            parcels[rank] = parcel
+        for rank, tensors in outgoing.items():
+            if id(tensors) not in copied:
+                start = offset
+                for tensor in tensors:
+                    _all_of(os.pwrite, self._own, tensor, offset)
+                    offset += tensor.nbytes
+                copied[id(tensors)] = Parcel(number, start, offset - start)
+            parcels[rank] = copied[id(tensors)]
         self._put_down[place] = number
         return parcels
 
@@ -109,19 +109,15 @@ def host_memory(group: Any, rank: int, world_size: int, exchange: Exchange) -> H
         if isinstance(reference, _Known) and (known := reference.memory()) is not None:
             return known
     memory = _meet(rank, world_size, exchange)
-    memory.known = _Known(group, memory)
+    memory.known = _Known(group)
+    memory.known.memory = weakref.ref(memory)
     return memory
 
 
 class _Known(weakref.ref):  # type: ignore[type-arg]
     """A group's memory, for whoever has the group. It is there as long as somebody uses the memory."""
 
-    def __new__(cls, group: Any, memory: HostMemory) -> _Known:
-        return super().__new__(cls, group)
-
-    def __init__(self, group: Any, memory: HostMemory) -> None:
-        super().__init__(group)
-        self.memory = weakref.ref(memory)
+    memory: weakref.ref[HostMemory]
 
 
 def _meet(rank: int, world_size: int, exchange: Exchange) -> HostMemory:

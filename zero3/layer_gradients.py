@@ -11,7 +11,7 @@ from torch import Tensor
 from .autograd import accumulates_into, as_plain_tensors
 from .binding import Bound
 from .chunk import Chunk
-from .collectives import Communicator
+from .communicator import Communicator
 from .failures import NamingFailures, Subject
 from .gradient import Backup, FlatGradient
 from .policy import ShardingPolicy

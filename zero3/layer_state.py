@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from .binding import Binding, Bound, Owner, remember_order, restore_order, show_all
 from .casting import Casting
 from .chunk import Chunk, registered
-from .collectives import Communicator
+from .communicator import Communicator
 from .failures import NamingFailures, Subject
 from .flat import not_a_number
 from .gate import Action, Gate, OpenGate

@@ -128,6 +128,17 @@ class ChunkLayout:
         low, high = self.chunk_range(rank)
         return high - low
 
+    @cached_property
+    def cuts(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """Of every rank's chunk the pieces as (number of the slot, start, stop), and padding as the slot after the last."""
+        index = {slot.name: number for number, slot in enumerate(self.slots)}
+        found = []
+        for rank in range(self.world_size):
+            cuts = [(index[piece.slot.name], piece.start, piece.stop) for piece in self.pieces(rank)]
+            padding = self.chunk_numel(rank) - sum(stop - start for _, start, stop in cuts)
+            found.append((*cuts, (len(self.slots), 0, padding)) if padding else tuple(cuts))
+        return tuple(found)
+
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """The parts of parameters in `rank`'s chunk, in order; empty parameters have none."""
         low, high = self.chunk_range(rank)

@@ -17,7 +17,7 @@ import torch
 from .agreement import agree
 from .autograd import graph_clock, inside_backward, nodes_since
 from .backward import Backward, Frame, LayerTape
-from .collectives import Communicator
+from .communicator import Communicator
 from .gate import Action, Kind
 from .layer_state import LayerState, Presence
 from .policy import ShardingPolicy

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .collectives import Communicator
+from .communicator import Communicator
 from .layout import ChunkLayout
 from .streams import Pending
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .autograd import as_plain_tensors
-from .collectives import Communicator
+from .communicator import Communicator
 
 __all__: list[str] = []
 

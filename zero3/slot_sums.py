@@ -49,6 +49,22 @@ class SlotSums:
             self._write(self.full, *self._came.popitem())
         return self.full
 
+    def parts(self) -> list[list[Tensor]] | None:
+        """Of every rank's slice `[S]` the pieces, 1-D, side by side, as autograd made them; None if there is a buffer, or has to be."""
+        if self.full is not None or not all(self._fits(gradient) for gradient in self._came.values()):
+            return None
+        flat = {index: gradient.reshape(-1) for index, gradient in self._came.items()}
+        return [
+            [flat[index][start:stop] if index in flat else self._zeros(stop - start) for index, start, stop in cuts]
+            for cuts in self._layout.cuts
+        ]
+
+    def _fits(self, gradient: Tensor) -> bool:
+        return gradient.dtype == self._dtype and gradient.layout == torch.strided and gradient.device == self._like.device
+
+    def _zeros(self, numel: int) -> Tensor:
+        return self._like.new_zeros(numel, dtype=self._dtype)
+
     def complete(self) -> Tensor:
         """The buffer `[W*S]`, with zeros where nothing came, for whoever takes it over."""
         full = self.flat()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from .agreement import agree
-from .collectives import Communicator
+from .communicator import Communicator
 from .failures import Subject
 from .journal import Journal
 from .policy import ShardingPolicy

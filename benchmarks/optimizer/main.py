@@ -27,7 +27,8 @@ from benchmarks.common.counters import sent_bytes
 from benchmarks.common.model import Size, batch, layers, loss_of
 from benchmarks.common.ranks import on_ranks
 from benchmarks.common.report import MEGABYTE, markdown, write
-from zero3.collectives import Communicator, communicator_for
+from zero3.collectives import communicator_for
+from zero3.communicator import Communicator
 from zero3.layout import ChunkLayout, deal
 
 

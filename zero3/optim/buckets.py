@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..collectives import Communicator
+from ..communicator import Communicator
 from ..layout import ChunkLayout, Slot
 from ..streams import Pending
 

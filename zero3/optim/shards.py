@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from ..collectives import Communicator
+from ..communicator import Communicator
 from ..streams import Pending
 from .buckets import Bucket, Entry, Exchange, Part, cut, is_gapless, keep_in_place, laid_out_as
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..agreement import agree, exchange_texts
 from ..checkpoint.plain_values import decode_scalar, dtype_named, encode_scalar, name_of
-from ..collectives import Communicator
+from ..communicator import Communicator
 from .buckets import Entry, Part, flat, laid_out_as
 from .shards import Shards
 
