@@ -25,8 +25,8 @@ PACKAGE = ROOT / "zero3"
 FLOORS = {
     "layout": 0, "schedule": 0, "timeline": 0, "journal": 0,
     "policy": 1, "streams": 1, "tree": 1, "autograd": 1, "failures": 1, "ddp": 1,
-    "released": 2, "flat": 2, "communicator": 2, "casting": 2, "host_memory": 2,
-    "process_group": 3,
+    "released": 2, "flat": 2, "communicator": 2, "casting": 2, "neighbours": 2,
+    "process_group": 3, "host_memory": 3,
     "gloo": 4,
     "collectives": 5,
     "agreement": 6, "scattering": 6, "chunk": 6, "gate": 6, "shard_gradient": 6, "accumulation": 6, "slot_sums": 6,

@@ -17,7 +17,7 @@ from .communicator import Communicator
 from .policy import ShardingPolicy
 from .shard_gradient import AwaitedGradient, PieceGradient, ShardGradient, WholeGradient
 from .slot_sums import SlotSums
-from .streams import Done, Lane, Mark
+from .streams import Done, Lane, Mark, Pending
 
 __all__: list[str] = []
 
@@ -87,18 +87,18 @@ class FlatGradient:
         self._begin()
         self._join()
         parts = self._sums.parts() if communicator.takes_parts and self._divide_first == 1 else None
-        full = None if parts is not None else self._sums.complete()
+        full = self._sums.complete() if parts is None else None
         self._clear()
         shard = self._chunk.shard
         summed = full if full is not None and communicator.world_size == 1 else torch.empty_like(shard.data, dtype=self._dtype)
         landed = summed if shard.dtype == self._dtype else torch.empty_like(summed, dtype=shard.dtype)
         with self._naming, lane.issue():
-            if full is not None and self._divide_first > 1:
-                full.div_(self._divide_first)
+            pending: Pending = Done()
             if parts is not None:
                 pending = communicator.reduce_parts(summed, parts)
-            else:
-                pending = Done() if summed is full else communicator.reduce_scatter(summed, full, self._chunk.layout.bounds)
+            elif full is not None and full is not summed:
+                full = full.div_(self._divide_first) if self._divide_first > 1 else full
+                pending = communicator.reduce_scatter(summed, full, self._chunk.layout.bounds)
             mark = lane.complete(pending, lambda: self._land(summed, landed))
         return Backup(mark, (full, summed, landed), self._naming)
 

@@ -1,189 +1,203 @@
-"""Memory through which processes of one host hand each other tensors: two copies, where sockets of that host cost about ten.
+"""Memory through which processes of one host hand each other tensors: two copies and no socket, whose work takes ten times as long.
 
-Each process has one anonymous file (`memfd_create`) a process group, which the others open by way of `/proc`. So nothing
-has a name that could be left behind, no limit of /dev/shm counts, and whatever way a process ends, its memory is freed.
+Each process has one anonymous file a process group, which the others open by way of `/proc`. So nothing has a name that
+could be left behind, no limit of /dev/shm counts, and whatever way a process ends, its memory is freed.
 
-    sender      writes a tensor into a place of its own file that all readers are done with; tells the reader where it lies
-    reader      reads it from there, and writes into the place's receipt that it has
+    header     token | closed | places in use | of each place: number, tag, turn, (offset, nbytes) and receipt of each rank
+    place 0    tensors, side by side
+    place 1    ...
+
+A sender writes into a place that all have read, then notes it in the header, which all have mapped, under a new number.
+A reader finds it by tag and turn (the how manieth under that tag it is), reads it, and writes the number as its receipt.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import mmap
 import os
-import secrets
-import struct
+import select
+import threading
+import time
 import weakref
-from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
-from typing import Any, NamedTuple
+from datetime import timedelta
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
+from .neighbours import TOKEN_BYTES, Exchange, Neighbour, meet
+
 __all__: list[str] = []
 
-SWITCH = "ZERO3_HOST_MEMORY"  # 0: everything goes through the process group
-_PLACE = 1 << 40  # bytes from one place to the next: the file is sparse, and takes the memory that was written
-_TOKEN_BYTES = 16  # at the file's start, by which a reader knows it
-_RECEIPTS = 64  # from this byte on: of each place, and each rank, the number of what it has read last
-_RECEIPT = struct.Struct("<q")
-_INTRODUCTION = struct.Struct(f"<?36sQqq{_TOKEN_BYTES}s")  # takes part, host, network, process, descriptor, token
-
-Exchange = Callable[[bytes], list[bytes]]  # every rank's bytes, of one length, in rank order
-
-
-class Parcel(NamedTuple):
-    """What a sender tells a reader: `nbytes` from `offset` on, the `number`th that it has put down."""
-
-    number: int
-    offset: int
-    nbytes: int
+_WORD = 8  # bytes; the header consists of them
+_CLOSED, _USED, _PLACES = TOKEN_BYTES // _WORD, TOKEN_BYTES // _WORD + 1, TOKEN_BYTES // _WORD + 2
+_MOST_PLACES = 64  # a sender that finds none free waits
+_PLACE_BYTES = 1 << 40  # from one place to the next: the file is sparse, and takes the memory that was written
+_LONGEST_SLEEP = 1e-3  # seconds, between looks at what has not come yet
 
 
 class HostMemory:
-    """One process's end: its own file, and those of the ranks `near` it, which are on its host and see its file as it sees theirs."""
+    """One process's end: its own file, and those of the ranks `near` it, which are on its host."""
 
-    def __init__(self, rank: int, world_size: int, own: int, theirs: Mapping[int, int]) -> None:
-        self.near = frozenset(theirs)
+    def __init__(self, rank: int, world_size: int, own: int, neighbours: Mapping[int, Neighbour], timeout: timedelta) -> None:
+        self.near = frozenset(neighbours)
         self._rank = rank
         self._world_size = world_size
+        self._timeout = timeout.total_seconds()
+        self._process = os.getpid()
         self._own = own
-        self._theirs = dict(theirs)
-        self._numbers = count(1)
-        self._put_down: list[int] = []  # what lies, or has lain, in each place
-        self.known: _Known | None = None  # keeps what leads from the group to this
-        weakref.finalize(self, _close, [own, *theirs.values()])
+        self._neighbours = dict(neighbours)
+        self._words_of_place = 3 + 3 * world_size
+        self._headers = {other: self._map(neighbour.file) for other, neighbour in neighbours.items()}
+        if neighbours:
+            self._headers[rank] = self._map(own)
+        self._last = 0  # number given
+        self._turns: Counter[tuple[int, int]] = Counter()  # of each sender and tag
+        self._putting = threading.Lock()
 
-    def put(self, outgoing: Mapping[int, Sequence[Tensor]]) -> dict[int, Parcel]:
-        """Copies of tensors, contiguous, for every near rank (or none at all) some, side by side. What several get is copied once."""
+    def _map(self, file: int) -> memoryview:
+        nbytes = (_PLACES + _MOST_PLACES * self._words_of_place) * _WORD
+        os.posix_fallocate(file, 0, nbytes)  # whoever comes first
+        return memoryview(mmap.mmap(file, nbytes)).cast("q")
+
+    def put(self, tag: int, outgoing: Mapping[int, Sequence[Tensor]]) -> int:
+        """Puts down tensors, contiguous, for every near rank some, side by side. What several get is there once. Returns their number."""
         if not outgoing:
-            return {}
-        place, number = self._free_place(), next(self._numbers)
-        parcels: dict[int, Parcel] = {}
-        copied: dict[int, Parcel] = {}
-        offset = (place + 1) * _PLACE
-        for rank, tensors in outgoing.items():
-            if id(tensors) not in copied:
-                start = offset
-                for tensor in tensors:
-                    _all_of(os.pwrite, self._own, tensor, offset)
-                    offset += tensor.nbytes
-                copied[id(tensors)] = Parcel(number, start, offset - start)
-            parcels[rank] = copied[id(tensors)]
-        self._put_down[place] = number
-        return parcels
+            return 0
+        header, lies = self._headers[self._rank], {}
+        with self._putting:
+            place = self._free_place()
+            offset = (place + 1) * _PLACE_BYTES
+            for tensors in outgoing.values():
+                if id(tensors) not in lies:
+                    start = offset
+                    for tensor in tensors:
+                        offset = _all_of(os.pwrite, self._own, tensor, offset)
+                    lies[id(tensors)] = start, offset - start
+            at = self._at(place)
+            header[at + 1], header[at + 2] = tag, self.turn(self._rank, tag)
+            for rank, tensors in outgoing.items():
+                header[at + 3 + 2 * rank], header[at + 4 + 2 * rank] = lies[id(tensors)]
+            self._last += 1
+            header[at] = self._last  # last: whoever sees it finds the rest
+            header[_USED] = max(header[_USED], place + 1)
+            return self._last
 
-    def take(self, source: int, parcel: Parcel, into: Tensor) -> None:
-        """What rank `source` has put down for this one.
+    def turn(self, source: int, tag: int) -> int:
+        """Of the transfer that begins now: `take` asks for it by this."""
+        self._turns[source, tag] += 1
+        return self._turns[source, tag]
+
+    def take(self, source: int, tag: int, turn: int, into: Tensor) -> None:
+        """What rank `source` has put down for this one. Blocks the host.
 
         Raises:
-            RuntimeError: it is not as long as `into`, or is not there.
+            RuntimeError: nothing came within the group's timeout, or can come any more; or it is not as long as `into`.
         """
-        if parcel.nbytes != into.nbytes:
-            raise RuntimeError(f"rank {source} sent {parcel.nbytes} bytes, expected {into.nbytes}: ranks move different layers")
-        file = self._theirs[source]
-        _all_of(lambda descriptor, memory, offset: os.preadv(descriptor, [memory], offset), file, into, parcel.offset)
-        place = parcel.offset // _PLACE - 1
-        os.pwrite(file, _RECEIPT.pack(parcel.number), self._receipt(place, self._rank))
+        header = self._headers[source]
+        place = self._await(source, lambda: self._find(header, tag, turn))
+        at = self._at(place)
+        offset, nbytes = header[at + 3 + 2 * self._rank], header[at + 4 + 2 * self._rank]
+        if nbytes != into.nbytes:
+            raise RuntimeError(f"rank {source} sent {nbytes} bytes, expected {into.nbytes}: ranks move different layers")
+        _all_of(_read, self._neighbours[source].file, into, offset)
+        header[self._receipt(place, self._rank)] = header[at]
+
+    def await_receipts(self, number: int) -> None:
+        """Returns when all have read what was put down under `number`."""
+        header = self._headers[self._rank]
+        for rank in self.near:
+            self._await(rank, partial(self._read_by, header, rank, number))
+
+    def close(self) -> None:
+        """Whoever waits for this process is told that it has left. A process that was forked from it has no say in this."""
+        if self._headers and os.getpid() == self._process:
+            self._headers[self._rank][_CLOSED] = 1
+
+    def _find(self, header: memoryview, tag: int, turn: int) -> int | None:
+        """Its place, if it is there and this rank has not read it."""
+        for place in range(header[_USED]):
+            at = self._at(place)
+            if header[at] != header[self._receipt(place, self._rank)] and header[at + 1] == tag and header[at + 2] == turn:
+                return place
+        return None
 
     def _free_place(self) -> int:
-        """The first that all have read, or a new one: there are no more than were once under way together."""
-        nbytes = len(self._put_down) * self._world_size * _RECEIPT.size
-        read = array("q", os.pread(self._own, nbytes, _RECEIPTS).ljust(nbytes, b"\0"))
-        for place, number in enumerate(self._put_down):
-            first = place * self._world_size
-            if all(read[first + rank] == number for rank in self.near):
+        """The first that all have read, or a new one: there are as many as were once under way together."""
+        header = self._headers[self._rank]
+        for place in range(header[_USED]):
+            if all(header[self._receipt(place, rank)] == header[self._at(place)] for rank in self.near):
                 return place
-        self._put_down.append(0)
-        return len(self._put_down) - 1
+        if header[_USED] < _MOST_PLACES:
+            return header[_USED]
+        oldest = min(header[self._at(place)] for place in range(_MOST_PLACES))
+        self.await_receipts(oldest)
+        return self._free_place()
+
+    def _read_by(self, header: memoryview, rank: int, number: int) -> int | None:
+        places = [place for place in range(header[_USED]) if header[self._at(place)] == number]  # none: something else lies there by now
+        return number if all(header[self._receipt(place, rank)] == number for place in places) else None
+
+    def _at(self, place: int) -> int:
+        return _PLACES + place * self._words_of_place
 
     def _receipt(self, place: int, rank: int) -> int:
-        return _RECEIPTS + (place * self._world_size + rank) * _RECEIPT.size
+        return self._at(place) + 3 + 2 * self._world_size + rank
+
+    def _await(self, rank: int, look: Callable[[], int | None]) -> int:
+        """What `look` finds that another rank is to do."""
+        begin = time.monotonic()
+        while (found := look()) is None:
+            waited = time.monotonic() - begin
+            if waited > self._timeout:
+                raise RuntimeError(f"Timed out waiting {self._timeout:g} s for rank {rank}")
+            gone = self._headers[rank][_CLOSED] or (waited > _LONGEST_SLEEP and _is_readable(self._neighbours[rank].process))
+            if gone and look() is None:  # it may have done it last thing
+                raise RuntimeError(f"the process of rank {rank} has ended, or has left the process group")
+            time.sleep(min(waited / 4, _LONGEST_SLEEP))
+        return found
 
 
-def host_memory(group: Any, rank: int, world_size: int, exchange: Exchange) -> HostMemory:
-    """That of this process in `group`: made with the other ranks when it is first asked for, then the same for all who ask."""
-    for reference in weakref.getweakrefs(group):  # torch's groups take no attributes, and are whose memory it is
-        if isinstance(reference, _Known) and (known := reference.memory()) is not None:
-            return known
-    memory = _meet(rank, world_size, exchange)
-    memory.known = _Known(group)
-    memory.known.memory = weakref.ref(memory)
+def host_memory(group: Any, rank: int, world_size: int, timeout: timedelta, exchange: Exchange) -> HostMemory:
+    """That of this process in `group`: made together with the other ranks at its first use, there until the group is destroyed."""
+    for reference in weakref.getweakrefs(group):  # torch's groups take no attributes
+        ending = reference.__callback__
+        known = ending.peek() if isinstance(ending, weakref.finalize) else None
+        if known is not None and isinstance(owner := getattr(known[1], "__self__", None), HostMemory):
+            return owner
+    own, neighbours = meet(rank, world_size, exchange)
+    memory = HostMemory(rank, world_size, own, neighbours, timeout)
+    weakref.finalize(group, memory.close)
+    weakref.finalize(memory, _close, own, neighbours)
     return memory
 
 
-class _Known(weakref.ref):  # type: ignore[type-arg]
-    """A group's memory, for whoever has the group. It is there as long as somebody uses the memory."""
-
-    memory: weakref.ref[HostMemory]
-
-
-def _meet(rank: int, world_size: int, exchange: Exchange) -> HostMemory:
-    """Every rank tries to open every other's file; two are near each other if both could."""
-    token = secrets.token_bytes(_TOKEN_BYTES)
-    own = _new_file(token)
-    willing = own is not None and os.environ.get(SWITCH, "1") != "0"
-    here = (_boot(), _network()) if willing else (b"", 0)
-    introductions = exchange(_INTRODUCTION.pack(willing, *here, os.getpid(), own if own is not None else -1, token))
-    theirs: dict[int, int] = {}
-    for other, introduction in enumerate(introductions):
-        also, *there, process, descriptor, secret = _INTRODUCTION.unpack(introduction)
-        if other != rank and willing and also and tuple(there) == here and (file := _open(process, descriptor, secret)) is not None:
-            theirs[other] = file
-    seen = exchange(bytes(other in theirs for other in range(world_size)))
-    for other in [other for other in theirs if not seen[other][rank]]:
-        os.close(theirs.pop(other))
-    if own is None:
-        own = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    return HostMemory(rank, world_size, own, theirs)
+def _is_readable(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
 
 
-def _new_file(token: bytes) -> int | None:
-    try:
-        file = os.memfd_create("zero3", os.MFD_CLOEXEC)
-    except (AttributeError, OSError):  # not Linux, or forbidden
-        return None
-    os.pwrite(file, token, 0)
-    return file
+def _read(file: int, memory: memoryview, offset: int) -> int:
+    return os.preadv(file, [memory], offset)
 
 
-def _open(process: int, descriptor: int, token: bytes) -> int | None:
-    """Another process's file. None if it is not to be had, or the number is another's (as in another container)."""
-    try:
-        file = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return None
-    with contextlib.suppress(OSError):
-        if os.pread(file, _TOKEN_BYTES, 0) == token:
-            return file
-    os.close(file)
-    return None
-
-
-def _boot() -> bytes:
-    """Of the host, another after each of its starts."""
-    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-        return file.read(36)
-
-
-def _network() -> int:
-    """Processes that share a host, but not its network, were set apart on purpose."""
-    return os.stat("/proc/thread-self/ns/net").st_ino
-
-
-def _all_of(transfer: Callable[[int, memoryview, int], int], file: int, tensor: Tensor, offset: int) -> None:
-    """The kernel moves at most 2 GiB at a time."""
+def _all_of(transfer: Callable[[int, memoryview, int], int], file: int, tensor: Tensor, offset: int) -> int:
+    """Between a tensor and a file; returns the offset behind it. The kernel moves at most 2 GiB at a time."""
     memory = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-    done = 0
-    while done < len(memory):
-        moved = transfer(file, memory[done:], offset + done)
+    while memory:
+        moved = transfer(file, memory, offset)
         if not moved:
-            raise RuntimeError(f"{len(memory) - done} bytes of {len(memory)} are missing in the host's memory")
-        done += moved
+            raise RuntimeError(f"{len(memory)} bytes are missing in the host's memory")
+        memory, offset = memory[moved:], offset + moved
+    return offset
 
 
-def _close(files: list[int]) -> None:
-    for file in files:
-        os.close(file)
+def _close(own: int, neighbours: Mapping[int, Neighbour]) -> None:
+    for neighbour in neighbours.values():
+        neighbour.close()
+    if own >= 0:
+        os.close(own)
