@@ -17,7 +17,7 @@ from .streams import Pending
 __all__: list[str] = []
 
 _SMALL_NUMEL = 2**15  # parameters below it travel with their neighbours: a message costs more than a copy of them
-_UNDER_WAY = 8  # scatters at a time, so that copies of small parameters don't add up
+_UNDER_WAY = 4  # scatters at a time, so that copies of small parameters don't add up
 
 Values = Callable[[int], Tensor]  # of the slot of this number, in its shape, of any strides and device
 
