@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,15 +25,14 @@ _GATHER, _REDUCE, _SCATTER = 0, 1, 2
 class _Transfers:
     """Sends and receives under way, and what to do with what came in. Holds its buffers until the wait."""
 
-    def __init__(self, works: list[Any], then: Callable[[], object] | None = None) -> None:
+    def __init__(self, works: list[Any], then: Callable[[], object]) -> None:
         self._works = works
         self._then = then
 
     def wait(self) -> None:
         for work in self._works:  # if one fails the others may go on: whoever made the buffers leaves them to these works
             work.wait()
-        if self._then is not None:
-            self._then()
+        self._then()
 
 
 class GlooCommunicator(GroupCommunicator):
@@ -63,8 +63,14 @@ class GlooCommunicator(GroupCommunicator):
         if not full.numel():
             return Done()
         slices = self._slices(full, bounds)
+
+        def copy(received: dict[int, Tensor]) -> None:
+            for rank, tensor in received.items():
+                if tensor is not slices[rank]:
+                    slices[rank].copy_(tensor)
+
         others = self._others()
-        pending = self._swap(_GATHER, {rank: slices[rank] for rank in others}, dict.fromkeys(others, (shard,)))
+        pending = self._swap(_GATHER, {rank: slices[rank] for rank in others}, dict.fromkeys(others, (shard,)), copy)
         if slices[self.rank].data_ptr() != shard.data_ptr():
             slices[self.rank].copy_(shard)
         return pending
@@ -78,19 +84,21 @@ class GlooCommunicator(GroupCommunicator):
         if not any(piece.numel() for pieces in parts for piece in pieces):
             return Done()
         others = self._others()
-        room = [shard, *shard.new_empty((self.world_size - 2, shard.numel()))]  # the sum is written over its first summand
-        incoming = dict(zip(sorted(others), room, strict=True))
+        far = sorted(rank for rank in others if rank not in self._memory.near)
+        room = [shard] if far[:1] == [min(others)] else []  # the sum is written over its first summand
+        room += shard.new_empty((len(far) - len(room), shard.numel()))
         own = parts[self.rank]
 
-        def sum_up() -> None:
+        def sum_up(received: dict[int, Tensor]) -> None:
             stop = 0
             for piece in own:
                 start, stop = stop, stop + piece.numel()
-                first, second, *rest = (piece if rank == self.rank else incoming[rank][start:stop] for rank in range(self.world_size))
+                first, second, *rest = (piece if rank == self.rank else received[rank][start:stop] for rank in range(self.world_size))
                 total = torch.add(first, second, out=shard[start:stop])
-                for received in rest:
-                    total.add_(received)
+                for summand in rest:
+                    total.add_(summand)
 
+        incoming = dict.fromkeys(others, shard) | dict(zip(far, room, strict=True))
         return self._swap(_REDUCE, incoming, {rank: parts[rank] for rank in others}, sum_up)
 
     def _slices(self, full: Tensor, bounds: Bounds) -> list[Tensor]:
@@ -100,8 +108,7 @@ class GlooCommunicator(GroupCommunicator):
         if shard.is_cuda or len((memory := self._memory).near) < self.world_size - 1:
             return super().scatter(shard, slices, bounds)
         if slices is None:
-            turn = memory.turn(0, self._tag(_SCATTER))
-            return _Transfers([], lambda: memory.take(0, self._tag(_SCATTER), turn, shard))
+            return _Transfers([], self._landing(self._tag(_SCATTER), {0: shard}, lambda received: shard.copy_(received[0])))
         number = memory.put(self._tag(_SCATTER), {rank: (slices[rank],) for rank in self._others()})
         shard.copy_(slices[self.rank])
         return _Transfers([], lambda: memory.await_receipts(number))
@@ -114,33 +121,39 @@ class GlooCommunicator(GroupCommunicator):
         return [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
 
     def _swap(
-        self, kind: int, incoming: dict[int, Tensor], outgoing: dict[int, Sequence[Tensor]], then: Callable[[], object] | None = None
+        self,
+        kind: int,
+        incoming: dict[int, Tensor],
+        outgoing: Mapping[int, Sequence[Tensor]],
+        then: Callable[[dict[int, Tensor]], object],
     ) -> Pending:
-        """Sends `outgoing[r]`, side by side, to each rank r there and receives `incoming[r]` from it; bytes, so that any dtype goes.
+        """Sends `outgoing[r]`, side by side, to each rank r there; runs `then` with what came from each.
 
-        Empty ones too: torch's debug mode counts a rank's messages, and takes different numbers for ranks that came apart.
+        That is `incoming[r]`, or of a near rank something as long, in memory that is lent meanwhile. Messages are bytes, so
+        that any dtype goes. Empty ones too: torch's debug mode counts a rank's messages, and takes different numbers for
+        ranks that came apart.
         """
-        memory, group, tag = self._memory, self._group, self._tag(kind)
-        memory.put(tag, {target: tensors for target, tensors in outgoing.items() if target in memory.near})
-        works = []
-        for source, tensor in incoming.items():
-            if source not in memory.near:
-                works.append(dist.irecv(tensor.view(torch.uint8), group=group, group_src=source, tag=tag))
-        for target, tensors in outgoing.items():
-            if target not in memory.near:
-                tensor = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
-                works.append(dist.isend(tensor.view(torch.uint8), group=group, group_dst=target, tag=tag))
-        near = [(source, memory.turn(source, tag)) for source in incoming if source in memory.near]
+        near, group, tag, works = self._memory.near, self._group, self._tag(kind), []
+        self._memory.put(tag, {target: tensors for target, tensors in outgoing.items() if target in near})
+        for source in [rank for rank in incoming if rank not in near]:
+            works.append(dist.irecv(incoming[source].view(torch.uint8), group=group, group_src=source, tag=tag))
+        for target in [rank for rank in outgoing if rank not in near]:
+            tensors = outgoing[target]
+            tensor = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+            works.append(dist.isend(tensor.view(torch.uint8), group=group, group_dst=target, tag=tag))
+        return _Transfers(works, self._landing(tag, incoming, then))
+
+    def _landing(self, tag: int, incoming: dict[int, Tensor], then: Callable[[dict[int, Tensor]], object]) -> Callable[[], None]:
+        """What ends a transfer: `then`, with what near ranks lend."""
+        memory = self._memory
+        turns = {source: memory.turn(source, tag) for source in incoming if source in memory.near}
 
         def land() -> None:
-            while near:  # each once, though a wait that failed is asked again
-                source, turn = near[-1]
-                memory.take(source, tag, turn, incoming[source])
-                near.pop()
-            if then is not None:
-                then()
+            with ExitStack() as lent:
+                found = {source: lent.enter_context(memory.look(source, tag, turn, incoming[source])) for source, turn in turns.items()}
+                then(incoming | found)
 
-        return _Transfers(works, land)
+        return land
 
     def _staged(self, collective: Callable[[Tensor, Tensor], Pending], output: Tensor, source: Tensor) -> Pending:
         """Through host memory, blocking: for tests of several ranks on one GPU, which NCCL does not allow."""

@@ -1,4 +1,4 @@
-"""Memory through which processes of one host hand each other tensors: two copies and no socket, whose work takes ten times as long.
+"""Memory through which processes of one host hand each other tensors: no message, and no socket, whose work takes several times as long.
 
 Each process has one anonymous file a process group, which the others open by way of `/proc`. So nothing has a name that
 could be left behind, no limit of /dev/shm counts, and whatever way a process ends, its memory is freed.
@@ -7,13 +7,12 @@ could be left behind, no limit of /dev/shm counts, and whatever way a process en
     place 0    tensors, side by side
     place 1    ...
 
-A sender writes into a place that all have read, then notes it in the header, which all have mapped, under a new number.
-A reader finds it by tag and turn (the how manieth under that tag it is), reads it, and writes the number as its receipt.
+A sender writes into a place that all have read, then notes it in the header, under a new number. A reader finds it by tag
+and turn (the how manieth under that tag it is), looks at it where it lies, and writes the number as its receipt.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import select
@@ -21,11 +20,13 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .neighbours import TOKEN_BYTES, Exchange, Neighbour, meet
@@ -54,6 +55,7 @@ class HostMemory:
         self._headers = {other: self._map(neighbour.file) for other, neighbour in neighbours.items()}
         if neighbours:
             self._headers[rank] = self._map(own)
+        self._places: dict[tuple[int, int], mmap.mmap] = {}  # by rank and number
         self._last = 0  # number given
         self._turns: Counter[tuple[int, int]] = Counter()  # of each sender and tag
         self._putting = threading.Lock()
@@ -64,46 +66,48 @@ class HostMemory:
         return memoryview(mmap.mmap(file, nbytes)).cast("q")
 
     def put(self, tag: int, outgoing: Mapping[int, Sequence[Tensor]]) -> int:
-        """Puts down tensors, contiguous, for every near rank some, side by side. What several get is there once. Returns their number."""
+        """Puts down tensors, 1-D, of one dtype: for every near rank some, side by side, once what several get. Returns their number."""
         if not outgoing:
             return 0
-        header, lies = self._headers[self._rank], {}
+        distinct = {id(tensors): tensors for tensors in outgoing.values()}
+        nbytes = {key: sum(tensor.nbytes for tensor in tensors) for key, tensors in distinct.items()}
         with self._putting:
-            place = self._free_place()
-            offset = (place + 1) * _PLACE_BYTES
-            for tensors in outgoing.values():
-                if id(tensors) not in lies:
-                    start = offset
-                    for tensor in tensors:
-                        offset = _all_of(os.pwrite, self._own, tensor, offset)
-                    lies[id(tensors)] = start, offset - start
+            place, header = self._free_place(), self._headers[self._rank]
+            memory = self._memory_of(self._rank, place, sum(map(_aligned, nbytes.values())))
+            offsets, end = {}, 0
+            for key, tensors in distinct.items():
+                if nbytes[key]:
+                    torch.cat(list(tensors), out=_tensor_in(memory, end, nbytes[key], tensors[0].dtype))
+                offsets[key], end = end, end + _aligned(nbytes[key])
             at = self._at(place)
             header[at + 1], header[at + 2] = tag, self.turn(self._rank, tag)
             for rank, tensors in outgoing.items():
-                header[at + 3 + 2 * rank], header[at + 4 + 2 * rank] = lies[id(tensors)]
+                header[at + 3 + 2 * rank], header[at + 4 + 2 * rank] = offsets[id(tensors)], nbytes[id(tensors)]
             self._last += 1
             header[at] = self._last  # last: whoever sees it finds the rest
             header[_USED] = max(header[_USED], place + 1)
             return self._last
 
     def turn(self, source: int, tag: int) -> int:
-        """Of the transfer that begins now: `take` asks for it by this."""
+        """Of the transfer that begins now: `look` asks for it by this."""
         self._turns[source, tag] += 1
         return self._turns[source, tag]
 
-    def take(self, source: int, tag: int, turn: int, into: Tensor) -> None:
-        """What rank `source` has put down for this one. Blocks the host.
+    @contextmanager
+    def look(self, source: int, tag: int, turn: int, like: Tensor) -> Iterator[Tensor]:
+        """What rank `source` has put down for this one, 1-D, as long as `like`: inside, where it lies. Blocks the host.
 
         Raises:
-            RuntimeError: nothing came within the group's timeout, or can come any more; or it is not as long as `into`.
+            RuntimeError: nothing came within the group's timeout, or can come any more; or it is not as long as `like`.
         """
         header = self._headers[source]
         place = self._await(source, lambda: self._find(header, tag, turn))
         at = self._at(place)
         offset, nbytes = header[at + 3 + 2 * self._rank], header[at + 4 + 2 * self._rank]
-        if nbytes != into.nbytes:
-            raise RuntimeError(f"rank {source} sent {nbytes} bytes, expected {into.nbytes}: ranks move different layers")
-        _all_of(_read, self._neighbours[source].file, into, offset)
+        if nbytes != like.nbytes:
+            raise RuntimeError(f"rank {source} sent {nbytes} bytes, expected {like.nbytes}: ranks move different layers")
+        memory = self._memory_of(source, place, offset + nbytes)
+        yield _tensor_in(memory, offset, nbytes, like.dtype) if nbytes else like.new_empty(0)
         header[self._receipt(place, self._rank)] = header[at]
 
     def await_receipts(self, number: int) -> None:
@@ -116,6 +120,17 @@ class HostMemory:
         """Whoever waits for this process is told that it has left. A process that was forked from it has no say in this."""
         if self._headers and os.getpid() == self._process:
             self._headers[self._rank][_CLOSED] = 1
+
+    def _memory_of(self, rank: int, place: int, nbytes: int) -> mmap.mmap:
+        """A place of a rank's file, at least so long."""
+        memory = self._places.get((rank, place))
+        if memory is None or len(memory) < nbytes:
+            file = self._own if rank == self._rank else self._neighbours[rank].file
+            start, size = (place + 1) * _PLACE_BYTES, _aligned(max(nbytes, 1), mmap.PAGESIZE)
+            if rank == self._rank and os.fstat(file).st_size < start + size:
+                os.ftruncate(file, start + size)
+            memory = self._places[rank, place] = mmap.mmap(file, size, offset=start)
+        return memory
 
     def _find(self, header: memoryview, tag: int, turn: int) -> int | None:
         """Its place, if it is there and this rank has not read it."""
@@ -181,19 +196,12 @@ def _is_readable(descriptor: int) -> bool:
     return bool(poll.poll(0))
 
 
-def _read(file: int, memory: memoryview, offset: int) -> int:
-    return os.preadv(file, [memory], offset)
+def _aligned(nbytes: int, boundary: int = 64) -> int:
+    return -(-nbytes // boundary) * boundary
 
 
-def _all_of(transfer: Callable[[int, memoryview, int], int], file: int, tensor: Tensor, offset: int) -> int:
-    """Between a tensor and a file; returns the offset behind it. The kernel moves at most 2 GiB at a time."""
-    memory = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-    while memory:
-        moved = transfer(file, memory, offset)
-        if not moved:
-            raise RuntimeError(f"{len(memory)} bytes are missing in the host's memory")
-        memory, offset = memory[moved:], offset + moved
-    return offset
+def _tensor_in(memory: mmap.mmap, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)
 
 
 def _close(own: int, neighbours: Mapping[int, Neighbour]) -> None:
