@@ -90,12 +90,12 @@ FAULTS = [
         "if True:",
         "agreement",
     ),
-    Fault("messages carry no layer", "collectives.py", "2 * self.channel + kind", "kind", "faults"),
+    Fault("messages carry no layer", "gloo.py", "4 * self.channel + kind", "kind", "faults"),
     Fault(
         "a rank's share left out of sums",
-        "collectives.py",
-        "for received in slices[2:]:",
-        "for received in slices[3:]:",
+        "gloo.py",
+        "for summand in rest:",
+        "for summand in rest[1:]:",
         "gloo collectives",
     ),
     Fault(

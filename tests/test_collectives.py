@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import socket
 import struct
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.processes import Rank, on_ranks
+from zero3 import neighbours
 from zero3.collectives import communicator_for
 from zero3.gloo import GlooCommunicator
+from zero3.neighbours import SWITCH
 from zero3.process_group import GroupCommunicator
 
 CPU = torch.device("cpu")
@@ -28,6 +32,17 @@ OTHERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
 
 torch_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 torch_reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+ways = pytest.mark.parametrize("way", ["memory", "sockets"])
+all_ways = pytest.mark.parametrize("way", ["memory", "sockets", "two hosts"])
+
+
+def by(rank: Rank, way: str, body: Callable[..., Any], *arguments: Any) -> Any:
+    """`body(rank, *arguments)`, whose transfers go that way. "two hosts": of two ranks each; what is left over is on a third."""
+    host = rank.number // 2 if way == "two hosts" else 0
+    with mock.patch.dict(os.environ, {SWITCH: "0" if way == "sockets" else "1"}), mock.patch.object(neighbours, "_network", lambda: host):
+        return body(rank, *arguments)
 
 
 def communicator() -> GlooCommunicator:
@@ -52,19 +67,21 @@ def reduced_both_ways(rank: Rank, length: int, dtype: torch.dtype) -> tuple[Tens
     return ours, again, theirs
 
 
+@ways
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_reduce_scatter_gives_torchs_bits_on_two_ranks(length: int, dtype: torch.dtype) -> None:
-    for ours, _, theirs in on_ranks(2, reduced_both_ways, length, dtype):
+def test_reduce_scatter_gives_torchs_bits_on_two_ranks(length: int, dtype: torch.dtype, way: str) -> None:
+    for ours, _, theirs in on_ranks(2, by, way, reduced_both_ways, length, dtype):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
+@all_ways
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("world_size", [3, 4])
-def test_reduce_scatter_on_more_ranks_rounds_as_a_sum_in_rank_order(world_size: int, dtype: torch.dtype) -> None:
+def test_reduce_scatter_on_more_ranks_rounds_as_a_sum_in_rank_order(world_size: int, dtype: torch.dtype, way: str) -> None:
     length = 1001
     fulls = [numbers(rank, length * world_size, dtype).view(world_size, length) for rank in range(world_size)]
-    for rank, (ours, again, theirs) in enumerate(on_ranks(world_size, reduced_both_ways, length, dtype)):
+    for rank, (ours, again, theirs) in enumerate(on_ranks(world_size, by, way, reduced_both_ways, length, dtype)):
         expected = fulls[0][rank].clone()
         for full in fulls[1:]:
             expected += full[rank]
@@ -85,10 +102,10 @@ def gathered(rank: Rank, length: int, dtype: torch.dtype) -> bytes:
     return bytes(full.view(torch.uint8).tolist())
 
 
+@all_ways
 @pytest.mark.parametrize("dtype", FLOATS + OTHERS, ids=str)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_all_gather_moves_any_dtypes_bytes_untouched(world_size: int, dtype: torch.dtype) -> None:
-    first, *others = on_ranks(world_size, gathered, 257, dtype)
+def test_all_gather_moves_any_dtypes_bytes_untouched(dtype: torch.dtype, way: str) -> None:
+    first, *others = on_ranks(3, by, way, gathered, 257, dtype)
     assert all(other == first for other in others)
 
 
@@ -99,9 +116,10 @@ def empty_transfers(rank: Rank) -> tuple[int, int]:
     return gathered.numel(), reduced.numel()
 
 
+@ways
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_empty_chunks_travel(world_size: int) -> None:
-    assert on_ranks(world_size, empty_transfers) == [(0, 0)] * world_size
+def test_empty_chunks_travel(world_size: int, way: str) -> None:
+    assert on_ranks(world_size, by, way, empty_transfers) == [(0, 0)] * world_size
 
 
 def many_in_flight(rank: Rank) -> bool:
@@ -123,9 +141,29 @@ def many_in_flight(rank: Rank) -> bool:
     return True
 
 
+@all_ways
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_transfers_in_flight_together_do_not_mix(world_size: int) -> None:
-    assert all(on_ranks(world_size, many_in_flight))
+def test_transfers_in_flight_together_do_not_mix(world_size: int, way: str) -> None:
+    assert all(on_ranks(world_size, by, way, many_in_flight))
+
+
+def dealt_out(rank: Rank, lengths: tuple[int, ...]) -> bool:
+    """Rank 0's slices of those lengths, twenty times over, more than fit under way together."""
+    mine, bounds = communicator(), (0, *itertools.accumulate(lengths))
+    for turn in range(20):
+        everything = numbers(turn, bounds[-1], torch.float32)
+        slices = [everything[start:stop] for start, stop in itertools.pairwise(bounds)]
+        shard = torch.empty(lengths[rank.number])
+        equal = None if len(set(lengths)) == 1 else bounds
+        mine.scatter(shard, [each.clone() for each in slices] if rank.number == 0 else None, equal).wait()
+        assert torch.equal(shard, slices[rank.number])
+    return True
+
+
+@all_ways
+@pytest.mark.parametrize("lengths", [(1001, 1001, 1001), (5, 0, 70001)], ids=["equal", "unequal"])
+def test_rank_0_deals_out_its_slices(lengths: tuple[int, ...], way: str) -> None:
+    assert all(on_ranks(3, by, way, dealt_out, lengths))
 
 
 # -- bytes on the wire
@@ -174,7 +212,9 @@ def bytes_sent_by_each(rank: Rank, length: int) -> dict[str, int]:
 def test_only_the_needed_bytes_travel(world_size: int) -> None:
     length = 500_001
     needed = (world_size - 1) * length * 4  # each rank has something for each other rank, once
-    for sent in on_ranks(world_size, bytes_sent_by_each, length, debug="OFF"):
+    for sent in on_ranks(world_size, by, "memory", bytes_sent_by_each, length, debug="OFF"):
+        assert max(sent["our reduce_scatter"], sent["our all_gather"]) < 0.02 * needed  # what the first meeting and barriers say
+    for sent in on_ranks(world_size, by, "sockets", bytes_sent_by_each, length, debug="OFF"):
         assert needed <= sent["our reduce_scatter"] <= 1.01 * needed
         assert needed <= sent["our all_gather"] <= 1.01 * needed
         assert sent["torch's reduce_scatter"] >= 1.9 * needed, "torch has become better: drop our own"
@@ -209,7 +249,7 @@ def waits(rank: Rank, kind: str) -> tuple[float, float, float]:
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
 def test_a_transfer_goes_on_beside_the_computation(kind: str) -> None:
     for _ in range(5):  # a busy machine may spoil a measurement
-        measured = on_ranks(2, waits, kind, debug="OFF")
+        measured = on_ranks(2, by, "sockets", waits, kind, debug="OFF")
         # 64 MB over the loopback take tens of ms; after the sleep all that is left is a reduction's addition, some 4 ms
         if all(after < 0.3 * at_once for _, at_once, after in measured):
             return

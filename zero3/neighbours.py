@@ -31,7 +31,10 @@ class Neighbour(NamedTuple):
 
 
 def meet(rank: int, world_size: int, exchange: Exchange) -> tuple[int, dict[int, Neighbour]]:
-    """This process's new file, and the ranks that see it as it sees theirs. Without any, the file is -1. All ranks call it at once."""
+    """This process's new file, and the ranks that see it as it sees theirs. Without any, the file is -1. All ranks call it at once.
+
+    Where some ranks have more neighbours than others nobody has any: torch's debug mode wants as many messages of each.
+    """
     token = secrets.token_bytes(TOKEN_BYTES)
     own = _new_file(token)
     host, network = (_boot(), _network()) if own is not None else (b"", 0)
@@ -44,7 +47,9 @@ def meet(rank: int, world_size: int, exchange: Exchange) -> tuple[int, dict[int,
         if (neighbour := _visit(process, file, their_token)) is not None:
             neighbours[other] = neighbour
     sees = exchange(bytes(other in neighbours for other in range(world_size)))
-    for other in [other for other in neighbours if not sees[other][rank]]:
+    near = [{other for other in range(world_size) if sees[one][other] and sees[other][one]} for one in range(world_size)]
+    even = len({len(others) for others in near}) == 1
+    for other in [other for other in neighbours if not even or other not in near[rank]]:
         neighbours.pop(other).close()
     if own is not None and not neighbours:
         os.close(own)
