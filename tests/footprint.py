@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.live import LonelyCommunicator
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
+from zero3.layout import ChunkLayout
 
 WIDTHS = (16, 24, 40, 12, 32)
 LAYERS = range(len(WIDTHS) - 1)
@@ -46,11 +47,12 @@ class Block(nn.Module):
 class Formula:
     """docs/memory.md as code. W ranks; depth d; P, S, F of each layer in bytes."""
 
-    def __init__(self, world_size: int, depth: int, *, kept: bool = False, inbox: bool = False) -> None:
+    def __init__(self, world_size: int, depth: int, *, kept: bool = False) -> None:
         self.world_size, self.depth, self.kept = world_size, depth, kept
-        self.inbox = max(0, world_size - 2) if inbox else 0  # chunks: what gloo receives before it is added up, but for the first
         self.S = [-(-given // BYTES // world_size) * BYTES for given in GIVEN]
         self.F = [world_size * chunk for chunk in self.S]
+        # a reduction holds its buffer and its result; at world size 1 one is the other
+        self.travelling = [self.F[j] + (self.S[j] if world_size > 1 else 0) for j in LAYERS]
         self.stand_ins = len(LAYERS) * BYTES
 
     @property
@@ -74,8 +76,7 @@ class Formula:
         """
         travels = range(i + 1, min(i + self.depth - over, LAYERS[-1]) + 1)
         fetched = self.full(range(0 if self.kept else max(0, i - self.depth), i + 1))
-        # a reduction holds its buffer and its result; at world size 1 one is the other
-        travelling = sum(self.F[j] + (self.S[j] * (1 + self.inbox) if self.world_size > 1 else 0) for j in travels)
+        travelling = sum(self.travelling[j] for j in travels)
         landed = sum(self.S) if accumulating else sum(self.S[j] for j in range(travels.stop, len(LAYERS)))
         return fetched + travelling + landed
 
@@ -83,6 +84,25 @@ class Formula:
         """When the last gradient of i has come in; or when all are about to be copied into the buffer that travels."""
         before = self.backward_of(i, accumulating=accumulating)
         return GIVEN[i] + max(before, self.backward_of(i, accumulating=accumulating, over=self.depth > 0) + self.F[i])
+
+
+class GlooFormula(Formula):
+    """Gradients travel from where autograd made them. `near`: through memory of the host, which is not tensors'."""
+
+    def __init__(self, world_size: int, depth: int, rank: int, *, near: bool) -> None:
+        super().__init__(world_size, depth)
+        for i in LAYERS:
+            layout = ChunkLayout.build([("weight", (WIDTHS[i + 1], WIDTHS[i])), ("bias", (WIDTHS[i + 1],))], world_size)
+            needed, copied = set(layout.cuts[rank]), 0
+            for cuts in () if near else (layout.cuts[other] for other in range(world_size) if other != rank):
+                if len(cuts) > 1:
+                    copied += self.S[i]  # what is sent from several places
+                else:
+                    needed |= set(cuts)
+            padding = sum(stop for slot, _, stop in needed if slot == len(layout.slots)) * BYTES
+            gradients = sum(layout.slots[slot].numel for slot in {slot for slot, _, _ in needed} if slot < len(layout.slots)) * BYTES
+            received = 0 if near else (world_size - 2) * self.S[i]  # before it is added up, but for the first
+            self.travelling[i] = gradients + padding + copied + received + self.S[i]
 
 
 def wrap(module: nn.Module, world_size: int | None, rank: int = 0, **policy: Any) -> Zero3Layer:

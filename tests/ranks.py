@@ -87,8 +87,6 @@ def poison(tensor: Tensor) -> None:
 class ThreadCommunicator:
     """The `Communicator` of one thread. `log` holds its collectives; `before` is called ahead of each (faults, delays)."""
 
-    takes_parts = False
-
     def __init__(self, world: World, rank: int, place: str = "main") -> None:
         self.world, self.rank, self.world_size = world, rank, world.size
         self.log: list[Collective] = []

@@ -41,7 +41,10 @@ all_ways = pytest.mark.parametrize("way", ["memory", "sockets", "two hosts"])
 def by(rank: Rank, way: str, body: Callable[..., Any], *arguments: Any) -> Any:
     """`body(rank, *arguments)`, whose transfers go that way. "two hosts": of two ranks each; what is left over is on a third."""
     host = rank.number // 2 if way == "two hosts" else 0
-    with mock.patch.dict(os.environ, {SWITCH: "0" if way == "sockets" else "1"}), mock.patch.object(neighbours, "_network", lambda: host):
+    with (
+        mock.patch.dict(os.environ, {SWITCH: "0" if way == "sockets" else "1"}),
+        mock.patch.object(neighbours, "_network", return_value=host),
+    ):
         return body(rank, *arguments)
 
 

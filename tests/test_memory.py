@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.footprint import BYTES, GIVEN, LAYERS, WIDTHS, Block, Formula, Point, make, wrap
+from tests.footprint import BYTES, GIVEN, LAYERS, WIDTHS, Block, Formula, GlooFormula, Point, make, wrap
 from tests.live import LiveBytes
 from tests.processes import Rank, on_ranks
 from zero3 import Zero3Layer, clip_grad_norm_, full_state_dict, load_full_state_dict, reset
 from zero3.layer_state import Presence
+from zero3.neighbours import SWITCH
 
 worlds = pytest.mark.parametrize("world_size", [1, 2, 3])
 ranks = pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 2)])
@@ -65,14 +67,16 @@ def test_every_point_of_a_step(world_size: int, depth: int, kept: bool) -> None:
     check_steps(Formula(world_size, depth, kept=kept), world_size)
 
 
-def on_gloo(rank: Rank, depth: int) -> None:
+def on_gloo(rank: Rank, depth: int, near: bool) -> None:
     """What ranks compare, some bytes, gloo's thread lets go of a moment after the wait."""
-    check_steps(Formula(rank.world_size, depth, inbox=True), world_size=None, slack=min(GIVEN) // 16)
+    with patch.dict(os.environ, {SWITCH: str(int(near))}):
+        check_steps(GlooFormula(rank.world_size, depth, rank.number, near=near), world_size=None, slack=min(GIVEN) // 16)
 
 
+@pytest.mark.parametrize("near", [True, False], ids=["memory", "sockets"])
 @pytest.mark.parametrize(("world_size", "depth"), [(2, 0), (2, 1), (3, 2)])
-def test_every_point_of_a_step_on_gloo(world_size: int, depth: int) -> None:
-    on_ranks(world_size, on_gloo, depth)
+def test_every_point_of_a_step_on_gloo(world_size: int, depth: int, near: bool) -> None:
+    on_ranks(world_size, on_gloo, depth, near)
 
 
 @worlds

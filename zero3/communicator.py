@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ class Communicator(Protocol):
 
     rank: int
     world_size: int
-    takes_parts: bool  # whether it has `reduce_parts`
     channel: int  # the layer whose communicator this is: where messages have tags, they can't reach another layer
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
@@ -32,10 +31,6 @@ class Communicator(Protocol):
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
         """This rank's slice of the sum of every rank's `full` `[W*S]`, into `shard` `[S]`; `full` may be overwritten."""
-        ...
-
-    def reduce_parts(self, shard: Tensor, parts: Sequence[Sequence[Tensor]]) -> Pending:
-        """As `reduce_scatter` of a buffer that is not there: of every rank's slice the pieces, 1-D, side by side. They are only read."""
         ...
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None: ...
@@ -61,12 +56,23 @@ class Communicator(Protocol):
     def same_ranks(self, other: Communicator) -> bool: ...
 
 
+class PartsCommunicator(Communicator, Protocol):
+    """One that sends from several places as well as from one: gradients need no buffer."""
+
+    def reduce_parts(self, shard: Tensor, parts: Sequence[Sequence[Tensor]]) -> Pending:
+        """As `reduce_scatter` of a buffer that is not there: of every rank's slice the pieces, 1-D, side by side. They are only read."""
+        ...
+
+
+def takes_parts(communicator: Communicator) -> TypeGuard[PartsCommunicator]:
+    return hasattr(communicator, "reduce_parts")
+
+
 class SoloCommunicator:
     """One rank, no process group. The chunk is the full buffer, so nothing is ever moved."""
 
     rank = 0
     world_size = 1
-    takes_parts = False
     channel = 0
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
@@ -77,9 +83,6 @@ class SoloCommunicator:
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
         shard.copy_(full)
         return Done()
-
-    def reduce_parts(self, shard: Tensor, parts: Sequence[Sequence[Tensor]]) -> Pending:
-        raise NotImplementedError
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         return None

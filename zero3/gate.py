@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import Protocol
@@ -75,7 +74,6 @@ class GuardedCommunicator:
         self.inner = inner
         self._gate = gate
         self.rank, self.world_size, self.channel = inner.rank, inner.world_size, inner.channel
-        self.takes_parts = inner.takes_parts
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         with self._gate.passing(Action.OTHER):
@@ -84,10 +82,6 @@ class GuardedCommunicator:
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
         with self._gate.passing(Action.OTHER):
             return self.inner.reduce_scatter(shard, full, bounds)
-
-    def reduce_parts(self, shard: Tensor, parts: Sequence[Sequence[Tensor]]) -> Pending:
-        with self._gate.passing(Action.OTHER):
-            return self.inner.reduce_parts(shard, parts)
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         with self._gate.passing(Action.OTHER):

@@ -49,8 +49,6 @@ class GlooCommunicator(GroupCommunicator):
     for each other in vain until the group's timeout, and don't take one layer's weights for another's.
     """
 
-    takes_parts = True
-
     @cached_property
     def _memory(self) -> HostMemory:
         """Made at the first transfer, which all ranks take part in."""

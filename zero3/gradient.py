@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .accumulation import TOKENS, accumulate, scale_gradient
 from .chunk import Chunk, Part
-from .communicator import Communicator
+from .communicator import Communicator, takes_parts
 from .policy import ShardingPolicy
 from .shard_gradient import AwaitedGradient, PieceGradient, ShardGradient, WholeGradient
 from .slot_sums import SlotSums
@@ -86,7 +86,7 @@ class FlatGradient:
         """Begins to reduce what has come in (zeros, if nothing has) into this rank's slice; frees this object's buffer."""
         self._begin()
         self._join()
-        parts = self._sums.parts() if communicator.takes_parts and self._divide_first == 1 else None
+        parts = self._sums.parts() if takes_parts(communicator) and self._divide_first == 1 else None
         full = self._sums.complete() if parts is None else None
         self._clear()
         shard = self._chunk.shard
@@ -94,7 +94,7 @@ class FlatGradient:
         landed = summed if shard.dtype == self._dtype else torch.empty_like(summed, dtype=shard.dtype)
         with self._naming, lane.issue():
             pending: Pending = Done()
-            if parts is not None:
+            if parts is not None and takes_parts(communicator):
                 pending = communicator.reduce_parts(summed, parts)
             elif full is not None and full is not summed:
                 full = full.div_(self._divide_first) if self._divide_first > 1 else full

@@ -122,6 +122,12 @@ def zero3(modules: list[nn.Module], optimizer: str, *, param_dtype: torch.dtype 
     return _train(model, model.get_trainable_chunk(), optimizer)
 
 
+def zero3_by_sockets(modules: list[nn.Module], optimizer: str, **options: Any) -> Training:
+    """As between hosts, though both ranks are on one."""
+    os.environ["ZERO3_HOST_MEMORY"] = "0"  # of this process, which trains nothing else
+    return zero3(modules, optimizer, **options)
+
+
 NO_COMMUNICATION = "no communication"
 SYSTEMS: dict[str, Callable[..., Training]] = {
     NO_COMMUNICATION: plain,
@@ -131,6 +137,7 @@ SYSTEMS: dict[str, Callable[..., Training]] = {
     "FSDP2": fsdp2,
     "DeepSpeed ZeRO-3": deepspeed3,
     "zero3": zero3,
+    "zero3 by sockets": zero3_by_sockets,
 }
 
 
