@@ -99,6 +99,14 @@ FAULTS = [
         "gloo collectives",
     ),
     Fault(
+        "a place is used again before all have read it",
+        "host_memory.py",
+        "if all(header[self._receipt(place, rank)] == header[self._at(place)] for rank in self.near):",
+        "if True:",
+        "collectives host_memory",
+    ),
+    Fault("transfers of a layer are found in any order", "host_memory.py", " and header[at + 2] == turn", "", "collectives host_memory"),
+    Fault(
         "a norm of one rank's slice",
         "optim/clip.py",
         "            communicator.all_reduce(total)\n",

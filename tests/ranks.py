@@ -8,8 +8,9 @@ doing at every collective; one that does something else is an error on all of th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -169,7 +170,24 @@ class ThreadCommunicator:
         return isinstance(other, ThreadCommunicator) and other.world is self.world
 
 
-def run_ranks(size: int, body: Callable[[ThreadCommunicator], Any], timeout: float = 60.0) -> list[Any]:
+class ThreadPartsCommunicator(ThreadCommunicator):
+    """One that sends gradients from where they are, and adds its own only when it is waited for."""
+
+    def reduce_parts(self, shard: Tensor, parts: Sequence[Sequence[Tensor]]) -> _Late:
+        ends = list(accumulate(sum(piece.numel() for piece in pieces) for pieces in parts))
+        arrive = self._post("reduce_scatter", torch.cat([piece for pieces in parts for piece in pieces]), ends[-1])
+        poison(shard)
+        start, stop = ends[self.rank] - shard.numel(), ends[self.rank]
+
+        def land() -> None:
+            others = arrive()
+            slices = [other[start:stop] if rank != self.rank else torch.cat(list(parts[rank])) for rank, other in enumerate(others)]
+            shard.copy_(sum(slices[1:], slices[0]))
+
+        return _Late(land)
+
+
+def run_ranks(size: int, body: Callable[[ThreadCommunicator], Any], timeout: float = 60.0, *, parts: bool = False) -> list[Any]:
     """Runs `body` on `size` threads, each with its communicator; returns what each returned, or raises the first error."""
     world = World(size, timeout)
     results: list[Any] = [None] * size
@@ -177,7 +195,7 @@ def run_ranks(size: int, body: Callable[[ThreadCommunicator], Any], timeout: flo
 
     def thread(rank: int) -> None:
         try:
-            results[rank] = body(ThreadCommunicator(world, rank))
+            results[rank] = body((ThreadPartsCommunicator if parts else ThreadCommunicator)(world, rank))
         except BaseException as error:
             errors[rank] = error
             world.fail(error)

@@ -95,6 +95,7 @@ def check_parity(
     optimizer: MakeOptimizer = sgd,
     tolerance: float = TOLERANCE,
     same_bits_on_one_rank: bool = True,
+    parts: bool = False,  # gradients travel from where they are
 ) -> None:
     tolerance = tolerance if world_size > 1 or not same_bits_on_one_rank else 0
     expected = train_plain(build, program, world_size, steps, policy, optimizer)
@@ -106,7 +107,7 @@ def check_parity(
         model = shard(copies[group.rank], process_group(group), policy)
         return train_sharded(model, program, group, steps, optimizer), group.log
 
-    results = run_ranks(world_size, body)
+    results = run_ranks(world_size, body, parts=parts)
     for rank, (found, log) in enumerate(results):
         assert log == results[0][1], f"rank {rank} made other collectives than rank 0"
         for step in range(steps):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero3 import collectives
+from zero3 import gloo
 from zero3.checkpoint import file_operations
 
 TRANSFERS = 17  # of a micro-batch of six layers: 6 gathers forward, 5 backward, 6 reductions
@@ -85,11 +85,11 @@ def run_micro_batch(model: Any, x: Tensor, kind: str | None, where: int, number:
 @contextmanager
 def _placed(kind: str | None, module: nn.Module, fail: Callable[..., None], number: int, error: type[BaseException]) -> Iterator[None]:
     if kind == "a transfer that fails, all ranks":
-        with trap(collectives.GlooCommunicator, "_swap", number, error("injected")) as sprung:
+        with trap(gloo.GlooCommunicator, "_swap", number, error("injected")) as sprung:
             yield
         raise AssertionError(f"there is no transfer {number}: {sprung}")
     if kind == "an interrupted wait, all ranks":
-        with trap(collectives._Transfers, "wait", number, error("injected")) as sprung:
+        with trap(gloo._Transfers, "wait", number, error("injected")) as sprung:
             yield
         raise AssertionError(f"there is no wait {number}: {sprung}")
     if kind is not None and "in a forward" in kind:

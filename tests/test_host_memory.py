@@ -192,6 +192,20 @@ def test_what_a_rank_has_said_outlives_it() -> None:
     assert torch.equal(first.value, torch.cat([torch.zeros(1000), torch.ones(1000)]))
 
 
+def waits_twice(rank: Rank) -> Tensor:
+    """As who tidies up after an exception does."""
+    full = torch.empty(4 * rank.world_size)
+    pending = communicator().all_gather(full, torch.full((4,), float(rank.number)))
+    pending.wait()
+    pending.wait()
+    return full
+
+
+def test_a_transfer_may_be_waited_for_again() -> None:
+    for full in on_ranks(2, waits_twice):
+        assert full.tolist() == [0.0] * 4 + [1.0] * 4
+
+
 def named_failure(rank: Rank) -> None:
     model = Zero3Sequential([Zero3Layer(nn.Linear(4, 4))])
     if rank.number == 1:
@@ -227,6 +241,29 @@ def test_places_are_used_again() -> None:
     for early, late, transfers in on_ranks(2, places_after_steps):
         assert transfers == 5 + 4 + 5  # gathers in forward and in backward, reductions
         assert early <= late <= 6
+
+
+def gives_up(rank: Rank) -> tuple[int, Tensor]:
+    """Rank 1 begins transfers that it never waits for, some before rank 0 takes part, some after."""
+    gather(rank)
+    for turn in range(100):
+        if rank.number == turn % 2:
+            dist.barrier()
+        pending = communicator().all_gather(torch.empty(2000), torch.zeros(1000))
+        if rank.number != turn % 2:
+            dist.barrier()
+        if rank.number == 0:
+            pending.wait()
+        del pending
+        dist.barrier()
+        found = gather(rank)
+    return memory()._headers[0][3], found
+
+
+def test_a_transfer_that_is_given_up_keeps_no_place() -> None:
+    for places, found in on_ranks(2, gives_up):
+        assert places <= 4
+        assert torch.equal(found, torch.cat([torch.zeros(1000), torch.ones(1000)]))
 
 
 def forgets(rank: Rank) -> tuple[bool, bool]:

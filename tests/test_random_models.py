@@ -165,6 +165,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     batches=st.lists(st.integers(0, 3), min_size=1, max_size=4),
     micro_batches=st.integers(1, 2),
+    parts=st.booleans(),
 )
 def test_any_model_trains_as_unwrapped(
     plan: Plan,
@@ -176,6 +177,7 @@ def test_any_model_trains_as_unwrapped(
     optimizer: str,
     batches: list[int],
     micro_batches: int,
+    parts: bool,
 ) -> None:
     def program(model: nn.Module, turn: Turn) -> Any:
         losses = []
@@ -190,6 +192,5 @@ def test_any_model_trains_as_unwrapped(
     if len(set(plan.calls)) < len(plan.blocks):
         optimizer = "SGD"  # others decay what has zeros, and leave alone what has None: that depends on what is a layer
     policy = zero3.ShardingPolicy(prefetch_depth=depth, reshard_after_forward=reshard, gradient_reduction=reduction)
-    check_parity(
-        plan.build, program, world_size=world_size, steps=3, shard=shard, policy=policy, optimizer=OPTIMIZERS[optimizer], tolerance=1e-11
-    )
+    ways: Any = {"world_size": world_size, "shard": shard, "policy": policy, "optimizer": OPTIMIZERS[optimizer], "parts": parts}
+    check_parity(plan.build, program, steps=3, tolerance=1e-11, **ways)

@@ -27,12 +27,14 @@ class _Transfers:
 
     def __init__(self, works: list[Any], then: Callable[[], object]) -> None:
         self._works = works
-        self._then = then
+        self._then: Callable[[], object] | None = then
 
     def wait(self) -> None:
         for work in self._works:  # if one fails the others may go on: whoever made the buffers leaves them to these works
             work.wait()
-        self._then()
+        if self._then is not None:
+            self._then()
+        self._then = None  # once: who waits again, since what came next has failed, would find nothing
 
 
 class GlooCommunicator(GroupCommunicator):
@@ -144,11 +146,11 @@ class GlooCommunicator(GroupCommunicator):
     def _landing(self, tag: int, incoming: dict[int, Tensor], then: Callable[[dict[int, Tensor]], object]) -> Callable[[], None]:
         """What ends a transfer: `then`, with what near ranks lend."""
         memory = self._memory
-        turns = {source: memory.turn(source, tag) for source in incoming if source in memory.near}
+        expected = {source: memory.expect(source, tag) for source in incoming if source in memory.near}
 
         def land() -> None:
             with ExitStack() as lent:
-                found = {source: lent.enter_context(memory.look(source, tag, turn, incoming[source])) for source, turn in turns.items()}
+                found = {source: lent.enter_context(each.look(incoming[source])) for source, each in expected.items()}
                 then(incoming | found)
 
         return land

@@ -19,7 +19,7 @@ import select
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -40,6 +40,30 @@ _PLACE_BYTES = 1 << 40  # from one place to the next: the file is sparse, and ta
 _LONGEST_SLEEP = 1e-3  # seconds, between looks at what has not come yet
 
 
+class Expected:
+    """What another rank puts down for this one in a transfer that has begun. If nobody looks, the place is given back all the same."""
+
+    __slots__ = ("_memory", "_seen", "_source", "_tag", "_turn")
+
+    def __init__(self, memory: HostMemory, source: int, tag: int, turn: int) -> None:
+        self._memory, self._source, self._tag, self._turn, self._seen = memory, source, tag, turn, False
+
+    @contextmanager
+    def look(self, like: Tensor) -> Iterator[Tensor]:
+        """1-D, as long as `like`: inside, where it lies. Blocks the host.
+
+        Raises:
+            RuntimeError: nothing came within the group's timeout, or can come any more; or it is not as long as `like`.
+        """
+        with self._memory.look(self._source, self._tag, self._turn, like) as found:
+            yield found
+        self._seen = True
+
+    def __del__(self) -> None:
+        if not self._seen:
+            self._memory.abandon(self._source, self._tag, self._turn)
+
+
 class HostMemory:
     """One process's end: its own file, and those of the ranks `near` it, which are on its host."""
 
@@ -58,6 +82,7 @@ class HostMemory:
         self._places: dict[tuple[int, int], mmap.mmap] = {}  # by rank and number
         self._last = 0  # number given
         self._turns: Counter[tuple[int, int]] = Counter()  # of each sender and tag
+        self._abandoned: deque[tuple[int, int, int]] = deque()  # sender, tag, turn: to be given back when it is there
         self._putting = threading.Lock()
 
     def _map(self, file: int) -> memoryview:
@@ -80,7 +105,7 @@ class HostMemory:
                     torch.cat(list(tensors), out=_tensor_in(memory, end, nbytes[key], tensors[0].dtype))
                 offsets[key], end = end, end + _aligned(nbytes[key])
             at = self._at(place)
-            header[at + 1], header[at + 2] = tag, self.turn(self._rank, tag)
+            header[at + 1], header[at + 2] = tag, self._next_turn(self._rank, tag)
             for rank, tensors in outgoing.items():
                 header[at + 3 + 2 * rank], header[at + 4 + 2 * rank] = offsets[id(tensors)], nbytes[id(tensors)]
             self._last += 1
@@ -88,19 +113,24 @@ class HostMemory:
             header[_USED] = max(header[_USED], place + 1)
             return self._last
 
-    def turn(self, source: int, tag: int) -> int:
-        """Of the transfer that begins now: `look` asks for it by this."""
+    def expect(self, source: int, tag: int) -> Expected:
+        """What rank `source` puts down for this one in the transfer that begins now."""
+        return Expected(self, source, tag, self._next_turn(source, tag))
+
+    def _next_turn(self, source: int, tag: int) -> int:
         self._turns[source, tag] += 1
         return self._turns[source, tag]
 
+    def abandon(self, source: int, tag: int, turn: int) -> None:
+        """Nobody will look at it. (It may not be there yet; and this may run in the midst of anything.)"""
+        self._abandoned.append((source, tag, turn))
+
     @contextmanager
     def look(self, source: int, tag: int, turn: int, like: Tensor) -> Iterator[Tensor]:
-        """What rank `source` has put down for this one, 1-D, as long as `like`: inside, where it lies. Blocks the host.
-
-        Raises:
-            RuntimeError: nothing came within the group's timeout, or can come any more; or it is not as long as `like`.
-        """
+        """See `Expected.look`."""
         header = self._headers[source]
+        if self._abandoned:
+            self._give_back()
         place = self._await(source, lambda: self._find(header, tag, turn))
         at = self._at(place)
         offset, nbytes = header[at + 3 + 2 * self._rank], header[at + 4 + 2 * self._rank]
@@ -108,7 +138,18 @@ class HostMemory:
             raise RuntimeError(f"rank {source} sent {nbytes} bytes, expected {like.nbytes}: ranks move different layers")
         memory = self._memory_of(source, place, offset + nbytes)
         yield _tensor_in(memory, offset, nbytes, like.dtype) if nbytes else like.new_empty(0)
-        header[self._receipt(place, self._rank)] = header[at]
+        self._sign(header, place)
+
+    def _sign(self, header: memoryview, place: int) -> None:
+        header[self._receipt(place, self._rank)] = header[self._at(place)]
+
+    def _give_back(self) -> None:
+        for _ in range(len(self._abandoned)):
+            source, tag, turn = self._abandoned.popleft()
+            if (place := self._find(self._headers[source], tag, turn)) is not None:
+                self._sign(self._headers[source], place)
+            else:
+                self.abandon(source, tag, turn)
 
     def await_receipts(self, number: int) -> None:
         """Returns when all have read what was put down under `number`."""

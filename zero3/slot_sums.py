@@ -50,8 +50,11 @@ class SlotSums:
         return self.full
 
     def parts(self) -> list[list[Tensor]] | None:
-        """Of every rank's slice `[S]` the pieces, 1-D, side by side, as autograd made them; None if there is a buffer, or has to be."""
-        if self.full is not None or not all(self._fits(gradient) for gradient in self._came.values()):
+        """Of every rank's slice `[S]` the pieces, 1-D, side by side, as autograd made them; None if there is a buffer, or has to be.
+
+        It has to be on a device, where a transfer takes one buffer.
+        """
+        if self.full is not None or self._like.device.type != "cpu" or not all(map(self._fits, self._came.values())):
             return None
         flat = {index: gradient.reshape(-1) for index, gradient in self._came.items()}
         return [
@@ -60,7 +63,7 @@ class SlotSums:
         ]
 
     def _fits(self, gradient: Tensor) -> bool:
-        return gradient.dtype == self._dtype and gradient.layout == torch.strided and gradient.device == self._like.device
+        return gradient.dtype == self._dtype and gradient.layout == torch.strided and gradient.device.type == "cpu"
 
     def _zeros(self, numel: int) -> Tensor:
         return self._like.new_zeros(numel, dtype=self._dtype)

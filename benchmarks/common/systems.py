@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .counters import send_by_sockets
+
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 RATES = {"adamw": 3e-4, "sgd": 0.1}
 
@@ -124,7 +126,7 @@ def zero3(modules: list[nn.Module], optimizer: str, *, param_dtype: torch.dtype 
 
 def zero3_by_sockets(modules: list[nn.Module], optimizer: str, **options: Any) -> Training:
     """As between hosts, though both ranks are on one."""
-    os.environ["ZERO3_HOST_MEMORY"] = "0"  # of this process, which trains nothing else
+    send_by_sockets()
     return zero3(modules, optimizer, **options)
 
 

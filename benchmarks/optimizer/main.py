@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero3
-from benchmarks.common.counters import sent_bytes
+from benchmarks.common.counters import send_by_sockets, sent_bytes
 from benchmarks.common.model import Size, batch, layers, loss_of
 from benchmarks.common.ranks import on_ranks
 from benchmarks.common.report import MEGABYTE, markdown, write
@@ -149,6 +149,7 @@ def ways_of_whole(size: Size, rank: int, world_size: int) -> dict[str, Callable[
 
 
 def one_rank(rank: int, world_size: int, size: Size, repetitions: int) -> dict[str, dict[str, Any]]:
+    send_by_sockets()
     actions = {**actions_of_a_step(size, rank), **ways_of_whole(size, rank, world_size)}
     found: dict[str, dict[str, Any]] = {name: {"seconds": [], "wire": []} for name in actions}
     for repetition in range(repetitions + 1):

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anyw
 import torch
 import torch.distributed as dist
 
-from benchmarks.common.counters import LiveBytes, sent_bytes
+from benchmarks.common.counters import LiveBytes, send_by_sockets, sent_bytes
 from benchmarks.common.model import Size, batch, layers, loss_of
 from benchmarks.common.ranks import enter_private_network, on_ranks
 from benchmarks.common.report import MEGABYTE, markdown, progress, write
@@ -30,6 +30,7 @@ def measure(rank: int, world_size: int, stage: int, size: Size, micro_batches: i
     """Bytes on this rank at three points of the third step, and what all ranks sent in it."""
     from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
 
+    send_by_sockets()
     policy = ShardingPolicy(stage=stage, param_dtype=torch.bfloat16)  # type: ignore[arg-type]
     with LiveBytes() as live:
         model = Zero3Sequential([Zero3Layer(module, policy=policy) for module in layers(size)])
