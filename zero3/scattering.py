@@ -17,7 +17,8 @@ from .streams import Pending
 __all__: list[str] = []
 
 _SMALL_NUMEL = 2**15  # parameters below it travel with their neighbours: a message costs more than a copy of them
-_UNDER_WAY = 4  # scatters at a time, so that copies of small parameters don't add up
+_LARGE_NUMEL = 2**19  # no slice is longer, so that what is under way stays small
+_UNDER_WAY = 2  # scatters at a time, so that copies of small parameters don't add up
 
 Values = Callable[[int], Tensor]  # of the slot of this number, in its shape, of any strides and device
 
@@ -35,7 +36,7 @@ def scatter_parameters(shard: Tensor, layout: ChunkLayout, communicator: Communi
      cuts     |   |      |   |                   three scatters, of (a, b), (a, c), (b, c)
     """
     size, ranks = layout.shard_numel, range(communicator.world_size)
-    cuts = sorted({border % size for border in _borders(layout)} | {0, size}) if size else []
+    cuts = sorted({border % size for border in _borders(layout)} | {*range(0, size, _LARGE_NUMEL), size}) if size else []
     source = _Source(layout, values, shard) if values is not None else None
     under_way: deque[Pending] = deque()
     for low, high in pairwise(cuts):
