@@ -16,10 +16,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.processes import Rank, on_ranks
-from zero3 import neighbours
+from zero3 import Zero3Layer, neighbours
 from zero3.collectives import communicator_for
 from zero3.gloo import GlooCommunicator
 from zero3.neighbours import SWITCH
@@ -151,7 +151,7 @@ def test_transfers_in_flight_together_do_not_mix(world_size: int, way: str) -> N
 
 
 def dealt_out(rank: Rank, lengths: tuple[int, ...]) -> bool:
-    """Rank 0's slices of those lengths, twenty times over, more than fit under way together."""
+    """Rank 0's slices of those lengths, twenty times over."""
     mine, bounds = communicator(), (0, *itertools.accumulate(lengths))
     for turn in range(20):
         everything = numbers(turn, bounds[-1], torch.float32)
@@ -170,6 +170,33 @@ def test_rank_0_deals_out_its_slices(lengths: tuple[int, ...], way: str) -> None
 
 
 # -- bytes on the wire
+
+
+class Conjugated(nn.Module):
+    """Autograd hands over its weight's gradient as a view whose bytes are not its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.complex(*torch.arange(16.0).view(2, 8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight.conj() * x).real.sum()
+
+
+def conjugated_gradients(rank: Rank) -> tuple[Tensor, Tensor]:
+    x = torch.complex(torch.ones(8), torch.arange(8.0))
+    model, plain = Zero3Layer(Conjugated()), Conjugated()
+    model(x).backward()
+    plain(x).backward()
+    assert plain.weight.grad is not None
+    mine = model.get_trainable_chunk()[0].grad
+    return mine.as_subclass(Tensor), plain.weight.grad.resolve_conj()[4 * rank.number : 4 * rank.number + 4]
+
+
+@ways
+def test_a_gradient_that_is_conjugated_later(way: str) -> None:
+    for mine, expected in on_ranks(2, by, way, conjugated_gradients):
+        assert torch.equal(mine, expected)
 
 
 def bytes_sent() -> int:

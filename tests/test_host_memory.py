@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import random
+import resource
 import signal
 import struct
 import time
@@ -16,11 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import zero3
 from tests.processes import PROMPT, Outcome, Rank, on_ranks, try_on_ranks
-from zero3 import Zero3Layer, Zero3Sequential, neighbours
+from zero3 import Zero3Layer, Zero3Sequential, host_memory, neighbours
 from zero3.collectives import communicator_for
 from zero3.gloo import GlooCommunicator
 from zero3.host_memory import HostMemory
+from zero3.optim.buckets import LARGE_BYTES
 
 CPU = torch.device("cpu")
 served = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "pidfd_open"), reason="Linux on x86-64")
@@ -52,19 +56,24 @@ def open_files() -> list[str]:
 
 
 def met(rank: Rank, **others: Any) -> tuple[int, ...]:
-    """The ranks that this one finds near, while for rank 1 some function of `neighbours` gives another answer."""
-    changes = [mock.patch.object(neighbours, name, return_value=value) for name, value in others.items() if rank.number == 1]
+    """The ranks that this one finds near, while for rank 1 some function of `neighbours` gives another answer, or raises it."""
+    how = {name: "side_effect" if isinstance(value, OSError) else "return_value" for name, value in others.items()}
+    changes = [mock.patch.object(neighbours, name, **{how[name]: value}) for name, value in others.items() if rank.number == 1]
     for change in changes:
         change.start()
     try:
         mine = communicator()
-        own, found = neighbours.meet(rank.number, rank.world_size, lambda payload: mine.exchange(payload, CPU))
-        assert (own >= 0) == bool(found)
-        for neighbour in found.values():
-            neighbour.close()
-        if own >= 0:
-            os.close(own)
-        return tuple(found)
+        before = len(open_files())
+        own, found = neighbours.meet(rank.number, rank.world_size, 1 << 40, lambda payload: mine.exchange(payload, CPU))
+        assert (own is not None) == bool(found)
+        near = tuple(found)
+        while found:
+            os.close(found.popitem()[1].process_fd)
+        if own is not None:
+            os.close(own.file_fd)
+        del own
+        assert len(open_files()) == before
+        return near
     finally:
         for change in changes:
             change.stop()
@@ -77,6 +86,23 @@ def test_processes_of_one_host_are_near() -> None:
 def met_apart(rank: Rank, name: str) -> tuple[int, ...]:
     elsewhere: dict[str, Any] = {"_boot": b"1" * 36, "_network": 7, "_visit": None, "_new_file": None}
     return met(rank, **{name: elsewhere[name]})
+
+
+def met_in_a_sandbox(rank: Rank, name: str) -> tuple[int, ...]:
+    if name != "ulimit -f":
+        return met(rank, **{name: FileNotFoundError(2, "/proc is not what it was")})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank.number == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, before[1]))
+    try:
+        return met(rank)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("name", ["_boot", "_network", "ulimit -f"])
+def test_who_can_have_no_memory_for_others_has_no_neighbours(name: str) -> None:
+    assert on_ranks(2, met_in_a_sandbox, name) == [(), ()]
 
 
 @pytest.mark.parametrize("name", ["_boot", "_network", "_visit", "_new_file"])
@@ -99,18 +125,24 @@ def test_hosts_of_equally_many_ranks() -> None:
 
 
 def test_a_number_that_means_another_file_is_noticed() -> None:
-    file = os.memfd_create("test")
+    token = b"x" * neighbours.TOKEN_BYTES
+    file, other = os.memfd_create("zero3"), os.memfd_create("another")
+    pipe = os.pipe()
     try:
-        os.pwrite(file, b"x" * neighbours.TOKEN_BYTES, 0)
+        for each in (file, other):
+            os.pwrite(each, token, 0)
         before = len(open_files())
         assert neighbours._visit(os.getpid(), file, b"y" * neighbours.TOKEN_BYTES) is None
-        assert neighbours._visit(os.getpid(), 10**6, b"x" * neighbours.TOKEN_BYTES) is None
+        for number in (10**6, other, pipe[0]):
+            assert neighbours._visit(os.getpid(), number, token) is None
         assert len(open_files()) == before
-        found = neighbours._visit(os.getpid(), file, b"x" * neighbours.TOKEN_BYTES)
+        found = neighbours._visit(os.getpid(), file, token)
         assert found is not None
-        found.close()
+        assert found.memory[: len(token)] == token
+        os.close(found.process_fd)
     finally:
-        os.close(file)
+        for each in (file, other, *pipe):
+            os.close(each)
 
 
 def one_memory(rank: Rank) -> bool:
@@ -232,7 +264,7 @@ def places_after_steps(rank: Rank) -> tuple[int, int, int]:
         optimizer.step()
         optimizer.zero_grad()
         if step in (1, 38, 39):
-            found.append(memory()._headers[rank.number][3])
+            found.append(memory().places)
             numbers.append(memory()._last)
     return found[0], found[-1], numbers[-1] - numbers[-2]
 
@@ -257,7 +289,7 @@ def gives_up(rank: Rank) -> tuple[int, Tensor]:
         del pending
         dist.barrier()
         found = gather(rank)
-    return memory()._headers[0][3], found
+    return memory().places, found
 
 
 def test_a_transfer_that_is_given_up_keeps_no_place() -> None:
@@ -266,17 +298,126 @@ def test_a_transfer_that_is_given_up_keeps_no_place() -> None:
         assert torch.equal(found, torch.cat([torch.zeros(1000), torch.ones(1000)]))
 
 
-def forgets(rank: Rank) -> tuple[bool, bool]:
+def many_under_way(rank: Rank, count: int) -> tuple[int, int]:
+    """No rank waits for any before it has begun them all. How many descriptors that takes."""
     gather(rank)
+    dist.barrier()
+    before = len(open_files())
+    under_way = []
+    for number in range(count):
+        full = torch.empty(2)
+        under_way.append((full, communicator().all_gather(full, torch.full((1,), float(number + rank.number)))))
+    dist.barrier()
+    for number, (full, pending) in enumerate(under_way):
+        pending.wait()
+        assert full.tolist() == [number, number + 1.0]
+    return memory().places, len(open_files()) - before
+
+
+def test_as_many_may_be_under_way_as_anybody_begins() -> None:
+    assert on_ranks(2, many_under_way, 200, group_timeout=5.0) == [(200, 0)] * 2
+
+
+def too_many_under_way(rank: Rank) -> Tensor:
+    gather(rank)
+    with (
+        mock.patch.object(host_memory, "_PLACES", 3),
+        pytest.raises(RuntimeError, match=r"3 transfers are under way.*wait for earlier ones"),
+    ):
+        many_under_way(rank, 4)
+    dist.barrier()
+    return gather(rank)  # those that were given up have given back their places
+
+
+def test_more_than_can_be_under_way_is_an_error_and_no_waiting() -> None:
+    for full in on_ranks(2, too_many_under_way, group_timeout=5.0):
+        assert torch.equal(full, torch.cat([torch.zeros(1000), torch.ones(1000)]))
+
+
+def of_all_sizes(rank: Rank) -> tuple[int, int]:
+    """One large and four small transfers at a time, in any order. Most bytes under way, and what the file takes for it."""
+    dice = random.Random(0)
+    lengths = [1_000_000, 250, 250, 250, 250]
+    for _ in range(40):
+        dice.shuffle(lengths)
+        under_way = [communicator().all_gather(torch.empty(2 * length), torch.ones(length)) for length in lengths]
+        for pending in under_way:
+            pending.wait()
+    blocks = os.fstat(memory()._file_fd).st_blocks * 512
+    assert blocks - 100_000 < memory().nbytes <= blocks
+    return 4 * sum(lengths), memory().nbytes
+
+
+def test_the_file_takes_little_more_than_what_is_under_way() -> None:
+    for under_way, taken in on_ranks(2, of_all_sizes):
+        assert taken < 3 * under_way  # a rank that is ahead puts down the next before the other has read all
+
+
+def many_parameters(rank: Rank) -> tuple[int, int]:
+    """ZeroRedundancyOptimizer sends each in a transfer of its own. What the file takes for them, and what there is to send."""
+    parameters = [nn.Parameter(torch.ones(LARGE_BYTES // 4)) for _ in range(80)]
+    optimizer = zero3.ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert all(bool((parameter == 0.9).all()) for parameter in parameters)
+    return memory().nbytes, 80 * LARGE_BYTES // rank.world_size
+
+
+def test_an_optimizers_parameters_are_not_all_under_way_at_once() -> None:
+    for taken, sent in on_ranks(2, many_parameters, fresh=True, group_timeout=5.0):
+        assert taken < sent / 3  # one rank may be UNDER_WAY transfers ahead of the other's
+
+
+def has_no_memory(rank: Rank) -> Tensor:
+    """What is asked for and not to be had is an error, and then all goes on."""
+    gather(rank)
+    with (
+        mock.patch.object(os, "posix_fallocate", side_effect=OSError(28, "No space left on device")),
+        pytest.raises(RuntimeError, match=r"no memory for 400000 bytes for other ranks, beside 4032: No space left"),
+    ):
+        gather(rank, 100_000)
+    dist.barrier()
+    return gather(rank, 100_000)
+
+
+def test_memory_that_is_not_to_be_had() -> None:
+    for full in on_ranks(2, has_no_memory, fresh=True):
+        assert torch.equal(full, torch.cat([torch.zeros(100_000), torch.ones(100_000)]))
+
+
+def is_interrupted(rank: Rank) -> list[float]:
+    """Rank 1, while it puts down a tensor; then it begins anew."""
+    gather(rank)
+    if rank.number == 1:
+        with mock.patch.object(torch, "cat", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            gather(rank)
+    return [float(gather(rank)[-1]) + turn for turn in range(3)]
+
+
+def test_a_transfer_that_was_interrupted_at_its_beginning_can_be_begun_anew() -> None:
+    assert on_ranks(2, is_interrupted, group_timeout=5.0) == [[1.0, 2.0, 3.0]] * 2
+
+
+def forgets(rank: Rank) -> tuple[bool, bool, str]:
+    """Also while there still is a model; it says so when it is used."""
+    gather(rank)
+    mine = communicator()
+    pending = mine.all_gather(torch.empty(2), torch.ones(1))
     during = any("memfd:zero3" in name for name in open_files())
     dist.barrier()
     dist.destroy_process_group()
     gc.collect()
-    return during, any("memfd:zero3" in name for name in open_files())
+    with pytest.raises(RuntimeError, match="was destroyed while a transfer was under way"):
+        pending.wait()
+    with pytest.raises(RuntimeError) as error:
+        mine.all_gather(torch.empty(2), torch.ones(1))
+    return during, any("memfd:zero3" in name for name in open_files()), str(error.value)
 
 
 def test_a_group_that_is_destroyed_takes_its_memory_along() -> None:
-    assert on_ranks(2, forgets, fresh=True) == [(True, False)] * 2
+    message = "this model's process group was destroyed: train before that, or shard the model anew"
+    assert on_ranks(2, forgets, fresh=True) == [(True, False, message)] * 2
 
 
 def forked_child(rank: Rank) -> Tensor:

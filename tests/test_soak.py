@@ -39,7 +39,7 @@ def test_every_kind_of_fault_is_survived_and_the_losses_are_those_of_an_undistur
 
 
 def run(**changes: Any) -> list[dict[str, Any]]:
-    usage = {"resident kB": 1000, "objects": 50, "tensors": 3, "file descriptors": 4, "places of host memory": 9}
+    usage = {"resident kB": 1000, "objects": 50, "tensors": 3, "file descriptors": 4, "kB for other ranks": 9}
     end = {name: usage[name] + changes.get(name, 0) for name in usage}
     counts = {f"{what}: {FAULTS[0]}": 1 for what in ("injected", "survived")} | changes.get("counts", {})
     losses = array("d", [3.0, changes.get("loss", 2.0)])
@@ -48,8 +48,8 @@ def run(**changes: Any) -> list[dict[str, Any]]:
 
 def test_what_must_not_pass() -> None:
     assert soak.verdict(run(), run())[1]
-    assert soak.verdict(run(**{"resident kB": 3999, "objects": 99, "places of host memory": 8}), run())[1]
-    for leak in ({"resident kB": 4001}, {"objects": 101}, {"tensors": 1}, {"file descriptors": 1}, {"places of host memory": 9}):
+    assert soak.verdict(run(**{"resident kB": 3999, "objects": 99, "kB for other ranks": 200}), run())[1]
+    for leak in ({"resident kB": 4001}, {"objects": 101}, {"tensors": 1}, {"file descriptors": 1}, {"kB for other ranks": 201}):
         report, well = soak.verdict(run(**leak), run())
         assert not well
         assert f"Grown: rank 0: {next(iter(leak))}." in report

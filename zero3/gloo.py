@@ -105,11 +105,13 @@ class GlooCommunicator(GroupCommunicator):
         return cut(full, bounds) if bounds is not None else list(full.view(self.world_size, -1))
 
     def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
-        if shard.is_cuda or len((memory := self._memory).near) < self.world_size - 1:
+        if shard.is_cuda or len(self._memory.near) < self.world_size - 1:
             return super().scatter(shard, slices, bounds)
         if slices is None:
-            return _Transfers([], self._landing(self._tag(_SCATTER), {0: shard}, lambda received: shard.copy_(received[0])))
-        number = memory.put(self._tag(_SCATTER), {rank: (slices[rank],) for rank in self._others()})
+            return self._swap(_SCATTER, {0: shard}, {}, lambda received: shard.copy_(received[0]))
+        memory, tag = self._memory, self._tag(_SCATTER)
+        number = memory.put(tag, memory.next_turn(tag), {rank: (slices[rank],) for rank in self._others()})
+        memory.begun(tag)
         shard.copy_(slices[self.rank])
         return _Transfers([], lambda: memory.await_receipts(number))
 
@@ -133,27 +135,25 @@ class GlooCommunicator(GroupCommunicator):
         that any dtype goes. Empty ones too: torch's debug mode counts a rank's messages, and takes different numbers for
         ranks that came apart.
         """
-        near, group, tag, works = self._memory.near, self._group, self._tag(kind), []
-        self._memory.put(tag, {target: tensors for target, tensors in outgoing.items() if target in near})
+        memory, group, tag, works = self._memory, self._group, self._tag(kind), []
+        near, turn = memory.near, memory.next_turn(tag)
+        memory.put(tag, turn, {target: tensors for target, tensors in outgoing.items() if target in near})
         for source in [rank for rank in incoming if rank not in near]:
             works.append(dist.irecv(incoming[source].view(torch.uint8), group=group, group_src=source, tag=tag))
         for target in [rank for rank in outgoing if rank not in near]:
             tensors = outgoing[target]
             tensor = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
             works.append(dist.isend(tensor.view(torch.uint8), group=group, group_dst=target, tag=tag))
-        return _Transfers(works, self._landing(tag, incoming, then))
-
-    def _landing(self, tag: int, incoming: dict[int, Tensor], then: Callable[[dict[int, Tensor]], object]) -> Callable[[], None]:
-        """What ends a transfer: `then`, with what near ranks lend."""
-        memory = self._memory
-        expected = {source: memory.expect(source, tag) for source in incoming if source in memory.near}
+        memory.begun(tag)  # after all that may fail
+        expected = {source: memory.expect(source, tag, turn) for source in incoming if source in near}
 
         def land() -> None:
+            """What ends the transfer: `then`, with what near ranks lend."""
             with ExitStack() as lent:
                 found = {source: lent.enter_context(each.look(incoming[source])) for source, each in expected.items()}
                 then(incoming | found)
 
-        return land
+        return _Transfers(works, land)
 
     def _staged(self, collective: Callable[[Tensor, Tensor], Pending], output: Tensor, source: Tensor) -> Pending:
         """Through host memory, blocking: for tests of several ranks on one GPU, which NCCL does not allow."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import platform
 import secrets
@@ -14,35 +15,42 @@ __all__: list[str] = []
 
 SWITCH = "ZERO3_HOST_MEMORY"  # 0: processes of one host speak through their group's sockets, as those of several do
 TOKEN_BYTES = 16  # at a file's start, by which the others know it
+_FILE_NAME = "zero3"
 _INTRODUCTION = struct.Struct(f"<?36sQqq{TOKEN_BYTES}s")  # takes part, host, network, process, descriptor, token
 
 Exchange = Callable[[bytes], list[bytes]]  # every rank's bytes, of one length, in rank order
 
 
+class Own(NamedTuple):
+    """This process's file, and where it is."""
+
+    file_fd: int
+    memory: mmap.mmap
+    host: bytes
+    network: int
+
+
 class Neighbour(NamedTuple):
-    """A process of this host: descriptors of its file, and of itself (readable when it has ended)."""
+    """Another process of this host: its file, and a descriptor of itself, which is readable when it has ended."""
 
-    file: int
-    process: int
-
-    def close(self) -> None:
-        os.close(self.file)
-        os.close(self.process)
+    memory: mmap.mmap
+    process_fd: int
 
 
-def meet(rank: int, world_size: int, exchange: Exchange) -> tuple[int, dict[int, Neighbour]]:
-    """This process's new file, and the ranks that see it as it sees theirs. Without any, the file is -1. All ranks call it at once.
+def meet(rank: int, world_size: int, nbytes: int, exchange: Exchange) -> tuple[Own | None, dict[int, Neighbour]]:
+    """This process's new file of `nbytes`, and the ranks that see it as it sees theirs; None without any. All ranks call it at once.
 
+    Whatever a process can't have (memory, descriptors, a look at another) makes it one without neighbours: nothing is needed later.
     Where some ranks have more neighbours than others nobody has any: torch's debug mode wants as many messages of each.
     """
     token = secrets.token_bytes(TOKEN_BYTES)
-    own = _new_file(token)
-    host, network = (_boot(), _network()) if own is not None else (b"", 0)
-    introductions = exchange(_INTRODUCTION.pack(own is not None, host, network, os.getpid(), own or 0, token))
+    own = _new_file(token, nbytes)
+    mine = (True, own.host, own.network, os.getpid(), own.file_fd) if own is not None else (False, b"", 0, 0, 0)
+    introductions = exchange(_INTRODUCTION.pack(*mine, token))
     neighbours: dict[int, Neighbour] = {}
     for other, introduction in enumerate(introductions):
-        also, their_host, their_network, process, file, their_token = _INTRODUCTION.unpack(introduction)
-        if other == rank or own is None or not also or (their_host, their_network) != (host, network):
+        also, host, network, process, file, their_token = _INTRODUCTION.unpack(introduction)
+        if other == rank or own is None or not also or (host, network) != (own.host, own.network):
             continue
         if (neighbour := _visit(process, file, their_token)) is not None:
             neighbours[other] = neighbour
@@ -50,34 +58,46 @@ def meet(rank: int, world_size: int, exchange: Exchange) -> tuple[int, dict[int,
     near = [{other for other in range(world_size) if sees[one][other] and sees[other][one]} for one in range(world_size)]
     even = len({len(others) for others in near}) == 1
     for other in [other for other in neighbours if not even or other not in near[rank]]:
-        neighbours.pop(other).close()
+        os.close(neighbours.pop(other).process_fd)
     if own is not None and not neighbours:
-        os.close(own)
-    return own if own is not None and neighbours else -1, neighbours
+        os.close(own.file_fd)
+        own = None
+    return own, neighbours
 
 
-def _new_file(token: bytes) -> int | None:
-    """None where there is no such thing."""
-    if os.environ.get(SWITCH, "1") == "0" or platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "pidfd_open"):
+def _new_file(token: bytes, nbytes: int) -> Own | None:
+    """None where there is no such thing. The file is sparse: it takes the memory that is written."""
+    served = platform.machine() in ("x86_64", "AMD64") and hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")
+    if os.environ.get(SWITCH, "1") == "0" or not served:
         return None
-    try:
-        file = os.memfd_create("zero3", os.MFD_CLOEXEC)
-    except OSError:
-        return None
-    os.pwrite(file, token, 0)
-    return file
+    with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
+        file = os.memfd_create(_FILE_NAME, os.MFD_CLOEXEC)
+        opened.callback(os.close, file)
+        os.ftruncate(file, nbytes)
+        os.pwrite(file, token, 0)
+        own = Own(file, mmap.mmap(file, nbytes), _boot(), _network())
+        opened.pop_all()
+        return own
+    return None
 
 
 def _visit(process: int, file: int, token: bytes) -> Neighbour | None:
     """None if another process's file is not to be had, or the numbers mean something else here (as in another container)."""
+    path = f"/proc/{process}/fd/{file}"
     with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
         handle = os.pidfd_open(process)
         opened.callback(os.close, handle)
-        theirs = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
-        opened.callback(os.close, theirs)
-        if os.pread(theirs, TOKEN_BYTES, 0) == token:
-            opened.pop_all()
-            return Neighbour(theirs, handle)
+        if not os.readlink(path).startswith(f"/memfd:{_FILE_NAME}"):  # to open a pipe or a terminal may block, or worse
+            return None
+        theirs = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.pread(theirs, TOKEN_BYTES, 0) != token:
+                return None
+            neighbour = Neighbour(mmap.mmap(theirs, 0), handle)  # all of it; the map keeps a descriptor of its own
+        finally:
+            os.close(theirs)
+        opened.pop_all()
+        return neighbour
     return None
 
 

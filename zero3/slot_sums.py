@@ -63,7 +63,8 @@ class SlotSums:
         ]
 
     def _fits(self, gradient: Tensor) -> bool:
-        return gradient.dtype == self._dtype and gradient.layout == torch.strided and gradient.device.type == "cpu"
+        lazy = gradient.is_conj() or gradient.is_neg()  # its bytes are not its values
+        return gradient.dtype == self._dtype and gradient.layout == torch.strided and gradient.device.type == "cpu" and not lazy
 
     def _zeros(self, numel: int) -> Tensor:
         return self._like.new_zeros(numel, dtype=self._dtype)

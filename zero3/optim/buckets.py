@@ -6,6 +6,7 @@ parameter. A large parameter is a bucket by itself and gathered in its own memor
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from ..streams import Pending
 __all__: list[str] = []
 
 LARGE_BYTES = 2**18  # from here on two copies cost more than one more message
+UNDER_WAY = 8  # transfers, of parameters that don't: what is on its way takes memory
 STAGED_BYTES = 2**22  # small parameters travel together, in no more memory than this
 VIEWED_BYTES = 25 * 2**20  # of a bucket that parameters become views of, but for a larger parameter
 
@@ -183,19 +185,21 @@ class Exchange:
         self._communicators = communicators
 
     def start(self, buckets: Sequence[Bucket]) -> list[Pending]:
-        """One all-gather a bucket; those that go through copies are over when this returns, the others once waited for."""
-        pending: list[Pending] = []
+        """One all-gather a bucket; those that go through copies are over when this returns, the last few others once waited for."""
+        pending: deque[Pending] = deque()
         staged: dict[tuple[torch.device, torch.dtype], list[Bucket]] = {}
         for bucket in buckets:
             if bucket.in_place:
                 communicator, full = self._communicators[bucket.entries[0].parameter.device], bucket.full
+                if len(pending) == UNDER_WAY:
+                    pending.popleft().wait()
                 pending.append(communicator.all_gather(full, full[slice(*bucket.layout.chunk_range(communicator.rank))]))
             else:
                 first = bucket.entries[0].parameter
                 staged.setdefault((first.device, first.dtype), []).append(bucket)
         for (device, dtype), same in staged.items():
             self._through_copies(same, device, dtype)
-        return pending
+        return list(pending)
 
     def _through_copies(self, buckets: Sequence[Bucket], device: torch.device, dtype: torch.dtype) -> None:
         together: list[Bucket] = []
