@@ -1,4 +1,4 @@
-"""Do the tests see? Twenty faults, put into a copy of the package one at a time; each has to be caught.
+"""Do the tests see? Faults, put into a copy of the package one at a time; each has to be caught.
 
 make mutants                  all of them, a table at the end; exit code 1 if one survives or no longer applies
 make mutants ARGS="padding"   those whose names contain a word

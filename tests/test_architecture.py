@@ -1,4 +1,4 @@
-"""The laws of the house (docs/design.md), read from the sources: who may import whom, and who may touch what of torch."""
+"""The laws of the house (CONTRIBUTING.md), read from the sources: who may import whom, and who may touch what of torch."""
 
 from __future__ import annotations
 

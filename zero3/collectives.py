@@ -1,4 +1,4 @@
-"""The only door to torch.distributed: from a process group to its communicator."""
+"""From a process group to its communicator."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -28,6 +29,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anywhere
 import zero3
 
 MEGABYTE = 2**20

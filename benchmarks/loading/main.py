@@ -28,6 +28,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anywhere
 import zero3
 from zero3.checkpoint import safetensors_files
 

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anywhere
 import zero3
 
 

@@ -30,9 +30,8 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-import zero3
-
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anywhere
+import zero3
 from benchmarks.common.model import Size, batch, layers
 
 LR = 3e-4

@@ -66,8 +66,8 @@ def join_ranks(device_type: str, timeout: float | None = None) -> Iterator[Ranks
     if world_size > 1:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             warnings.warn(
-                "torchrun keeps one store for all attempts, and a restarted process may connect to one that is dead (pytorch issue"
-                " 135712): set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun",
+                "torchrun keeps one store for all attempts, and a restarted process may connect to one that is dead:"
+                " set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun",
                 stacklevel=3,
             )
         dist.init_process_group(
