@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -130,7 +130,7 @@ class HostMemory:
             return self._last
 
     def _room(self, nbytes: int) -> tuple[int, int]:
-        """A free place, and where `nbytes` can lie: in the first gap, so that the file takes little more than what is under way."""
+        """A free place, and where `nbytes` can lie: in the smallest gap, so that the file takes little more than what is under way."""
         header = self._header(self._rank)
         for place in list(self._lying):
             if all(header[self._receipt(place, rank)] == header[self._at(place)] for rank in self.near):
@@ -138,11 +138,9 @@ class HostMemory:
         place = next(number for number in count() if number not in self._lying)
         if place == _PLACES:
             raise RuntimeError(f"{_PLACES} transfers are under way, and none has been waited for: wait for earlier ones")
-        start = self._begin
-        for low, high in sorted(self._lying.values()):
-            if start + nbytes <= low:
-                break
-            start = max(start, high)
+        edges = [(self._begin, self._begin), *sorted(self._lying.values()), (self._end, self._end)]
+        gaps = [(high - low, low) for (_, low), (high, _) in pairwise(edges)]
+        _, start = min((gap for gap in gaps if gap[0] >= nbytes), default=gaps[-1])
         try:  # what is not to be had would end the process when it is written
             if place >= header[_USED]:
                 os.posix_fallocate(self._file_fd, self._at(place) * _WORD, self._words_of_place * _WORD)
