@@ -147,11 +147,13 @@ def test_a_model_without_gradients_has_norm_zero() -> None:
 REFUSED: dict[str, Callable[[nn.Module], Any]] = {
     "norm_type 0": lambda model: zero3.clip_grad_norm_(model, 1.0, 0),
     "norm_type nan": lambda model: zero3.clip_grad_norm_(model, 1.0, float("nan")),
+    "max_norm -1": lambda model: zero3.clip_grad_norm_(model, -1.0),
+    "max_norm nan": lambda model: zero3.clip_grad_norm_(model, float("nan")),
     "nothing sharded": lambda model: zero3.clip_grad_norm_(nn.Linear(1, 1), 1.0),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_wrong_arguments_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"norm_type must be positive|is sharded"):
+    with pytest.raises(ValueError, match=r"norm_type must be positive|max_norm must be at least 0, found|is sharded"):
         REFUSED[name](zero3.Zero3Layer(nn.Linear(1, 1)))

@@ -39,7 +39,7 @@ class _Before:
     """What a transaction found, to be put back if it fails. Nothing in it is written to until then."""
 
     sums: SlotSums
-    kept: list[tuple[Part, Tensor, int]]
+    kept: list[Part]
     owed: bool
     tokens: list[object]  # a part
     factor: Tensor | None = None  # what `scale` asked for
@@ -64,7 +64,7 @@ class FlatGradient:
         self._divide_first = 1 << (communicator.world_size.bit_length() - 1) // 2 if self._mean and self._dtype == torch.float16 else 1
         self._naming = naming  # of the layer, around transfers that may fail
         self._sums = self._new()
-        self._kept: list[tuple[Part, Tensor, int]] = []  # what the optimizer saw, and its version, when the sum was kept
+        self._kept: list[Part] = []  # those with a gradient when the sum was kept: it goes with theirs
         self.on_first: Callable[[], None] | None = None
         self.pending = False  # gradients have come in, in this backward, that no backup has taken
         self.owed = False  # an earlier backward has left its reduction to a later one
@@ -115,11 +115,7 @@ class FlatGradient:
                 parameter.grad = AwaitedGradient.like(parameter, look)
             if parameter.grad is not None:
                 vars(parameter.grad).pop(TOKENS, None)
-        self._note_versions()
-
-    def _note_versions(self) -> None:
-        seen = [(part, part.parameter.grad) for part in self._chunk.parts if part.start < part.stop]
-        self._kept = [(part, gradient, gradient._version) for part, gradient in seen if gradient is not None]
+        self._kept = [part for part in self._chunk.parts if part.start < part.stop and part.parameter.grad is not None]
 
     @property
     def unseen(self) -> bool:
@@ -128,14 +124,11 @@ class FlatGradient:
 
     def forget_zeroed(self) -> bool:
         """Between backwards: drops what was kept, if the gradients that it was to join have been zeroed since."""
-        for part, gradient, version in self._kept:
+        for part in self._kept:
             now = part.parameter.grad
             if now is None or (isinstance(now, AwaitedGradient) and now.zeroed):
                 self.drop()
                 return True
-            full = (self._sums if self._before is None else self._before.sums).full
-            if full is not None and not isinstance(now, AwaitedGradient) and now is gradient and now._version != version:
-                full.mul_(now.as_subclass(Tensor).any())  # in place: without asking the device what it holds
         return False
 
     def scale(self, factor: Tensor, look: Callable[[], bool]) -> None:
@@ -154,8 +147,6 @@ class FlatGradient:
             gradient = gradient.earlier if isinstance(gradient, AwaitedGradient) else gradient
             if gradient is not None:
                 scale_gradient(gradient, factor)
-        if self.owed:
-            self._note_versions()
 
     def note_tokens(self, total: Tensor) -> None:
         """The chunk's gradient is now the mean over `total` tokens, 0-dim."""

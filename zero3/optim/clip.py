@@ -23,7 +23,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
 
     Args:
         model: any model that contains zero3 layers.
-        max_norm: `float("inf")` only measures.
+        max_norm: at least 0; `float("inf")` only measures.
         norm_type: p of the p-norm, `float("inf")` for the largest element.
         error_if_nonfinite: raise if the norm is nan or inf, with the gradients untouched.
 
@@ -32,8 +32,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
 
     Raises:
         RuntimeError: the norm is nan or inf, and `error_if_nonfinite`; on every rank.
-        ValueError: nothing in `model` is sharded, or `norm_type` is not positive.
+        ValueError: nothing in `model` is sharded, `norm_type` is not positive, or `max_norm` negative or nan.
     """
+    if not max_norm >= 0:  # torch would turn all gradients around
+        raise ValueError(f"max_norm must be at least 0, found {max_norm}")
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, found {norm_type}")
