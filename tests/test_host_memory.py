@@ -64,7 +64,7 @@ def met(rank: Rank, **others: Any) -> tuple[int, ...]:
     try:
         mine = communicator()
         before = len(open_files())
-        own, found = neighbours.meet(rank.number, rank.world_size, 1 << 40, lambda payload: mine.exchange(payload, CPU))
+        own, found = neighbours.meet(rank.number, rank.world_size, 1 << 16, lambda payload: mine.exchange(payload, CPU))
         assert (own is not None) == bool(found)
         near = tuple(found)
         while found:

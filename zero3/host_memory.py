@@ -244,9 +244,7 @@ def host_memory(group: Any, rank: int, world_size: int, timeout: timedelta, exch
     """That of this process in `group`: made together with the other ranks at its first use, there until the group is destroyed."""
     if (known := _known(group)) is not None:
         return known
-    # more is never under way: who reads it has room for it, `world_size` times over
-    nbytes = _header_bytes(world_size) + 4 * os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // world_size
-    memory = HostMemory(rank, world_size, *meet(rank, world_size, nbytes, exchange), timeout)
+    memory = HostMemory(rank, world_size, *meet(rank, world_size, _header_bytes(world_size), exchange), timeout)
     weakref.finalize(group, memory.close)
     return memory
 

@@ -37,14 +37,15 @@ class Neighbour(NamedTuple):
     process_fd: int
 
 
-def meet(rank: int, world_size: int, nbytes: int, exchange: Exchange) -> tuple[Own | None, dict[int, Neighbour]]:
-    """This process's new file of `nbytes`, and the ranks that see it as it sees theirs; None without any. All ranks call it at once.
+def meet(rank: int, world_size: int, header_bytes: int, exchange: Exchange) -> tuple[Own | None, dict[int, Neighbour]]:
+    """This process's new file, and the ranks that see it as it sees theirs; None without any. All ranks call it at once.
 
+    After `header_bytes` there is room for all that can be under way: who reads it has memory for it, `world_size` times over.
     Whatever a process can't have (memory, descriptors, a look at another) makes it one without neighbours: nothing is needed later.
     Where some ranks have more neighbours than others nobody has any: torch's debug mode wants as many messages of each.
     """
     token = secrets.token_bytes(TOKEN_BYTES)
-    own = _new_file(token, nbytes)
+    own = _new_file(token, header_bytes, world_size)
     mine = (True, own.host, own.network, os.getpid(), own.file_fd) if own is not None else (False, b"", 0, 0, 0)
     introductions = exchange(_INTRODUCTION.pack(*mine, token))
     neighbours: dict[int, Neighbour] = {}
@@ -65,7 +66,7 @@ def meet(rank: int, world_size: int, nbytes: int, exchange: Exchange) -> tuple[O
     return own, neighbours
 
 
-def _new_file(token: bytes, nbytes: int) -> Own | None:
+def _new_file(token: bytes, header_bytes: int, world_size: int) -> Own | None:
     """None where there is no such thing. The file is sparse: it takes the memory that is written."""
     served = platform.machine() in ("x86_64", "AMD64") and hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")
     if os.environ.get(SWITCH, "1") == "0" or not served:
@@ -73,9 +74,9 @@ def _new_file(token: bytes, nbytes: int) -> Own | None:
     with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
         file = os.memfd_create(_FILE_NAME, os.MFD_CLOEXEC)
         opened.callback(os.close, file)
-        os.ftruncate(file, nbytes)
+        os.ftruncate(file, header_bytes + 4 * os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // world_size)
         os.pwrite(file, token, 0)
-        own = Own(file, mmap.mmap(file, nbytes), _boot(), _network())
+        own = Own(file, _map(file), _boot(), _network())
         opened.pop_all()
         return own
     return None
@@ -93,12 +94,20 @@ def _visit(process: int, file: int, token: bytes) -> Neighbour | None:
         try:
             if os.pread(theirs, TOKEN_BYTES, 0) != token:
                 return None
-            neighbour = Neighbour(mmap.mmap(theirs, 0), handle)  # all of it; the map keeps a descriptor of its own
+            neighbour = Neighbour(_map(theirs), handle)
         finally:
             os.close(theirs)
         opened.pop_all()
         return neighbour
     return None
+
+
+def _map(file: int) -> mmap.mmap:
+    """All of it. The map keeps a descriptor of its own."""
+    memory = mmap.mmap(file, 0)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_DONTDUMP)  # a core dump would look at each of its pages
+    return memory
 
 
 def _boot() -> bytes:

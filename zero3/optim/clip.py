@@ -34,11 +34,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
         RuntimeError: the norm is nan or inf, and `error_if_nonfinite`; on every rank.
         ValueError: nothing in `model` is sharded, `norm_type` is not positive, or `max_norm` negative or nan.
     """
-    if not max_norm >= 0:  # torch would turn all gradients around
-        raise ValueError(f"max_norm must be at least 0, found {max_norm}")
     norm_type = float(norm_type)
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be positive, found {norm_type}")
+    if not (norm_type > 0 and max_norm >= 0):  # below 0 torch would turn all gradients around
+        raise ValueError(f"norm_type must be positive and max_norm at least 0, found {norm_type} and {max_norm}")
     states = states_of(model)
     chunks = [part.parameter for state in states for chunk in state.chunks for part in chunk.parts]
     for chunk in chunks:
