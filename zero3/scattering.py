@@ -17,7 +17,7 @@ from .streams import Pending
 __all__: list[str] = []
 
 _SMALL_NUMEL = 2**15  # parameters below it travel with their neighbours: a message costs more than a copy of them
-_LARGE_NUMEL = 2**19  # no slice is longer, so that what is under way stays small
+_LARGE_NUMEL = 2**18  # no slice is longer, so that what is under way stays small
 _UNDER_WAY = 2  # scatters at a time, so that copies of small parameters don't add up
 
 Values = Callable[[int], Tensor]  # of the slot of this number, in its shape, of any strides and device
