@@ -165,11 +165,18 @@ def waits_for_one_that_dies(rank: Rank) -> None:
 
 
 def waits_for_one_that_leaves(rank: Rank) -> None:
+    """Rank 1's process lives on until rank 0 has been told."""
     gather(rank)
+    told, until = rank.scratch / "told", time.monotonic() + PROMPT
     if rank.number == 1:
         dist.destroy_process_group()
-        time.sleep(PROMPT)
-    gather(rank)
+        while not told.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        return
+    try:
+        gather(rank)
+    finally:
+        told.touch()
 
 
 @pytest.mark.parametrize("body", [waits_for_one_that_dies, waits_for_one_that_leaves])
