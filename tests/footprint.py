@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.live import LonelyCommunicator
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
-from zero3.layout import ChunkLayout
+from zero3.core.layout import ChunkLayout
 
 WIDTHS = (16, 24, 40, 12, 32)
 LAYERS = range(len(WIDTHS) - 1)

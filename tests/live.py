@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zero3.streams import Lanes, lanes_for
+from zero3.comm.streams import Lanes, lanes_for
 
 
 class LiveBytes(TorchDispatchMode):
@@ -86,7 +86,7 @@ class LonelyCommunicator:
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
         return [payload] * self.world_size
 
-    def twin(self) -> LonelyCommunicator:
+    def duplicate(self) -> LonelyCommunicator:
         return self
 
     def lanes(self, device: torch.device) -> Lanes:

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zero3.streams import CudaLane, Done, Lanes
+from zero3.comm.streams import CudaLane, Done, Lanes
 
 Clock = dict[str, int]
 
@@ -179,7 +179,7 @@ class EchoCommunicator:
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
         return [payload, payload]
 
-    def twin(self) -> EchoCommunicator:
+    def duplicate(self) -> EchoCommunicator:
         return EchoCommunicator(self.calls)
 
     def lanes(self, device: torch.device) -> Lanes:
@@ -192,7 +192,7 @@ class EchoCommunicator:
 @contextlib.contextmanager
 def faking() -> Iterator[FakeDevice]:
     """torch.cuda's streams and events, as fakes; and the two places that give memory back without an operation."""
-    from zero3.chunk import FullBuffer
+    from zero3.core.chunk import FullBuffer
 
     fake = FakeDevice()
     real_free: Callable[[FullBuffer], None] = FullBuffer.free

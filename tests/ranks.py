@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero3.streams import Lanes, lanes_for
+from zero3.comm.streams import Lanes, lanes_for
 
 
 class Collective(NamedTuple):
@@ -157,7 +157,7 @@ class ThreadCommunicator:
         self.log.append(Collective("exchange", len(payload), torch.uint8))
         return self._meet("exchange", payload, len(payload), torch.uint8)
 
-    def twin(self) -> ThreadCommunicator:
+    def duplicate(self) -> ThreadCommunicator:
         self._twins += 1
         other = ThreadCommunicator(self.world, self.rank, f"{self._place}'{self._twins}")
         other.log, other.before = self.log, self.before

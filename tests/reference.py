@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import zero3
 from tests.ranks import ThreadCommunicator, run_ranks
 from zero3.access import states_of
-from zero3.layer_state import Presence
-from zero3.tree import tensors_in
+from zero3.core.layer_state import Presence
+from zero3.core.tree import tensors_in
 
 TOLERANCE = 1e-12  # fp64; only the order of a few sums differs
 
@@ -188,10 +188,10 @@ def full_gradients(model: nn.Module, group: ThreadCommunicator) -> dict[str, Ten
             full[chunk] = torch.empty(chunk.layout.padded_numel, dtype=gradient.dtype)
             group.all_gather(full[chunk], gradient.as_subclass(Tensor)).wait()
             assert not full[chunk][chunk.layout.numel :].any(), f"padding of {state.label}: {full[chunk]}"
-        for bound in state.bound:
-            if bound.chunk.shard.requires_grad:
-                slot = bound.chunk.layout.slots[bound.index]
-                gradients[names[id(bound.binding.parameter)]] = full[bound.chunk][slot.offset : slot.stop].reshape(slot.shape)
+        for sharded in state.parameters:
+            if sharded.chunk.shard.requires_grad:
+                slot = sharded.chunk.layout.slots[sharded.index]
+                gradients[names[id(sharded.sites.parameter)]] = full[sharded.chunk][slot.offset : slot.stop].reshape(slot.shape)
     return gradients
 
 

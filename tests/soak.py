@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import zero3
 from tests.processes import Rank, on_ranks
 from tests.soak_faults import FAULTS, MICRO_BATCH, STEP, TRANSFERS, Lost, failing_save, failing_step, run_micro_batch, trap
-from zero3.process_group import GroupCommunicator
+from zero3.comm.process_group import GroupCommunicator
 
 WIDTH, DEPTH, MICRO_BATCHES = 64, 6, 2
 PER_MICRO_BATCH, PER_STEP = 0.25, 0.1  # faults

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero3 import gloo
 from zero3.checkpoint import file_operations
+from zero3.comm import gloo
 
 TRANSFERS = 17  # of a micro-batch of six layers: 6 gathers forward, 5 backward, 6 reductions
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.ranks import RanksDisagree, ThreadCommunicator, run_ranks
-from zero3.agreement import agree
-from zero3.communicator import SoloCommunicator
+from zero3.comm.agreement import agree
+from zero3.comm.communicator import SoloCommunicator
 
 CPU = torch.device("cpu")
 

@@ -22,7 +22,8 @@ from tests.processes import on_ranks as on_processes
 from tests.ranks import ThreadCommunicator
 from tests.reference import assert_at_rest, assert_close
 from tests.test_pretrained_memory import resident_bytes
-from zero3.checkpoint import safetensors_files, saving
+from zero3.checkpoint import safetensors_files
+from zero3.checkpoint import save as saving
 from zero3.checkpoint.safetensors_writing import BLOCK_BYTES
 
 Snapshot = dict[str, Any]

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.processes import Rank, on_ranks
-from zero3 import Zero3Layer, neighbours
-from zero3.collectives import communicator_for
-from zero3.gloo import GlooCommunicator
-from zero3.neighbours import SWITCH
-from zero3.process_group import GroupCommunicator
+from zero3 import Zero3Layer
+from zero3.comm.factory import communicator_for
+from zero3.comm.gloo import GlooCommunicator
+from zero3.comm.process_group import GroupCommunicator
+from zero3.comm.shared_memory import neighbours
+from zero3.comm.shared_memory.neighbours import SWITCH
 
 CPU = torch.device("cpu")
 LENGTHS = [1, 7, 1001, 65537]  # of a chunk: odd, across the sizes at which gloo and kernels change their ways
@@ -295,7 +296,7 @@ def timeout_of_a_twin(rank: Rank) -> dict[tuple[int, ...], Any]:
 
     real, dist.new_group = dist.new_group, new_group
     try:
-        GroupCommunicator(dist.group.WORLD, "nccl").twin()
+        GroupCommunicator(dist.group.WORLD, "nccl").duplicate()
     finally:
         dist.new_group = real
     return asked

@@ -21,9 +21,9 @@ from tests.ranks import ThreadCommunicator, run_ranks
 from tests.test_param_groups import Options, all_whole, build, matrices_whole, mean, plain_groups, run_plain, steps
 from tests.training import loss_of, odd_model, sentences
 from zero3.access import states_of
-from zero3.collectives import communicator_for
-from zero3.layout import ChunkLayout, Slot, deal
-from zero3.process_group import GroupCommunicator
+from zero3.comm.factory import communicator_for
+from zero3.comm.process_group import GroupCommunicator
+from zero3.core.layout import ChunkLayout, Slot, deal
 
 shapes = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=8)
 

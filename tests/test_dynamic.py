@@ -21,7 +21,7 @@ from tests.ranks import ThreadCommunicator
 from tests.reference import TOLERANCE, Turn, assert_at_rest, check_parity, in_sequence, on_ranks
 from tests.stacks import WIDTH, built
 from zero3 import ShardingPolicy
-from zero3.schedule import Event, Program
+from zero3.core.schedule import Event, StaticOrder
 
 DEPTH = 4
 DYNAMIC = ShardingPolicy(dynamic=True)
@@ -272,7 +272,7 @@ def test_every_layer_begins_and_ends_once_whatever_is_called(steps: list[int], d
     depths = [0]
     for step in steps[1:]:
         depths.append(min(step, depths[-1] + 1))
-    program: Program[int] = Program(enumerate(depths))
+    program: StaticOrder[int] = StaticOrder(enumerate(depths))
     program.begin()
     seen: list[Event[int]] = []
     everything = list(program.rest())

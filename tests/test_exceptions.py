@@ -16,7 +16,7 @@ import zero3
 from tests.models import WIDTH, Calls, calls, mlp, seeded
 from tests.ranks import ThreadCommunicator
 from tests.reference import assert_at_rest, full_parameters, on_ranks, sgd
-from zero3.binding import Binding
+from zero3.core.parameters import ParameterSites
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 X = torch.linspace(-1, 1, 3 * WIDTH, dtype=torch.float64).view(3, WIDTH)
@@ -203,15 +203,15 @@ def test_training_goes_on_after_a_transfer_that_failed(kind: str, number: int) -
 def test_an_interrupt_between_two_parameters_leaves_no_half_layer(
     world_size: int, moment: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, armed, original = parameters_after(mlp, 1), threading.local(), getattr(Binding, moment)
+    expected, armed, original = parameters_after(mlp, 1), threading.local(), getattr(ParameterSites, moment)
 
-    def interrupted(self: Binding, value: Tensor) -> None:
+    def interrupted(self: ParameterSites, value: Tensor) -> None:
         armed.left = getattr(armed, "left", -1) - 1
         if armed.left == 0:
             raise KeyboardInterrupt
         original(self, value)
 
-    monkeypatch.setattr(Binding, moment, interrupted)
+    monkeypatch.setattr(ParameterSites, moment, interrupted)
 
     def body(model: zero3.Zero3Sequential, group: ThreadCommunicator) -> None:
         optimizer = sgd(model.get_trainable_chunk())

@@ -17,9 +17,9 @@ from tests.models import WIDTH, mlp
 from tests.ranks import ThreadCommunicator, run_ranks
 from tests.reference import assert_at_rest, full_parameters, process_group, sgd
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
-from zero3.chunk import FullBuffer
-from zero3.gradient import FlatGradient
-from zero3.streams import HostLane, _HostMark
+from zero3.comm.streams import HostLane, _HostMark
+from zero3.core.chunk import FullBuffer
+from zero3.core.gradient_reducer import GradientReducer
 
 X = torch.linspace(-1, 1, 3 * WIDTH, dtype=torch.float64).view(3, WIDTH)
 REPETITIONS = 100
@@ -71,7 +71,7 @@ def _trapped(monkeypatch: pytest.MonkeyPatch, mine: threading.local) -> None:
         monkeypatch.setattr(owner, method, trapped)
 
     wrap(FullBuffer, "allocate", "allocate")
-    wrap(FlatGradient, "_new", "gradient")
+    wrap(GradientReducer, "_new", "gradient")
     wrap(_HostMark, "wait", "wait")
     wrap(HostLane, "issue", "issue")
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from tests.test_gpu import batch, blocks
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential, full_state_dict, no_sync, step_guard
-from zero3.streams import CudaLane
+from zero3.comm.streams import CudaLane
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 import zero3
 from tests.processes import PROMPT, Outcome, Rank, on_ranks, try_on_ranks
-from zero3 import Zero3Layer, Zero3Sequential, host_memory, neighbours
-from zero3.collectives import communicator_for
-from zero3.gloo import GlooCommunicator
-from zero3.host_memory import HostMemory
-from zero3.optim.buckets import LARGE_BYTES
+from zero3 import Zero3Layer, Zero3Sequential
+from zero3.comm.factory import communicator_for
+from zero3.comm.gloo import GlooCommunicator
+from zero3.comm.shared_memory import host_memory, neighbours
+from zero3.comm.shared_memory.host_memory import HostMemory
+from zero3.zero1.buckets import LARGE_BYTES
 
 CPU = torch.device("cpu")
 served = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "pidfd_open"), reason="Linux on x86-64")

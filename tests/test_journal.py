@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.processes import PROMPT, Rank, try_on_ranks
 from tests.ranks import ThreadCommunicator, run_ranks
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
-from zero3.journal import Journal
+from zero3.comm.log import Journal
 
 
 def written(*entries: tuple[str, int]) -> int:

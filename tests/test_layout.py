@@ -9,8 +9,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from zero3.flat import not_a_number, split, unpack, view, zero_padding
-from zero3.layout import ALIGNMENT_NUMEL, ChunkLayout, Slot
+from zero3.core.flat import not_a_number, split, unpack, view, zero_padding
+from zero3.core.layout import ALIGNMENT_NUMEL, ChunkLayout, Slot
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.uint8, torch.bool]
 

@@ -25,7 +25,7 @@ def without_cycle_collector() -> Iterator[None]:
 def watched(model: nn.Module) -> list[weakref.ref[object]]:
     layers = [module for module in model.modules() if isinstance(module, Zero3Layer)]
     states = [layer._state for layer in layers]
-    parameters = [bound.binding.parameter for state in states for bound in state.bound]
+    parameters = [sharded.sites.parameter for state in states for sharded in state.parameters]
     chunks = [chunk for state in states for chunk in state.chunks]
     return [weakref.ref(each) for each in (*layers, *states, *parameters, *chunks, *(chunk.full.tensor for chunk in chunks))]
 

@@ -13,8 +13,8 @@ from tests.footprint import BYTES, GIVEN, LAYERS, WIDTHS, Block, Formula, GlooFo
 from tests.live import LiveBytes
 from tests.processes import Rank, on_ranks
 from zero3 import Zero3Layer, clip_grad_norm_, full_state_dict, load_full_state_dict, reset
-from zero3.layer_state import Presence
-from zero3.neighbours import SWITCH
+from zero3.comm.shared_memory.neighbours import SWITCH
+from zero3.core.layer_state import Presence
 
 worlds = pytest.mark.parametrize("world_size", [1, 2, 3])
 ranks = pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 2)])
@@ -97,7 +97,7 @@ def test_the_peak_of_a_step(world_size: int, depth: int, accumulating: bool) -> 
 def test_the_peak_of_construction(world_size: int, rank: int) -> None:
     """A rank holds what it was given and the chunk of one layer. (Small parameters are copied together: here none is small.)"""
     formula = Formula(world_size, depth=1)
-    with LiveBytes() as live, patch("zero3.scattering._SMALL_NUMEL", 1):
+    with LiveBytes() as live, patch("zero3.core.scattering._SMALL_NUMEL", 1):
         blocks = [Block(number, lambda name: None) for number in LAYERS]
         layers: list[Zero3Layer] = []
         assert live.now == sum(GIVEN)

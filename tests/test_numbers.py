@@ -15,7 +15,7 @@ from tests.processes import on_ranks as on_processes
 from tests.ranks import ThreadCommunicator, run_ranks
 from tests.reference import Turn, in_sequence, on_ranks, process_group, sgd
 from zero3 import ShardingPolicy
-from zero3.gradient import FlatGradient
+from zero3.core.gradient_reducer import GradientReducer
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -108,13 +108,13 @@ def test_check_agrees_and_changes_nothing(world_size: int, reduction: Any) -> No
 
 
 def test_check_names_the_first_parameter_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = FlatGradient.add
+    real = GradientReducer.add
 
-    def add(self: FlatGradient, index: int, gradient: Tensor) -> None:
+    def add(self: GradientReducer, index: int, gradient: Tensor) -> None:
         slot = self._chunk.layout.slots[index]
         real(self, index, gradient * 2 if slot.name.endswith("bias") else gradient)
 
-    monkeypatch.setattr(FlatGradient, "add", add)
+    monkeypatch.setattr(GradientReducer, "add", add)
     model = mlp()
     reports = run_ranks(2, lambda g: checked(g, model, wrap=lambda m: in_sequence(m, process_group(g), ShardingPolicy())))
     for report in reports:

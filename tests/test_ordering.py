@@ -8,8 +8,8 @@ from torch import nn
 
 from tests.ordering import EchoCommunicator, FakeDevice, FakeEvent, FakeStream
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential, clip_grad_norm_
-from zero3.gradient import Backup
-from zero3.streams import lanes_for
+from zero3.comm.streams import lanes_for
+from zero3.core.gradient_reducer import Backup
 
 
 def train(
@@ -111,7 +111,7 @@ def test_a_gradient_buffer_given_back_before_its_reduction_is_over_is_found(
 
 
 def test_a_full_buffer_given_back_while_it_is_filled_is_found(fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zero3.chunk import Chunk
+    from zero3.core.chunk import Chunk
 
     def release(chunk: Chunk) -> None:
         chunk.full.free()

@@ -20,7 +20,7 @@ import zero3
 from tests.ordering import EchoCommunicator, FakeDevice, FakeEvent, FakeStream, faking
 from tests.test_random_programs import WIDTH, Node, as_layers, build, in_place, models, with_shard
 from zero3 import ShardingPolicy
-from zero3.gradient import Backup
+from zero3.core.gradient_reducer import Backup
 
 EXAMPLES = int(os.environ.get("ZERO3_EXAMPLES", "8"))
 

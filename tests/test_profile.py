@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint_sequential
 import zero3
 from tests.live import LonelyCommunicator
 from tests.ranks import ThreadCommunicator, run_ranks
-from zero3 import streams
 from zero3.access import states_of
-from zero3.timeline import LayerProfile, Profile, Span, Transfer
+from zero3.comm import streams
+from zero3.diagnose.timeline import LayerProfile, Profile, Span, Transfer
 
 RANKS, LAYERS, WIDTH = 2, 4, 8
 DELAY = 0.03

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import get_testing_overrides
 
-from zero3.binding import Binding
-from zero3.released import ReleasedParameter
-from zero3.tree import tensors_in
+from zero3.core.parameters import ParameterSites
+from zero3.core.released import ReleasedParameter
+from zero3.core.tree import tensors_in
 
 
 @pytest.fixture
 def released() -> nn.Parameter:
     """As a layer leaves one: its values are gone, what it shows is one NaN stretched to its shape."""
     module = nn.Linear(4, 3, bias=False, dtype=torch.bfloat16)
-    binding = Binding("weight", module.weight, [(module, "weight")])
-    binding.hide(torch.full((), float("nan"), dtype=torch.bfloat16).expand(3, 4))
+    sites = ParameterSites("weight", module.weight, [(module, "weight")])
+    sites.hide(torch.full((), float("nan"), dtype=torch.bfloat16).expand(3, 4))
     module.weight.zero3_name = "'weight' of layer '0' (Linear)"  # type: ignore[attr-defined]
     return module.weight
 

@@ -1,4 +1,4 @@
-"""ForwardOrder and Tape as pure data: which layer comes next, and what a backward does, in which order.
+"""ForwardOrder and CallTrace as pure data: which layer comes next, and what a backward does, in which order.
 
 The ranks of a model decide alone what they gather and reduce next. They stay together only because what these two
 say depends on the forward's calls, never on where gradients happen to flow: that is the main property below.
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero3.schedule import Call, ForwardOrder, Phase, Step, Tape
+from zero3.core.schedule import Call, CallTrace, ForwardOrder, Phase, Step
 
 Tree = tuple[str, list["Tree"]]  # type: ignore[misc]  # a layer's call, and the calls made inside it
 
@@ -25,8 +25,8 @@ trees = st.recursive(
 forwards = st.lists(trees, min_size=1, max_size=5)
 
 
-def record(forward: list[Tree]) -> Tape[str]:
-    tape: Tape[str] = Tape()
+def record(forward: list[Tree]) -> CallTrace[str]:
+    tape: CallTrace[str] = CallTrace()
 
     def call(tree: Tree) -> None:
         start = tape.begin()
@@ -43,7 +43,7 @@ def describe(steps: Iterator[Step[str]]) -> list[tuple[str, int, bool]]:
     return [("open" if step.opens else "close", step.call.index, step.reduce) for step in steps]
 
 
-def whole_walk(tape: Tape[str]) -> list[tuple[str, int, bool]]:
+def whole_walk(tape: CallTrace[str]) -> list[tuple[str, int, bool]]:
     return [*describe(tape.advance(tape.calls[0])), *describe(tape.finish(complete=True))]
 
 
@@ -169,7 +169,7 @@ def test_a_gradient_that_comes_late_opens_its_call_again() -> None:
 
 
 def test_an_outer_layer_is_over_only_at_the_very_end() -> None:
-    """The picture in the docstring of Tape."""
+    """The picture in the docstring of CallTrace."""
     tape = record([("outer", [("a", []), ("b", [])])])
     a, b, outer = tape.calls
     assert [(call.start, call.end) for call in (outer, a, b)] == [(1, 6), (2, 3), (4, 5)]
@@ -183,7 +183,7 @@ def test_a_tape_knows_its_layers() -> None:
     tape = record([("a", []), ("b", []), ("a", [])])
     assert tape.signature() == ("a", "b", "a")
     assert tape.holds("a") and tape.holds("b") and not tape.holds("c")
-    assert not describe(Tape[str]().finish(complete=True))
+    assert not describe(CallTrace[str]().finish(complete=True))
 
 
 # -- the forward

@@ -85,7 +85,7 @@ def test_a_head_is_a_layer_though_its_bias_is_tied() -> None:
     model.head_bias = model.head.bias
     zero3.shard(model)
     assert wrapped(model)["head"] == "Linear"
-    assert model._zero3_root.bound[0].binding.name == "head_bias"
+    assert model._zero3_root.parameters[0].sites.name == "head_bias"
     assert_at_rest(model)
 
 

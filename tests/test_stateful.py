@@ -29,7 +29,7 @@ from tests.crew import Crew, Member
 from tests.models import WIDTH, seeded
 from tests.reference import assert_at_rest, assert_close, full_parameters, in_place, in_sequence, nested, process_group
 from zero3.access import states_of
-from zero3.layer_state import Presence
+from zero3.core.layer_state import Presence
 
 EXAMPLES = int(os.environ.get("ZERO3_EXAMPLES", "25"))
 BLOCKS = 3
@@ -497,17 +497,17 @@ def look(me: Member, at_gradients: bool, releases: bool) -> tuple[Any, Any, Any]
     """Parameters, gradients if they are known, and the log so far. `releases`: layers that stayed whole are released on the way."""
     values = full_parameters(me.model) if releases else whole(me, me.model.parameters())
     for state in states_of(me.model):
-        for bound in state.bound:
+        for sharded in state.parameters:
             with torch._C.DisableTorchFunctionSubclass():
-                assert bound.binding.parameter.grad is None, "a stray gradient"
-                assert len(bound.binding.parameter._post_accumulate_grad_hooks or ()) <= 1, "a stray hook"
+                assert sharded.sites.parameter.grad is None, "a stray gradient"
+                assert len(sharded.sites.parameter._post_accumulate_grad_hooks or ()) <= 1, "a stray hook"
     for block in me.blocks:
         assert not block._forward_hooks and not block._backward_hooks
     if releases:
         assert_at_rest(me.model)
     if at_gradients and (chunks := [chunk for chunk in zero3.get_trainable_chunk(me.model) if chunk.grad is not None]):
         chunks[-1].grad.isnan()  # type: ignore[union-attr]
-    known = not any(type(chunk.grad).__name__ == "AwaitedGradient" for chunk in me.model.parameters())
+    known = not any(type(chunk.grad).__name__ == "DeferredGradient" for chunk in me.model.parameters())
     gradients = whole(me, zero3.get_trainable_chunk(me.model), of_gradients=True) if known else {}
     log = list(me.group.log)
     me.group.log.clear()
@@ -525,9 +525,9 @@ def whole(me: Member, chunks: Iterable[nn.Parameter], of_gradients: bool = False
             full = torch.empty(chunk.layout.padded_numel, dtype=mine.dtype)
             me.group.all_gather(full, mine).wait()
             assert not full[chunk.layout.numel :].any(), f"padding of {state.label}: {full}"
-            for bound in [bound for bound in state.bound if bound.chunk is chunk]:
-                slot = chunk.layout.slots[bound.index]
-                found[me.names[id(bound.binding.parameter)]] = full[slot.offset : slot.stop].reshape(slot.shape)
+            for sharded in [sharded for sharded in state.parameters if sharded.chunk is chunk]:
+                slot = chunk.layout.slots[sharded.index]
+                found[me.names[id(sharded.sites.parameter)]] = full[slot.offset : slot.stop].reshape(slot.shape)
     return found
 
 

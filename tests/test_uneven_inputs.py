@@ -16,7 +16,7 @@ from tests.processes import PROMPT, Rank, on_ranks, try_on_ranks
 from tests.reference import assert_at_rest
 from tests.uneven import Plan, Story, adamw, assert_same, plain, sharded, tell_sharded, words
 from zero3.access import states_of
-from zero3.gate import GuardedCommunicator, OpenGate
+from zero3.core.coordination import GatedCommunicator, OpenGate
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def joined(model: nn.Module, step: Callable[[], None], **options: Any) -> Iterat
     with Join([uneven], **options):
         yield uneven
     assert_at_rest(model)
-    assert all(isinstance(state.gate, OpenGate) and not isinstance(state.communicator, GuardedCommunicator) for state in states_of(model))
+    assert all(isinstance(state.gate, OpenGate) and not isinstance(state.communicator, GatedCommunicator) for state in states_of(model))
 
 
 def train(rank: Rank, plans: list[Plan]) -> list[Story]:

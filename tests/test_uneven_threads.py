@@ -15,7 +15,7 @@ from tests.live import LiveBytes
 from tests.ranks import ThreadCommunicator, run_ranks
 from tests.reference import assert_close
 from tests.uneven import Plan, adamw, assert_same, joined_threads, plain, sharded, tell_sharded, words
-from zero3.shadow import Rounds
+from zero3.uneven.coordinator import JoinCoordinator
 
 
 def check(plan: Plan, tolerance: float = 1e-9) -> None:
@@ -114,7 +114,7 @@ def test_a_rank_without_data_holds_less_than_one_that_computes() -> None:
 
 class Trial(NamedTuple):
     model: zero3.Zero3Sequential
-    uneven: Rounds
+    uneven: JoinCoordinator
     optimizer: torch.optim.Optimizer
     loss: Callable[[], Tensor]
     rank: int

@@ -16,8 +16,8 @@ import zero3
 from tests.ranks import ThreadCommunicator
 from tests.reference import assert_close
 from tests.training import WORDS, loss_of, odd_model
-from zero3.joining import runtimes_of
-from zero3.shadow import Rounds
+from zero3.uneven.coordinator import JoinCoordinator
+from zero3.uneven.joinable import runtimes_of
 
 EVEN = 2  # steps after those that are uneven, which all ranks take
 
@@ -207,10 +207,12 @@ def _name(name: str) -> str:
 
 
 @contextmanager
-def joined_threads(group: ThreadCommunicator, model: nn.Module, step: Callable[[], None], by_all: bool = False) -> Iterator[Rounds]:
+def joined_threads(
+    group: ThreadCommunicator, model: nn.Module, step: Callable[[], None], by_all: bool = False
+) -> Iterator[JoinCoordinator]:
     """What torch's Join does, which works with process groups alone."""
     runtimes = runtimes_of(model)
-    rounds = Rounds([state for runtime in runtimes for state in runtime.layers], runtimes, group, step)
+    rounds = JoinCoordinator([state for runtime in runtimes for state in runtime.layers], runtimes, group, step)
 
     def notify() -> bool:
         group.all_reduce(torch.ones(1))

@@ -1,29 +1,29 @@
 """zero3: full sharding (ZeRO-3) of PyTorch models. Wrap layers, pass their chunks to any optimizer, train as always."""
 
 from .access import full_params, get_trainable_chunk, no_sync, reset, resident
-from .check import check
 from .checkpoint.full_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
 from .checkpoint.full_state import full_state_dict, load_full_state_dict
-from .checkpoint.loading import load_checkpoint
+from .checkpoint.load import load_checkpoint
 from .checkpoint.numbered import latest_checkpoint
-from .checkpoint.pretrained import load_pretrained
-from .checkpoint.save_pretrained import save_pretrained
-from .checkpoint.saving import save_checkpoint
-from .joining import joinable
+from .checkpoint.save import save_checkpoint
+from .diagnose.check import check
+from .diagnose.profile import profile
+from .diagnose.report import report
+from .huggingface.load_pretrained import load_pretrained
+from .huggingface.save_pretrained import save_pretrained
 from .layer import Zero3Layer
-from .optim.check import check_optimizer
-from .optim.clip import clip_grad_norm_
-from .optim.groups import ParamInfo, param_groups
+from .optim.check_optimizer import check_optimizer
+from .optim.clipping import clip_grad_norm_
+from .optim.grad_scaler import GradScaler
 from .optim.norms import parameter_norms
-from .optim.scaler import GradScaler
+from .optim.param_groups import ParamInfo, param_groups
 from .optim.token_mean import backward
-from .optim.zero_redundancy import ZeroRedundancyOptimizer
 from .policy import ShardingPolicy
-from .profiler import profile
-from .report import report
+from .resilience.step_guard import step_guard
 from .sequential import Zero3Sequential
 from .shard import shard
-from .step_guard import step_guard
+from .uneven.joinable import joinable
+from .zero1.optimizer import ZeroRedundancyOptimizer
 
 __all__ = [
     "GradScaler",

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from .agreement import agree
+from .comm.agreement import agree
+from .core.layer_state import LayerState
 from .layer import Zero3Layer, layers_of
-from .layer_state import LayerState
 
 __all__: list[str] = []
 
@@ -68,7 +68,7 @@ def _pinned(module: nn.Module, caller: str, *, writeback: bool = False, to_compu
                 _write_back(states, error)
     finally:
         toggled = [name for state in pinned for name in _undo_toggles(state)]
-        replaced = [f"{b.binding.name!r} of layer {state.label}" for state in pinned for b in state.bound if b.binding.replaced()]
+        replaced = [f"{b.sites.name!r} of layer {state.label}" for state in pinned for b in state.parameters if b.sites.replaced()]
         for state in pinned:
             state.unpin()
     if toggled:
@@ -150,10 +150,10 @@ def agree_to_gather(states: list[LayerState], caller: str, error: Exception | No
 
 def _undo_toggles(state: LayerState) -> list[str]:
     """The parameters whose `requires_grad` is no longer that of their chunk; it is again afterwards."""
-    toggled = [bound for bound in state.bound if bound.binding.parameter.requires_grad != bound.chunk.trains]
-    for bound in toggled:
-        bound.binding.parameter.requires_grad_(bound.chunk.trains)
-    return [f"{bound.binding.name!r} of layer {state.label}" for bound in toggled]
+    toggled = [sharded for sharded in state.parameters if sharded.sites.parameter.requires_grad != sharded.chunk.trains]
+    for sharded in toggled:
+        sharded.sites.parameter.requires_grad_(sharded.chunk.trains)
+    return [f"{sharded.sites.name!r} of layer {state.label}" for sharded in toggled]
 
 
 def _write_back(states: list[LayerState], error: BaseException | None) -> None:

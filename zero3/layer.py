@@ -9,14 +9,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from .autograd import mark_upstream
-from .binding import own_modules
-from .construction import Request, build_state
-from .guards import check_conversion, guard, refuse
-from .layer_state import LayerState
+from .core.autograd import mark_upstream
+from .core.construction import Request, build_state
+from .core.layer_state import LayerState
+from .core.module_overrides import check_conversion, guard, refuse
+from .core.parameters import own_modules
+from .core.runtime import Runtime
+from .core.tree import tensors_in
 from .policy import ShardingPolicy
-from .runtime import Runtime
-from .tree import tensors_in
 
 __all__: list[str] = []
 

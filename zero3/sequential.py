@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .agreement import agree
-from .collectives import any_device_of, communicator_for
+from .comm.agreement import agree
+from .comm.factory import any_device_of, communicator_for
+from .core.runtime import Runtime
 from .layer import Zero3Layer, adopt, floating_dtype, layers_of
-from .runtime import Runtime
 
 __all__: list[str] = []
 

@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .binding import bindings_of, check_bindings, own_modules
-from .construction import Request, agree_on, build_state, device_of
-from .guards import Override, guard
+from .auto_wrap import CONTAINERS, Layers, choose, tied_across
+from .core.construction import Request, agree_on, build_state, device_of
+from .core.layer_state import LayerState
+from .core.layout import megabytes
+from .core.module_overrides import Override, guard
+from .core.parameters import check_parameters, find_parameters, own_modules
+from .core.runtime import Runtime
 from .layer import Zero3Layer, adopt, is_layer, layers_of, run_sharded
-from .layer_state import LayerState
 from .policy import ShardingPolicy
-from .report import megabytes
-from .runtime import Runtime
-from .selection import CONTAINERS, Layers, choose, tied_across
 
 __all__: list[str] = []
 
@@ -104,8 +104,8 @@ def _plan(common: Request, layers: Layers) -> _Plan:
         raise ValueError(
             f"this {type(model).__name__} is sharded already, or holds Zero3Layers: shard a model once, before wrapping any part of it"
         )
-    everything = bindings_of(model, lambda module: False)  # for parameters may overlap across layers
-    check_bindings(everything, common.dtype, type(model).__name__)
+    everything = find_parameters(model, lambda module: False)  # for parameters may overlap across layers
+    check_parameters(everything, common.dtype, type(model).__name__)
     chosen = choose(model, layers)
     ids = {id(module) for _, module in chosen}
     tied = tied_across(model, chosen)
@@ -171,7 +171,7 @@ def _report(model: nn.Module, root: LayerState) -> None:
         kinds.setdefault(type(layer.module).__name__, []).append(layer._state.full_nbytes())
     parts = ", ".join(f"{len(sizes)} x {kind} (each up to {megabytes(max(sizes))})" for kind, sizes in kinds.items())
     own, largest = root.full_nbytes(), max(max(sizes) for sizes in kinds.values())
-    names = [bound.binding.name for bound in root.bound]
+    names = [sharded.sites.name for sharded in root.parameters]
     listed = ", ".join(names[:6]) + (" ..." if len(names) > 6 else "") if names else "nothing"
     _log.info("%s: %s; in the root's own layer %s (%s)", type(model).__name__, parts, megabytes(own), listed)
     if own > largest:

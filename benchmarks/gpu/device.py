@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero3.streams import Clock, clock_for
+from zero3.comm.streams import Clock, clock_for
 
 
 class Gpu:

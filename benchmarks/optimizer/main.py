@@ -27,9 +27,9 @@ from benchmarks.common.counters import send_by_sockets, sent_bytes
 from benchmarks.common.model import Size, batch, layers, loss_of
 from benchmarks.common.ranks import on_ranks
 from benchmarks.common.report import MEGABYTE, markdown, write
-from zero3.collectives import communicator_for
-from zero3.communicator import Communicator
-from zero3.layout import ChunkLayout, deal
+from zero3.comm.communicator import Communicator
+from zero3.comm.factory import communicator_for
+from zero3.core.layout import ChunkLayout, deal
 
 
 def timed(action: Callable[[], object]) -> float:

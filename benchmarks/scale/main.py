@@ -28,7 +28,7 @@ from benchmarks.common.ranks import alone
 from benchmarks.common.report import leave, markdown, new_figure, progress, save
 from benchmarks.common.systems import fsdp2
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
-from zero3.streams import Done, Lanes, Pending, lanes_for
+from zero3.comm.streams import Done, Lanes, Pending, lanes_for
 
 MODELS = {
     "7.5B": Size(width=4096, depth=35, heads=32, vocabulary=51200, sequence=8, batch=1),
@@ -81,7 +81,7 @@ class Absent:
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
         return [payload] * self.world_size
 
-    def twin(self) -> Absent:
+    def duplicate(self) -> Absent:
         return self
 
     def lanes(self, device: torch.device) -> Lanes:
@@ -93,7 +93,7 @@ class Absent:
 
 def by_zero3(size: Size, ranks: int) -> dict[str, int]:
     group, policy = Absent(ranks), ShardingPolicy(param_dtype=torch.bfloat16)
-    allowed = patch("zero3.construction._not_meta", lambda device: device)  # users are kept from it: nothing can be learned there
+    allowed = patch("zero3.core.construction._not_meta", lambda device: device)  # users are kept from it: nothing can be learned there
     with LiveBytes() as live, torch.device("meta"), allowed:
         model = Zero3Sequential([Zero3Layer(module, device="meta", policy=policy, process_group=group) for module in layers(size)])
         for layer in model:

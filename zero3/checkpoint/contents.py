@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ..access import states_of
-from ..binding import Bound
-from ..chunk import Chunk
-from ..layer_state import LayerState
-from .full_state import named_tensors
-from .plain_values import name_of
+from ..comm.plain_values import name_of
+from ..core.chunk import Chunk
+from ..core.layer_state import LayerState
+from ..core.parameters import ShardedParameter
+from ..names import named_tensors
 
 __all__: list[str] = []
 
@@ -42,15 +42,15 @@ class Contents:
             raise RuntimeError(f"{doing} inside full_params or resident: layer {pinned.label} is whole there. Call it before or after.")
         self.names: dict[int, list[str]] = {}  # of a tensor, by its id; tied ones have several
         self.others: dict[str, Tensor] = {}
-        self.bound: dict[str, Bound] = {}
-        owned = {id(bound.binding.parameter): bound for state in self.states for bound in state.bound}
+        self.parameters: dict[str, ShardedParameter] = {}
+        owned = {id(sharded.sites.parameter): sharded for state in self.states for sharded in state.parameters}
         self._chunk_names: dict[Chunk, dict[str, str]] = {}
         for name, tensor in named_tensors(model):
             if id(tensor) not in self.names:
-                if (bound := owned.get(id(tensor))) is not None:
-                    self.bound[name] = bound
-                    slot = bound.chunk.layout.slots[bound.index]
-                    self._chunk_names.setdefault(bound.chunk, {})[slot.name] = name
+                if (sharded := owned.get(id(tensor))) is not None:
+                    self.parameters[name] = sharded
+                    slot = sharded.chunk.layout.slots[sharded.index]
+                    self._chunk_names.setdefault(sharded.chunk, {})[slot.name] = name
                 else:
                     self.others[name] = tensor
             self.names.setdefault(id(tensor), []).append(name)
@@ -73,20 +73,20 @@ class Contents:
             yield from state.chunks
 
     def knows(self, name: str) -> bool:
-        return name in self.bound or name in self.others
+        return name in self.parameters or name in self.others
 
     def trains(self, name: str) -> bool:
         """Whether an optimizer may change it."""
-        if name in self.bound:
-            return self.bound[name].chunk.shard.requires_grad
+        if name in self.parameters:
+            return self.parameters[name].chunk.shard.requires_grad
         return self.others[name].requires_grad
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.others[name].shape if name in self.others else self.bound[name].stand_in.shape)
+        return tuple(self.others[name].shape if name in self.others else self.parameters[name].stand_in.shape)
 
     def dtype(self, name: str) -> torch.dtype:
         """As it is stored; layers may compute in another."""
-        return self.others[name].dtype if name in self.others else self.bound[name].chunk.shard.dtype
+        return self.others[name].dtype if name in self.others else self.parameters[name].chunk.shard.dtype
 
     def description(self) -> dict[str, Any]:
         """Name to shape and dtype, and its other names if it is tied: as a manifest has it, the same on every rank."""

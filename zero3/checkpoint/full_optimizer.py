@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ..access import states_of
-from ..agreement import agree, exchange_texts
-from ..optim.check import warn_if_inexact
+from ..comm.agreement import agree, exchange_texts
+from ..comm.plain_values import decode_scalar, dtype_named, encode_scalar, name_of
+from ..optim.check_optimizer import warn_if_inexact
+from ..optim.several import Optimizers, Together
 from .contents import Contents, Span
 from .optimizer_contents import Held, NamedState, OptimizerContents, contents_of, held_by, options_of
 from .optimizer_placing import Placing, Target, place
-from .plain_values import decode_scalar, dtype_named, encode_scalar, name_of
-from .together import Optimizers, Together
 
 __all__: list[str] = []
 

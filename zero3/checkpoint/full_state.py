@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..access import agree_to_gather, states_of
-from ..agreement import agree
-from ..binding import parameters_of
-from ..layer import Zero3Layer
-from ..layer_state import LayerState
+from ..comm.agreement import agree
+from ..core.layer_state import LayerState
+from ..names import named_tensors
 from .meta_buffers import initialise, put
 
 __all__: list[str] = []
@@ -43,7 +42,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
         state.pin()
         try:
             if keeps:
-                values.update({id(b.binding.parameter): _copy(b.value, dtype) for b in state.bound})
+                values.update({id(b.sites.parameter): _copy(b.value, dtype) for b in state.parameters})
         finally:
             state.unpin()
     if not keeps:
@@ -77,7 +76,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | No
 def _load_others(model: nn.Module, states: list[LayerState], values: Mapping[int, Tensor]) -> None:
     """What no layer owns: buffers, mostly. Those that no state dict holds are computed, if they are on meta."""
     first = states[0]
-    owned = {id(bound.binding.parameter) for state in states for bound in state.bound}
+    owned = {id(sharded.sites.parameter) for state in states for sharded in state.parameters}
     others = {id(tensor): tensor for _, tensor in named_tensors(model) if id(tensor) not in owned}
     given = torch.tensor([key in values for key in others], dtype=torch.uint8, device=first.device)
     if others:
@@ -97,9 +96,9 @@ def _load_others(model: nn.Module, states: list[LayerState], values: Mapping[int
 def _load_layer(state: LayerState, values: Mapping[int, Tensor]) -> None:
     state.pin_unloaded()
     try:
-        for bound in state.bound:
-            if id(bound.binding.parameter) in values:
-                bound.value.copy_(values[id(bound.binding.parameter)])
+        for sharded in state.parameters:
+            if id(sharded.sites.parameter) in values:
+                sharded.value.copy_(values[id(sharded.sites.parameter)])
         state.write_back()
     finally:
         state.unpin()
@@ -117,21 +116,6 @@ def _watched(states: list[LayerState], doing: str) -> Iterable[LayerState]:
     return bar(states, desc=f"zero3: {doing}", unit="layer", leave=False)  # type: ignore[no-any-return]
 
 
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What the unwrapped model's state dict holds, in its order: parameters (released or not) and persistent buffers."""
-    chunks = {id(part.parameter) for state in states_of(model) for chunk in state.chunks for part in chunk.parts}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, Zero3Layer):
-            continue
-        dot = f"{prefix}." if prefix else ""
-        for name, parameter in parameters_of(module):
-            if parameter is not None and id(parameter) not in chunks:
-                yield dot + name, parameter
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield dot + name, buffer
-
-
 def not_a_dtype(dtype: Any) -> TypeError | None:
     """The mistake, to be raised where all ranks hear of it."""
     return None if dtype is None or isinstance(dtype, torch.dtype) else TypeError(f"dtype must be a torch.dtype or None, found {dtype!r}")
@@ -147,7 +131,7 @@ def _problems(model: nn.Module, states: list[LayerState], given: Mapping[str, An
     names: dict[int, list[str]] = {}
     for name, tensor in expected.items():
         names.setdefault(id(tensor), []).append(name)
-    unloaded = {id(b.binding.parameter) for state in states for b in state.bound if b.index in b.chunk.unloaded}
+    unloaded = {id(b.sites.parameter) for state in states for b in state.parameters if b.index in b.chunk.unloaded}
     missing = [ns[0] for key, ns in names.items() if not any(n in given for n in ns) and (strict or key in unloaded)]
     found = []
     if missing:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..guards import Override
+from ..core.layer_state import LayerState
+from ..core.module_overrides import Override
 from ..layer import is_layer
-from ..layer_state import LayerState
 
 __all__: list[str] = []
 

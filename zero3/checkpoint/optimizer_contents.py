@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..agreement import agree, exchange_texts
-from ..chunk import Chunk, Part
+from ..comm.agreement import agree, exchange_texts
+from ..comm.plain_values import encode_scalar, name_of
+from ..core.chunk import Chunk, Part
+from ..optim.several import Together
 from .contents import Contents, Span
-from .plain_values import encode_scalar, name_of
-from .together import Together
 
 __all__: list[str] = []
 

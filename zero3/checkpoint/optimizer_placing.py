@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..comm.plain_values import decode_scalar, dtype_named
+from ..optim.several import Together
 from .contents import Contents, Span
 from .optimizer_contents import Held, NamedState, OptimizerContents, is_whole
-from .plain_values import decode_scalar, dtype_named
-from .together import Together
 
 __all__: list[str] = []
 

@@ -12,15 +12,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..agreement import agree
+from ..comm.agreement import agree
+from ..comm.plain_values import encode
+from ..optim.several import Together
 from . import file_operations, manifest, random_state
 from .contents import Contents
 from .numbered import next_number, prune
 from .optimizer_contents import Held, contents_of
-from .plain_values import encode
 from .safetensors_files import bytes_of
 from .safetensors_writing import Entry, Written
-from .together import Together
 
 __all__: list[str] = []
 
@@ -64,7 +64,7 @@ class Prepared:
         return self.frozen or name in self.contents.others or self.contents.trains(name)
 
     def _check_loaded(self) -> None:
-        missing = [n for n, b in self.contents.bound.items() if self.stores(n) and b.index in b.chunk.unloaded]
+        missing = [n for n, b in self.contents.parameters.items() if self.stores(n) and b.index in b.chunk.unloaded]
         missing += [name for name, tensor in self.contents.others.items() if tensor.is_meta]
         if missing:
             raise RuntimeError(f"save_checkpoint: {', '.join(missing)} have no values yet (meta device): load them before")

@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 
 from ..checkpoint import file_operations, manifest
-from ..checkpoint.outputs import Output, bytes_in, index_of, shards_of
-from ..checkpoint.plain_values import dtype_named
 from ..checkpoint.ranges import Ranges
 from ..checkpoint.safetensors_files import STAGE_BYTES, SafetensorsFiles, bytes_of
 from ..checkpoint.safetensors_writing import header_of
+from ..comm.plain_values import dtype_named
+from ..huggingface.outputs import Output, bytes_in, index_of, shards_of
 from .progress import progress
 
 __all__: list[str] = []

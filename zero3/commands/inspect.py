@@ -14,7 +14,7 @@ from typing import Any
 
 from ..checkpoint import manifest
 from ..checkpoint.optimizer_contents import OptimizerContents
-from ..checkpoint.plain_values import dtype_named
+from ..comm.plain_values import dtype_named
 from .progress import progress
 
 __all__: list[str] = []

@@ -1,1 +1,1 @@
-"""What happens between backward and the next forward."""
+"""What belongs to an optimizer's step: groups by name, whole parameters, clipping, norms, loss scaling."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ..access import states_of
-from ..chunk import Chunk
-from ..failures import NamingFailures, Subject
-from ..layer_state import LayerState
-from ..shard_gradient import AwaitedGradient
-from .groups import named_parameters
+from ..comm.errors import NamingFailures, Subject
+from ..core.chunk import Chunk
+from ..core.gradient_types import DeferredGradient
+from ..core.layer_state import LayerState
+from .param_groups import named_parameters
 
 __all__: list[str] = []
 
@@ -43,13 +43,13 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
     states = states_of(model)
     communicator, maximum = states[0].communicator, math.isinf(norm_type)
     for gradient in [part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts]:
-        if isinstance(gradient, AwaitedGradient):
+        if isinstance(gradient, DeferredGradient):
             gradient.is_sparse  # noqa: B018  has it reduced, on every rank, whether it has a piece of a parameter or not
-    every = [(name, bound) for name, _, bound in named_parameters(model, states)]
-    named = [(name, bound) for name, bound in every if of == "param" or bound.chunk.shard.requires_grad]
-    rows = {(bound.chunk, bound.index): row for row, (_, bound) in enumerate(named)}
+    every = [(name, sharded) for name, _, sharded in named_parameters(model, states)]
+    named = [(name, sharded) for name, sharded in every if of == "param" or sharded.chunk.shard.requires_grad]
+    rows = {(sharded.chunk, sharded.index): row for row, (_, sharded) in enumerate(named)}
     values = torch.zeros(len(named), dtype=torch.float64, device=states[0].device)
-    for chunk in {bound.chunk: None for _, bound in named}:
+    for chunk in {sharded.chunk: None for _, sharded in named}:
         indices = {slot: index for index, slot in enumerate(chunk.layout.slots)}
         for piece in chunk.layout.pieces(communicator.rank):
             flat = _slice(chunk, piece.offset, piece.offset + piece.stop - piece.start, of)
@@ -70,7 +70,7 @@ def gradients_to_measure(model: nn.Module, states: list[LayerState]) -> list[Ten
     if states[0].communicator.world_size > 1:
         parts = [part.parameter for state in states for chunk in state.chunks for part in chunk.parts]
         return [part.grad.as_subclass(Tensor) for part in parts if part.grad is not None]
-    slots = [(bound.chunk, bound.chunk.layout.slots[bound.index]) for _, _, bound in named_parameters(model, states)]
+    slots = [(sharded.chunk, sharded.chunk.layout.slots[sharded.index]) for _, _, sharded in named_parameters(model, states)]
     slices = [_slice(chunk, slot.offset, slot.stop, "grad") for chunk, slot in slots]
     return [gradient for gradient in slices if gradient is not None]
 

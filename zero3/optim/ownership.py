@@ -8,9 +8,9 @@ from typing import NamedTuple
 from torch import nn
 
 from ..access import states_of
-from ..chunk import Chunk, Part
-from ..layer_state import LayerState
-from ..layout import Piece
+from ..core.chunk import Chunk, Part
+from ..core.layer_state import LayerState
+from ..core.layout import Piece
 
 __all__: list[str] = []
 

@@ -8,11 +8,11 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import nn
 
-from ..binding import Owner
-from ..chunk import Chunk, Part
-from ..layer_state import LayerState
-from ..layout import Slot
-from ..released import ReleasedParameter
+from ..core.chunk import Chunk, Part
+from ..core.layer_state import LayerState
+from ..core.layout import Slot
+from ..core.parameters import Owner
+from ..core.released import ReleasedParameter
 
 __all__: list[str] = []
 

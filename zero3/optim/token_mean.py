@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ..access import states_of
-from ..accumulation import TOKENS
-from ..failures import NamingFailures, Subject
-from ..gate import Action, unguarded
-from ..layer_state import LayerState
-from ..shard_gradient import AwaitedGradient
+from ..comm.errors import NamingFailures, Subject
+from ..core.accumulation import TOKENS
+from ..core.coordination import Action, ungated
+from ..core.gradient_types import DeferredGradient
+from ..core.layer_state import LayerState
 
 __all__: list[str] = []
 
@@ -88,7 +88,7 @@ def weigh(states: list[LayerState], tokens: int | Tensor, loss: float | Tensor) 
     counts[1] = loss
     counts[2:] = _so_far(states, counts.new_zeros(2))
     states[0].watch.recorder("count")
-    communicator = unguarded(states[0].communicator)
+    communicator = ungated(states[0].communicator)
     with NamingFailures(communicator, "counting", Subject("the tokens of the micro-batch")):
         communicator.all_reduce(counts)
     so_far = counts[2] / counts[3].clamp(min=1)
@@ -129,9 +129,9 @@ def _so_far(states: list[LayerState], nothing: Tensor) -> Tensor:
         return nothing
     tokens = known[0][1]
     found = torch.stack([tokens, torch.ones_like(tokens)])
-    if any(isinstance(gradient, AwaitedGradient) and gradient.zeroed for gradient, _, _ in known):
+    if any(isinstance(gradient, DeferredGradient) and gradient.zeroed for gradient, _, _ in known):
         return nothing
-    if all(isinstance(gradient, AwaitedGradient) or gradient._version == version for gradient, _, version in known):
+    if all(isinstance(gradient, DeferredGradient) or gradient._version == version for gradient, _, version in known):
         return found
-    changed = [gradient.as_subclass(Tensor) for gradient, _, _ in known if not isinstance(gradient, AwaitedGradient)]
+    changed = [gradient.as_subclass(Tensor) for gradient, _, _ in known if not isinstance(gradient, DeferredGradient)]
     return found * torch.stack([gradient.any() for gradient in changed]).any()

@@ -1,0 +1,228 @@
+"""load_checkpoint: all hashes first, then every rank reads the ranges that it holds, whatever the ranks were that wrote them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..access import states_of
+from ..comm.agreement import agree
+from ..comm.plain_values import decode
+from ..optim.several import Optimizers, Together
+from . import manifest, random_state
+from .contents import Contents, differences
+from .manifest import Manifest
+from .meta_buffers import initialise, put
+from .optimizer_contents import Held, OptimizerContents, contents_of, held_by
+from .optimizer_placing import Placing, place
+from .ranges import Ranges
+from .safetensors_files import SafetensorsFiles
+
+__all__: list[str] = []
+
+
+def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None = None) -> Any:
+    """Fills model and optimizer from what `save_checkpoint` wrote, at any world size and in any layers. Every rank calls it.
+
+    First the ranks read all files once, each its share, and compare hashes. Then each reads the ranges that it holds,
+    straight into its chunks. Parameters that were left out (`frozen=False`) are left alone. Random generators are set if
+    there was a rank of this number.
+
+    Args:
+        path: the directory.
+        model: with the same parameters as the one saved, by their names in the unwrapped model; on meta, or with values.
+        optimizer: of the same names; what state it has is replaced. Several in a list or a dict, in any order: each takes what
+            belongs to its parameters. None: what the checkpoint has of one is not read.
+
+    Returns:
+        `extra`, as rank 0 saved it; tensors in it are on the CPU.
+
+    Raises:
+        ValueError: no checkpoint, or a file that is truncated, changed, missing or foreign, by name; other names, shapes or
+            dtypes; no optimizer state where one is asked for. On every rank, before anything has changed.
+        RuntimeError: called inside `full_params` or `resident`; a read that failed: what was to be filled is unloaded then.
+    """
+    first = states_of(model)[0]
+    if first.unfinished is not None:
+        first.unfinished()
+    loader = _Loader(path, model, optimizer)
+    try:
+        return loader.load()
+    finally:
+        loader.close()
+
+
+class _Loader:
+    def __init__(self, path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None) -> None:
+        self._path = path
+        self._model = model
+        self._given = optimizer
+        self._optimizer: Together | None = None
+        self._first = states_of(model)[0]
+        self._files: SafetensorsFiles | None = None
+        self._placing: Placing | None = None
+
+    def load(self) -> Any:
+        found, contents, held = self._verify()
+        error: Exception | None = None
+        try:
+            self._files = SafetensorsFiles(found.data, [name for kind in self._kinds() for name in found.names(kind)])
+            self._ranges = Ranges(self._files)
+            self._check(found, contents)
+        except Exception as caught:
+            error = _as_value_error(found, caught)
+        if self._given is None:
+            agree(self._first.communicator, self._first.device, "the contents of load_checkpoint", [], error)
+        else:
+            self._plan(found, contents, held, error)
+        return self._fill(found, contents)
+
+    def _kinds(self) -> list[str]:
+        return ["model"] if self._given is None else ["model", "optimizer"]
+
+    def _verify(self) -> tuple[Manifest, Contents, list[Held]]:
+        """That the files are what was saved, and the same on every rank."""
+        communicator, device = self._first.communicator, self._first.device
+        error: Exception | None = None
+        found: Manifest | None = None
+        contents: Contents | None = None
+        held: list[Held] = []
+        try:
+            contents = Contents(self._model, "load_checkpoint")
+            if self._given is not None:
+                self._optimizer = Together(self._given)
+                held = held_by(self._optimizer, contents)
+            found = manifest.read(self._path)
+            if self._given is not None and found.content["optimizer"] is None:
+                raise ValueError(f"{self._path} was saved without an optimizer: load it without one, and begin with a fresh optimizer")
+        except OSError as caught:
+            error = ValueError(f"{self._path} can't be read: {caught}")
+        except Exception as caught:  # whatever it is, the others wait to hear of it
+            error = caught
+        lines = [f"{manifest.NAME}: {found.content['data']}", f"of: {', '.join(self._kinds())}"] if found is not None else []
+        agree(communicator, device, "the checkpoint that load_checkpoint found", lines, error)
+        if found is None or contents is None:
+            raise RuntimeError("agree returned though there was an error")
+        try:
+            names = [name for kind in self._kinds() for name in found.names(kind)]
+            manifest.verify(found, sorted(names, key=lambda name: name.partition("-")[2]), communicator.rank, communicator.world_size)
+        except (OSError, ValueError) as caught:
+            error = ValueError(str(caught))
+        agree(communicator, device, "the hashes of load_checkpoint", [], error)
+        return found, contents, held
+
+    def _check(self, found: Manifest, contents: Contents) -> None:
+        """That it fits the model."""
+        saved, expected = found.content["tensors"], contents.description()
+        if problems := differences(expected, saved):
+            raise ValueError(f"the checkpoint does not fit this {type(self._model).__name__}; nothing was loaded. {'. '.join(problems)}")
+        left_out = [name for name in contents.parameters if not saved[name]["stored"] and contents.trains(name)]
+        if left_out:
+            raise ValueError(f"{self._path} was saved without frozen parameters, and these are trained here: {', '.join(left_out)}")
+        for name in contents.parameters:
+            if saved[name]["stored"]:
+                shape, dtype = saved[name]["shape"], saved[name]["dtype"]
+                self._ranges.check("parameter", name, torch.Size(shape).numel(), dtype)
+
+    def _plan(self, found: Manifest, contents: Contents, held: list[Held], error: Exception | None) -> None:
+        optimizer = self._optimizer
+        if optimizer is None:
+            return
+        own = contents_of(optimizer, held, contents, error, with_state=False)
+        try:
+            source = OptimizerContents.from_json(found.content["optimizer"])
+            self._placing = place(optimizer, held, own, source, contents)
+            for name, state in source.state.items():
+                for key, dtype in state.elements.items():
+                    self._ranges.check(f"state:{key}", name, torch.Size(contents.shape(name)).numel(), dtype)
+        except Exception as caught:
+            error = error or _as_value_error(found, caught)
+        agree(contents.communicator, contents.device, "the optimizer of load_checkpoint", [], error)
+
+    def _fill(self, found: Manifest, contents: Contents) -> Any:
+        """From here on values change. If a read fails, what was to be filled counts as unloaded: half-filled is worse."""
+        error: Exception | None = None
+        others: dict[str, Tensor] = {}
+        computed: list[tuple[str, Tensor]] = []
+        stored = [name for name in contents.parameters if found.content["tensors"][name]["stored"]]
+        try:
+            for target in self._placing.targets if self._placing is not None else []:
+                self._ranges.read(f"state:{target.key}", target.span.name, target.span.start, target.place)
+            for name, key, tensor in self._placing.whole if self._placing is not None else []:
+                tensor.copy_(self._tensor(f"whole:{key}:{name}"))
+            others = {name: self._other(name, contents.rank) for name in contents.others}
+            extra = decode(found.content["extra"], lambda number: self._tensor(f"extra:{number}"))
+            self._fill_chunks(contents, set(stored))
+            computed = initialise(self._model, contents.states)
+        except Exception as caught:
+            error = RuntimeError(f"reading {found.data} failed: {caught}. What it was to fill is unloaded now: load again.")
+        try:
+            names = [name for name, _ in computed]
+            agree(contents.communicator, contents.device, "what load_checkpoint filled", names, error)
+        except Exception:
+            for name in stored:
+                contents.parameters[name].chunk.unloaded.add(contents.parameters[name].index)
+            raise
+        for name, value in others.items():
+            put(self._model, contents.others[name], value.to(contents.device))
+        for _, value in computed:
+            if value.numel():
+                contents.communicator.broadcast(value)
+        if self._placing is not None:
+            self._placing.commit()
+        self._restore_random(found, contents)
+        return extra
+
+    def _fill_chunks(self, contents: Contents, stored: set[str]) -> None:
+        for state in contents.states:
+            state.release()  # what is still fetched, after a forward, is about to be old
+        for chunk in contents.chunks():
+            for name, start, stop, offset in contents.spans(chunk):
+                if name in stored:
+                    self._ranges.read("parameter", name, start, chunk.shard.data[offset : offset + stop - start])
+        for name in stored:
+            contents.parameters[name].chunk.unloaded.discard(contents.parameters[name].index)
+        torch.autograd.graph.increment_version([chunk.shard for chunk in contents.chunks()])  # graphs built before are stale
+
+    def _tensor(self, name: str) -> Tensor:
+        files = self._opened()
+        if name not in files.tensors:
+            raise ValueError(f"there is no {name!r}")
+        value = torch.empty(files.tensors[name].shape, dtype=files.tensors[name].dtype)
+        files.read(files.tensors[name], 0, value.view(-1))
+        return value
+
+    def _other(self, name: str, rank: int) -> Tensor:
+        """This rank's own, if it had one that differed."""
+        own = f"other:{rank}:{name}"
+        return self._tensor(own if own in self._opened().tensors else f"other:0:{name}")
+
+    def _opened(self) -> SafetensorsFiles:
+        if self._files is None:
+            raise RuntimeError("no files are open")
+        return self._files
+
+    def _restore_random(self, found: Manifest, contents: Contents) -> None:
+        names = found.names("model")
+        if contents.rank < len(names):
+            tensors = {kind: self._tensor(f"random:{contents.rank}:{kind}") for kind in self._kinds_of_random(contents.rank)}
+            random_state.restore(contents.device, tensors, self._opened().metadata[names[contents.rank]]["random"])
+
+    def _kinds_of_random(self, rank: int) -> Iterator[str]:
+        prefix = f"random:{rank}:"
+        return (name.removeprefix(prefix) for name in self._opened().tensors if name.startswith(prefix))
+
+    def close(self) -> None:
+        if self._files is not None:
+            self._files.close()
+
+
+def _as_value_error(found: Manifest, error: Exception) -> Exception:
+    """What a manifest says may be anything; whoever reads it trips over what is not as a save writes it."""
+    if isinstance(error, ValueError | OSError):
+        return error
+    return ValueError(f"{found.directory / manifest.NAME} is malformed: {type(error).__name__}: {error}")

@@ -1,0 +1,171 @@
+"""save_checkpoint: every rank writes what it holds, side by side; one rename makes it a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from ..access import states_of
+from ..comm.agreement import agree, exchange_texts
+from ..optim.check_optimizer import warn_if_inexact
+from ..optim.several import Optimizers, Together
+from . import file_operations
+from .optimizer_contents import Held, held_by
+from .preparing import Prepared
+from .safetensors_writing import Entry, Written, write_file
+
+__all__: list[str] = []
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    *,
+    extra: Any = None,
+    frozen: bool = True,
+    keep_last: int | None = None,
+    background: bool = False,
+) -> Saving:
+    """Writes model, optimizer and `extra` into the directory `path`. Every rank calls it, and writes what it holds; nothing is gathered.
+
+        zero3.save_checkpoint(f"run/step-{step}", model, optimizer, extra={"step": step, "schedule": schedule.state_dict()}, keep_last=3)
+
+    Saved are parameters, buffers, the optimizer's groups and state by parameter name, and every rank's random generators. The new
+    checkpoint appears in one rename, when everything is on the disk. Whatever fails before, a crash or a full disk on any
+    rank, leaves what was there before, under `path` too, and the next save cleans up. Files are hashed while they are written.
+
+    Args:
+        path: of a file system that all ranks see. Parents are created; what else is in the directory is left alone. A checkpoint
+            that is there is replaced.
+        model: any model that contains zero3 layers.
+        optimizer: over `get_trainable_chunk(model)`, `param_groups(model, ...)` or `model.parameters()`; several that share the
+            model (Muon for matrices, AdamW for the rest) in a list or a dict, whose order and keys do not matter.
+        extra: None, numbers, strings, lists, tuples, dicts and tensors, as state dicts are made of. Rank 0's counts.
+        frozen: False leaves frozen parameters out. (Under LoRA adapters: load them with `load_pretrained`.)
+        keep_last: after this one is there, all but the newest so many checkpoints beside `path` are deleted.
+        background: return as soon as everything is copied to host memory, and write from a thread. The checkpoint appears
+            when every rank has called `wait()` of what is returned, some steps later; the next save or load of the model calls it too.
+
+    Returns:
+        An object with `wait()`; without `background` there is nothing to wait for.
+
+    Raises:
+        TypeError: `extra`, an option or a state of the optimizer is something that could only be pickled.
+        ValueError: nothing in `model` is sharded; an optimizer of another model, or two of one parameter; ranks that save different things.
+        RuntimeError: parameters without values; called inside `full_params` or `resident`.
+        OSError: a rank could not write. Every rank raises the same.
+    """
+    saving = Saving(_prepare(path, model, optimizer, (extra, frozen, keep_last, background)), background)
+    if not background:
+        saving.wait()
+    return saving
+
+
+def _prepare(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None, how: tuple[Any, bool, int | None, bool]
+) -> Prepared:
+    """Everything that can be found wrong before a file is made, on every rank."""
+    first = states_of(model)[0]
+    if first.unfinished is not None:
+        first.unfinished()
+    extra, frozen, keep_last, background = how
+    prepared: Prepared | None = None
+    together: Together | None = None
+    held: list[Held] = []
+    error: Exception | None = None
+    try:
+        prepared = Prepared(path, model, extra, frozen, keep_last)
+        if optimizer is not None:
+            together = Together(optimizer)
+            held = held_by(together, prepared.contents)
+            for member in together.members:
+                warn_if_inexact(prepared.contents.states, member)
+    except Exception as caught:  # whatever it is, the others wait to hear of it
+        error = caught
+    lines = (
+        [*prepared.lines(), f"optimizer: {together.name if together is not None else None}", f"background: {background}"]
+        if prepared is not None
+        else []
+    )
+    agree(first.communicator, first.device, "save_checkpoint", lines, error)
+    if prepared is None:
+        raise RuntimeError("agree returned though there was an error")
+    prepared.gather_entries(together, held)
+    prepared.make_directory()
+    return prepared
+
+
+class Saving:
+    """A checkpoint on its way. `wait()` returns when it is there."""
+
+    def __init__(self, prepared: Prepared, background: bool) -> None:
+        self._prepared = prepared
+        self._files = prepared.files()
+        self._written: dict[str, Written] = {}
+        self._error: Exception | None = None
+        self._over = False
+        self._thread: threading.Thread | None = None
+        if background:
+            self._files = {name: ([_copied(entry) for entry in entries], more) for name, (entries, more) in self._files.items()}
+            self._thread = threading.Thread(target=self._write, name="zero3.save_checkpoint")
+            self._thread.start()
+            prepared.contents.states[0].unfinished = self.wait
+        else:
+            self._write()
+
+    def _write(self) -> None:
+        data = self._prepared.directory / f"data-{self._prepared.token}"
+        try:
+            with ExitStack() as open_files:
+                files = {name: open_files.enter_context(file_operations.create(data / name)) for name in self._files}
+                for name, (entries, metadata) in self._files.items():
+                    self._written[name] = write_file(files[name], entries, metadata)
+                for file in files.values():  # last, so that the disk does not wait for us
+                    file_operations.sync(file)
+        except Exception as caught:
+            self._error = caught
+        self._files = {}
+
+    def wait(self) -> None:
+        """Every rank calls it. Returns when the checkpoint is there; a second call returns at once.
+
+        Raises:
+            OSError: a rank could not write: on every rank the same. What was there before is still there.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        if self._over:
+            return
+        self._over = True
+        contents = self._prepared.contents
+        contents.states[0].unfinished = None
+        try:
+            agree(contents.communicator, contents.device, "the files of save_checkpoint", [], self._error)
+            mine = json.dumps({name: [written.nbytes, written.blocks] for name, written in self._written.items()})
+            texts = exchange_texts(contents.communicator, contents.device, mine)
+            files = {name: Written(*written) for text in texts for name, written in json.loads(text).items()}
+            self._on_first(lambda: self._prepared.commit(files), "the manifest of save_checkpoint")
+        except BaseException:
+            self._prepared.clean()
+            raise
+        self._on_first(self._prepared.clean, "the end of save_checkpoint")  # so that every rank finds only what is to stay
+
+    def _on_first(self, work: Callable[[], None], subject: str) -> None:
+        error: Exception | None = None
+        if self._prepared.contents.rank == 0:
+            try:
+                work()
+            except Exception as caught:
+                error = caught
+        agree(self._prepared.contents.communicator, self._prepared.contents.device, subject, [], error)
+
+
+def _copied(entry: Entry) -> Entry:
+    return entry._replace(tensor=entry.tensor.detach().to("cpu", copy=True))

@@ -1,0 +1,108 @@
+"""What a model asks of the ranks that share it, and the answer of one rank that is alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeGuard
+
+import torch
+from torch import Tensor
+
+from .streams import Done, Lanes, Pending, lanes_for
+
+__all__: list[str] = []
+
+Bounds = tuple[int, ...] | None
+
+
+class Communicator(Protocol):
+    """What a model needs of the ranks that share it. A test passes its own; users pass a process group.
+
+    Slices of a full buffer are equal, `[S]` of `[W*S]`, but where `bounds` (a layout's) say otherwise.
+    """
+
+    rank: int
+    world_size: int
+    channel: int  # the layer whose communicator this is: where messages have tags, they can't reach another layer
+
+    def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
+        """Every rank's `shard` `[S]`, in rank order, into `full` `[W*S]`; a shard may lie in its own place there."""
+        ...
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
+        """This rank's slice of the sum of every rank's `full` `[W*S]`, into `shard` `[S]`; `full` may be overwritten."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None: ...
+
+    def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
+        """Rank 0's `slices`, one to every rank's `shard`, of its length; they may lie anywhere."""
+        ...
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Rank `source`'s values to every rank."""
+        ...
+
+    def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
+        """Every rank's `payload`, of one length on all ranks, in rank order. Blocks the host."""
+        ...
+
+    def duplicate(self) -> Communicator:
+        """A second communicator of the same ranks, whose collectives do not queue behind this one's."""
+        ...
+
+    def lanes(self, device: torch.device) -> Lanes: ...
+
+    def same_ranks(self, other: Communicator) -> bool: ...
+
+
+class PartsCommunicator(Communicator, Protocol):
+    """One that sends from several places as well as from one: gradients need no buffer."""
+
+    def reduce_parts(self, shard: Tensor, parts: Sequence[Sequence[Tensor]]) -> Pending:
+        """As `reduce_scatter` of a buffer that is not there: of every rank's slice the pieces, 1-D, side by side. They are only read."""
+        ...
+
+
+def takes_parts(communicator: Communicator) -> TypeGuard[PartsCommunicator]:
+    return hasattr(communicator, "reduce_parts")
+
+
+class SoloCommunicator:
+    """One rank, no process group. The chunk is the full buffer, so nothing is ever moved."""
+
+    rank = 0
+    world_size = 1
+    channel = 0
+
+    def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
+        if full.data_ptr() != shard.data_ptr():
+            full.copy_(shard)
+        return Done()
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
+        shard.copy_(full)
+        return Done()
+
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
+        return None
+
+    def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
+        if slices is not None:
+            shard.copy_(slices[0])
+        return Done()
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        return None
+
+    def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
+        return [payload]
+
+    def duplicate(self) -> Communicator:
+        return self
+
+    def lanes(self, device: torch.device) -> Lanes:
+        return lanes_for(device)
+
+    def same_ranks(self, other: Communicator) -> bool:
+        return isinstance(other, SoloCommunicator)

@@ -1,0 +1,108 @@
+"""A process group of torch as a `Communicator`. Collectives take flat tensors and know nothing of parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.nn.functional import pad
+
+from .communicator import Bounds, Communicator
+from .streams import Done, Lanes, Pending, lanes_for
+
+__all__: list[str] = []
+
+
+class GroupCommunicator:
+    """A process group whose collectives are ordered by streams (NCCL) or by their handles (everything else)."""
+
+    def __init__(self, group: Any, backend: str) -> None:
+        # Weakly: torch keeps a group until it is destroyed, and gloo's threads must not outlive that because a model does.
+        self._reference = weakref.ref(group)
+        self._backend = backend
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.channel = 0
+        self._on_streams = backend == "nccl"
+        # torch 2.13 deprecates the old names, 2.11 has no others
+        self._all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    @property
+    def _group(self) -> Any:
+        if (group := self._reference()) is None:
+            raise RuntimeError("this model's process group was destroyed: train before that, or shard the model anew")
+        return group
+
+    def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
+        if bounds is None:
+            return self._all_gather(full, shard, group=self._group, async_op=not self._on_streams) or Done()
+        return dist.all_gather(cut(full, bounds), shard, group=self._group, async_op=not self._on_streams) or Done()
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
+        if bounds is None:
+            return self._reduce_scatter(shard, full, group=self._group, async_op=not self._on_streams) or Done()
+        return dist.reduce_scatter(shard, cut(full, bounds), group=self._group, async_op=not self._on_streams) or Done()
+
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self._group)
+
+    def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
+        if bounds is not None:
+            self._scatter_padded(shard, slices, bounds)
+        elif shard.numel():
+            return dist.scatter(shard, slices, group=self._group, group_src=0, async_op=not self._on_streams) or Done()
+        return Done()
+
+    def _scatter_padded(self, shard: Tensor, slices: list[Tensor] | None, bounds: tuple[int, ...]) -> None:
+        """No backend scatters slices of unequal length, and this is rare: whole models are loaded so, not trained."""
+        longest = max(stop - start for start, stop in pairwise(bounds))
+        if longest:
+            padded = shard.new_empty(longest)
+            equal = [pad(piece, (0, longest - piece.numel())) for piece in slices] if slices is not None else None
+            dist.scatter(padded, equal, group=self._group, group_src=0)
+            shard.copy_(padded[: shard.numel()])
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        dist.broadcast(tensor, group=self._group, group_src=source)
+
+    def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+        all_ranks = torch.empty(self.world_size * len(payload), dtype=torch.uint8, device=device)
+        self._all_gather(all_ranks, mine, group=self._group)
+        everything = bytes(all_ranks.tolist())
+        return [everything[i : i + len(payload)] for i in range(0, len(everything), len(payload))]
+
+    def duplicate(self) -> Communicator:
+        if not self._on_streams:
+            return self  # transfers that are ordered by handles do not queue behind each other
+        ranks = dist.get_process_group_ranks(self._group)
+        # unasked, a new group takes torch's default timeout and not that of the groups before
+        group = dist.new_group(ranks, timeout_of(self._group, "cuda"), backend=self._backend, use_local_synchronization=True)
+        return GroupCommunicator(group, self._backend)
+
+    def lanes(self, device: torch.device) -> Lanes:
+        return lanes_for(device)
+
+    def same_ranks(self, other: Communicator) -> bool:
+        return isinstance(other, GroupCommunicator) and self._group == other._group
+
+
+def timeout_of(group: Any, device: str) -> timedelta:
+    """Torch's default where it does not tell, as when a debug mode wraps the backend."""
+    try:
+        backend = group._get_backend(torch.device(device))
+        return getattr(backend, "wrapped_pg", backend).options._timeout  # type: ignore[no-any-return]
+    except (AttributeError, RuntimeError):
+        return default_pg_timeout
+
+
+def cut(full: Tensor, bounds: tuple[int, ...]) -> list[Tensor]:
+    return [full[start:stop] for start, stop in pairwise(bounds)]

@@ -1,0 +1,263 @@
+"""From a module to a LayerState: check on every rank, agree, then flatten and scatter rank 0's values."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.agreement import agree
+from ..comm.communicator import Communicator
+from ..comm.factory import IDENTITY_BYTES, any_device_of, communicator_for
+from ..policy import ShardingPolicy
+from .chunk import Chunk
+from .layer_state import LayerState
+from .layout import ChunkLayout
+from .parameters import Owner, ParameterSites, check_parameters, find_parameters, own_modules
+from .scattering import scatter_parameters
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a user asked for when wrapping a module, not yet checked."""
+
+    module: nn.Module
+    rank: int | None
+    world_size: int | None
+    device: torch.device | str | int | None
+    dtype: torch.dtype | None
+    policy: ShardingPolicy
+    process_group: object
+    label: str | None = None  # what errors call the layer; None: the module's type
+    elsewhere: frozenset[int] = frozenset()  # ids of parameters that another layer owns
+    borrowed: tuple[ParameterSites, ...] = ()  # parameters inside other layers that this one owns
+
+
+@dataclass(frozen=True, slots=True)
+class _Examined:
+    """A request, looked at on this rank alone."""
+
+    request: Request
+    device: torch.device
+    communicator: Communicator
+    parameters: list[ParameterSites]
+    buffers: list[_Buffer]
+    lines: list[str]  # what the ranks compare
+    error: Exception | None
+
+    @property
+    def on_meta(self) -> dict[str, bool]:
+        """By name, of every parameter and buffer."""
+        return {b.name: b.parameter.is_meta for b in self.parameters} | {b.name: b.tensor.is_meta for b in self.buffers}
+
+    @property
+    def label(self) -> str:
+        return self.request.label or type(self.request.module).__name__
+
+    def agree(self) -> bytes:
+        """Rank 0's note: the number by which ranks will know the layer, and whether anything is on meta there."""
+        subject = "a new layer" if self.error is not None else f"a new layer ({self.label})"
+        note = secrets.token_bytes(IDENTITY_BYTES) + bytes([any(self.on_meta.values())])
+        return agree(self.communicator, self.device, subject, self.lines, self.error, note=note)[0]
+
+
+def agree_on(requests: Sequence[Request], is_layer: Callable[[nn.Module], bool], error: Exception | None) -> None:
+    """Every rank raises the first mistake in any of `requests`, or `error`, or none does. Changes nothing.
+
+    `is_layer`: also says of modules that are yet to become layers that they do, unless it is the request's own.
+    """
+    examined = [_examine(request, _all_but(request.module, is_layer)) for request in requests]
+    first = examined[0]
+    error = error or next((each.error for each in examined if each.error is not None), None)
+    lines = [f"{each.label}: {line}" for each in examined for line in each.lines]
+    agree(first.communicator, first.device, "what becomes a layer", lines, error)
+
+
+def _all_but(own: nn.Module, is_layer: Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:
+    return lambda module: module is not own and is_layer(module)
+
+
+def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> LayerState:
+    """Shards `request.module`. Every rank raises the same error, or none does; before that nothing has changed.
+
+    Raises:
+        ValueError: rank or world_size that the process group denies, a parameter or buffer that can't be sharded,
+            ranks whose models or policies differ.
+        TypeError: arguments of the wrong type.
+        RuntimeError: no process group under a launcher of several processes.
+    """
+    examined = _examine(request, is_layer)
+    note = examined.agree()
+    communicator, device, label = examined.communicator, examined.device, examined.label
+    state = LayerState(label, communicator, device, request.policy)
+    state.identity = communicator.channel = int.from_bytes(note[:IDENTITY_BYTES], "little")
+    unloaded: set[str] = set()
+    if note[IDENTITY_BYTES]:
+        empty_on_rank_0 = communicator.exchange(bytes(examined.on_meta.values()), device)[0]
+        unloaded = {name for name, empty in zip(examined.on_meta, empty_on_rank_0, strict=True) if empty}
+    for group in _chunk_groups(examined.parameters):
+        state.add_chunk(*_scatter(group, communicator, device, unloaded, request.policy))
+    for sharded in state.parameters:
+        sharded.sites.parameter.zero3_name = f"{sharded.sites.name!r} of layer {label}"  # type: ignore[attr-defined]
+        sharded.sites.parameter.zero3_state = Owner(state)  # type: ignore[attr-defined]
+    for buffer in examined.buffers:
+        buffer.broadcast(communicator, device, unloaded=buffer.name in unloaded)
+    state.meta_buffers = [(b.owner, b.attribute, b.name) for b in examined.buffers if b.tensor.is_meta]
+    return state
+
+
+def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examined:
+    error: Exception | None = None
+    try:
+        device = device_of(request, is_layer)
+    except (TypeError, ValueError) as caught:
+        device, error = any_device_of(request.process_group), caught  # the error has to travel
+    try:
+        communicator = communicator_for(request.process_group, device)
+    except TypeError as caught:  # no group to tell the others by: most likely they use the default one
+        communicator, error = communicator_for(None, device), error or caught
+    parameters: list[ParameterSites] = []
+    buffers: list[_Buffer] = []
+    lines: list[str] = []
+    if error is None:
+        try:
+            _check_request(request, communicator, is_layer)
+            parameters = find_parameters(request.module, is_layer, request.elsewhere, request.borrowed)
+            check_parameters(parameters, request.dtype, request.label or type(request.module).__name__)
+            buffers = _buffers_of(request.module, is_layer)
+            lines = _digest(request, device, parameters, buffers)
+        except (TypeError, ValueError) as caught:
+            error = caught
+    return _Examined(request, device, communicator, parameters, buffers, lines, error)
+
+
+def device_of(request: Request, is_layer: Callable[[nn.Module], bool]) -> torch.device:
+    if not isinstance(request.module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, found {type(request.module).__name__}")
+    if request.device is not None:
+        try:
+            device = torch.device(request.device)
+            return _not_meta(torch.empty(0, device=device).device)  # with its index, and known to exist
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"device={request.device!r} is not to be had here: {error}") from None
+    found: dict[torch.device, str] = {}
+    for prefix, module in own_modules(request.module, is_layer):
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and not tensor.is_meta:
+                found.setdefault(tensor.device, f"{prefix}.{name}" if prefix else name)
+    if len(found) > 1:
+        places = ", ".join(f"{name!r} on {device}" for device, name in found.items())
+        raise ValueError(f"the module's tensors are on several devices ({places}): pass device= to say where the layer computes")
+    return _not_meta(next(iter(found), torch.get_default_device()))
+
+
+def _not_meta(device: torch.device) -> torch.device:
+    if device.type == "meta":
+        raise ValueError(
+            "a layer can't compute on the meta device: its module may be built there, but wrap it outside of "
+            '`with torch.device("meta")`, or pass the device= on which it computes'
+        )
+    return device
+
+
+def _check_request(request: Request, communicator: Communicator, is_layer: Callable[[nn.Module], bool]) -> None:
+    if is_layer(request.module):
+        raise ValueError("the module is a Zero3Layer already, expected an unwrapped module: wrap a module once")
+    if not isinstance(request.policy, ShardingPolicy):
+        raise TypeError(f"policy must be a zero3.ShardingPolicy, found {type(request.policy).__name__}")
+    if request.dtype is not None and not isinstance(request.dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype or None, found {request.dtype!r}")
+    for name, given, actual in (
+        ("rank", request.rank, communicator.rank),
+        ("world_size", request.world_size, communicator.world_size),
+    ):
+        if given is None:
+            continue
+        if not isinstance(given, int) or isinstance(given, bool):
+            raise TypeError(f"{name} must be an integer or None, found {given!r}")
+        if given != actual:
+            raise ValueError(
+                f"{name}={given}, but the process group says {actual}. Pass {name}=None to take the group's, or the "
+                "process_group that you mean."
+            )
+
+
+def _digest(request: Request, device: torch.device, parameters: list[ParameterSites], buffers: list[_Buffer]) -> list[str]:
+    lines = [f"policy {asdict(request.policy)}", f"device type {device.type}"]
+    lines += [
+        f"parameter {b.name}: shape {tuple(b.parameter.shape)}, {b.parameter.dtype}, requires_grad={b.parameter.requires_grad}"
+        for b in parameters
+    ]
+    lines += [f"buffer {b.name}: shape {tuple(b.tensor.shape)}, {b.tensor.dtype}" for b in buffers]
+    return lines
+
+
+def _chunk_groups(parameters: list[ParameterSites]) -> list[list[ParameterSites]]:
+    """One group, so one chunk, per (trainable or frozen, dtype); in the order in which their first members come."""
+    groups: dict[tuple[bool, torch.dtype], list[ParameterSites]] = {}
+    for sites in parameters:
+        groups.setdefault((sites.parameter.requires_grad, sites.parameter.dtype), []).append(sites)
+    return list(groups.values())
+
+
+@torch.no_grad()
+def _scatter(
+    group: list[ParameterSites], communicator: Communicator, device: torch.device, unloaded: set[str], policy: ShardingPolicy
+) -> tuple[Chunk, list[ParameterSites]]:
+    """Deals one group out from rank 0: beside the module, a rank holds its chunk of it.
+
+    Those whose names are in `unloaded` have no values on rank 0, and wait for a loader; if all have none, nothing is dealt.
+    """
+    layout = ChunkLayout.build([(b.name, tuple(b.parameter.shape)) for b in group], communicator.world_size)
+    by_name = {sites.name: sites for sites in group}
+    ordered = [by_name[slot.name] for slot in layout.slots]
+    dtype, trainable = group[0].parameter.dtype, group[0].parameter.requires_grad
+    shard = torch.empty(layout.shard_numel, dtype=dtype, device=device)
+    if unloaded.issuperset(by_name):  # its loader is the first to touch it, but for the padding
+        shard[max(0, layout.numel - communicator.rank * layout.shard_numel) :].zero_()
+    else:
+        blank = torch.zeros((), dtype=dtype)
+
+        def value(index: int) -> Tensor:
+            sites = ordered[index]
+            return blank.expand(sites.parameter.shape) if sites.name in unloaded else sites.parameter
+
+        scatter_parameters(shard, layout, communicator, value if communicator.rank == 0 else None)
+    chunk = Chunk(layout, nn.Parameter(shard, requires_grad=trainable), communicator, policy.compute_dtype(dtype))
+    chunk.unloaded = {index for index, sites in enumerate(ordered) if sites.name in unloaded}
+    return chunk, ordered
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    owner: nn.Module
+    attribute: str
+    name: str
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.owner._buffers[self.attribute]  # type: ignore[return-value]
+
+    def broadcast(self, communicator: Communicator, device: torch.device, *, unloaded: bool) -> None:
+        """Rank 0's values on the layer's device; where rank 0 has none, the buffer waits on meta for its loader."""
+        if unloaded:
+            self.owner._buffers[self.attribute] = self.tensor.to("meta")
+            return
+        self.owner._buffers[self.attribute] = (
+            torch.empty_like(self.tensor, device=device) if self.tensor.is_meta else self.tensor.to(device)
+        )
+        communicator.broadcast(self.tensor)
+
+
+def _buffers_of(module: nn.Module, is_layer: Callable[[nn.Module], bool]) -> list[_Buffer]:
+    return [
+        _Buffer(owner, attribute, f"{prefix}.{attribute}" if prefix else attribute)
+        for prefix, owner in own_modules(module, is_layer)
+        for attribute, buffer in owner._buffers.items()
+        if buffer is not None
+    ]

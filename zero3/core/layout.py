@@ -1,0 +1,165 @@
+"""Where each parameter lies in a layer's flat buffer: integers only, no tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+__all__: list[str] = []
+
+# Slots whose length is a multiple of this come first, so that every one of them starts on a boundary that
+# vectorised kernels like (64 bytes for fp32). Odd lengths follow; no padding is spent between slots.
+ALIGNMENT_NUMEL = 16
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One original parameter's place in the flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @cached_property
+    def stop(self) -> int:
+        return self.offset + self.numel
+
+    @cached_property
+    def stride(self) -> tuple[int, ...]:
+        """In elements, as of a contiguous tensor of this shape."""
+        return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of a slot that one rank's chunk holds: elements `[start, stop)` of the slot, at `offset` in the chunk."""
+
+    slot: Slot
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """Slots side by side in a buffer of `world_size * shard_numel` elements, cut into `world_size` equal chunks.
+
+     rank 0's chunk      rank 1's chunk      rank 2's chunk
+    |-------- S --------|-------- S --------|-------- S --------|
+    | slot a | slot b        | slot c   | slot d           |pad|      pad < world_size elements, always zero
+
+    With `bounds` (`world_size + 1` of them) the cuts lie where those say, and there is no padding: see `dealt`.
+    """
+
+    slots: tuple[Slot, ...]
+    world_size: int
+    bounds: tuple[int, ...] | None = None
+
+    @classmethod
+    def build(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], world_size: int) -> ChunkLayout:
+        named = list(shapes)
+        ordered = sorted(named, key=lambda item: math.prod(item[1]) % ALIGNMENT_NUMEL != 0)  # stable
+        slots, offset = [], 0
+        for name, shape in ordered:
+            slots.append(Slot(name, tuple(shape), offset))
+            offset = slots[-1].stop
+        return cls(tuple(slots), world_size)
+
+    @classmethod
+    def dealt(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], owners: Sequence[int], world_size: int) -> ChunkLayout:
+        """Every slot lies whole in the chunk of its owner, a rank; a rank that owns nothing has an empty chunk."""
+        named = list(zip(shapes, owners, strict=True))
+        sizes = [sum(math.prod(shape) for (_, shape), owner in named if owner == rank) for rank in range(world_size)]
+        ordered = [item for rank in range(world_size) for item, owner in named if owner == rank]
+        slots, offset = [], 0
+        for name, shape in ordered:
+            slots.append(Slot(name, tuple(shape), offset))
+            offset = slots[-1].stop
+        return cls(tuple(slots), world_size, tuple(sum(sizes[:rank]) for rank in range(world_size + 1)))
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world_size must be at least 1, found {self.world_size}")
+        end = 0
+        for slot in self.slots:
+            if slot.offset != end:
+                raise ValueError(f"slot {slot.name!r} starts at {slot.offset}, expected {end}: slots must not overlap or leave gaps")
+            end = slot.stop
+        if len({slot.name for slot in self.slots}) != len(self.slots):
+            raise ValueError("two slots share a name")
+        cuts = self.bounds
+        if cuts is not None and (len(cuts) != self.world_size + 1 or sorted(cuts) != list(cuts) or (cuts[0], cuts[-1]) != (0, end)):
+            raise ValueError(f"bounds must rise from 0 to {end} in {self.world_size} steps, found {cuts}")
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the parameters, without padding."""
+        return self.slots[-1].stop if self.slots else 0
+
+    @cached_property
+    def shard_numel(self) -> int:
+        """S, the length of every rank's chunk, if the cuts are equal; see `chunk_numel`."""
+        return -(-self.numel // self.world_size)
+
+    @cached_property
+    def padded_numel(self) -> int:
+        """W * S, the length of the full buffer."""
+        return self.shard_numel * self.world_size if self.bounds is None else self.numel
+
+    @property
+    def first_holder(self) -> int:
+        """The rank that empty parameters belong to, which lie in no chunk: the first that holds anything."""
+        return next((rank for rank in range(self.world_size) if self.pieces(rank)), 0)
+
+    def chunk_range(self, rank: int) -> tuple[int, int]:
+        """The half-open range of the full buffer that `rank` keeps."""
+        if self.bounds is not None:
+            return self.bounds[rank], self.bounds[rank + 1]
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def chunk_numel(self, rank: int) -> int:
+        """The length of `rank`'s chunk, padding included."""
+        low, high = self.chunk_range(rank)
+        return high - low
+
+    @cached_property
+    def cuts(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """Of every rank's chunk the pieces as (number of the slot, start, stop), and padding as the slot after the last."""
+        index = {slot.name: number for number, slot in enumerate(self.slots)}
+        found = []
+        for rank in range(self.world_size):
+            cuts = [(index[piece.slot.name], piece.start, piece.stop) for piece in self.pieces(rank)]
+            padding = self.chunk_numel(rank) - sum(stop - start for _, start, stop in cuts)
+            found.append((*cuts, (len(self.slots), 0, padding)) if padding else tuple(cuts))
+        return tuple(found)
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """The parts of parameters in `rank`'s chunk, in order; empty parameters have none."""
+        low, high = self.chunk_range(rank)
+        found = []
+        for slot in self.slots:
+            start, stop = max(low, slot.offset), min(high, slot.stop)
+            if start < stop:
+                found.append(Piece(slot, start - slot.offset, stop - slot.offset, start - low))
+        return tuple(found)
+
+
+def deal(sizes: Sequence[int], world_size: int) -> list[int]:
+    """An owner for each of `sizes`, so that ranks own about as much: the largest first, each to the rank that has least."""
+    owned = [0] * world_size
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):  # stable, so the same on all ranks
+        owners[index] = owned.index(min(owned))
+        owned[owners[index]] += sizes[index]
+    return owners
+
+
+def megabytes(nbytes: int) -> str:
+    """For people: "12.3 MB"."""
+    return f"{nbytes / 1e6:.1f} MB"

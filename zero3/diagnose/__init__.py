@@ -1,0 +1,1 @@
+"""Tells what a sharded model holds, computes and waits for."""

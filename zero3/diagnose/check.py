@@ -1,0 +1,167 @@
+"""check(): one training step sharded and unsharded, side by side, for who suspects the sharding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..access import full_params, get_trainable_chunk, states_of
+from ..comm.communicator import Communicator
+from ..core.gradient_types import DeferredGradient
+from ..policy import ShardingPolicy
+from ..shard import shard
+
+__all__: list[str] = []
+
+_OF_DOUBLE, _OF_SINGLE, _OF_HALF = 1e-9, 1e-3, 5e-2  # tolerances
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of a tensor in two runs. `largest`: of all elements, nan where one of them is nan and the other is not."""
+
+    name: str
+    what: str  # "loss", "gradient" or "value after the step"
+    largest: float
+    scale: float  # the largest absolute value of the unsharded one
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What `check` found; the same on every rank, but for the loss.
+
+    Attributes:
+        differences: beyond the tolerance, in the order of the model's parameters; the loss first.
+        compared: how many tensors there were.
+        worst: the largest difference of a tensor, relative to its scale.
+    """
+
+    differences: list[Difference]
+    compared: int
+    worst: float
+
+    @property
+    def first(self) -> str | None:
+        """The name of the first parameter that differs ("" is the loss); None, if nothing does."""
+        return self.differences[0].name if self.differences else None
+
+    def __str__(self) -> str:
+        if not self.differences:
+            return f"sharded and unsharded agree: {self.compared} tensors, at most {self.worst:.1e} of each one's largest value apart"
+        lines = [f"  {d.what} {d.name}: off by {d.largest:.3g}, largest value {d.scale:.3g}" for d in self.differences[:10]]
+        more = f"\n  and {len(self.differences) - 10} more" if len(self.differences) > 10 else ""
+        return f"sharded and unsharded differ in {len(self.differences)} of {self.compared} tensors:\n" + "\n".join(lines) + more
+
+
+def check(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    *,
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
+    policy: ShardingPolicy = ShardingPolicy(),  # noqa: B008 (frozen)
+    process_group: Any = None,
+    tolerance: float | None = None,
+) -> CheckReport:
+    """Runs one step of SGD on two copies of `model`, one sharded and one not, and names the first parameter that differs.
+
+        print(zero3.check(model, batch, lambda model, batch: model(**batch).loss))
+
+    The unsharded copy's gradients are averaged over ranks by plain all-reduces. Both begin with rank 0's values and the
+    same random numbers. Every rank calls it, with its own batch, and holds the whole model several times: use a small one.
+
+    Args:
+        model: not sharded; it stays as it is.
+        batch: whatever `loss` takes.
+        loss: of a model and a batch; None: the sum of squares of `model(**batch)` or `model(batch)`, or its `.loss`.
+        wrap: how to shard; None: `zero3.shard(model, policy=policy, process_group=process_group)`.
+        tolerance: relative to the largest absolute value of each tensor; None: 1e-9, 1e-3 and 5e-2 for float64, float32
+            and narrower dtypes (the narrowest of parameters and policy counts).
+    """
+    loss = _default_loss if loss is None else loss
+    sharded = copy.deepcopy(model)
+    sharded = shard(sharded, policy=policy, process_group=process_group) if wrap is None else wrap(sharded)
+    communicator, plain = states_of(sharded)[0].communicator, copy.deepcopy(model)
+    for tensor in [*plain.parameters(), *plain.buffers()]:
+        if communicator.world_size > 1:
+            communicator.broadcast(tensor.detach())
+    given = tolerance if tolerance is not None else max(_tolerance(p.dtype, policy) for p in plain.parameters())
+    expected = {"loss": {"": _plain_step(plain, batch, loss, communicator, policy)}}
+    found = {"loss": {"": _step(sharded, get_trainable_chunk(sharded), batch, loss)}}
+    expected["gradient"] = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in plain.named_parameters() if p.requires_grad}
+    found["gradient"] = full_gradients(sharded)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    torch.optim.SGD(get_trainable_chunk(sharded), lr=0.1).step()
+    expected["value after the step"] = {name: p.detach() for name, p in plain.named_parameters()}
+    with full_params(sharded):
+        found["value after the step"] = {name: p.detach().clone() for name, p in sharded.named_parameters()}
+    pairs = [(name, what, found[what][name], value) for what, values in expected.items() for name, value in values.items()]
+    differences = [_difference(*pair) for pair in pairs]
+    beyond = [d for d in differences if not d.largest <= given * d.scale + torch.finfo(torch.float64).tiny]
+    order = {name: number for number, name in enumerate(["", *(name for name, _ in plain.named_parameters())])}
+    worst = max(d.largest / d.scale if d.scale else d.largest for d in differences)
+    return CheckReport(sorted(beyond, key=lambda d: order[d.name]), len(pairs), worst)
+
+
+def full_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Every trainable parameter's whole gradient under its own name; zeros where there is none. All ranks call it."""
+    with full_params(model):
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for part in get_trainable_chunk(model):
+        if isinstance(part.grad, DeferredGradient):
+            part.grad.is_sparse  # noqa: B018  has it reduced
+    gradients = {}
+    for state in states_of(model):
+        for chunk in (chunk for chunk in state.chunks if chunk.shard.requires_grad):
+            own = torch.zeros_like(chunk.shard) if chunk.shard.grad is None else chunk.shard.grad.as_subclass(Tensor)
+            full = own.new_empty(chunk.layout.padded_numel)
+            state.communicator.all_gather(full, own.detach()).wait()
+            for sharded in (sharded for sharded in state.parameters if sharded.chunk is chunk):
+                slot = chunk.layout.slots[sharded.index]
+                gradients[names[id(sharded.sites.parameter)]] = full[slot.offset : slot.stop].view(slot.shape)
+    return gradients
+
+
+def _default_loss(model: nn.Module, batch: Any) -> Tensor:
+    output = model(**batch) if isinstance(batch, Mapping) else model(batch)
+    named = getattr(output, "loss", None)
+    found: Tensor = named if isinstance(named, Tensor) else output.pow(2).sum()
+    return found
+
+
+def _tolerance(dtype: torch.dtype, policy: ShardingPolicy) -> float:
+    narrowest = min(each.itemsize for each in (dtype, policy.compute_dtype(dtype), policy.gradient_dtype(dtype)))
+    return _OF_HALF if narrowest < 4 else _OF_SINGLE if narrowest < 8 else _OF_DOUBLE
+
+
+def _step(model: nn.Module, parameters: list[nn.Parameter], batch: Any, loss: Callable[[nn.Module, Any], Tensor]) -> Tensor:
+    devices = [p.device for p in parameters if p.is_cuda][:1]
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(0)
+        value = loss(model, batch)
+        value.backward()  # type: ignore[no-untyped-call]
+    return value.detach()
+
+
+def _plain_step(model: nn.Module, batch: Any, loss: Any, communicator: Communicator, policy: ShardingPolicy) -> Tensor:
+    value = _step(model, list(model.parameters()), batch, loss)
+    for parameter in model.parameters():
+        if parameter.requires_grad and communicator.world_size > 1:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            communicator.all_reduce(parameter.grad)
+            if policy.gradient_reduction == "mean":
+                parameter.grad /= communicator.world_size
+    return value
+
+
+def _difference(name: str, what: str, found: Tensor, expected: Tensor) -> Difference:
+    apart = (found.double() - expected.double()).abs()
+    apart = apart.masked_fill(found.isnan() & expected.isnan() | (found == expected), 0)
+    largest = apart.max().item() if apart.numel() else 0.0
+    scale = expected.double().nan_to_num().abs().max().item() if expected.numel() else 0.0
+    return Difference(name, what, largest, scale)

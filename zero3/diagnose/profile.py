@@ -1,0 +1,229 @@
+"""profile(): what of the communication computation has to wait for, layer by layer, without torch's profiler.
+
+Nothing of it is in the way of a step that is not profiled: while the context is open, the objects where computation
+meets transfers have methods of their own in place of their class's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.profiler import record_function
+
+from ..access import states_of
+from ..comm.streams import Clock, Lane, Mark, Pending, clock_for
+from ..core.autograd import inside_backward
+from ..core.chunk import Chunk
+from ..core.layer_state import LayerState
+from ..layer import layers_of
+from .timeline import Kind, Phase, Profile, Span, Transfer
+
+__all__: list[str] = []
+
+
+@contextmanager
+def profile(model: nn.Module) -> Iterator[Profile]:
+    """Inside, steps of `model` are timed: how long each layer computed, and was waited for. Complete when the context is left.
+
+        with zero3.profile(model) as found:
+            for _ in range(5):
+                train_step()
+        print(found)                                            # a line a layer, totals, bytes a second, advice
+        found.draw("step.png")                                  # fetch, compute and backup lanes over time
+
+    Every rank may take its own, or one rank alone: no collectives are added. Under torch's profiler the layers are named
+    ("zero3 forward: layer 'h.3' (Block)", "zero3 fetch: ..."). On CUDA times are those of the streams, by events; the host is not
+    made to wait before the end. On the CPU a transfer's end is seen when somebody waits for it.
+
+    Args:
+        model: a sharded model, or a part of one.
+
+    Raises:
+        ValueError: nothing in `model` is sharded.
+        RuntimeError: `model` is being profiled already.
+    """
+    states = states_of(model)
+    recorder = _Recorder(clock_for(states[0].device))
+    result = Profile()
+    try:
+        recorder.attach(model, states)
+        yield result
+    finally:
+        recorder.detach()
+    recorder.fill(result, states[0].policy.prefetch_depth)
+
+
+@dataclass(eq=False, slots=True)
+class _Timed:
+    """A transfer, and moments of it as the clock gave them."""
+
+    layer: str
+    kind: Kind
+    phase: Phase
+    nbytes: int
+    begin: object
+    end: object = None
+    stopped: object = None
+    resumed: object = None
+
+
+class _TimedLane:
+    """A lane that notes when the transfers of one layer begin and end."""
+
+    def __init__(self, lane: Lane, recorder: _Recorder, state: LayerState, kind: Kind, sizes: Iterator[int]) -> None:
+        self._lane = lane
+        self._recorder = recorder
+        self._state = state
+        self._kind = kind
+        self._sizes = sizes  # of the transfers to come
+
+    @contextmanager
+    def issue(self) -> Iterator[None]:
+        with self._lane.issue():
+            phase, begin = _phase(), self._recorder.clock.now()
+            self._timed = _Timed(self._state.subject.name, self._kind, phase, next(self._sizes), begin)
+            yield
+
+    def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Mark:
+        mark, clock = self._lane.complete(pending, then), self._recorder.clock
+        if clock.on_lanes:
+            self._timed.end = clock.now()
+        return _TimedMark(mark, self._timed, self._recorder)
+
+
+class _TimedMark:
+    def __init__(self, mark: Mark, timed: _Timed, recorder: _Recorder) -> None:
+        self._mark = mark
+        self._timed = timed
+        self._recorder = recorder
+
+    def wait(self) -> None:
+        timed, clock = self._timed, self._recorder.clock
+        if timed.resumed is not None:
+            self._mark.wait()
+            return
+        stopped = clock.now()
+        with record_function(f"zero3 wait for {timed.kind}: {timed.layer}"):
+            self._mark.wait()
+        timed.stopped, timed.resumed = stopped, clock.now()
+        timed.end = timed.end or timed.resumed
+        if timed.nbytes:
+            self._recorder.transfers.append(timed)
+
+
+class _Recorder:
+    """Stands where computation meets transfers. Computation belongs to the layer that was fetched last and is not over."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.transfers: list[_Timed] = []
+        self._spans: list[tuple[str, Phase, object, object]] = []
+        self._running: tuple[str, Phase, object] | None = None
+        self._forwards: list[str] = []  # under way, outer before inner
+        self._undo: list[Callable[[], object]] = []
+        self._start: object = None
+        self._stop: object = None
+
+    # -- coming and going
+
+    def attach(self, model: nn.Module, states: list[LayerState]) -> None:
+        for state in states:
+            self._replace(state, "fetch", partial(self._fetch, state, state.fetch))
+            self._replace(state.gradients, "back_up", partial(self._back_up, state, state.gradients.back_up))
+            for chunk in state.chunks:
+                self._replace(chunk, "start_fetch", partial(self._start_fetch, state, chunk, chunk.start_fetch))
+        for layer in layers_of(model):
+            labels: list[record_function] = []
+            self._undo.append(layer.register_forward_pre_hook(partial(self._enter, labels, layer._state)).remove)
+            self._undo.append(layer.register_forward_hook(partial(self._leave, labels), always_call=True).remove)
+        self._undo.append(model.register_forward_hook(self._forward_over, always_call=True).remove)
+        self._start = self.clock.now()
+
+    def _replace(self, owner: object, method: str, replacement: Callable[..., Any]) -> None:
+        if method in vars(owner):
+            raise RuntimeError("this model is being profiled already: leave the other zero3.profile first")
+        vars(owner)[method] = replacement
+        self._undo.append(partial(vars(owner).pop, method))
+
+    def detach(self) -> None:
+        self._close()
+        self._stop = self.clock.now()
+        while self._undo:
+            self._undo.pop()()
+
+    def fill(self, result: Profile, prefetch_depth: int) -> None:
+        def at(moment: object) -> float:
+            return self.clock.seconds(self._start, moment)
+
+        spans = [Span(layer, phase, at(begin), at(end)) for layer, phase, begin, end in self._spans]
+        transfers = [
+            Transfer(t.layer, t.kind, t.phase, t.nbytes, at(t.begin), at(t.end), at(t.stopped), at(t.resumed)) for t in self.transfers
+        ]
+        result.finish(at(self._stop), spans, transfers, prefetch_depth)
+
+    # -- in place of methods
+
+    def _fetch(self, state: LayerState, fetch: Callable[[], None]) -> None:
+        self._close()
+        fetch()
+        name, phase = state.subject.name, _phase()
+        if phase == "forward":
+            self._forwards.append(name)
+        self._open(name, phase)
+
+    def _start_fetch(self, state: LayerState, chunk: Chunk, start_fetch: Callable[[Lane], None], lane: Lane) -> None:
+        nbytes = _received(chunk, chunk.compute_dtype.itemsize)
+        with record_function(f"zero3 fetch: {state.subject.name}"):
+            start_fetch(_TimedLane(lane, self, state, "fetch", iter([nbytes])))
+
+    def _back_up(self, state: LayerState, back_up: Callable[..., Any], lane: Lane, communicator: object, **options: bool) -> Any:
+        self._close()
+        trained = [chunk for chunk in state.chunks if chunk.shard.requires_grad]
+        sizes = [_received(chunk, state.policy.gradient_dtype(chunk.shard.dtype).itemsize) for chunk in trained]
+        with record_function(f"zero3 backup: {state.subject.name}"):
+            return back_up(_TimedLane(lane, self, state, "backup", iter(sizes)), communicator, **options)
+
+    # -- around forwards
+
+    def _enter(self, labels: list[record_function], state: LayerState, *_: object) -> None:
+        labels.append(record_function(f"zero3 forward: {state.subject.name}"))
+        labels[-1].__enter__()  # type: ignore[no-untyped-call]
+
+    def _leave(self, labels: list[record_function], *_: object) -> None:
+        if labels:
+            labels.pop().__exit__(None, None, None)
+        if not inside_backward():
+            self._close()
+            if self._forwards:
+                self._forwards.pop()
+            if self._forwards:
+                self._open(self._forwards[-1], "forward")
+
+    def _forward_over(self, *_: object) -> None:
+        if not inside_backward():
+            self._close()
+            self._forwards.clear()
+
+    # -- the computation that runs
+
+    def _open(self, name: str, phase: Phase) -> None:
+        self._running = (name, phase, self.clock.now())
+
+    def _close(self) -> None:
+        if self._running is not None:
+            self._spans.append((*self._running, self.clock.now()))
+            self._running = None
+
+
+def _phase() -> Phase:
+    return "backward" if inside_backward() else "forward"
+
+
+def _received(chunk: Chunk, itemsize: int) -> int:
+    """Bytes that a rank receives in a gather or a reduction: everything but its own slice."""
+    return (chunk.layout.padded_numel - chunk.shard.numel()) * itemsize

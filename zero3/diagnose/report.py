@@ -1,0 +1,92 @@
+"""What a sharded model holds, in which dtypes, in one line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import compress
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ..access import states_of
+from ..core.layer_state import LayerState
+from ..core.layout import megabytes
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Bytes on one rank. `str` of it is the line to print at the start; optimizer state comes on top."""
+
+    rank: int
+    world_size: int
+    layers: int
+    parameters: int  # of the whole model, trainable and frozen
+    chunks: dict[str, int]  # bytes by kind and dtype: "trainable float32"
+    gradients: int  # bytes of the trainable chunks' gradients
+    gathered: dict[str, int]  # bytes of all layers' full buffers, by dtype; `full_parameters` of it at once
+    full_parameters: int  # most bytes of full buffers that a step may hold: of the largest layers, were they neighbours
+    full_gradients: int  # most bytes of full gradients that a step holds
+    policies: tuple[str, ...]
+
+    def __str__(self) -> str:
+        stored = ", ".join(f"{kind} {megabytes(nbytes)}" for kind, nbytes in self.chunks.items())
+        return (
+            f"zero3: rank {self.rank} of {self.world_size}, {self.parameters / 1e6:.1f} M parameters in {self.layers} layers. "
+            f"Chunks: {stored or 'none'}; gradients: {megabytes(self.gradients)}. "
+            f"Computes in {', '.join(self.gathered) or 'nothing'}; a step holds up to {megabytes(self.full_parameters)} of full parameters "
+            f"and {megabytes(self.full_gradients)} of full gradients. {'; '.join(self.policies)}"
+        )
+
+
+def report(model: nn.Module) -> Report:
+    """What this rank holds of `model`, and what a step adds: print it once at the start. Makes no collective.
+
+    Raises:
+        ValueError: nothing in `model` is sharded.
+    """
+    states = states_of(model)
+    first = states[0]
+    chunks: dict[str, int] = {}
+    gathered: dict[str, int] = {}
+    for state in states:
+        for chunk in state.chunks:
+            kind = f"{'trainable' if chunk.shard.requires_grad else 'frozen'} {_name(chunk.shard.dtype)}"
+            chunks[kind] = chunks.get(kind, 0) + chunk.shard.nbytes
+            full = chunk.layout.padded_numel * chunk.compute_dtype.itemsize
+            gathered[_name(chunk.compute_dtype)] = gathered.get(_name(chunk.compute_dtype), 0) + full
+    return Report(
+        rank=first.communicator.rank,
+        world_size=first.communicator.world_size,
+        layers=len(states),
+        parameters=sum(chunk.layout.numel for state in states for chunk in state.chunks),
+        chunks=chunks,
+        gradients=sum(part.nbytes for state in states for part in state.trainable()),
+        gathered=gathered,
+        full_parameters=_at_once(
+            states, [state.full_nbytes() * (not all(c.resident for c in state.chunks)) for state in states], "parameters"
+        ),
+        full_gradients=_at_once(states, [_gradient_nbytes(state) for state in states], "gradients"),
+        policies=tuple(dict.fromkeys(repr(state.policy) for state in states)),
+    )
+
+
+def _gradient_nbytes(state: LayerState) -> int:
+    return sum(
+        chunk.layout.padded_numel * state.policy.gradient_dtype(chunk.shard.dtype).itemsize
+        for chunk in state.chunks
+        if chunk.shard.requires_grad
+    )
+
+
+def _at_once(states: list[LayerState], sizes: list[int], what: Literal["parameters", "gradients"]) -> int:
+    """The most that `d + 1` layers take, and all of those that stay whole."""
+    whole = [not getattr(state.policy, f"shards_{what}") for state in states]
+    moving = sorted(size for size, stays in zip(sizes, whole, strict=True) if not stays)
+    return sum(moving[-(states[0].policy.prefetch_depth + 1) :]) + sum(compress(sizes, whole))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""Hugging Face directories: loaded into a sharded model, and written from one."""

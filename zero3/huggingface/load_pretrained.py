@@ -1,0 +1,170 @@
+"""A sharded model filled from a Hugging Face safetensors directory: every rank reads the bytes of its own chunks, no others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ..access import states_of
+from ..checkpoint.meta_buffers import initialise, put
+from ..checkpoint.safetensors_files import STAGE_BYTES, SafetensorsFiles
+from ..comm.agreement import agree
+from ..core.layer_state import LayerState
+from ..core.layout import Piece
+from ..core.parameters import ShardedParameter
+from .key_mapping import Fit, Part, fit
+
+__all__: list[str] = []
+
+
+def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> None:
+    """Fills a sharded model from a directory with `model.safetensors`, or several files and `model.safetensors.index.json`.
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        zero3.load_pretrained(zero3.shard(model, device=device), directory)
+
+    Every rank calls it. Each reads the ranges of the files that its own chunks hold, a few MB at a time, so no tensor is
+    ever whole anywhere, and every byte is read once in all. Values are converted to the chunks' dtypes. Names are the
+    unwrapped model's (of a peft model: the base's; adapters are left alone), with or without its `base_model_prefix`; a tied
+    parameter may stand under any of its names; what
+    transformers renames, stacks or concatenates for this model (experts) is followed. Persistent buffers come from the
+    file. Others that are on meta (rotary frequencies) are computed by the model's `_init_weights`, or `reset_parameters`.
+
+    Args:
+        model: sharded by `shard`, `Zero3Layer` or `Zero3Sequential`; built on meta, or with values, which are replaced.
+        path: the directory, the same files on every rank.
+        strict: missing and unexpected names are an error; otherwise they are left alone, and the first forward names
+            the parameters that have no values.
+
+    Raises:
+        ValueError: no safetensors, a corrupt or truncated file, files that differ between ranks; missing or unexpected
+            names, other shapes, other kinds of values (all in one); a tied parameter stored twice with two values.
+            On every rank alike, before anything has changed.
+        TypeError: `path` is no path.
+        RuntimeError: called inside `full_params` or `resident`; a read that failed: what was to be filled is unloaded then.
+
+    Source: the safetensors format, https://huggingface.co/docs/safetensors.
+    """
+    states = states_of(model)
+    first = states[0]
+    files: SafetensorsFiles | None = None
+    found: Fit | None = None
+    error: Exception | None = None
+    try:
+        _check_released(states)
+        files = SafetensorsFiles(path)
+        found = fit(model, files.tensors, strict)
+        _check_repeated(states, files, found)
+    except OSError as caught:
+        error = ValueError(f"{path} can't be read: {caught}")
+    except Exception as caught:  # whatever it is, the others wait to hear of it
+        error = caught
+    try:
+        agree(first.communicator, first.device, "the files that load_pretrained found", files.listing() if files else [], error)
+        if files is not None and found is not None:
+            _load(model, states, files, found)
+    finally:
+        if files is not None:
+            files.close()
+
+
+def _check_released(states: list[LayerState]) -> None:
+    if pinned := next((state for state in states if state.pinned), None):
+        raise RuntimeError(f"load_pretrained inside full_params or resident: layer {pinned.label} is whole there. Call it before or after.")
+
+
+def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, found: Fit) -> None:
+    """From here on values change. If a read fails, what was to be filled counts as unloaded everywhere: half-filled is worse."""
+    first = states[0]
+    error: Exception | None = None
+    values: dict[int, Tensor] = {}
+    computed: list[tuple[str, Tensor]] = []
+    try:
+        for state in states:
+            state.release()  # what is still fetched, after a forward, is about to be old
+            _fill_chunks(state, files, found)
+        values = _new_values(states, files, found)
+        computed = initialise(model, states)
+    except Exception as caught:
+        error = RuntimeError(f"reading {files.directory} failed: {caught}. What it was to fill is unloaded now: load again.")
+    try:
+        agree(first.communicator, first.device, "what load_pretrained filled", [name for name, _ in computed], error)
+    except (RuntimeError, ValueError):
+        for state in states:
+            for sharded in state.parameters:
+                if id(sharded.sites.parameter) in found.parts:
+                    sharded.chunk.unloaded.add(sharded.index)
+        raise
+    for value in [*values.values(), *(value for _, value in computed)]:
+        if value.numel():
+            first.communicator.broadcast(value)
+    for key, value in values.items():
+        put(model, found.tensors[key], value)
+
+
+def _fill_chunks(state: LayerState, files: SafetensorsFiles, found: Fit) -> None:
+    for sharded, piece in _pieces(state):
+        parts = found.parts.get(id(sharded.sites.parameter))
+        if parts is not None:
+            target = sharded.chunk.shard.data[piece.offset : piece.offset + piece.stop - piece.start]
+            _read(files, parts, piece.start, target)
+    for sharded in state.parameters:
+        if id(sharded.sites.parameter) in found.parts:
+            sharded.chunk.unloaded.discard(sharded.index)
+            torch.autograd.graph.increment_version(sharded.chunk.shard)  # graphs built before are stale
+
+
+def _pieces(state: LayerState) -> Iterator[tuple[ShardedParameter, Piece]]:
+    """The layer's parameters of which this rank's chunks hold something, and what."""
+    for chunk in state.chunks:
+        pieces = {piece.slot.name: piece for piece in chunk.layout.pieces(state.communicator.rank)}
+        for sharded in state.parameters:
+            if sharded.chunk is chunk and sharded.sites.name in pieces:
+                yield sharded, pieces[sharded.sites.name]
+
+
+def _read(files: SafetensorsFiles, parts: list[Part], start: int, target: Tensor) -> None:
+    """Elements `[start, start + n)` of the flattened tensor that `parts` make up, into `target` `[n]`."""
+    stop = start + target.numel()
+    for part in parts:
+        low, high = max(start, part.offset), min(stop, part.offset + part.stored.numel)
+        if low < high:
+            files.read(part.stored, low - part.offset, target[low - start : high - start])
+
+
+def _new_values(states: list[LayerState], files: SafetensorsFiles, found: Fit) -> dict[int, Tensor]:
+    """What no layer owns (buffers, mostly), read by rank 0 for all."""
+    first = states[0]
+    owned = {id(sharded.sites.parameter) for state in states for sharded in state.parameters}
+    values = {}
+    for key in found.parts:
+        if key not in owned:
+            like = found.tensors[key]
+            values[key] = torch.empty(like.shape, dtype=like.dtype, device=first.device)
+            if first.communicator.rank == 0:
+                _read(files, found.parts[key], 0, values[key].view(-1))
+    return values
+
+
+def _check_repeated(states: list[LayerState], files: SafetensorsFiles, found: Fit) -> None:
+    """A tied parameter that is stored under several of its names: fine if they agree. Each rank compares what it holds."""
+    if not found.again:
+        return
+    for state in states:
+        for sharded, piece in _pieces(state):
+            key = id(sharded.sites.parameter)
+            for other in found.again.get(key, []):
+                for start in range(piece.start, piece.stop, STAGE_BYTES // 8):
+                    first, second = torch.empty(2, min(STAGE_BYTES // 8, piece.stop - start), dtype=sharded.chunk.shard.dtype)
+                    _read(files, found.parts[key], start, first)
+                    files.read(other, start, second)
+                    if not torch.equal(first.view(torch.uint8), second.view(torch.uint8)):
+                        raise ValueError(
+                            f"{' and '.join(found.names[key])} are one parameter in this model, but {files.directory} has two values "
+                            f"for it, as {found.parts[key][0].stored.name} and as {other.name}. "
+                            "Untie them (config.tie_word_embeddings=False), or remove one."
+                        )

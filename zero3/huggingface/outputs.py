@@ -1,0 +1,156 @@
+"""What a model is written as for others: their names, shapes and dtypes, and which range of which of our tensors each is."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.contents import Contents
+from ..checkpoint.meta_buffers import twin
+from ..checkpoint.safetensors_files import Stored
+from .key_mapping import fit
+
+__all__: list[str] = []
+
+_UNITS = (("B", 1), ("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("TB", 10**12), ("KIB", 2**10), ("MIB", 2**20), ("GIB", 2**30))
+_EMBEDDINGS = ("embed_tokens", "lm_head")  # peft's names for what it saves whole
+
+
+class Output(NamedTuple):
+    """A tensor as others know it: `shape` elements of our flattened tensor `source`, from `offset` on."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    source: str
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def outputs_of_model(model: nn.Module, contents: Contents, dtype: torch.dtype | None) -> list[Output]:
+    """As `transformers` writes it: a tied tensor once, experts one by one where its files have them so."""
+    kept = _kept_names(model, contents)
+    meta = {name: torch.empty(contents.shape(source), dtype=contents.dtype(source), device="meta") for name, source in kept.items()}
+    reverted = _reverted(model, meta)
+    if reverted is not None:
+        stored = {name: Stored(name, "", value.dtype, tuple(value.shape), 0) for name, value in reverted.items()}
+        try:
+            found = fit(model, stored, strict=False)
+        except ValueError:  # what these files have is no range of what the model has: then they get the model's own
+            reverted = None
+        else:
+            parts = [
+                Output(part.stored.name, _converted(part.stored.dtype, dtype), part.stored.shape, contents.names[key][0], part.offset)
+                for key, placed in found.parts.items()
+                for part in placed
+            ]
+            if len(parts) == len(reverted) and sum(part.numel for part in parts) == sum(value.numel() for value in meta.values()):
+                return parts
+    return [Output(name, _converted(contents.dtype(source), dtype), contents.shape(source), source, 0) for name, source in kept.items()]
+
+
+def outputs_of_adapter(model: Any, adapter: str, contents: Contents, dtype: torch.dtype | None) -> list[Output]:
+    """As `peft` writes it, under the names that it chooses itself."""
+    peft = importlib.import_module("peft")
+    meta = {n: torch.empty(contents.shape(ns[0]), dtype=contents.dtype(ns[0]), device="meta") for ns in contents.names.values() for n in ns}
+    sources = {id(meta[name]): names[0] for names in contents.names.values() for name in names}
+    options = {"adapter_name": adapter, "save_embedding_layers": _saves_embeddings(model, model.peft_config[adapter])}
+    chosen = peft.get_peft_model_state_dict(twin(model), state_dict=dict(meta), **options)  # which asks modules for their names
+    outputs = []
+    for name, value in chosen.items():
+        if id(value) not in sources:
+            raise ValueError(f"peft computes {name} of adapter {adapter!r} anew when it saves it, so it can't be written from chunks")
+        outputs.append(Output(name, _converted(value.dtype, dtype), tuple(value.shape), sources[id(value)], 0))
+    return outputs
+
+
+def shards_of(outputs: Iterable[Output], max_bytes: int, stem: str) -> dict[str, list[Output]]:
+    """Files, in order, none larger than `max_bytes` but for a single tensor that is."""
+    shards: list[list[Output]] = [[]]
+    size = 0
+    for output in outputs:
+        if shards[-1] and size + output.nbytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(output)
+        size += output.nbytes
+    # the wide dtypes first, so that every tensor is aligned
+    ordered = [sorted(shard, key=lambda output: -output.dtype.itemsize) for shard in shards]
+    if len(ordered) == 1:
+        return {f"{stem}.safetensors": ordered[0]}
+    return {f"{stem}-{number:05}-of-{len(ordered):05}.safetensors": shard for number, shard in enumerate(ordered, 1)}
+
+
+def bytes_in(size: int | str) -> int:
+    """`"5GB"` -> 5000000000.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(size).strip())
+    unit = dict(_UNITS).get(match[2].upper() or "B") if match is not None else None
+    if match is None or unit is None or float(match[1]) * unit < 1:
+        raise ValueError(f"max_shard_size must be a number of bytes, or a size such as '5GB', found {size!r}")
+    return int(float(match[1]) * unit)
+
+
+def index_of(shards: Mapping[str, list[Output]]) -> str:
+    """The JSON that says which tensor is in which file."""
+    total = sum(output.nbytes for shard in shards.values() for output in shard)
+    weight_map = dict(sorted((output.name, file) for file, shard in shards.items() for output in shard))
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+
+
+def _kept_names(model: nn.Module, contents: Contents) -> dict[str, str]:
+    """Each tensor's name that transformers keeps: of tied ones not that which is tied to another."""
+    tied = getattr(model, "all_tied_weights_keys", None)
+    tied = set(tied) if isinstance(tied, dict) else set()
+    ignored = [re.compile(re.escape(key)) for key in getattr(model, "_keys_to_ignore_on_save", None) or ()]
+    kept = {}
+    for names in contents.names.values():
+        name = next((name for name in names if name not in tied), names[0])
+        if not any(pattern.fullmatch(name) for pattern in ignored):
+            kept[name] = names[0]
+    return kept
+
+
+def _reverted(model: nn.Module, meta: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    """The names of the model's files, where transformers gives its models other ones."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return None
+    try:
+        loading = importlib.import_module("transformers.core_model_loading")
+        found = loading.revert_weight_conversion(model, dict(meta))
+    except (ImportError, AttributeError, RuntimeError, ValueError, NotImplementedError):
+        return None
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _converted(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
+    return to if to is not None and dtype.is_floating_point else dtype
+
+
+def _saves_embeddings(model: Any, config: Any) -> bool:
+    """Whether peft would save the embeddings with the adapters: they are adapted, or have grown."""
+    targets = getattr(config, "target_modules", None)
+    if isinstance(targets, list | tuple | set) and any(name in targets for name in _EMBEDDINGS):
+        return getattr(config, "trainable_token_indices", None) is None
+    base = Path(str(getattr(config, "base_model_name_or_path", None) or "")) / "config.json"
+    words = getattr(getattr(model, "config", None), "vocab_size", None)
+    return base.is_file() and json.loads(base.read_text()).get("vocab_size", words) != words

@@ -1,0 +1,210 @@
+"""A sharded model as a Hugging Face directory: ranks write their own ranges of the final files, and nothing is gathered."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..access import states_of
+from ..checkpoint import file_operations
+from ..checkpoint.contents import Contents
+from ..checkpoint.full_state import not_a_dtype
+from ..checkpoint.safetensors_files import STAGE_BYTES, bytes_of
+from ..checkpoint.safetensors_writing import header_of
+from ..comm.agreement import agree
+from .outputs import Output, bytes_in, index_of, outputs_of_adapter, outputs_of_model, shards_of
+
+__all__: list[str] = []
+
+_METADATA = (("format", "pt"),)
+_BESIDE = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
+    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
+    "processor_config.json",
+)  # fmt: skip
+
+
+def save_pretrained(
+    model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", dtype: torch.dtype | None = None
+) -> None:
+    """Writes what `from_pretrained` reads: safetensors, their index, `config.json`. Of a peft model: its adapters, as peft reads them.
+
+    Every rank calls it. Each writes the bytes of its own chunks at their place in the files, a few MB at a time, so no tensor is
+    ever whole anywhere. Names, ties and experts are as `transformers` writes them. Tokenizer files come along from the
+    directory that the model came from. Files appear under their names when they are complete; the index comes last.
+
+    Args:
+        model: any model that contains zero3 layers. With a `config` it is written too.
+        path: a directory of a file system that all ranks see. Parents are created, files of the same names replaced.
+        max_shard_size: of one file, in bytes or as in "5GB"; a larger tensor has a file of its own. Adapters are one file.
+        dtype: floating tensors are converted to it on their way.
+
+    Raises:
+        ValueError: nothing in `model` is sharded, no size, ranks that save different things.
+        TypeError: `path` is no path, `dtype` no dtype.
+        RuntimeError: parameters without values; called inside `full_params` or `resident`.
+        OSError: a rank could not write. Every rank raises the same.
+
+    Source: the safetensors format, https://huggingface.co/docs/safetensors.
+    """
+    first = states_of(model)[0]
+    error: Exception | None = None
+    plans: list[_Plan] = []
+    try:
+        if (wrong := not_a_dtype(dtype)) is not None:
+            raise wrong
+        plans = list(_plans(model, Path(path), bytes_in(max_shard_size), dtype))
+    except Exception as caught:  # whatever it is, the others wait to hear of it
+        error = caught
+    lines = [f"{plan.directory / file}: {output}" for plan in plans for file, shard in plan.shards.items() for output in shard]
+    agree(first.communicator, first.device, "save_pretrained", lines, error)
+    for plan in plans:
+        plan.write()
+
+
+def _plans(model: nn.Module, directory: Path, max_bytes: int, dtype: torch.dtype | None) -> Iterator[_Plan]:
+    contents = Contents(model, "save_pretrained")
+    adapters = getattr(model, "peft_config", None)
+    if not isinstance(adapters, dict) or not hasattr(model, "get_base_model"):
+        yield _Plan(model, contents, directory, shards_of(outputs_of_model(model, contents, dtype), max_bytes, "model"), None)
+        return
+    for adapter in adapters:
+        outputs = outputs_of_adapter(model, adapter, contents, dtype)
+        place = directory if adapter == "default" else directory / adapter
+        yield _Plan(model, contents, place, {"adapter_model.safetensors": outputs}, adapter)
+
+
+class _Plan:
+    """The files of one directory."""
+
+    def __init__(self, model: nn.Module, contents: Contents, directory: Path, shards: dict[str, list[Output]], adapter: str | None) -> None:
+        self.model = model
+        self.contents = contents
+        self.directory = Path(os.path.abspath(directory))
+        self.shards = shards
+        self._adapter = adapter
+        self._token = ""
+        self._headers = {file: header_of(((o.name, o.dtype, o.shape) for o in shard), dict(_METADATA)) for file, shard in shards.items()}
+        needed = {output.source for shard in shards.values() for output in shard}
+        missing = [n for n in needed if n in contents.parameters and contents.parameters[n].index in contents.parameters[n].chunk.unloaded]
+        missing += [name for name, tensor in contents.others.items() if name in needed and tensor.is_meta]
+        if missing:
+            raise RuntimeError(f"save_pretrained: {', '.join(sorted(missing))} have no values yet (meta device): load them before")
+
+    def write(self) -> None:
+        contents = self.contents
+        self._token = contents.communicator.exchange(os.urandom(8), contents.device)[0].hex()
+        try:
+            self._step("the files of save_pretrained", self._begin, first_only=True)
+            self._step("the values of save_pretrained", self._fill, first_only=False)
+            self._step("the end of save_pretrained", self._finish, first_only=True)
+        except Exception:
+            if contents.rank == 0:
+                for file in self.shards:
+                    self._temporary(file).unlink(missing_ok=True)
+            raise
+
+    def _step(self, subject: str, work: Any, *, first_only: bool) -> None:
+        error: Exception | None = None
+        try:
+            if self.contents.rank == 0 or not first_only:
+                work()
+        except Exception as caught:
+            error = caught
+        agree(self.contents.communicator, self.contents.device, subject, [], error)
+
+    def _temporary(self, file: str) -> Path:
+        return self.directory / f"{file}.{self._token}"
+
+    def _begin(self) -> None:
+        file_operations.make_directory(self.directory)
+        for file, shard in self.shards.items():
+            with file_operations.create(self._temporary(file)) as opened:
+                file_operations.resize(opened, len(self._headers[file]) + sum(output.nbytes for output in shard))
+                file_operations.write_at(opened, 0, memoryview(self._headers[file]))
+                file_operations.sync(opened)
+
+    def _fill(self) -> None:
+        held: dict[str, list[tuple[int, Tensor]]] = {}  # source: first element and values, flattened
+        for chunk in self.contents.chunks():
+            chunk.adopt_values()
+            for name, start, stop, offset in self.contents.spans(chunk):
+                held.setdefault(name, []).append((start, chunk.shard.data[offset : offset + stop - start]))
+        if self.contents.rank == 0:
+            held |= {name: [(0, tensor.detach().reshape(-1))] for name, tensor in self.contents.others.items()}
+        for file, shard in self.shards.items():
+            with file_operations.reopen(self._temporary(file)) as opened:
+                place = len(self._headers[file])
+                for output in shard:
+                    for start, values in held.get(output.source, []):
+                        low, high = max(start, output.offset), min(start + values.numel(), output.offset + output.numel)
+                        if low < high:
+                            where = place + (low - output.offset) * output.dtype.itemsize
+                            _write(opened, where, values[low - start : high - start], output.dtype)
+                    place += output.nbytes
+                file_operations.sync(opened)
+
+    def _finish(self) -> None:
+        """Rank 0's: the names, and what stands beside the values."""
+        directory = self.directory
+        stem = next(iter(self.shards)).partition(".")[0].partition("-")[0]
+        index = f"{stem}.safetensors.index.json"
+        for file in self.shards:
+            file_operations.replace(self._temporary(file), directory / file)
+        if len(self.shards) > 1:
+            temporary = directory / f"{index}.{self._token}"
+            with file_operations.create(temporary) as opened:
+                file_operations.write_at(opened, 0, memoryview(index_of(self.shards).encode()))
+                file_operations.sync(opened)
+            file_operations.replace(temporary, directory / index)
+        kept = {*self.shards, index} if len(self.shards) > 1 else set(self.shards)
+        for name in file_operations.names_in(directory):  # of an earlier save into it
+            numbered = name.startswith(f"{stem}-") and name.endswith(".safetensors")
+            if name not in kept and (numbered or name in (index, f"{stem}.safetensors")):
+                file_operations.remove(directory / name)
+        self._write_configs()
+        file_operations.sync_directory(directory)
+
+    def _write_configs(self) -> None:
+        model: Any = self.model
+        if self._adapter is not None:
+            config = copy.deepcopy(model.peft_config[self._adapter])
+            config.inference_mode = True
+            config.save_pretrained(str(self.directory))
+            return
+        if not hasattr(getattr(model, "config", None), "save_pretrained"):
+            return
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        floating = [output.dtype for shard in self.shards.values() for output in shard if output.dtype.is_floating_point]
+        if floating:
+            config.dtype = str(floating[0]).removeprefix("torch.")
+        config.save_pretrained(str(self.directory))
+        source = Path(str(getattr(model.config, "_name_or_path", "") or ""))
+        beside = list(_BESIDE) if source.is_dir() and source.resolve() != self.directory.resolve() else []
+        if callable(can_generate := getattr(model, "can_generate", None)) and can_generate():
+            generation = model.generation_config
+            if getattr(generation, "_from_model_config", False) and (source / "generation_config.json").is_file():
+                beside += ["generation_config.json"] if beside else []
+            else:
+                generation.save_pretrained(str(self.directory))
+        for name in beside:
+            if (source / name).is_file():
+                file_operations.copy(source / name, self.directory / name)
+
+
+def _write(file: Any, where: int, values: Tensor, dtype: torch.dtype) -> None:
+    """Straight from memory, where that can be; else through a copy of a few MB."""
+    if values.device.type == "cpu" and values.dtype == dtype:
+        file_operations.write_at(file, where, bytes_of(values))
+        return
+    for piece in torch.split(values, STAGE_BYTES // values.dtype.itemsize):
+        staged = piece.to(dtype).cpu()
+        file_operations.write_at(file, where, bytes_of(staged))
+        where += staged.nbytes

@@ -1,0 +1,28 @@
+"""The names that a model's tensors have when nothing is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from .access import states_of
+from .core.parameters import parameters_of
+from .layer import Zero3Layer
+
+__all__: list[str] = []
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What the unwrapped model's state dict holds, in its order: parameters (released or not) and persistent buffers."""
+    chunks = {id(part.parameter) for state in states_of(model) for chunk in state.chunks for part in chunk.parts}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Zero3Layer):
+            continue
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in parameters_of(module):
+            if parameter is not None and id(parameter) not in chunks:
+                yield dot + name, parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield dot + name, buffer

@@ -1,0 +1,137 @@
+"""check_optimizer(): what would train in silence something else than the model, or in another way, is an error."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..access import states_of
+from ..comm.agreement import agree
+from ..comm.plain_values import encode_scalar
+from ..core.layer_state import LayerState
+from ..core.released import ReleasedParameter
+from .ownership import Owned, owned, owned_by
+from .pieces import Superseded
+from .probe import CannotProbe, builder, probe_flat, probe_whole
+from .several import Optimizers, members_of
+
+__all__: list[str] = []
+
+_WHOLE = 'zero3.param_groups(model, lambda name, info: {"whole": True})'
+
+
+def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = True) -> None:
+    """Raises for optimizers that would train a sharded model in another way than an unsharded one. Every rank calls it.
+
+    Saving a checkpoint, or the optimizer's full state, warns of the same maths; this finds it before the first step.
+
+    Each class is tried out, with the options of each of its groups, on a few small tensors: once on the whole, and once
+    spread out as it is over ranks. So it judges any optimizer, of any library. It takes a few milliseconds a group. Ranks also
+    compare their options: a schedule that goes by a loss, and not by its mean over ranks, would set each its own rate.
+
+    Args:
+        model: any model that contains zero3 layers.
+        optimizers: all that train it, one by one or in a list or a dict; each trainable parameter must be held by one of them.
+        strict: False accepts an optimizer that can't be tried out.
+
+    Raises:
+        ValueError: on every rank alike: maths that needs shapes, norms or other parameters that a flat slice does not have
+            (use `whole=True` in `zero3.param_groups`); parameters that no optimizer holds, or two; parameters of the model as it
+            was before sharding, or before the last `param_groups`; options that differ between ranks; with `strict`, an optimizer
+            that can't be tried out.
+        TypeError: something else than optimizers; on every rank alike.
+    """
+    states = states_of(model)
+    first, lines = states[0], [""]
+    error: Exception | None = None
+    try:
+        members = [member for given in optimizers for member in members_of(given)]
+        lines = [line for member in members for line in _options_of(member)]
+        _check_held(model, states, members)
+        for optimizer in members:
+            _check_maths(first, owned(model), optimizer, strict)
+    except (ValueError, TypeError) as caught:
+        error = caught
+    agree(first.communicator, first.device, "check_optimizer", lines, error)
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """What must be the same on all ranks, a line a group; of what can't be told, its type."""
+    for number, group in enumerate(optimizer.param_groups):
+        told = []
+        for key in sorted(key for key in group if isinstance(key, str) and key not in ("params", "param_names")):
+            try:
+                told.append(f"{key}={json.dumps(encode_scalar(group[key], key))}")
+            except TypeError:
+                told.append(f"{key} is a {type(group[key]).__name__}")
+        yield f"{type(optimizer).__name__}, group {number}: {', '.join(told)}"
+
+
+def warn_if_inexact(states: list[LayerState], optimizer: torch.optim.Optimizer) -> None:
+    """Where users come by who have not asked: what trained so far is worth saving all the same. Makes no collective."""
+    try:
+        _check_maths(states[0], owned_by(states), optimizer, strict=False)
+    except ValueError as problem:
+        warnings.warn(f"this run does not train as an unsharded one would: {problem}", stacklevel=4)
+
+
+def _check_held(model: nn.Module, states: list[LayerState], optimizers: list[torch.optim.Optimizer]) -> None:
+    found = owned(model)
+    originals = {id(sharded.sites.parameter): sharded.sites.name for state in states for sharded in state.parameters}
+    held = [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in held:
+        if isinstance(parameter, Superseded):
+            raise ValueError(
+                f"the optimizer holds {parameter.zero3_name}, which zero3.param_groups has put others in the place of since: make "
+                "it from what the last call returned"
+            )
+        if isinstance(parameter, ReleasedParameter) or id(parameter) in originals:
+            name = originals.get(id(parameter), "of another sharded model")
+            raise ValueError(
+                f"the optimizer holds the parameter {name!r} of the unsharded model, which is trained in chunks: make it from "
+                "zero3.get_trainable_chunk(model), or zero3.param_groups, after sharding"
+            )
+    counts = Counter(map(id, held))
+    for each in found.values():
+        parameter, count = each.part.parameter, counts[id(each.part.parameter)]
+        if parameter.numel() and (count > 1 or (parameter.requires_grad and not count)):
+            names = ", ".join(piece.slot.name for piece, _ in each.pieces()) or "padding"
+            raise ValueError(
+                f"{'no optimizer holds' if not count else 'optimizers hold more than once'} what layer {each.state.label} has on this "
+                f"rank of: {names}. Pass all optimizers that train the model; freeze what none should train"
+            )
+
+
+def _check_maths(first: LayerState, found: dict[int, Owned], optimizer: torch.optim.Optimizer, strict: bool) -> None:
+    ranks = min(2, first.communicator.world_size)
+    for group in optimizer.param_groups:
+        parts = [found[id(p)].part for p in group["params"] if id(p) in found and p.numel()]
+        ndims = sorted({part.parameter.ndim for part in parts if part.whole})
+        try:
+            if ndims and (reason := probe_whole(builder(optimizer, group), first.device, ranks, ndims)):
+                raise ValueError(
+                    f"{_named(optimizer, group)} takes something over several parameters at once, which lie on several ranks: {reason}"
+                )
+            if not all(part.whole for part in parts):
+                reason = probe_flat(builder(optimizer, group), first.device, ranks)
+                if reason:
+                    raise ValueError(
+                        f"{_named(optimizer, group)} does more than treat each element by itself, but has flat slices of parameters: "
+                        f"{reason}. Give it whole ones: {_WHOLE}"
+                    )
+        except CannotProbe as cause:
+            if strict:
+                raise ValueError(
+                    f"{_named(optimizer, group)} can't be tried out on small tensors ({cause}), so whether it may be spread over ranks is "
+                    "unknown. If it treats each element by itself, pass strict=False"
+                ) from cause
+
+
+def _named(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
+    return f"{type(optimizer).__name__} ({', '.join(f'{k}={v!r}' for k, v in group.items() if k in ('lr', 'whole', 'foreach'))})"

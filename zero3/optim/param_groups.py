@@ -1,0 +1,186 @@
+"""param_groups(): options by parameter, for optimizers that see chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..access import states_of
+from ..comm.agreement import agree
+from ..core.layer_state import LayerState, Presence
+from ..core.layout import Slot
+from ..core.parameters import ShardedParameter
+from ..names import named_tensors
+from .pieces import Choice, divide, placeholder
+from .whole_parameters import Family, families, new_cuts, repartition
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True, slots=True)
+class ParamInfo:
+    """What `param_groups` tells of a parameter: its `name` in the unwrapped model, `shape`, `numel`, `dtype` and `ndim`."""
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    dtype: torch.dtype
+    ndim: int
+
+
+Options = Callable[[str, ParamInfo], Mapping[str, Any] | None]
+
+
+def param_groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
+    """Optimizer parameter groups by the names and shapes of the model's own parameters.
+
+        groups = zero3.param_groups(model, lambda name, info: {"weight_decay": 0.1 if info.ndim > 1 else 0.0})
+        optimizer = torch.optim.AdamW(groups, lr=3e-4)
+
+    Parts of the chunks stand in for them from then on, here and in `model.parameters()` and `get_trainable_chunk`. They
+    share the chunks' memory; neighbours with the same options are one part, and a chunk of one kind stays as it is.
+
+    `whole=True` among the options: the parameter comes in its own shape, on exactly one rank. Its gradient is complete
+    there before `step()`, and what the optimizer makes of it reaches every rank: for Muon, Shampoo, Adafactor, LAMB.
+    The rank holds the parameter's optimizer state alone; parameters are dealt out so that ranks hold about as much.
+
+    Every rank calls it, with the same options; where they come from a file, read the same file. A second call divides
+    anew: make new optimizers then, for what the first call returned raises when it is used.
+
+    Args:
+        model: any model that contains zero3 layers, between two steps: no gradients, not inside `full_params`.
+        options: is called with the name and `ParamInfo` of each trainable parameter (a tied one once, under its first
+            name) and returns the options of its group; unknown keys pass through. None: the parameter is in no group,
+            keeps its value, and its gradient is dropped. (Freeze before sharding what need not have one computed.)
+
+    Returns:
+        A group for each distinct options, in the order in which they first come, the same on all ranks. A rank that has
+        nothing of a group has an empty parameter in its `params`. For two optimizers, divide the list.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: on every rank alike, and nothing has changed: options that differ between ranks, are no dict,
+            or hold "params"; a model with gradients, or of stage 1; a call while a layer computes or in `full_params`.
+    """
+    states = states_of(model)
+    first = states[0]
+    plan, error = _Plan(), None
+    try:
+        _check(states)
+        if not callable(options):
+            raise TypeError(f"options must be a function (name, info) -> dict of options, or None, found a {type(options).__name__}")
+        plan.ask(model, states, options)
+    except Exception as caught:  # whatever the callable raises: the other ranks have to hear of it
+        error = caught
+    agree(first.communicator, first.device, "param_groups", plan.lines, error)
+    found = families(states, lambda state, slot: plan.order[state, slot.name])
+    repartition(new_cuts(found, lambda state, slot: plan.choices[state, slot.name].whole))
+    return _divided(states, found, plan)
+
+
+def _divided(states: list[LayerState], found: list[Family], plan: _Plan) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = [{**group.options, "params": []} for group in plan.groups]
+    for family in found:
+        state = family.state
+        for chunk in family.chunks:
+            for number, parameter in divide(state, chunk, plan.chooser(state)):
+                groups[number]["params"].append(parameter)
+    divided = any(part.parameter is not chunk.shard for family in found for chunk in family.chunks for part in chunk.parts)
+    for chunk in (chunk for state in states for chunk in state.chunks):
+        chunk.divided = divided
+    for made, group in zip(groups, plan.groups, strict=True):
+        made["params"] = made["params"] or [placeholder(states[0], group.first, whole=group.whole)]
+    return groups
+
+
+def _check(states: list[LayerState]) -> None:
+    for state in states:
+        if not state.policy.shards_gradients and state.communicator.world_size > 1:
+            raise ValueError(
+                "param_groups with stage=1, where gradients are reduced when an optimizer first looks at one: a rank may have nothing "
+                "of a group to look at, and the others would wait for it. Use stage 2 or 3"
+            )
+        if state.pinned or state.presence in (Presence.FETCHED, Presence.FETCHING):
+            raise RuntimeError(f"param_groups while layer {state.label} is fetched: call it outside of forward, backward and full_params")
+        if any(part.parameter.grad is not None for chunk in state.chunks for part in chunk.parts):
+            raise RuntimeError(f"param_groups while layer {state.label} has gradients: step and zero_grad(set_to_none=True) first")
+
+
+@dataclass
+class _Group:
+    options: dict[str, Any]
+    first: nn.Parameter
+    whole: bool
+
+
+@dataclass
+class _Plan:
+    """The answers, with what the ranks compare of them."""
+
+    groups: list[_Group] = field(default_factory=list)
+    choices: dict[tuple[LayerState, str], Choice] = field(default_factory=dict)
+    order: dict[tuple[LayerState, str], int] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+    def ask(self, model: nn.Module, states: list[LayerState], options: Options) -> None:
+        numbers: dict[str, int] = {}
+        objects: list[Any] = []  # options that are neither numbers nor texts are told apart by identity
+        for name, state, sharded in named_parameters(model, states):
+            parameter = sharded.sites.parameter
+            self.order[state, sharded.sites.name] = len(self.order)
+            if not sharded.chunk.shard.requires_grad:
+                continue
+            shape = tuple(parameter.shape)
+            answer = options(name, ParamInfo(name, shape, parameter.numel(), parameter.dtype, len(shape)))
+            spelled = "none" if answer is None else _spelled(_checked(name, answer), objects)
+            self.lines.append(f"the options of {name}: {spelled}")
+            if answer is None:
+                self.choices[state, sharded.sites.name] = Choice(None, whole=False)
+                continue
+            whole = answer.get("whole", False)
+            if spelled not in numbers:
+                numbers[spelled] = len(self.groups)
+                self.groups.append(_Group(dict(answer), parameter, whole))
+            self.choices[state, sharded.sites.name] = Choice(numbers[spelled], whole)
+
+    def chooser(self, state: LayerState) -> Callable[[Slot], Choice]:
+        return lambda slot: self.choices[state, slot.name]
+
+
+def named_parameters(model: nn.Module, states: list[LayerState]) -> list[tuple[str, LayerState, ShardedParameter]]:
+    """Every sharded parameter once, in the order and under the name (its first) that it has in the unwrapped model."""
+    owners = {id(sharded.sites.parameter): (state, sharded) for state in states for sharded in state.parameters}
+    found = []
+    for name, tensor in named_tensors(model):
+        if id(tensor) in owners:
+            found.append((name, *owners.pop(id(tensor))))
+    found += [(sharded.sites.name, state, sharded) for state, sharded in owners.values()]  # of a layer that is called from elsewhere
+    return found
+
+
+def _checked(name: str, answer: Any) -> dict[str, Any]:
+    if not isinstance(answer, Mapping):
+        raise TypeError(f"options({name!r}) returned {answer!r} of type {type(answer).__name__}, expected a dict of options, or None")
+    if "params" in answer:
+        raise ValueError(f"options({name!r}) returned 'params', which param_groups fills in: return the other options only")
+    if not isinstance(answer.get("whole", False), bool):
+        raise TypeError(f"options({name!r}) returned whole={answer['whole']!r}, expected True or False")
+    return dict(answer)
+
+
+def _spelled(value: Any, objects: list[Any]) -> str:
+    """The same text for equal values on all ranks; for objects, by the order in which they first come."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_spelled(value[key], objects)}" for key in sorted(value, key=repr)) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__}({', '.join(_spelled(item, objects) for item in value)})"
+    if isinstance(value, Tensor):
+        return f"tensor({value.tolist()}, {value.dtype})"
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype)):
+        return repr(value)
+    if not any(value is known for known in objects):
+        objects.append(value)
+    return f"{type(value).__qualname__} #{next(number for number, known in enumerate(objects) if known is value)}"

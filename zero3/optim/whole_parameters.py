@@ -1,0 +1,146 @@
+"""Parameters that an optimizer wants whole: chunks are cut anew, so that each of them lies on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from ..comm.agreement import agree
+from ..core.chunk import Chunk
+from ..core.layer_state import LayerState
+from ..core.layout import ChunkLayout, Slot, deal
+from .pieces import retire
+
+__all__: list[str] = []
+
+# Where what may be cut is less than this part of a chunk, it is not cut either: a layer's norms and biases lie on one
+# rank each, beside its whole matrices, in one chunk, and the layer's transfers stay as many as they were.
+RIDES_ALONG = 16
+
+
+@dataclass(eq=False)
+class Family:
+    """A layer's trainable parameters of one dtype, in one chunk or two: what is cut evenly, and what is dealt out whole."""
+
+    state: LayerState
+    chunks: list[Chunk]
+    slots: list[Slot]  # in the order of the model
+
+    @property
+    def layouts(self) -> list[ChunkLayout]:
+        return [chunk.layout for chunk in self.chunks]
+
+
+def families(states: Sequence[LayerState], place: Callable[[LayerState, Slot], int]) -> list[Family]:
+    """`place`: where a slot stands in the model, so that cuts depend on the model alone, and not on how it was cut before."""
+    found: dict[tuple[LayerState, bool, torch.dtype], list[Chunk]] = {}
+    for state in states:
+        for chunk in state.chunks:
+            if chunk.shard.requires_grad:
+                found.setdefault((state, chunk.trainable_when_wrapped, chunk.shard.dtype), []).append(chunk)
+    result = []
+    for (state, _, _), chunks in found.items():
+        slots = [slot for chunk in chunks for slot in chunk.layout.slots]
+        result.append(Family(state, chunks, sorted(slots, key=partial(place, state))))
+    return result
+
+
+def new_cuts(found: Sequence[Family], is_whole: Callable[[LayerState, Slot], bool]) -> list[tuple[Family, list[ChunkLayout]]]:
+    """The layouts that families should have, for those that have others. Owners are balanced over the whole model."""
+    world_size = found[0].state.communicator.world_size if found else 1
+    if world_size == 1:
+        return []  # every parameter is whole as it lies
+    whole = [_dealt(family, is_whole) for family in found]
+    owners = iter(deal([slot.numel for slots in whole for slot in slots], world_size))
+    wanted = []
+    for family, dealt in zip(found, whole, strict=True):
+        rest = [(slot.name, slot.shape) for slot in family.slots if slot not in dealt]
+        layouts = [] if dealt and not rest else [ChunkLayout.build(rest, world_size)]
+        if dealt:
+            layouts.append(ChunkLayout.dealt([(slot.name, slot.shape) for slot in dealt], [next(owners) for _ in dealt], world_size))
+        as_made = not dealt and len(family.chunks) == 1 and family.chunks[0].layout.bounds is None
+        if layouts != family.layouts and not as_made:
+            wanted.append((family, layouts))
+    return wanted
+
+
+def _dealt(family: Family, is_whole: Callable[[LayerState, Slot], bool]) -> list[Slot]:
+    whole = [slot for slot in family.slots if is_whole(family.state, slot)]
+    total = sum(slot.numel for slot in family.slots)
+    rest = total - sum(slot.numel for slot in whole)
+    return family.slots if whole and rest * RIDES_ALONG <= total else whole
+
+
+def repartition(wanted: Sequence[tuple[Family, list[ChunkLayout]]]) -> None:
+    """Gives families their new chunks. One old chunk at a time is gathered; on all ranks every family changes, or none does.
+
+    The new chunks stand beside the old ones until all are filled: as much memory as gradients will take in training.
+    """
+    if not wanted:
+        return
+    first = wanted[0][0].state
+    made: list[list[Chunk]] = []
+    error: Exception | None = None
+    try:
+        made = [_empty_chunks(family, layouts) for family, layouts in wanted]
+    except (RuntimeError, MemoryError) as caught:
+        error = caught
+    agree(first.communicator, first.device, "the memory for parameters that one rank holds whole", [], error)
+    for (family, _), chunks in zip(wanted, made, strict=True):
+        family.state.release()  # one that a backward may want at once is kept fetched
+        _fill(family, chunks)
+    agree(first.communicator, first.device, "the gathering of parameters that one rank holds whole", [])
+    for (family, _), chunks in zip(wanted, made, strict=True):
+        _exchange(family, chunks)
+
+
+def _empty_chunks(family: Family, layouts: list[ChunkLayout]) -> list[Chunk]:
+    communicator, old = family.state.communicator, family.chunks[0]
+    made = []
+    with torch.inference_mode(False):
+        for layout in layouts:
+            shard = nn.Parameter(old.shard.data.new_zeros(layout.chunk_numel(communicator.rank)))
+            made.append(Chunk(layout, shard, communicator, old.compute_dtype))
+    return made
+
+
+@torch.no_grad()
+def _fill(family: Family, chunks: list[Chunk]) -> None:
+    rank = family.state.communicator.rank
+    for old in family.chunks:
+        old.show_as_stored()
+        old.start_fetch(family.state.lanes.fetch)
+        try:
+            old.finish_fetch()
+            views = {slot.name: view for slot, view in zip(old.layout.slots, old.views, strict=True)}
+            for chunk in chunks:
+                for piece in chunk.layout.pieces(rank):
+                    if piece.slot.name in views:
+                        target = chunk.shard.data[piece.offset : piece.offset + piece.stop - piece.start]
+                        target.copy_(views[piece.slot.name].reshape(-1)[piece.start : piece.stop])
+        finally:
+            old.abandon_fetch()
+            old.release()
+
+
+def _exchange(family: Family, chunks: list[Chunk]) -> None:
+    """No transfer and no large allocation: nothing that fails on one rank alone."""
+    state = family.state
+    unloaded = {old.layout.slots[index].name for old in family.chunks for index in old.unloaded}
+    for chunk in chunks:
+        chunk.unloaded = {index for index, slot in enumerate(chunk.layout.slots) if slot.name in unloaded}
+        chunk.trainable_when_wrapped = family.chunks[0].trainable_when_wrapped
+        torch.autograd.graph.increment_version(chunk.shard)  # what older graphs saved looks at buffers that are gone
+    at = state.chunks.index(family.chunks[0])
+    kept = [chunk for chunk in state.chunks if chunk not in family.chunks]
+    for name in state.chunk_names():
+        state.registry.pop(name)
+    state.replace_chunks([*kept[:at], *chunks, *kept[at:]])
+    state.registry.update(state.chunk_names())
+    for old in family.chunks:
+        retire(old, state.label)
+    family.chunks = chunks

@@ -1,0 +1,1 @@
+"""What lets training go on when a rank's micro-batch fails."""

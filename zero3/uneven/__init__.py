@@ -1,0 +1,1 @@
+"""Ranks that have different numbers of batches, in torch's Join."""

@@ -1,0 +1,295 @@
+"""Ranks that have run out of data, or wait for a step, take part in what the others do with the model.
+
+What a rank does falls into rounds: a forward, a backward, a step (or a single collective outside of these). At the first
+collective of each the ranks meet, and count who is there. If all are, nothing else happens. If some have no data any
+more (or wait at a step until all who have data are there too), those who go on announce each of their collectives, and
+the others follow:
+
+    has data      meet   say GATHER 0   gather   say GATHER 1   gather   ...   say END
+    has none      meet   hear           gather   hear           gather   ...   hear
+
+Every rank takes a step, for every rank's chunks need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..comm.communicator import Communicator
+from ..comm.errors import NamingFailures, Subject
+from ..core.coordination import Action, Activity, GatedCommunicator, OpenGate, ungated
+from ..core.layer_state import LayerState
+from ..core.runtime import Runtime
+from ..optim.token_mean import note, weigh
+from .changes import StateChanges
+from .headcount import Headcount, said
+from .participation import help_with
+
+__all__: list[str] = []
+
+_SILENT = -(2**62)  # below whatever a rank can say
+_CHANGED = (
+    "some ranks have no data left, and the others have changed chunks or gradients by other means than the joinable's step(), or zeroed "
+    "some gradients and not all, which ranks without data could not follow. Call joinable.step() in place of optimizer.step() and all that "
+    "belongs to it."
+)
+_LAYERS = 32  # bits of what is said that name the layer
+
+
+class JoinCoordinator:
+    """One rank's gate to a model's collectives, while it may meet ranks that have no data."""
+
+    def __init__(self, states: Sequence[LayerState], runtimes: Sequence[Runtime], control: Communicator, step: Callable[[], Any]) -> None:
+        self._states = list(states)
+        self._numbers: dict[object, int] = {state: number for number, state in enumerate(states)}
+        self._runtimes = {state: runtime for runtime in runtimes for state in runtime.layers}
+        self._control = control  # the ranks tell each other by it what comes next
+        self._step = step
+        self._naming = NamingFailures(control, "keeping step with", Subject("ranks that have more or less data"))
+        self._divide_by_all = True
+        self._notify: Callable[[], bool] = lambda: False
+        self.on = False
+        self._scope: Activity | None = None  # what this rank is doing
+        self._round: Activity | None = None  # what it has met the others for
+        self._announces = False  # not all ranks are there
+        self._follows = False  # this one is not, and helps
+        self._strayed = False  # ranks have not all run the same passes
+        self._waited = False  # some of those that have not did so to wait for a step
+        self._tokens: Tensor | None = None  # of the backward that comes next
+        self._traces = StateChanges(states)
+
+    def begin(self, notify: Callable[[], bool], *, divide_by_all: bool) -> None:
+        """`notify`: tells torch's context, before each round, that this rank has data; False if the context is disabled."""
+        self._notify, self._divide_by_all = notify, divide_by_all
+        self.on, self._scope, self._round, self._announces = True, None, None, False
+        self._traces.forget()
+        for state in self._states:
+            state.gate = self
+            state.communicator = GatedCommunicator(ungated(state.communicator), self)
+            state.gradients.use(state.communicator)
+
+    def end(self) -> None:
+        """The model is as it was before, and trains on by itself."""
+        self.on, self._scope, self._round = False, None, None
+        if self._strayed:
+            self._forget_orders()
+        for state in self._states:
+            state.gate = OpenGate()
+            state.communicator = ungated(state.communicator)
+            state.gradients.use(state.communicator)
+            state.gradients.average_over(self._control.world_size)
+
+    # -- on a rank that has data
+
+    def enter(self, kind: Activity) -> None:
+        if not self.on or self._round is Activity.STEP:
+            return
+        if self._scope is Activity.BACKWARD and kind is Activity.FORWARD:  # which does not happen inside one: it raised
+            self._give_up("its last backward raised")
+        if self._scope is None:
+            self._scope = kind
+
+    def leave(self, kind: Activity, error: BaseException | None = None) -> None:
+        if self._scope is not kind or self._round is Activity.STEP:
+            return
+        self._scope = None
+        if self._round is not None and error is None:
+            self._finish()
+        elif self._round is not None:
+            self._abort()
+
+    @contextmanager
+    def passing(self, action: Action, layer: object = None) -> Iterator[None]:
+        if not self.on or self._follows or self._round is Activity.STEP:
+            yield
+            return
+        alone = self._round is None and self._scope is None
+        if self._round is None:
+            self._meet(Activity.OTHER if self._scope is None else self._scope)
+        if self._announces and action is Action.OTHER:
+            self._give_up(
+                "it was about to make a collective that ranks without data can't follow. Clip, unscale and update inside the step "
+                "function; save, load and read whole parameters after the context"
+            )
+        if self._announces:
+            self._exchange(action, layer)
+        try:
+            yield
+        except Exception:
+            self._abort()
+            raise
+        if alone:
+            self._finish()
+
+    def step(self) -> Any:
+        """Waits for all ranks that have data, taking part in what they do, and steps with them."""
+        if not self.on or self._round is Activity.STEP:
+            return self._step()
+        if self._scope is Activity.BACKWARD:
+            self._give_up("its last backward raised")
+        self._meet(Activity.STEP)
+        return self._take_step()
+
+    def _meet(self, kind: Activity) -> None:
+        while True:
+            if not self._notify():
+                self.end()
+                return
+            together = self._count(kind)
+            if together is kind:
+                break
+            self._shadow(together)
+        self._round = kind
+
+    def _finish(self) -> None:
+        announces, self._round, self._announces = self._announces, None, False
+        self._traces.take(only_if=announces)
+        if announces:
+            self._exchange(Action.END)
+
+    # -- on a rank that has none, or waits
+
+    def follow(self) -> None:
+        """Takes part in one round of the ranks that have data."""
+        together = self._count(None)
+        if together is Activity.STEP:
+            self._take_step()
+        else:
+            self._shadow(together)
+
+    def _shadow(self, together: Activity) -> None:
+        error: Exception | None = None
+        while True:
+            try:
+                action, state = self._exchange(Action.ABORT if error is not None else None)
+            except RuntimeError:
+                if error is not None:
+                    raise error from None
+                raise
+            if action is Action.END:
+                self._announces = False
+                if together is Activity.BACKWARD and self._tokens is not None:
+                    note(self._states, self._tokens)
+                    self._tokens = None
+                self._traces.take(only_if=True)
+                return
+            self._follows = True
+            try:
+                if action is Action.TOKENS:
+                    self._tokens = weigh(self._states, 0, 0).total
+                else:
+                    help_with(action, state, self._runtimes[state])
+            except Exception as caught:  # told to the others when they say what is next
+                error = caught
+            finally:
+                self._follows = False
+
+    # -- on both
+
+    def _take_step(self) -> Any:
+        self._round = Activity.STEP
+        try:
+            result = self._step()
+        except Exception:
+            self._abort()
+            raise
+        finally:
+            self._round = None
+        self._finish()
+        return result
+
+    def _count(self, kind: Activity | None) -> Activity:
+        """Meets the others. What the ranks with data are up to; those at a step let the others go first."""
+        mine = said(kind, *self._traces.gradients(), changed=kind is not None and self._traces.changed())
+        counts = torch.tensor(mine, dtype=torch.int64, device=self._states[0].device)
+        try:
+            with self._naming:
+                self._control.all_reduce(counts)
+        except RuntimeError:
+            self.end()
+            raise
+        found = Headcount.of(counts.tolist(), self._control.world_size)
+        self._announces = found.others > 0
+        if found.apart:
+            self._fail(f"ranks have come apart: {found.apart}. All that have data must call the model in the same order.")
+        comparable = not self._traces.divided  # else ranks hold different numbers of parts
+        if self._announces and (found.changed or (comparable and not found.even)):
+            self._fail(_CHANGED)
+        if kind is not found.together:
+            self._traces.follow(found.gradients, found.owed)
+        self._note_order(found.together, waiting=found.waiting > 0)
+        for state in self._states:
+            state.gradients.average_over(self._control.world_size if self._divide_by_all else found.number)
+        return found.together
+
+    def _fail(self, text: str) -> NoReturn:
+        """All ranks know, and raise."""
+        self.end()
+        raise RuntimeError(text)
+
+    def _note_order(self, together: Activity, *, waiting: bool) -> None:
+        if together is not Activity.STEP:
+            self._strayed = self._strayed or self._announces
+            self._waited = self._waited or waiting
+        elif self._waited:  # the ranks that have waited go on
+            self._forget_orders()
+
+    def _forget_orders(self) -> None:
+        self._strayed = self._waited = False
+        for runtime in dict.fromkeys(self._runtimes.values()):
+            for order in runtime.orders:
+                order.forget()
+
+    def _exchange(self, action: Action | None, layer: object = None) -> tuple[Action, LayerState]:
+        """Says what comes next, or (None) hears it.
+
+        Raises:
+            RuntimeError: on all ranks: one has raised, or they are about to do different things.
+        """
+        mine = _SILENT if action is None else action << _LAYERS | (0 if layer is None else self._numbers[layer])
+        opposite = _SILENT if action is None else -mine  # of the lowest
+        both = torch.tensor([mine, opposite], dtype=torch.int64, device=self._states[0].device)
+        try:
+            with self._naming:
+                self._control.all_reduce(both, maximum=True)
+        except RuntimeError:
+            self.end()
+            raise
+        highest, lowest = both[0].item(), -both[1].item()
+        if int(highest) >> _LAYERS == Action.ABORT:
+            self._fail("another rank raised while some had no data left: its own error says why. All leave the Join context.")
+        if highest != lowest:
+            self._fail(f"ranks have come apart: one {self._say(int(lowest))}, another {self._say(int(highest))}")
+        return Action(int(highest) >> _LAYERS), self._states[int(highest) & (1 << _LAYERS) - 1]
+
+    def _say(self, code: int) -> str:
+        label = self._states[code & (1 << _LAYERS) - 1].label
+        return {
+            Action.END: "is through with its forward or backward",
+            Action.GATHER: f"gathers layer {label}",
+            Action.REDUCE: f"reduces the gradients of layer {label}",
+            Action.AGREE: "has come to a layer that was not foreseen",
+            Action.LOOK: "begins a forward",
+            Action.TOKENS: "counts tokens",
+        }[Action(code >> _LAYERS)]
+
+    def _abort(self) -> None:
+        """This rank raises: so do the others, when they next say or hear something."""
+        announces, self._announces = self._announces and self.on, False
+        self._round = self._scope = None
+        if announces:
+            try:
+                self._exchange(Action.ABORT)
+            except RuntimeError:
+                return
+
+    def _give_up(self, reason: str) -> None:
+        announced, rank = self._announces, self._control.rank
+        self._abort()
+        if announced:
+            raise RuntimeError(f"rank {rank}: some ranks have no data left, and {reason}.")

@@ -1,0 +1,126 @@
+"""What stands for a sharded model in torch's context for uneven inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..access import states_of
+from ..comm.agreement import agree
+from ..comm.ddp import Joinable, Shadow, still_here
+from ..comm.factory import process_group_of
+from ..core.coordination import ungated
+from ..core.runtime import Runtime
+from ..layer import adopt, layers_of
+from ..sequential import Zero3Sequential
+from .coordinator import JoinCoordinator
+
+__all__: list[str] = []
+
+
+def joinable(model: nn.Module, step: Callable[[], Any]) -> JoinableModel:
+    """A sharded model in `torch.distributed.algorithms.join.Join`: ranks may have different numbers of batches, or none.
+
+        def update():
+            zero3.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        uneven = zero3.joinable(model, update)
+        with Join([uneven], divide_by_initial_world_size=False):
+            for batch in batches:
+                loss_of(model, batch).backward()
+                uneven.step()
+
+    A rank that is out of data takes part in the others' collectives, and updates its chunks with them. Every rank builds
+    the joinable and enters the context. What `Join` is given:
+
+    * `divide_by_initial_world_size=True` (the default, as in DDP): gradients are divided by the number of all ranks; `False`:
+      by the number of those that still have data.
+    * `throw_on_early_termination=True`: all ranks raise when the first is out of data.
+
+    Args:
+        model: any module with zero3 layers; no other joinable stands beside it in `Join`.
+        step: what follows the backwards of a step: clip, update, schedule, zero. It is called without arguments, on ranks
+            without data too, so it uses nothing that comes from a batch.
+
+    Raises:
+        ValueError: nothing in `model` is sharded, its layers are on different process groups, or have `stage=1` or `dynamic=True`.
+        TypeError: `step` can't be called.
+        RuntimeError: no process group.
+    """
+    return JoinableModel(model, step)
+
+
+class JoinableModel(Joinable):
+    """See `joinable`, which makes it."""
+
+    def __init__(self, model: nn.Module, step: Callable[[], Any]) -> None:
+        super().__init__()
+        if not callable(step):
+            raise TypeError(f"step must be a function without arguments, found {type(step).__name__}")
+        first, *others = states_of(model)
+        group = process_group_of(ungated(first.communicator))
+        if group is None:
+            raise RuntimeError("torch's Join needs a process group: call torch.distributed.init_process_group() before sharding the model")
+        if not all(first.communicator.same_ranks(other.communicator) for other in others):
+            raise ValueError("the model's layers are on different process groups: Join needs one")
+        if first.policy.dynamic:
+            raise ValueError("policy.dynamic=True, expected False: ranks without data can't follow forwards that leave out layers")
+        if whole := next((state for state in (first, *others) if not state.policy.shards_gradients), None):
+            raise ValueError(f"layer {whole.label} has policy.stage=1, expected 2 or 3: ranks without data can't follow its reductions")
+        self._model = model
+        self._device = first.device
+        self._communicator = ungated(first.communicator)
+        self._control = self._communicator.duplicate() if first.communicator.world_size > 1 else self._communicator
+        self._step = step
+        self._rounds: JoinCoordinator | None = None
+
+    def step(self) -> Any:
+        """Runs the step function on all ranks, when all that have data have called this; returns what it returns here."""
+        return self._step() if self._rounds is None else self._rounds.step()
+
+    def join_hook(self, **kwargs: Any) -> Shadow:
+        """Called by `Join` on every rank. `kwargs`: `divide_by_initial_world_size`, as DDP has it; others are ignored."""
+        runtimes = runtimes_of(self._model)
+        states = [state for runtime in runtimes for state in runtime.layers]
+        divide_by_all = bool(kwargs.get("divide_by_initial_world_size", True))
+        if self._rounds is not None:
+            self._rounds.end()
+        lines = [f"divide_by_initial_world_size={divide_by_all}", *(state.name_among_ranks for state in states)]
+        agree(self._communicator, self._device, "what is to join", lines)
+        self._rounds = JoinCoordinator(states, runtimes, self._control, self._step)
+        if self._communicator.world_size > 1:
+            self._rounds.begin(self._has_data, divide_by_all=divide_by_all)
+        return Shadow(self._rounds.follow, self._rounds.end)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the model computes."""
+        return self._device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks that share the model."""
+        return process_group_of(self._communicator)
+
+    def _has_data(self) -> bool:
+        if not self._join_config.enable:
+            return False
+        if not self._join_config.is_first_joinable:
+            raise RuntimeError("a sharded model must be the only joinable in Join: put several models into one nn.ModuleList")
+        still_here(self)
+        return True
+
+
+def runtimes_of(model: nn.Module) -> list[Runtime]:
+    """Made now, on all ranks: one without data would never come to make its own."""
+    layers = layers_of(model)
+    if isinstance(model, Zero3Sequential):
+        return [model.shared_runtime()]
+    if any(layer._runtime is None for layer in layers):
+        return [adopt(model, ordered=False)]
+    return list(dict.fromkeys(layer._runtime for layer in layers if layer._runtime is not None))

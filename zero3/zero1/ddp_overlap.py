@@ -1,0 +1,112 @@
+"""Updates inside of DDP's backward: each bucket's, once DDP has reduced it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..comm.ddp import Bucket, mean_of_ranks
+from ..comm.streams import Pending
+from .buckets import Entry
+from .groups import Groups, options_of
+from .shards import Shards
+from .state import broadcast_values
+from .step import roll_call, set_options
+
+__all__: list[str] = []
+
+Reduction = Callable[[Any, Bucket], torch.futures.Future[Any]]
+
+
+class DDPOverlap:
+    """A communication hook of DDP's that reduces a bucket, and meanwhile updates the parameters of the one before it.
+
+    All ranks do both in the order of the buckets, so no two collectives can cross, on any backend. What a bucket holds
+    does not matter: every parameter is divided by itself, and DDP may build its buckets anew as it likes.
+    """
+
+    def __init__(self, shards: Shards, optimizer: Optimizer) -> None:
+        self.hooked = False
+        self._shards = shards
+        self._outer = weakref.ref(optimizer)  # which has this object
+        self._forward_ran = False  # since the last update: on a rank without data, DDP shadows a backward alone
+        self._reducing: tuple[Bucket, torch.futures.Future[Any]] | None = None
+        self._spreading: list[Pending] = []
+        self._entries: dict[Tensor, Entry] = {}
+
+    def hook(self, ddp: Any, reduction: Reduction | None) -> Reduction:
+        known = {parameter: name for name, parameter in ddp.named_parameters()}
+        for entry in self._shards.entries:
+            if entry.parameter not in known:
+                raise ValueError(
+                    f"{entry.name} of the optimizer is no parameter of the DistributedDataParallel model: it would never be updated"
+                )
+        if ddp.find_unused_parameters:
+            raise ValueError(
+                "overlap_with_ddp=True can't be used with find_unused_parameters=True: which parameters no rank has used, so that "
+                "they must be left as they are, is known only after the backward"
+            )
+        self.hooked = True
+        self._entries = {entry.parameter: entry for entry in self._shards.entries}
+        ddp.register_forward_pre_hook(self._note_forward)
+        reduce = reduction or mean_of_ranks
+        group = ddp.process_group
+        # without annotations, which DDP would compare with its own
+        return lambda state, bucket: self._reduce_and_update(reduce, group if reduction is None else state, bucket)
+
+    def _note_forward(self, module: nn.Module, inputs: Any) -> None:
+        self._forward_ran = True
+
+    @torch.no_grad()
+    def _reduce_and_update(self, reduce: Reduction, state: Any, bucket: Bucket) -> torch.futures.Future[Any]:
+        if bucket.index() == 0:
+            self._reducing, self._spreading = None, []  # of a backward that broke
+            self._begin(joined=not self._forward_ran)
+        future = reduce(state, bucket)
+        self._update()
+        self._reducing = (bucket, future)
+        if bucket.is_last():
+            self._update()
+            for pending in self._spreading:
+                pending.wait()
+            self._spreading, self._forward_ran = [], False
+            self._shards.copy_options_out(self._groups)
+        return future
+
+    @property
+    def _groups(self) -> Groups:
+        if (optimizer := self._outer()) is None:
+            raise RuntimeError("the ZeroRedundancyOptimizer that overlaps with this DDP model is gone: keep it as long as the model trains")
+        return optimizer.param_groups
+
+    def _begin(self, *, joined: bool) -> None:
+        """Schedules stop with a rank's data: it gets the options from one that goes on."""
+        ranks = roll_call(self._shards, [], joined=joined)
+        if any(ranks) and not all(ranks):
+            told = {"options": [options_of(group) for group in self._groups]}
+            communicator, device = self._shards.communicator, self._shards.device
+            told = broadcast_values(communicator, device, told, ranks.index(False), "an update of ZeroRedundancyOptimizer")
+            set_options(self._groups, told["options"])
+        self._shards.copy_options_in(self._groups)
+
+    def _update(self) -> None:
+        if self._reducing is None:
+            return
+        (bucket, future), self._reducing = self._reducing, None
+        reduced = future.wait()
+        reduced = reduced[0] if isinstance(reduced, list) else reduced
+        if reduced.data_ptr() != bucket.buffer().data_ptr():
+            bucket.buffer().copy_(reduced.view(-1))
+        entries = []
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if (entry := self._entries.get(parameter)) is not None:
+                self._shards.take(entry, gradient)
+                entries.append(entry)
+        self._shards.optimizer.step()
+        self._shards.drop_gradients(entries)
+        self._spreading += self._shards.start_spreading(entries)

@@ -1,0 +1,96 @@
+"""What a user passes to an optimizer over ranks: parameters and options, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.agreement import agree
+from .buckets import Entry
+from .shards import NOT_OPTIONS, Shards
+
+__all__: list[str] = []
+
+MISTAKES = (ValueError, TypeError, RuntimeError)
+Groups = list[dict[str, Any]]
+
+
+def listed(params: Any) -> list[Any]:
+    """Parameters, pairs or groups, as often to be read as needed."""
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        raise TypeError(f"params must be an iterable of tensors or dicts, found {type(params).__name__}")
+    if not (items := list(params)):
+        raise ValueError("ZeroRedundancyOptimizer got no parameters")
+    if len({isinstance(item, dict) for item in items}) > 1 or not all(isinstance(item, dict | Tensor | tuple) for item in items):
+        found = ", ".join(sorted({type(item).__name__ for item in items}))
+        raise TypeError(f"params must be tensors, or dicts of them with options, found {found}")
+    return items
+
+
+def checked(given: Any, number: int) -> dict[str, Any]:
+    """A copy of the group, refused for what torch would let pass."""
+    if not isinstance(given, dict):
+        raise TypeError(f"a parameter group must be a dict, found {type(given).__name__}")
+    if "params" not in given:
+        raise ValueError(f"parameter group {number} has no 'params', but {sorted(given)}")
+    group: dict[str, Any] = dict(given)
+    if isinstance(group["params"], Tensor | set):
+        return group  # torch knows what to do with either
+    group["params"] = list(group["params"])
+    seen: dict[int, int] = {}
+    for place, item in enumerate(group["params"]):
+        parameter = item[1] if isinstance(item, tuple) else item
+        if seen.setdefault(id(parameter), place) != place:
+            raise ValueError(f"parameters {seen[id(parameter)]} and {place} of group {number} are the same")
+        if isinstance(parameter, Tensor) and parameter.layout != torch.strided:
+            raise ValueError(f"parameter {place} of group {number} is sparse, which has no parts to spread over ranks")
+    return group
+
+
+def entries_of(group: dict[str, Any], number: int, *, whole: bool) -> list[Entry]:
+    names = group.get("param_names") or [f"parameter {place} of group {number}" for place in range(len(group["params"]))]
+    # whose a whole parameter is, is found when all are known
+    return [Entry(parameter, number, name, 0 if whole else None) for parameter, name in zip(group["params"], names, strict=True)]
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+
+
+def line_of(entry: Entry) -> str:
+    """What must be the same on all ranks."""
+    parameter = entry.parameter
+    whole = ", whole" if entry.owner is not None else ""
+    return f"{entry.name}: group {entry.group}, {tuple(parameter.shape)} {parameter.dtype} on {parameter.device.type}{whole}"
+
+
+def line_of_group(make: Callable[..., Any], number: int, group: dict[str, Any]) -> str:
+    """What must be the same on all ranks of a group's options: numbers and words. Of other objects, their kind."""
+    options = ", ".join(f"{key} {_said(value)}" for key, value in sorted(options_of(group).items()))
+    return f"group {number}: {getattr(make, '__qualname__', type(make).__name__)}, {options}"
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_said, value))})"
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return repr(value.item())
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+def mistake_in(body: Callable[[], object]) -> Exception | None:
+    """What one rank may see alone is raised by all of them: kept until they meet."""
+    try:
+        body()
+    except MISTAKES as mistake:
+        return mistake
+    except LookupError as mistake:  # of torch, about a state dict
+        return ValueError(f"not found: {mistake}")
+    return None
+
+
+def agree_on(shards: Shards, lines: list[str], error: Exception | None) -> None:
+    agree(shards.communicator, shards.device, "the parameters of ZeroRedundancyOptimizer", lines, error)

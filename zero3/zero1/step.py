@@ -1,0 +1,89 @@
+"""One update by all ranks together, those without data included."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.agreement import agree
+from .buckets import Entry, flat, is_gapless, laid_out_as
+from .groups import Groups, options_of
+from .shards import Shards
+from .state import broadcast_values
+
+__all__: list[str] = []
+
+_ACTIVE, _JOINED, _FAILED = range(3)
+
+
+def step(shards: Shards, groups: Groups, kwargs: dict[str, Any], *, joined: bool = False) -> None:
+    """Updates what has a gradient. A rank that has joined (has no data any more) gets its gradients from one that has some."""
+    present = [entry.parameter.grad is not None for entry in shards.entries]
+    error = None if joined else _unusable(shards.entries)
+    ranks = roll_call(shards, [] if joined else _lines(shards.entries), joined=joined, error=error)
+    if any(ranks):
+        leader = ranks.index(False)
+        told: dict[str, Any] = {"gradients": present, "options": [options_of(group) for group in groups], "kwargs": kwargs}
+        told = broadcast_values(shards.communicator, shards.device, told, leader, "step() of ZeroRedundancyOptimizer")
+        present, kwargs = told["gradients"], told["kwargs"]
+        if joined:
+            set_options(groups, told["options"])
+    entries = [entry for entry, has_one in zip(shards.entries, present, strict=True) if has_one]
+    shards.copy_options_in(groups)
+    for entry in entries:
+        gradient = _shared_gradient(shards, entry, leader, joined=joined) if any(ranks) else entry.parameter.grad
+        shards.take(entry, gradient, copy=joined)
+    shards.optimizer.step(**kwargs)
+    shards.drop_gradients(entries)
+    for pending in shards.start_spreading(entries):
+        pending.wait()
+    shards.copy_options_out(groups)
+
+
+def roll_call(shards: Shards, lines: list[str], *, joined: bool, error: Exception | None = None) -> list[bool]:
+    """Which ranks have joined. The others must be about to do the same: 16 bytes a rank; the texts only if those differ.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: `error`, of any rank, or the first line that differs; on every rank.
+    """
+    state = _JOINED if joined else _ACTIVE if error is None else _FAILED
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()[:15]
+    headers = shards.communicator.exchange(digest + bytes([state]), shards.device)
+    if any(header[-1] == _FAILED for header in headers) or len({header for header in headers if header[-1] != _JOINED}) > 1:
+        agree(shards.communicator, shards.device, "which parameters have gradients", lines, error)
+    return [header[-1] == _JOINED for header in headers]
+
+
+def set_options(groups: Groups, options: Groups) -> None:
+    """On a rank that has joined, and whose schedules have stopped with its data: the options of one that goes on."""
+    for group, new in zip(groups, options, strict=True):
+        group.update(new)
+
+
+def _shared_gradient(shards: Shards, entry: Entry, leader: int, *, joined: bool) -> Tensor | None:
+    """Ranks that have joined took part in DDP's reduction, but were not told its result. Their own `.grad` is left as it is."""
+    parameter = entry.parameter
+    sending = shards.communicator.rank == leader and parameter.grad is not None
+    laid = laid_out_as(parameter.grad.detach(), parameter) if sending and parameter.grad is not None else torch.empty_like(parameter)
+    values = flat(laid) if is_gapless(laid) else laid.contiguous().view(-1)
+    if values.numel():
+        shards.communicators[parameter.device].broadcast(values, source=leader)
+    if not joined:
+        return parameter.grad
+    return laid if is_gapless(laid) else values.view(parameter.shape)
+
+
+def _lines(entries: Iterable[Entry]) -> list[str]:
+    return [f"{entry.name}: {'a gradient' if entry.parameter.grad is not None else 'no gradient'}" for entry in entries]
+
+
+def _unusable(entries: Iterable[Entry]) -> Exception | None:
+    for entry in entries:
+        gradient = entry.parameter.grad
+        if gradient is not None and gradient.layout != torch.strided:
+            return RuntimeError(f"the gradient of {entry.name} is sparse, which has no parts to spread over ranks: use dense gradients")
+    return None
