@@ -34,7 +34,7 @@ types: $(VENV)/.dev  ## check the types of zero3/
 
 soak: $(VENV)/.tests  ## train MINUTES (30) while faults are injected (ARGS: --seed, --output), and draw some thousand lives of models at random
 	$(BIN)/python -m tests.soak $(or $(MINUTES),30) $(ARGS)
-	ZERO3_EXAMPLES=$(or $(EXAMPLES),3000) $(BIN)/python -m pytest -q -o timeout=0 -o faulthandler_timeout=0 tests/test_stateful.py tests/test_ordering_fuzz.py
+	ZERO3_EXAMPLES=$(or $(EXAMPLES),3000) $(BIN)/python -m pytest -q -o timeout=0 -o faulthandler_timeout=0 tests/core/test_stateful.py tests/core/test_ordering_fuzz.py
 
 mutants: $(VENV)/.tests  ## put faults into a copy of the package, one at a time: do the tests see each?
 	$(BIN)/python tests/mutants.py $(ARGS)

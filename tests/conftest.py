@@ -7,7 +7,7 @@ import gc
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.ordering import fake_device
+from tests.support.ordering import fake_device
 
 __all__ = ["fake_device"]
 

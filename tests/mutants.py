@@ -27,136 +27,148 @@ class Fault(NamedTuple):
 
 
 FAULTS = [
-    Fault("compute does not wait for a gather", "core/chunk.py", "self._in_flight.wait()\n", "pass\n", "no_sync"),
-    Fault("the fetch lane does not wait for compute", "comm/streams.py", "self._stream.wait_stream(", "(lambda stream: None)(", "ordering"),
+    Fault("compute does not wait for a gather", "core/chunk.py", "self._in_flight.wait()\n", "pass\n", "core/no_sync"),
+    Fault(
+        "the fetch lane does not wait for compute",
+        "comm/streams.py",
+        "self._stream.wait_stream(",
+        "(lambda stream: None)(",
+        "core/ordering",
+    ),
     Fault(
         "no wait for reductions at the end",
         "core/backward.py",
         "        self._drain_backups()\n        self._reduces",
         "        self._reduces",
-        "no_sync",
+        "core/no_sync",
     ),
     Fault(
-        "a sum for a mean", "core/gradient_reducer.py", 'self._mean = policy.gradient_reduction == "mean"', "self._mean = False", "no_sync"
+        "a sum for a mean",
+        "core/gradient_reducer.py",
+        'self._mean = policy.gradient_reduction == "mean"',
+        "self._mean = False",
+        "core/no_sync",
     ),
-    Fault("padding not zeroed", "core/gradient_buffer.py", "return zero_padding(full, self._layout)", "return full", "random_models"),
-    Fault("slots without gradients not zeroed", "core/gradient_buffer.py", "view(full, self._layout, index).zero_()", "pass", "paths"),
+    Fault("padding not zeroed", "core/gradient_buffer.py", "return zero_padding(full, self._layout)", "return full", "core/random_models"),
+    Fault("slots without gradients not zeroed", "core/gradient_buffer.py", "view(full, self._layout, index).zero_()", "pass", "core/paths"),
     Fault(
         "a second micro-batch overwrites",
         "core/accumulation.py",
         "parameter.grad.add_(gradient)",
         "parameter.grad.copy_(gradient)",
-        "no_sync",
+        "core/no_sync",
     ),
     Fault(
         "a layer's second gradient takes the first's place",
         "core/gradient_buffer.py",
         "        if index in self._came:\n            self.flat()\n",
         "",
-        "recomputation",
+        "core/recomputation",
     ),
-    Fault("a gradient used twice overwrites", "core/gradient_buffer.py", "slot.add_(gradient)", "slot.copy_(gradient)", "no_sync"),
+    Fault("a gradient used twice overwrites", "core/gradient_buffer.py", "slot.add_(gradient)", "slot.copy_(gradient)", "core/no_sync"),
     Fault(
         "a chunk's reduction skipped",
         "core/layer_gradients.py",
         "[gradient.back_up(lane, communicator) for gradient in trained]",
         "[gradient.back_up(lane, communicator) for gradient in trained[1:]]",
-        "no_sync",
+        "core/no_sync",
     ),
     Fault(
         "a kept layer outlives a step",
         "core/layer_state.py",
         "        self.release()  # a layer kept",
         "        # a layer kept",
-        "exceptions",
+        "core/exceptions",
     ),
     Fault(
         "a new forward trusts what is left",
         "core/runtime.py",
         "            self.reset(broken=False)\n",
         "",
-        "exceptions",
+        "core/exceptions",
     ),
-    Fault("stale graphs pass", "core/layer_state.py", "            if chunk.changed():", "            if False:", "exceptions"),
+    Fault("stale graphs pass", "core/layer_state.py", "            if chunk.changed():", "            if False:", "core/exceptions"),
     Fault(
         "a broken backward leaves its half",
         "core/backward.py",
         "                state.gradients.give_up()",
         "                pass",
-        "exceptions",
+        "core/exceptions",
     ),
-    Fault("full buffers are never given back", "core/chunk.py", "        self._storage.resize_(0)", "        pass", "memory"),
+    Fault("full buffers are never given back", "core/chunk.py", "        self._storage.resize_(0)", "        pass", "core/memory"),
     Fault(
         "prefetch goes one further",
         "core/runtime.py",
         "self._order.upcoming(self._depth)",
         "self._order.upcoming(self._depth + 1)",
-        "memory counts",
+        "core/memory core/counts",
     ),
     Fault(
         "ranks never find a difference",
         "comm/agreement.py",
         "if len({digests[rank] for rank in present}) <= 1 and not any(digests[rank][-1] for rank in present):",
         "if True:",
-        "agreement",
+        "comm/agreement",
     ),
-    Fault("messages carry no layer", "comm/gloo.py", "4 * self.channel + kind", "kind", "faults"),
+    Fault("messages carry no layer", "comm/gloo.py", "4 * self.channel + kind", "kind", "comm/faults"),
     Fault(
         "a rank's share left out of sums",
         "comm/gloo.py",
         "for summand in rest:",
         "for summand in rest[1:]:",
-        "gloo collectives",
+        "core/processes comm/collectives",
     ),
     Fault(
         "a place is used again before all have read it",
         "comm/shared_memory/host_memory.py",
         "if all(header[self._receipt(place, rank)] == header[self._at(place)] for rank in self.near):",
         "if True:",
-        "collectives host_memory",
+        "comm/collectives comm/shared_memory",
     ),
     Fault(
         "transfers of a layer are found in any order",
         "comm/shared_memory/host_memory.py",
         " and header[at + 2] == turn",
         "",
-        "collectives host_memory",
+        "comm/collectives comm/shared_memory",
     ),
     Fault(
         "a norm of one rank's slice",
         "optim/clipping.py",
         "            communicator.all_reduce(total)\n",
         "            pass\n",
-        "clip",
+        "optim/clip_grad_norm",
     ),
     Fault(
         "kept gradients survive zero_grad",
         "core/gradient_reducer.py",
         "            if now is None or (",
         "            if False and (",
-        "no_sync",
+        "core/no_sync",
     ),
     Fault(
         "a transaction that is not taken back",
         "core/gradient_reducer.py",
         "before, self._before, self._staged = self._before, None, []",
         "before, self._before = self._before, None",
-        "step_guard",
+        "resilience/step_guard",
     ),
     Fault(
         "a guard that asks nobody",
         "resilience/step_guard.py",
         "enumerate(told) if what}",
         "enumerate(told) if what and rank == self.rank}",
-        "step_guard",
+        "resilience/step_guard",
     ),
-    Fault("a rank that fails leaves at once", "resilience/step_guard.py", "replay.replay_the_rest()", "reset(model)", "step_guard"),
+    Fault(
+        "a rank that fails leaves at once", "resilience/step_guard.py", "replay.replay_the_rest()", "reset(model)", "resilience/step_guard"
+    ),
     Fault(
         "a layer given back while it is filled",
         "core/chunk.py",
         "        self.finish_fetch()\n        if self._computing",
         "        if self._computing",
-        "ordering_fuzz",
+        "core/ordering_fuzz",
     ),
 ]
 
@@ -187,12 +199,18 @@ def _caught_by(fault: Fault, copy: Path) -> str:
     source.write_text(right.replace(fault.right, fault.wrong))
     try:
         for test in fault.tests.split():
-            found = _first_failure(f"tests/test_{test}.py", copy)
+            found = _first_failure(_path_of(test), copy)
             if found:
                 return found
     finally:
         source.write_text(right)
     return ""
+
+
+def _path_of(test: str) -> str:
+    """`core/no_sync` -> its file."""
+    folder, _, name = test.rpartition("/")
+    return f"tests/{folder}/test_{name}.py"
 
 
 def _first_failure(test: str, copy: Path) -> str:
@@ -218,7 +236,7 @@ def _first_failure(test: str, copy: Path) -> str:
     if done.returncode == 0:
         return ""
     failed = [line.split()[1].split("::", 1)[-1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return f"{test.removeprefix('tests/test_').removesuffix('.py')}: {(failed or [f'exit code {done.returncode}'])[0]}"[:60]
+    return f"{test.removeprefix('tests/').removesuffix('.py')}: {(failed or [f'exit code {done.returncode}'])[0]}"[:60]
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero3
-from tests.processes import Rank, on_ranks
-from tests.soak_faults import FAULTS, MICRO_BATCH, STEP, TRANSFERS, Lost, failing_save, failing_step, run_micro_batch, trap
+from tests.support.processes import Rank, on_ranks
+from tests.support.soak_faults import FAULTS, MICRO_BATCH, STEP, TRANSFERS, Lost, failing_save, failing_step, run_micro_batch, trap
 from zero3.comm.process_group import GroupCommunicator
 
 WIDTH, DEPTH, MICRO_BATCHES = 64, 6, 2

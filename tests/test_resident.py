@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.architectures import ARCHITECTURES
-from tests.processes import Rank, try_on_ranks
-from tests.ranks import ThreadCommunicator, run_ranks
-from tests.reference import Turn, assert_at_rest, assert_close
-from tests.stacks import Block, Stack, built, loss_of, stack, train, words_of
+from tests.support.architectures import ARCHITECTURES
+from tests.support.processes import Rank, try_on_ranks
+from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.reference import Turn, assert_at_rest, assert_close
+from tests.support.stacks import Block, Stack, built, loss_of, stack, train, words_of
 from zero3.access import states_of
 
 GENERATING = ["GPT-NeoX", "Llama", "Gemma", "GPT-2", "Mixtral", "T5", "Whisper"]

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import zero3
-from tests.architectures import ARCHITECTURES
-from tests.ranks import ThreadCommunicator, run_ranks
-from tests.reference import assert_at_rest, check_parity
-from tests.stacks import WIDTH, Block, Stack, built, stack, train
+from tests.support.architectures import ARCHITECTURES
+from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.reference import assert_at_rest, check_parity
+from tests.support.stacks import WIDTH, Block, Stack, built, stack, train
 from zero3.layer import layers_of
 
 

@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import zero3
-from tests.architectures import ARCHITECTURES
-from tests.processes import Rank, on_ranks
-from tests.ranks import ThreadCommunicator, run_ranks
-from tests.reference import Turn, assert_close, check_parity, spoil
+from tests.support.architectures import ARCHITECTURES
+from tests.support.processes import Rank, on_ranks
+from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.reference import Turn, assert_close, check_parity, spoil
 from zero3.layer import layers_of
 
 architectures = pytest.mark.parametrize("name", ARCHITECTURES)

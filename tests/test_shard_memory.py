@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.ranks import ThreadCommunicator, run_ranks
-from tests.reference import Turn, assert_at_rest
-from tests.stacks import WIDTH, Block, Stack, built, loss_of, stack, train, words_of
+from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.reference import Turn, assert_at_rest
+from tests.support.stacks import WIDTH, Block, Stack, built, loss_of, stack, train, words_of
 from zero3.access import states_of
 from zero3.checkpoint import full_state
 

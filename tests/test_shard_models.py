@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
 import zero3
-from tests import test_paths as paths
-from tests.architectures import ARCHITECTURES, words
-from tests.ranks import ThreadCommunicator, run_ranks
-from tests.reference import Build, Program, Turn, assert_at_rest, check_parity, detached
-from tests.stacks import WIDTH, Block, Stack, built, loss_of, stack, train, words_of
+from tests.core import test_paths as paths
+from tests.support.architectures import ARCHITECTURES, words
+from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.reference import Build, Program, Turn, assert_at_rest, check_parity, detached
+from tests.support.stacks import WIDTH, Block, Stack, built, loss_of, stack, train, words_of
 from zero3.access import states_of
 from zero3.layer import layers_of
 

@@ -29,7 +29,7 @@ def communicator_for(process_group: Any, device: torch.device) -> Communicator:
     if process_group is not None and process_group is dist.GroupMember.NON_GROUP_MEMBER:  # new_group's answer to other ranks
         raise ValueError(_NOT_A_MEMBER)
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-        if hasattr(process_group, "all_gather") and hasattr(process_group, "twin"):
+        if hasattr(process_group, "all_gather") and hasattr(process_group, "duplicate"):
             return process_group  # type: ignore[no-any-return]
         raise TypeError(f"process_group must be a torch.distributed.ProcessGroup or None, found {type(process_group).__name__}")
     if process_group is None:

@@ -1,0 +1,126 @@
+"""agree: all ranks go on, or all raise the same error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from tests.support.ranks import RanksDisagree, ThreadCommunicator, run_ranks
+from zero3.comm.agreement import agree
+from zero3.comm.communicator import SoloCommunicator
+
+CPU = torch.device("cpu")
+
+
+def outcomes(
+    subjects: Sequence[str], lines: Sequence[list[str]], errors: Sequence[Exception | None]
+) -> tuple[list[Exception | None], list[int]]:
+    """What each rank raised, and the bytes that each exchange took."""
+
+    def body(communicator: ThreadCommunicator) -> tuple[Exception | None, list[int]]:
+        rank = communicator.rank
+        raised: Exception | None = None
+        try:
+            agree(communicator, CPU, subjects[rank], lines[rank], errors[rank])
+        except Exception as error:
+            raised = error
+        return raised, [entry.numel for entry in communicator.log]
+
+    results = run_ranks(len(subjects), body)
+    assert all(sizes == results[0][1] for _, sizes in results)
+    return [raised for raised, _ in results], results[0][1]
+
+
+def same_error(subjects: Sequence[str], lines: Sequence[list[str]], errors: Sequence[Exception | None] = (None, None, None)) -> Exception:
+    raised, _ = outcomes(subjects, lines, errors)
+    assert len({(type(error), str(error)) for error in raised}) == 1, raised
+    assert raised[0] is not None
+    return raised[0]
+
+
+SAME = ["a new layer"] * 3
+
+
+def test_ranks_that_agree_exchange_sixteen_bytes() -> None:
+    raised, sizes = outcomes(SAME, [["one", "two"]] * 3, [None] * 3)
+    assert raised == [None] * 3
+    assert sizes == [16]
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, RuntimeError])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_mistake_that_one_rank_sees_is_everybodys(kind: type[Exception], rank: int) -> None:
+    errors: list[Exception | None] = [None, None, None]
+    errors[rank] = kind("no such device")
+    error = same_error(SAME, [["one"], ["one"], ["another"]], errors)
+    assert type(error) is kind
+    assert str(error) == f"rank {rank}: no such device"
+
+
+def test_a_mistake_that_all_ranks_see_is_told_as_the_first_ranks() -> None:
+    """Equal digests too must not pass for agreement."""
+    error = same_error(SAME, [[]] * 3, [ValueError("too big")] * 3)
+    assert str(error) == "rank 0: too big"
+
+
+def test_an_error_without_a_text_is_an_error() -> None:
+    assert same_error(SAME, [[]] * 3, [None, ValueError(), None]) is not None
+
+
+def test_a_subclass_of_a_known_error_travels_as_that() -> None:
+    class Special(ValueError):
+        pass
+
+    assert type(same_error(SAME, [[]] * 3, [None, Special("x"), None])) is ValueError
+
+
+def test_an_error_of_another_kind_travels_as_a_runtime_error() -> None:
+    assert type(same_error(SAME, [[]] * 3, [None, KeyError("x"), None])) is RuntimeError
+
+
+def test_the_first_difference_is_told_with_the_ranks() -> None:
+    lines = [["policy 1", "weight (2, 3)"], ["policy 1", "weight (2, 4)"], ["policy 1", "weight (2, 3)"]]
+    error = same_error(SAME, lines)
+    assert isinstance(error, ValueError)
+    assert str(error).startswith("ranks differ in a new layer: ranks 0, 2: weight (2, 3); rank 1: weight (2, 4). ")
+
+
+def test_a_line_too_few_is_a_difference() -> None:
+    error = same_error(SAME, [["one", "two"], ["one"], ["one"]])
+    assert str(error).startswith("ranks differ in a new layer: rank 0: two; ranks 1, 2: nothing. ")
+
+
+def test_ranks_at_different_points_are_told_where_each_is() -> None:
+    error = same_error(["a new layer", "the backward", "a new layer"], [["one"]] * 3)
+    assert isinstance(error, ValueError)
+    assert str(error).startswith("ranks are not at the same point: ranks 0, 2: a new layer; rank 1: the backward. ")
+
+
+@pytest.mark.parametrize("text", ["x" * 100_000, "é 漢字 \N{PARTY POPPER}", " trailing blanks   ", '"quotes" \\ and\nlines'])
+def test_any_text_travels_unchanged(text: str) -> None:
+    error = same_error(SAME, [[]] * 3, [None, ValueError(text), None])
+    assert str(error) == f"rank 1: {text}"
+
+
+def test_one_rank_raises_its_own_error_and_asks_nobody() -> None:
+    mistake = ValueError("mine")
+    with pytest.raises(ValueError, match="mine") as caught:
+        agree(SoloCommunicator(), CPU, "a new layer", [], mistake)
+    assert caught.value is mistake
+    agree(SoloCommunicator(), CPU, "a new layer", ["anything"])
+
+
+def test_a_rank_that_does_something_else_is_noticed() -> None:
+    """By the communicator, not by agree: here another collective meets the exchange."""
+
+    def body(communicator: ThreadCommunicator) -> None:
+        if communicator.rank == 0:
+            agree(communicator, CPU, "a new layer", [])
+        else:
+            communicator.all_reduce(torch.zeros(1))
+
+    with pytest.raises(RuntimeError) as caught:
+        run_ranks(2, body)
+    assert isinstance(caught.value, RanksDisagree) or isinstance(caught.value.__cause__, RanksDisagree)

@@ -1,0 +1,307 @@
+"""The transfers that replace gloo's own: the same numbers, only the needed bytes, beside the computation."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.support.processes import Rank, on_ranks
+from zero3 import Zero3Layer
+from zero3.comm.factory import communicator_for
+from zero3.comm.gloo import GlooCommunicator
+from zero3.comm.process_group import GroupCommunicator
+from zero3.comm.shared_memory import neighbours
+from zero3.comm.shared_memory.neighbours import SWITCH
+
+CPU = torch.device("cpu")
+LENGTHS = [1, 7, 1001, 65537]  # of a chunk: odd, across the sizes at which gloo and kernels change their ways
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+OTHERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.float8_e4m3fn]
+
+torch_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+torch_reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+ways = pytest.mark.parametrize("way", ["memory", "sockets"])
+all_ways = pytest.mark.parametrize("way", ["memory", "sockets", "two hosts"])
+
+
+def by(rank: Rank, way: str, body: Callable[..., Any], *arguments: Any) -> Any:
+    """`body(rank, *arguments)`, whose transfers go that way. "two hosts": of two ranks each; what is left over is on a third."""
+    host = rank.number // 2 if way == "two hosts" else 0
+    with (
+        mock.patch.dict(os.environ, {SWITCH: "0" if way == "sockets" else "1"}),
+        mock.patch.object(neighbours, "_network", return_value=host),
+    ):
+        return body(rank, *arguments)
+
+
+def communicator() -> GlooCommunicator:
+    found = communicator_for(None, CPU)
+    assert isinstance(found, GlooCommunicator)
+    return found
+
+
+def numbers(rank: int, length: int, dtype: torch.dtype) -> Tensor:
+    """Values `[length]` of one rank, over many magnitudes, so that every rounding shows."""
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randn(length, generator=generator, dtype=torch.float64) * 10 ** torch.randint(-3, 4, (length,), generator=generator)
+    return values.to(dtype)
+
+
+def reduced_both_ways(rank: Rank, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    full = numbers(rank.number, length * rank.world_size, dtype)
+    ours, again, theirs = (torch.empty(length, dtype=dtype) for _ in range(3))
+    communicator().reduce_scatter(ours, full.clone()).wait()
+    communicator().reduce_scatter(again, full.clone()).wait()
+    torch_reduce_scatter(theirs, full.clone())
+    return ours, again, theirs
+
+
+@ways
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_reduce_scatter_gives_torchs_bits_on_two_ranks(length: int, dtype: torch.dtype, way: str) -> None:
+    for ours, _, theirs in on_ranks(2, by, way, reduced_both_ways, length, dtype):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@all_ways
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_reduce_scatter_on_more_ranks_rounds_as_a_sum_in_rank_order(world_size: int, dtype: torch.dtype, way: str) -> None:
+    length = 1001
+    fulls = [numbers(rank, length * world_size, dtype).view(world_size, length) for rank in range(world_size)]
+    for rank, (ours, again, theirs) in enumerate(on_ranks(world_size, by, way, reduced_both_ways, length, dtype)):
+        expected = fulls[0][rank].clone()
+        for full in fulls[1:]:
+            expected += full[rank]
+        assert torch.equal(ours, expected)  # so it is the same in every run, however late a rank is
+        assert torch.equal(ours, again)
+        # each of the additions rounds once, at the size of what was summed
+        scale = sum(full[rank].double().abs() for full in fulls)
+        assert ((ours.double() - theirs.double()).abs() <= world_size * torch.finfo(dtype).eps * scale).all()
+
+
+def gathered(rank: Rank, length: int, dtype: torch.dtype) -> bytes:
+    everything = torch.Generator().manual_seed(7)
+    top, shape = 2 if dtype == torch.bool else 256, (rank.world_size, length * dtype.itemsize)
+    raw = torch.randint(0, top, shape, generator=everything, dtype=torch.uint8)
+    full = torch.zeros(length * rank.world_size, dtype=dtype)
+    communicator().all_gather(full, raw[rank.number].view(dtype)).wait()
+    assert torch.equal(full.view(torch.uint8), raw.flatten()), "bytes must arrive as they are, NaNs and all"
+    return bytes(full.view(torch.uint8).tolist())
+
+
+@all_ways
+@pytest.mark.parametrize("dtype", FLOATS + OTHERS, ids=str)
+def test_all_gather_moves_any_dtypes_bytes_untouched(dtype: torch.dtype, way: str) -> None:
+    first, *others = on_ranks(3, by, way, gathered, 257, dtype)
+    assert all(other == first for other in others)
+
+
+def empty_transfers(rank: Rank) -> tuple[int, int]:
+    gathered, reduced = torch.empty(0), torch.empty(0)
+    communicator().all_gather(gathered, torch.empty(0)).wait()
+    communicator().reduce_scatter(reduced, torch.empty(0)).wait()
+    return gathered.numel(), reduced.numel()
+
+
+@ways
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_empty_chunks_travel(world_size: int, way: str) -> None:
+    assert on_ranks(world_size, by, way, empty_transfers) == [(0, 0)] * world_size
+
+
+def many_in_flight(rank: Rank) -> bool:
+    """Gathers and reductions of different lengths begun together, waited for in the opposite order."""
+    mine, world = communicator(), rank.world_size
+    lengths = [5, 4096, 1, 70001, 33, 2000]
+    shards = [numbers(rank.number + 100 * i, n, torch.float32) for i, n in enumerate(lengths)]
+    fulls = [numbers(rank.number + 100 * i, n * world, torch.float32) for i, n in enumerate(lengths)]
+    gathered, reduced = [torch.empty(n * world) for n in lengths], [torch.empty(n) for n in lengths]
+    pending = []
+    for i in range(len(lengths)):
+        pending += [mine.all_gather(gathered[i], shards[i]), mine.reduce_scatter(reduced[i], fulls[i].clone())]
+    for each in reversed(pending):
+        each.wait()
+    for i, n in enumerate(lengths):
+        assert torch.equal(gathered[i], torch.cat([numbers(r + 100 * i, n, torch.float32) for r in range(world)]))
+        total = sum(numbers(r + 100 * i, n * world, torch.float32)[rank.number * n : (rank.number + 1) * n] for r in range(world))
+        assert torch.equal(reduced[i], total)
+    return True
+
+
+@all_ways
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_transfers_in_flight_together_do_not_mix(world_size: int, way: str) -> None:
+    assert all(on_ranks(world_size, by, way, many_in_flight))
+
+
+def dealt_out(rank: Rank, lengths: tuple[int, ...]) -> bool:
+    """Rank 0's slices of those lengths, twenty times over."""
+    mine, bounds = communicator(), (0, *itertools.accumulate(lengths))
+    for turn in range(20):
+        everything = numbers(turn, bounds[-1], torch.float32)
+        slices = [everything[start:stop] for start, stop in itertools.pairwise(bounds)]
+        shard = torch.empty(lengths[rank.number])
+        equal = None if len(set(lengths)) == 1 else bounds
+        mine.scatter(shard, [each.clone() for each in slices] if rank.number == 0 else None, equal).wait()
+        assert torch.equal(shard, slices[rank.number])
+    return True
+
+
+@all_ways
+@pytest.mark.parametrize("lengths", [(1001, 1001, 1001), (5, 0, 70001)], ids=["equal", "unequal"])
+def test_rank_0_deals_out_its_slices(lengths: tuple[int, ...], way: str) -> None:
+    assert all(on_ranks(3, by, way, dealt_out, lengths))
+
+
+# -- bytes on the wire
+
+
+class Conjugated(nn.Module):
+    """Autograd hands over its weight's gradient as a view whose bytes are not its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.complex(*torch.arange(16.0).view(2, 8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight.conj() * x).real.sum()
+
+
+def conjugated_gradients(rank: Rank) -> tuple[Tensor, Tensor]:
+    x = torch.complex(torch.ones(8), torch.arange(8.0))
+    model, plain = Zero3Layer(Conjugated()), Conjugated()
+    model(x).backward()
+    plain(x).backward()
+    assert plain.weight.grad is not None
+    mine = model.get_trainable_chunk()[0].grad
+    return mine.as_subclass(Tensor), plain.weight.grad.resolve_conj()[4 * rank.number : 4 * rank.number + 4]
+
+
+@ways
+def test_a_gradient_that_is_conjugated_later(way: str) -> None:
+    for mine, expected in on_ranks(2, by, way, conjugated_gradients):
+        assert torch.equal(mine, expected)
+
+
+def bytes_sent() -> int:
+    """What this process has sent on its sockets and the other end acknowledged, as Linux counts it (TCP_INFO).
+
+    The loopback's own counter would do, if nothing else on the machine used it.
+    """
+    while True:
+        total = on_their_way = 0
+        for descriptor in os.listdir("/proc/self/fd"):
+            path = f"/proc/self/fd/{descriptor}"
+            if os.path.islink(path) and os.readlink(path).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(descriptor))) as duplicate:
+                    if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM:
+                        information = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                        total += struct.unpack_from("Q", information, 120)[0]  # tcpi_bytes_acked
+                        on_their_way += struct.unpack_from("I", information, 24)[0]  # tcpi_unacked
+        if not on_their_way:  # a last acknowledgement may be late by 40 ms
+            return total
+        time.sleep(0.001)
+
+
+def bytes_sent_by_each(rank: Rank, length: int) -> dict[str, int]:
+    full, shard = torch.ones(length * rank.world_size), torch.ones(length)
+    operations = {
+        "our reduce_scatter": lambda: communicator().reduce_scatter(shard, full).wait(),
+        "torch's reduce_scatter": lambda: torch_reduce_scatter(shard, full),
+        "our all_gather": lambda: communicator().all_gather(full, shard).wait(),
+    }
+    sent = {}
+    for name, operation in operations.items():
+        dist.barrier()
+        before = bytes_sent()
+        operation()
+        dist.barrier()
+        sent[name] = bytes_sent() - before
+    dist.barrier()  # whoever leaves closes connections that others may still be counting
+    return sent
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts bytes by Linux's TCP_INFO")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_only_the_needed_bytes_travel(world_size: int) -> None:
+    length = 500_001
+    needed = (world_size - 1) * length * 4  # each rank has something for each other rank, once
+    for sent in on_ranks(world_size, by, "memory", bytes_sent_by_each, length, debug="OFF"):
+        assert max(sent["our reduce_scatter"], sent["our all_gather"]) < 0.02 * needed  # what the first meeting and barriers say
+    for sent in on_ranks(world_size, by, "sockets", bytes_sent_by_each, length, debug="OFF"):
+        assert needed <= sent["our reduce_scatter"] <= 1.01 * needed
+        assert needed <= sent["our all_gather"] <= 1.01 * needed
+        assert sent["torch's reduce_scatter"] >= 1.9 * needed, "torch has become better: drop our own"
+
+
+# -- beside the computation
+
+
+def waits(rank: Rank, kind: str) -> tuple[float, float, float]:
+    """Seconds to begin a transfer, to wait for it at once, and to wait for another one after a sleep."""
+    length, mine = 8_000_000, communicator()
+    full, shard = torch.ones(length * rank.world_size), torch.ones(length)
+
+    def begin() -> object:
+        return mine.all_gather(full, shard) if kind == "all_gather" else mine.reduce_scatter(shard, full)
+
+    begin().wait()  # memory is touched for the first time
+    dist.barrier()
+    began = time.perf_counter()
+    pending = begin()
+    begun = time.perf_counter()
+    pending.wait()
+    waited = time.perf_counter()
+    dist.barrier()
+    pending = begin()
+    time.sleep(0.2 + 3 * (waited - began))  # a slow machine gets more time
+    slept = time.perf_counter()
+    pending.wait()
+    return begun - began, waited - begun, time.perf_counter() - slept
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_a_transfer_goes_on_beside_the_computation(kind: str) -> None:
+    for _ in range(5):  # a busy machine may spoil a measurement
+        measured = on_ranks(2, by, "sockets", waits, kind, debug="OFF")
+        # 64 MB over the loopback take tens of ms; after the sleep all that is left is a reduction's addition, some 4 ms
+        if all(after < 0.3 * at_once for _, at_once, after in measured):
+            return
+    raise AssertionError(f"(begin, wait at once, wait after a sleep), on each rank: {measured}")
+
+
+def timeout_of_a_twin(rank: Rank) -> dict[tuple[int, ...], Any]:
+    asked: dict[tuple[int, ...], Any] = {}
+
+    def new_group(ranks: list[int], timeout: Any, **_: Any) -> Any:
+        asked[tuple(ranks)] = timeout
+        return dist.group.WORLD
+
+    real, dist.new_group = dist.new_group, new_group
+    try:
+        GroupCommunicator(dist.group.WORLD, "nccl").duplicate()
+    finally:
+        dist.new_group = real
+    return asked
+
+
+def test_a_second_communicator_waits_as_long_as_the_first() -> None:
+    """torch gives a new group its default, 10 minutes on NCCL. (There is no NCCL here: the call is looked at, on a gloo group.)"""
+    assert on_ranks(1, timeout_of_a_twin, group_timeout=17.0) == [{(0,): datetime.timedelta(seconds=17)}]

@@ -1,0 +1,130 @@
+"""The journal of transfers: the same hash for the same transfers, compared now and then, told by errors."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.processes import PROMPT, Rank, try_on_ranks
+from tests.support.ranks import ThreadCommunicator, run_ranks
+from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
+from zero3.comm.log import Journal
+
+
+def written(*entries: tuple[str, int]) -> int:
+    journal = Journal()
+    for doing, identity in entries:
+        journal.note(doing, "a layer", identity)
+    return journal.digest
+
+
+def test_a_hash_tells_transfers_layers_and_orders_apart() -> None:
+    different = [
+        (),
+        (("gathering", 1),),
+        (("reducing", 1),),
+        (("gathering", 2),),
+        (("gathering", 1), ("gathering", 1)),
+        (("gathering", 1), ("reducing", 2)),
+        (("reducing", 2), ("gathering", 1)),
+    ]
+    assert len({written(*entries) for entries in different}) == len(different)
+    assert written(*different[-1]) == written(*different[-1])
+
+
+def test_a_comparison_is_due_every_so_many_transfers() -> None:
+    journal, due = Journal(), []
+    for number in range(10):
+        journal.note("gathering", "a layer", number)
+        due.append(journal.due(4))
+    assert [number for number, is_due in enumerate(due, 1) if is_due] == [4, 8]
+    assert not journal.due(0) and not journal.due(1)
+
+
+class Routed(nn.Module):
+    def __init__(self, group: ThreadCommunicator, policy: ShardingPolicy) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Zero3Layer(nn.Linear(4, 4), policy=policy, process_group=group) for _ in range(3))
+
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        for index in order:
+            x = self.layers[index](x)
+        return x
+
+
+@pytest.mark.parametrize("compare_every", [1, 8])
+def test_transfers_that_fit_but_are_others_are_found(compare_every: int) -> None:
+    """Without tags, as on NCCL: both ranks gather twice, but mean other layers of the same size."""
+
+    def body(group: ThreadCommunicator) -> str:
+        policy = ShardingPolicy(prefetch_depth=0, compare_every=compare_every)
+        model = Zero3Layer(Routed(group, policy), policy=policy, process_group=group)
+        x = torch.ones(2, 4, requires_grad=True)
+        try:
+            for _ in range(2):
+                torch.autograd.grad(model(x, (0, 1, 2)).sum(), x)
+            y = model(x, (0, 1, 2)).sum()
+            if group.rank == 0:
+                torch.autograd.grad(y, x)  # gathers 1 and 0
+            else:
+                model(x, (0, 1))
+            for _ in range(4):
+                model(x, (0, 1, 2))
+        except ValueError as error:
+            return str(error)
+        return "went on with another layer's weights"
+
+    texts = run_ranks(2, body)
+    assert texts[0] == texts[1]
+    assert "ranks differ in the transfers made so far: rank 0: " in texts[0]
+    assert "gathering" in texts[0] and "rank 1: " in texts[0]
+
+
+def test_ranks_that_do_the_same_are_left_alone() -> None:
+    def body(group: ThreadCommunicator) -> list[int]:
+        counts = []
+        for every in (0, 10, 1):
+            policy = ShardingPolicy(compare_every=every)
+            model = Zero3Sequential([Zero3Layer(nn.Linear(4, 4), policy=policy, process_group=group) for _ in range(3)])
+            for _ in range(2):
+                model(torch.ones(2, 4)).sum().backward()
+            group.log.clear()
+            for _ in range(5):  # 8 transfers each
+                model(torch.ones(2, 4)).sum().backward()
+            counts.append(sum(entry.kind == "exchange" for entry in group.log))
+        return counts
+
+    first, second = run_ranks(2, body)
+    assert first == second
+    assert first[0] == 0 and 3 <= first[1] <= 4 and first[2] >= 5 * 5
+
+
+def stop_on_one_rank(rank: Rank) -> None:
+    model = Zero3Sequential([Zero3Layer(nn.Linear(4, 4)) for _ in range(3)])
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+    told = rank.scratch / "told"
+    try:
+        if rank.number == 0:
+            model(torch.ones(2, 4))
+    finally:
+        if rank.number == 0:
+            told.touch()
+    while not told.exists():  # alive, but with no more to do
+        time.sleep(0.05)
+
+
+def test_a_timeout_tells_the_layer_the_pass_and_what_came_before() -> None:
+    waiting, _ = try_on_ranks(2, stop_on_one_rank, group_timeout=3.0, fresh=True, debug="OFF")
+    assert waiting.error == "RuntimeError"
+    for words in (
+        "rank 0 of 2: gathering layer '0' (Linear) failed",
+        "in forward pass 3 (or its backward), transfer 1",
+        "the latest: ",
+        "reducing '0' (Linear)",
+    ):
+        assert words in waiting.text, waiting.text
+    assert waiting.seconds < PROMPT

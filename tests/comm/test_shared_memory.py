@@ -1,0 +1,449 @@
+"""Memory between the processes of one host: who finds whom, what happens to those who wait, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import random
+import resource
+import signal
+import struct
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zero3
+from tests.support.processes import PROMPT, Outcome, Rank, on_ranks, try_on_ranks
+from zero3 import Zero3Layer, Zero3Sequential
+from zero3.comm.factory import communicator_for
+from zero3.comm.gloo import GlooCommunicator
+from zero3.comm.shared_memory import host_memory, neighbours
+from zero3.comm.shared_memory.host_memory import HostMemory
+from zero3.zero1.buckets import LARGE_BYTES
+
+CPU = torch.device("cpu")
+served = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "pidfd_open"), reason="Linux on x86-64")
+pytestmark = served
+
+
+def communicator() -> GlooCommunicator:
+    found = communicator_for(None, CPU)
+    assert isinstance(found, GlooCommunicator)
+    return found
+
+
+def gather(rank: Rank, length: int = 1000) -> Tensor:
+    full = torch.empty(length * rank.world_size)
+    communicator().all_gather(full, torch.full((length,), float(rank.number))).wait()
+    return full
+
+
+def memory() -> HostMemory:
+    return communicator()._memory
+
+
+def open_files() -> list[str]:
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return [os.readlink(link) for link in links if os.path.islink(link)]
+
+
+# -- who finds whom
+
+
+def met(rank: Rank, **others: Any) -> tuple[int, ...]:
+    """The ranks that this one finds near, while for rank 1 some function of `neighbours` gives another answer, or raises it."""
+    how = {name: "side_effect" if isinstance(value, OSError) else "return_value" for name, value in others.items()}
+    changes = [mock.patch.object(neighbours, name, **{how[name]: value}) for name, value in others.items() if rank.number == 1]
+    for change in changes:
+        change.start()
+    try:
+        mine = communicator()
+        before = len(open_files())
+        own, found = neighbours.meet(rank.number, rank.world_size, 1 << 16, lambda payload: mine.exchange(payload, CPU))
+        assert (own is not None) == bool(found)
+        near = tuple(found)
+        while found:
+            os.close(found.popitem()[1].process_fd)
+        if own is not None:
+            os.close(own.file_fd)
+        del own
+        assert len(open_files()) == before
+        return near
+    finally:
+        for change in changes:
+            change.stop()
+
+
+def test_processes_of_one_host_are_near() -> None:
+    assert on_ranks(3, met) == [(1, 2), (0, 2), (0, 1)]
+
+
+def met_apart(rank: Rank, name: str) -> tuple[int, ...]:
+    elsewhere: dict[str, Any] = {"_boot": b"1" * 36, "_network": 7, "_visit": None, "_new_file": None}
+    return met(rank, **{name: elsewhere[name]})
+
+
+def met_in_a_sandbox(rank: Rank, name: str) -> tuple[int, ...]:
+    if name != "ulimit -f":
+        return met(rank, **{name: FileNotFoundError(2, "/proc is not what it was")})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank.number == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, before[1]))
+    try:
+        return met(rank)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("name", ["_boot", "_network", "ulimit -f"])
+def test_who_can_have_no_memory_for_others_has_no_neighbours(name: str) -> None:
+    assert on_ranks(2, met_in_a_sandbox, name) == [(), ()]
+
+
+@pytest.mark.parametrize("name", ["_boot", "_network", "_visit", "_new_file"])
+def test_who_is_elsewhere_is_not_near(name: str) -> None:
+    """Another host; another network; a process whose file can't be opened; one that has none. One-sided sight is none.
+
+    So rank 1 has no neighbour, and ranks 0 and 2 would have one: then nobody has any.
+    """
+    assert on_ranks(2, met_apart, name) == [(), ()]
+    assert on_ranks(3, met_apart, name) == [(), (), ()]
+
+
+def met_on_two_hosts(rank: Rank) -> tuple[int, ...]:
+    with mock.patch.object(neighbours, "_network", return_value=rank.number % 2):
+        return met(rank)
+
+
+def test_hosts_of_equally_many_ranks() -> None:
+    assert on_ranks(4, met_on_two_hosts) == [(2,), (3,), (0,), (1,)]
+
+
+def test_a_number_that_means_another_file_is_noticed() -> None:
+    token = b"x" * neighbours.TOKEN_BYTES
+    file, other = os.memfd_create("zero3"), os.memfd_create("another")
+    pipe = os.pipe()
+    try:
+        for each in (file, other):
+            os.pwrite(each, token, 0)
+        before = len(open_files())
+        assert neighbours._visit(os.getpid(), file, b"y" * neighbours.TOKEN_BYTES) is None
+        for number in (10**6, other, pipe[0]):
+            assert neighbours._visit(os.getpid(), number, token) is None
+        assert len(open_files()) == before
+        found = neighbours._visit(os.getpid(), file, token)
+        assert found is not None
+        assert found.memory[: len(token)] == token
+        os.close(found.process_fd)
+    finally:
+        for each in (file, other, *pipe):
+            os.close(each)
+
+
+def one_memory(rank: Rank) -> bool:
+    gather(rank)
+    return memory() is memory() and communicator_for(dist.new_group(), CPU)._memory is not memory()  # type: ignore[attr-defined]
+
+
+def test_a_group_has_one_memory_for_all_its_layers() -> None:
+    assert all(on_ranks(2, one_memory))
+
+
+# -- those who wait
+
+
+def waits_for_one_that_dies(rank: Rank) -> None:
+    gather(rank)
+    if rank.number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    gather(rank)
+
+
+def waits_for_one_that_leaves(rank: Rank) -> None:
+    """Rank 1's process lives on until rank 0 has been told."""
+    gather(rank)
+    told, until = rank.scratch / "told", time.monotonic() + PROMPT
+    if rank.number == 1:
+        dist.destroy_process_group()
+        while not told.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        return
+    try:
+        gather(rank)
+    finally:
+        told.touch()
+
+
+@pytest.mark.parametrize("body", [waits_for_one_that_dies, waits_for_one_that_leaves])
+def test_who_waits_for_a_rank_that_is_gone_is_told_at_once(body: Any) -> None:
+    first, _ = try_on_ranks(2, body, fresh=True, join_timeout=PROMPT * 3)
+    assert first.error == "RuntimeError"
+    assert "the process of rank 1 has ended, or has left the process group" in first.text
+    assert first.seconds < PROMPT
+
+
+def waits_for_one_that_sleeps(rank: Rank) -> None:
+    gather(rank)
+    if rank.number == 0:
+        gather(rank)
+    else:
+        time.sleep(4)
+
+
+def test_who_waits_for_a_silent_rank_is_told_when_the_groups_timeout_is_over() -> None:
+    first, second = try_on_ranks(2, waits_for_one_that_sleeps, fresh=True, group_timeout=2.0)
+    assert (first.error, second.error) == ("RuntimeError", "")
+    assert "Timed out waiting 2 s for rank 1" in first.text
+
+
+def moves_other_lengths(rank: Rank) -> None:
+    gather(rank, length=10 + rank.number)
+
+
+def test_lengths_that_differ_are_an_error_on_both() -> None:
+    """gloo itself ends one of the processes, and tells the other that all went well."""
+    outcomes = try_on_ranks(2, moves_other_lengths, fresh=True)
+    assert [outcome.error for outcome in outcomes] == ["RuntimeError"] * 2
+    assert "rank 1 sent 44 bytes, expected 40" in outcomes[0].text
+    assert "rank 0 sent 40 bytes, expected 44" in outcomes[1].text
+
+
+def last_words(rank: Rank) -> Tensor | None:
+    """Rank 1 takes part in a gather, and is gone before rank 0 looks at what it brought."""
+    gather(rank)
+    full = torch.empty(2000)
+    pending = communicator().all_gather(full, torch.full((1000,), float(rank.number)))
+    if rank.number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1)
+    pending.wait()
+    return full
+
+
+def test_what_a_rank_has_said_outlives_it() -> None:
+    first, second = try_on_ranks(2, last_words, fresh=True)
+    assert (first.error, second.error) == ("", "killed")
+    assert torch.equal(first.value, torch.cat([torch.zeros(1000), torch.ones(1000)]))
+
+
+def waits_twice(rank: Rank) -> Tensor:
+    """As who tidies up after an exception does."""
+    full = torch.empty(4 * rank.world_size)
+    pending = communicator().all_gather(full, torch.full((4,), float(rank.number)))
+    pending.wait()
+    pending.wait()
+    return full
+
+
+def test_a_transfer_may_be_waited_for_again() -> None:
+    for full in on_ranks(2, waits_twice):
+        assert full.tolist() == [0.0] * 4 + [1.0] * 4
+
+
+def named_failure(rank: Rank) -> None:
+    model = Zero3Sequential([Zero3Layer(nn.Linear(4, 4))])
+    if rank.number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model(torch.ones(2, 4))
+
+
+def test_a_model_says_what_it_was_waiting_for() -> None:
+    first, _ = try_on_ranks(2, named_failure, fresh=True)
+    assert "rank 0 of 2" in first.text
+    assert first.error == "RuntimeError"
+
+
+# -- what is left behind
+
+
+def places_after_steps(rank: Rank) -> tuple[int, int, int]:
+    """Of a model of five layers: places in use after 2 and after 40 steps, and how many transfers a step made."""
+    model = Zero3Sequential([Zero3Layer(nn.Linear(64, 64)) for _ in range(5)])
+    optimizer = torch.optim.SGD(model.get_trainable_chunk())
+    found, numbers = [], []
+    for step in range(40):
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (1, 38, 39):
+            found.append(memory().places)
+            numbers.append(memory()._last)
+    return found[0], found[-1], numbers[-1] - numbers[-2]
+
+
+def test_places_are_used_again() -> None:
+    for early, late, transfers in on_ranks(2, places_after_steps):
+        assert transfers == 5 + 4 + 5  # gathers in forward and in backward, reductions
+        assert early <= late <= 6
+
+
+def gives_up(rank: Rank) -> tuple[int, Tensor]:
+    """Rank 1 begins transfers that it never waits for, some before rank 0 takes part, some after."""
+    gather(rank)
+    for turn in range(100):
+        if rank.number == turn % 2:
+            dist.barrier()
+        pending = communicator().all_gather(torch.empty(2000), torch.zeros(1000))
+        if rank.number != turn % 2:
+            dist.barrier()
+        if rank.number == 0:
+            pending.wait()
+        del pending
+        dist.barrier()
+        found = gather(rank)
+    return memory().places, found
+
+
+def test_a_transfer_that_is_given_up_keeps_no_place() -> None:
+    for places, found in on_ranks(2, gives_up):
+        assert places <= 4
+        assert torch.equal(found, torch.cat([torch.zeros(1000), torch.ones(1000)]))
+
+
+def many_under_way(rank: Rank, count: int) -> tuple[int, int]:
+    """No rank waits for any before it has begun them all. How many descriptors that takes."""
+    gather(rank)
+    dist.barrier()
+    before = len(open_files())
+    under_way = []
+    for number in range(count):
+        full = torch.empty(2)
+        under_way.append((full, communicator().all_gather(full, torch.full((1,), float(number + rank.number)))))
+    dist.barrier()
+    for number, (full, pending) in enumerate(under_way):
+        pending.wait()
+        assert full.tolist() == [number, number + 1.0]
+    return memory().places, len(open_files()) - before
+
+
+def test_as_many_may_be_under_way_as_anybody_begins() -> None:
+    assert on_ranks(2, many_under_way, 200, group_timeout=5.0) == [(200, 0)] * 2
+
+
+def too_many_under_way(rank: Rank) -> Tensor:
+    gather(rank)
+    with (
+        mock.patch.object(host_memory, "_PLACES", 3),
+        pytest.raises(RuntimeError, match=r"3 transfers are under way.*wait for earlier ones"),
+    ):
+        many_under_way(rank, 4)
+    dist.barrier()
+    return gather(rank)  # those that were given up have given back their places
+
+
+def test_more_than_can_be_under_way_is_an_error_and_no_waiting() -> None:
+    for full in on_ranks(2, too_many_under_way, group_timeout=5.0):
+        assert torch.equal(full, torch.cat([torch.zeros(1000), torch.ones(1000)]))
+
+
+def of_all_sizes(rank: Rank) -> tuple[int, int]:
+    """One large and four small transfers at a time, in any order. Most bytes under way, and what the file takes for it."""
+    dice = random.Random(0)
+    lengths = [1_000_000, 250, 250, 250, 250]
+    for _ in range(40):
+        dice.shuffle(lengths)
+        under_way = [communicator().all_gather(torch.empty(2 * length), torch.ones(length)) for length in lengths]
+        for pending in under_way:
+            pending.wait()
+    blocks = os.fstat(memory()._file_fd).st_blocks * 512
+    assert blocks - 100_000 < memory().nbytes <= blocks
+    return 4 * sum(lengths), memory().nbytes
+
+
+def test_the_file_takes_little_more_than_what_is_under_way() -> None:
+    for under_way, taken in on_ranks(2, of_all_sizes):
+        assert taken < 3 * under_way  # a rank that is ahead puts down the next before the other has read all
+
+
+def many_parameters(rank: Rank) -> tuple[int, int]:
+    """ZeroRedundancyOptimizer sends each in a transfer of its own. What the file takes for them, and what there is to send."""
+    parameters = [nn.Parameter(torch.ones(LARGE_BYTES // 4)) for _ in range(80)]
+    optimizer = zero3.ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert all(bool((parameter == 0.9).all()) for parameter in parameters)
+    return memory().nbytes, 80 * LARGE_BYTES // rank.world_size
+
+
+def test_an_optimizers_parameters_are_not_all_under_way_at_once() -> None:
+    for taken, sent in on_ranks(2, many_parameters, fresh=True, group_timeout=5.0):
+        assert taken < sent / 3  # one rank may be UNDER_WAY transfers ahead of the other's
+
+
+def has_no_memory(rank: Rank) -> Tensor:
+    """What is asked for and not to be had is an error, and then all goes on."""
+    gather(rank)
+    with (
+        mock.patch.object(os, "posix_fallocate", side_effect=OSError(28, "No space left on device")),
+        pytest.raises(RuntimeError, match=r"no memory for 400000 bytes for other ranks, beside 4032: No space left"),
+    ):
+        gather(rank, 100_000)
+    dist.barrier()
+    return gather(rank, 100_000)
+
+
+def test_memory_that_is_not_to_be_had() -> None:
+    for full in on_ranks(2, has_no_memory, fresh=True):
+        assert torch.equal(full, torch.cat([torch.zeros(100_000), torch.ones(100_000)]))
+
+
+def is_interrupted(rank: Rank) -> list[float]:
+    """Rank 1, while it puts down a tensor; then it begins anew."""
+    gather(rank)
+    if rank.number == 1:
+        with mock.patch.object(torch, "cat", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            gather(rank)
+    return [float(gather(rank)[-1]) + turn for turn in range(3)]
+
+
+def test_a_transfer_that_was_interrupted_at_its_beginning_can_be_begun_anew() -> None:
+    assert on_ranks(2, is_interrupted, group_timeout=5.0) == [[1.0, 2.0, 3.0]] * 2
+
+
+def forgets(rank: Rank) -> tuple[bool, bool, str]:
+    """Also while there still is a model; it says so when it is used."""
+    gather(rank)
+    mine = communicator()
+    pending = mine.all_gather(torch.empty(2), torch.ones(1))
+    during = any("memfd:zero3" in name for name in open_files())
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+    with pytest.raises(RuntimeError, match="was destroyed while a transfer was under way"):
+        pending.wait()
+    with pytest.raises(RuntimeError) as error:
+        mine.all_gather(torch.empty(2), torch.ones(1))
+    return during, any("memfd:zero3" in name for name in open_files()), str(error.value)
+
+
+def test_a_group_that_is_destroyed_takes_its_memory_along() -> None:
+    message = "this model's process group was destroyed: train before that, or shard the model anew"
+    assert on_ranks(2, forgets, fresh=True) == [(True, False, message)] * 2
+
+
+def forked_child(rank: Rank) -> Tensor:
+    """A child that ends by itself, as a data loader's worker does, says nothing in its parent's name."""
+    gather(rank)
+    if not (child := os.fork()):
+        memory().close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    dist.barrier()
+    return gather(rank)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_closes_nothing() -> None:
+    outcomes: list[Outcome] = try_on_ranks(2, forked_child, fresh=True)
+    assert [outcome.error for outcome in outcomes] == ["", ""]
+
+
+def test_the_introduction_has_one_length_on_all_machines() -> None:
+    assert neighbours._INTRODUCTION.size == struct.calcsize("<?36sQqq16s") == 77

@@ -1,0 +1,126 @@
+"""`python -m zero3`: what it prints, what it writes, and the codes that it ends with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zero3
+from tests.huggingface.test_load_pretrained import assert_same_bits
+from tests.huggingface.test_save_pretrained import contents
+from tests.support.architectures import ARCHITECTURES
+from tests.support.checkpoints import odd, on_ranks, train
+from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.reference import Turn
+from zero3.__main__ import main
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """A checkpoint of three ranks after two steps, and the whole state dict."""
+    directory = tmp_path_factory.mktemp("llama")
+
+    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
+        model = zero3.shard(models[group.rank], process_group=group)
+        optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.5)
+        for step in range(2):
+            optimizer.zero_grad()
+            ARCHITECTURES["Llama"].loss(model, Turn(group.rank, step, 3))
+            optimizer.step()
+        zero3.save_checkpoint(directory, model, optimizer, extra={"step": 17, "more": [1]})
+        return zero3.full_state_dict(model)
+
+    models = [ARCHITECTURES["Llama"].build() for _ in range(3)]
+    return directory, run_ranks(3, body)[0]
+
+
+def test_inspect(llama: tuple[Path, dict[str, Tensor]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(llama[0]), "--verify", "--json", "--parameters"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["step"], facts["world_size"], facts["files"], facts["verified"]) == (17, 3, 6, True)
+    assert facts["dtypes"] == {"float64": facts["elements"]}
+    assert facts["elements"] == sum(value.numel() for value in llama[1].values())
+    assert facts["model_bytes"] == sum(value.nbytes for value in llama[1].values())
+    assert facts["file_bytes"] == sum(path.stat().st_size for path in llama[0].rglob("*.safetensors"))
+    assert facts["optimizer"] == "AdamW" and facts["groups"] == [{"parameters": len(llama[1]), "lr": 0.5}]
+    assert {name: tuple(described["shape"]) for name, described in facts["tensors"].items()} == {
+        name: tuple(value.shape) for name, value in llama[1].items()
+    }
+    assert main(["inspect", str(llama[0]), "--parameters"]) == 0
+    printed = capsys.readouterr().out
+    assert "step             17\n" in printed and "model.layers.0.self_attn.q_proj.weight" in printed
+
+
+def test_export_is_read_by_transformers(llama: tuple[Path, dict[str, Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert main(["export", str(llama[0]), str(tmp_path / "out"), "--max-shard-size", "6KB"]) == 0
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    assert_same_bits(found.state_dict(), llama[1])
+    assert main(["export", str(llama[0]), str(tmp_path / "half"), "--dtype", "bfloat16", "--beside", str(tmp_path / "out")]) == 0
+    assert_same_bits(contents(tmp_path / "half"), {name: value.bfloat16() for name, value in sorted(llama[1].items())})
+    assert (tmp_path / "half" / "config.json").read_text() == (tmp_path / "out" / "config.json").read_text()
+
+
+def test_export_of_odd_tensors(tmp_path: Path) -> None:
+    """Empty, 0-dim, integers, buffers, a tie: what save_pretrained writes in a run."""
+
+    def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
+        train(model, optimizer, range(2))
+        zero3.save_checkpoint(tmp_path / "run", model, optimizer)
+        zero3.save_pretrained(model, tmp_path / "theirs")
+
+    on_ranks(3, body, build=odd)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert_same_bits(contents(tmp_path / "out"), contents(tmp_path / "theirs"))
+
+
+def test_what_can_not_be_done_says_why_and_ends_with_1(
+    llama: tuple[Path, dict[str, Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*arguments: object) -> str:
+        assert main([str(argument) for argument in arguments]) == 1
+        return capsys.readouterr().err
+
+    assert "is no checkpoint: there is no manifest.json in it" in fails("inspect", tmp_path)
+    assert f"{tmp_path} is not empty" in fails("export", llama[0], shutil.copytree(llama[0], tmp_path / "broken").parent)
+    assert "there is no dtype 'fp32'" in fails("export", llama[0], tmp_path / "out", "--dtype", "fp32")
+    assert "max_shard_size must be" in fails("export", llama[0], tmp_path / "out", "--max-shard-size", "big")
+    file = next(tmp_path.rglob("optimizer-00001*"))
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    assert main(["inspect", str(tmp_path / "broken")]) == 0
+    assert "optimizer-00001-of-00003.safetensors is corrupt" in fails("inspect", tmp_path / "broken", "--verify")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", [[], ["inspect"], ["export"]])
+def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    assert ended.value.code == 0
+    assert "python -m zero3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["no-such"], ["inspect"], ["export", "a"]])
+def test_a_wrong_command_line_ends_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_as_a_program(llama: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "zero3", "inspect"]
+    good = subprocess.run([*command, str(llama[0]), "--verify"], capture_output=True, text=True, timeout=280, check=False)
+    assert (good.returncode, good.stderr) == (0, "") and "verified         yes" in good.stdout
+    bad = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=280, check=False)
+    assert (bad.returncode, bad.stdout) == (1, "") and bad.stderr.startswith("zero3: ")

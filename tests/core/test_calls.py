@@ -1,0 +1,329 @@
+"""What goes in and out of a layer, and what a training loop does around it: as with the unwrapped module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero3
+from tests.support.models import WIDTH, calls, linear, mlp, seeded
+from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.reference import Turn, as_one_layer, check_parity, in_place, in_sequence, nested, process_group, sgd
+
+WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
+X = torch.linspace(-1, 1, 3 * WIDTH, dtype=torch.float64).view(3, WIDTH)
+
+
+def mean_square(model: Callable[..., Any], turn: Turn) -> Any:
+    x = turn.tensor(3, WIDTH, requires_grad=True)
+    loss = model(x * 1).pow(2).mean()
+    loss.backward()
+    return loss, x.grad
+
+
+# -- in and out
+
+
+@dataclass
+class Pair:
+    first: Any
+    second: Any
+
+
+class Named(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Cache:
+    """An object of nobody's acquaintance, with slots."""
+
+    __slots__ = ("kept",)
+
+
+def cache_of(value: Tensor) -> Cache:
+    cache = Cache()
+    cache.kept = [{"deep": value}]
+    return cache
+
+
+def unnest(out: Any) -> tuple[Tensor, Tensor]:
+    pair, more = out["x"][0]
+    return pair.first, more["y"].second[0]
+
+
+PACKINGS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
+    "tuple": (lambda a, b: (a, b), lambda out: out),
+    "list": (lambda a, b: [a, None, [b, "text"]], lambda out: (out[0], out[2][0])),
+    "dict": (lambda a, b: {"a": a, "b": b, "n": 3}, lambda out: (out["a"], out["b"])),
+    "dataclass": (Pair, lambda out: (out.first, out.second)),
+    "named tuple": (Named, lambda out: (out.first, out.second)),
+    "nest": (lambda a, b: {"x": [(Pair(a, None), {"y": Named(None, [b])})]}, unnest),
+    "object": (lambda a, b: (a, cache_of(b)), lambda out: (out[0], out[1].kept[0]["deep"])),
+}
+
+
+class Packed(nn.Sequential):
+    """The first layer packs two outputs, the second is called with keywords, and the model returns a dict."""
+
+    def __init__(self, packing: str) -> None:
+        pack, self.unpack = PACKINGS[packing]
+        super().__init__(
+            *seeded(
+                calls(lambda m, x: pack(m.a(x).tanh(), m.b(x))),
+                calls(lambda m, x, *, other, scale, nothing=None: {"sum": m.a(x * scale) + m.b(other), "nothing": nothing}),
+            )
+        )
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        first, second = self.unpack(self[0](x))
+        return self[1](first, other=second, scale=2.0)
+
+
+@WORLDS
+@pytest.mark.parametrize("shard", [in_place, nested, as_one_layer])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_anything_goes_in_and_comes_out(world_size: int, shard: Any, packing: str) -> None:
+    def program(model: nn.Module, turn: Turn) -> Any:
+        out = model(turn.tensor(3, WIDTH))
+        assert out["nothing"] is None
+        loss = out["sum"].pow(2).mean()
+        loss.backward()
+        return loss
+
+    check_parity(lambda: Packed(packing), program, world_size=world_size, shard=shard)
+
+
+@WORLDS
+@pytest.mark.parametrize("used", ["first", "second", "both"])
+def test_each_output_brings_its_gradient(world_size: int, used: str) -> None:
+    class Both(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = self[0](x)
+            return self[1](first if used == "first" else second if used == "second" else first * second)
+
+    def build() -> nn.Module:
+        return Both(*seeded(calls(lambda m, x: (m.a(x).tanh(), m.b(x))), linear))
+
+    check_parity(build, mean_square, world_size=world_size, shard=in_place)
+
+
+@WORLDS
+def test_a_layer_may_return_nothing_that_has_a_gradient(world_size: int) -> None:
+    class Counting(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            assert self[0](x) == 3
+            assert self[1](x) is None
+            return self[2](x)
+
+    def build() -> nn.Module:
+        return Counting(*seeded(calls(lambda m, x: len(m.a(x))), calls(lambda m, x: None), linear))
+
+    check_parity(build, mean_square, world_size=world_size, shard=in_place)
+    check_parity(build, mean_square, world_size=world_size, shard=nested)
+
+
+def test_attributes_are_read_through_and_nothing_else_is() -> None:
+    module = seeded(linear, nn.Tanh)
+    module.kind = "attention"
+    layer = zero3.Zero3Layer(module, 0, 1)
+    assert layer.kind == "attention"
+    layer.kind = "mine"
+    assert module.kind == "attention"
+    with pytest.raises(TypeError):
+        len(layer)
+    with pytest.raises(TypeError):
+        layer[0]
+    with pytest.raises(AttributeError, match="nobody"):
+        layer.nobody  # noqa: B018
+
+
+def test_modes_reach_the_wrapped_module() -> None:
+    layer = zero3.Zero3Layer(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
+    assert not layer.eval().module[1].training
+    assert layer.train().module[1].training
+
+
+# -- around a step
+
+
+@WORLDS
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("through", ["model", "optimizer"])
+def test_gradients_are_zeroed_both_ways(world_size: int, set_to_none: bool, through: str) -> None:
+    plain = mlp()
+    optimizers: dict[Any, torch.optim.Optimizer] = {}
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        zeroed: Any = model if through == "model" else optimizer
+        losses = []
+        for _ in range(3):
+            zeroed.zero_grad(set_to_none)
+            losses.append(model(X).pow(2).mean())
+            losses[-1].backward()
+            optimizer.step()
+        return losses
+
+    expected = train(plain, sgd(plain.parameters()))
+
+    def body(group: ThreadCommunicator) -> None:
+        model = in_sequence(models[group.rank], process_group(group), zero3.ShardingPolicy())
+        optimizers[group.rank] = sgd(zero3.get_trainable_chunk(model))
+        found = train(model, optimizers[group.rank])
+        assert torch.allclose(torch.stack(found), torch.stack(expected), rtol=1e-12)
+
+    models = [mlp() for _ in range(world_size)]
+    run_ranks(world_size, body)
+
+
+@WORLDS
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("depth", [0, 1, 2, 9])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_policy_changes_when_not_what(world_size: int, reshard: bool, depth: int, reduction: Any) -> None:
+    def program(model: nn.Module, turn: Turn) -> Any:
+        return [mean_square(model, turn), mean_square(model, turn)]
+
+    policy = zero3.ShardingPolicy(reshard_after_forward=reshard, prefetch_depth=depth, gradient_reduction=reduction)
+    for shard in (in_sequence, nested):
+        check_parity(lambda: mlp(4), program, world_size=world_size, shard=shard, policy=policy)
+
+
+@WORLDS
+@pytest.mark.parametrize("around", ["forward", "forward and backward"])
+@pytest.mark.parametrize("shard", [in_sequence, as_one_layer])
+def test_autocast(world_size: int, around: str, shard: Any) -> None:
+    def build() -> nn.Module:
+        return seeded(*[calls(lambda m, x: m.a(x).tanh() + m.b(x))] * 3).float()
+
+    def program(model: nn.Module, turn: Turn) -> Any:
+        x = turn.tensor(3, WIDTH).float().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(x * 1).float().pow(2).mean()  # not a leaf: those are cast once, and rounded once
+            if around == "forward and backward":
+                loss.backward()
+        if around == "forward":
+            loss.backward()
+        return loss, x.grad
+
+    check_parity(build, program, world_size=world_size, shard=shard, tolerance=1e-6, steps=3)
+
+
+@WORLDS
+def test_autocast_around_several_steps(world_size: int) -> None:
+    """One context for all of training: what autocast has cast must not outlive the weights. (In plain torch it would.)"""
+
+    def build() -> nn.Module:
+        return mlp().float()
+
+    plain = build()
+    optimizer = sgd(plain.parameters())
+    expected = []
+    for _ in range(3):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = plain(X.float()).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.detach())
+
+    def body(group: ThreadCommunicator) -> None:
+        model = in_sequence(models[group.rank], process_group(group), zero3.ShardingPolicy())
+        optimizer = sgd(zero3.get_trainable_chunk(model))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for step in range(3):
+                loss = model(X.float()).float().pow(2).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                assert torch.allclose(loss.detach(), expected[step], rtol=1e-6)
+
+    models = [build() for _ in range(world_size)]
+    run_ranks(world_size, body)
+
+
+@WORLDS
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_model_may_be_evaluated_before_it_is_trained(world_size: int, mode: Callable[[], Any]) -> None:
+    """Buffers made for the first forward serve training."""
+
+    def program(model: nn.Module, turn: Turn) -> Any:
+        model.eval()
+        with mode():
+            quiet = model(turn.tensor(2, WIDTH)).clone()
+        model.train()
+        return quiet, mean_square(model, turn)
+
+    check_parity(mlp, program, world_size=world_size)
+
+
+@WORLDS
+def test_a_model_may_be_a_part_of_a_larger_graph(world_size: int) -> None:
+    """A plain module before it and one after it train by themselves, on every rank the same."""
+    before, after = seeded(linear)[0], seeded(linear, seed=1)[0]
+
+    def program(model: nn.Module, turn: Turn) -> Any:
+        x = turn.tensor(3, WIDTH)
+        loss = after(model(before(x).tanh())).pow(2).mean()
+        gradients = torch.autograd.grad(loss, [before.weight, after.weight], retain_graph=True)
+        loss.backward()
+        return loss, gradients
+
+    check_parity(mlp, program, world_size=world_size)
+
+
+@WORLDS
+def test_two_models_may_feed_each_other(world_size: int) -> None:
+    """A generator and a critic: the critic's gradients from the generator's step are thrown away."""
+
+    class Game(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.maker, self.critic = mlp(2), mlp(2)
+
+    def shard(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.Module:
+        model.maker, model.critic = in_sequence(model.maker, group, policy), in_sequence(model.critic, group, policy)
+        return model
+
+    def program(model: Any, turn: Turn) -> Any:
+        x = turn.tensor(3, WIDTH)
+        made = model.maker(x)
+        judged = (model.critic(made.detach()) - model.critic(x)).pow(2).mean()
+        judged.backward()
+        kept = [None if p.grad is None else p.grad.clone() for p in model.critic.parameters()]
+        fooled = model.critic(made).pow(2).mean()
+        fooled.backward()
+        for parameter, gradient in zip(model.critic.parameters(), kept, strict=True):
+            parameter.grad = gradient
+        return judged, fooled
+
+    check_parity(lambda: seeded(Game)[0], program, world_size=world_size, shard=shard)
+
+
+@WORLDS
+def test_a_critic_may_judge_what_is_real_before_what_was_made(world_size: int) -> None:
+    """Two layers, each a model of its own: the second has a forward under way when it finds the first in a graph."""
+
+    class Game(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.maker, self.critic = mlp(2), mlp(2)
+
+    def shard(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.Module:
+        model.maker, model.critic = as_one_layer(model.maker, group, policy), as_one_layer(model.critic, group, policy)
+        return model
+
+    def program(model: Any, turn: Turn) -> Any:
+        x = turn.tensor(3, WIDTH)
+        made = model.maker(x)
+        real = model.critic(x)
+        loss = (model.critic(made) - real).pow(2).mean()
+        loss.backward()
+        return loss
+
+    check_parity(lambda: seeded(Game)[0], program, world_size=world_size, shard=shard)

@@ -1,0 +1,329 @@
+"""The exact collectives of a step, in their order, with what computes between them; the same on every rank.
+
+`tests/support/stories.py` says how to read a story: `g1 f0` is a prefetch, layer 1 travels while layer 0 computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.ranks import Collective
+from tests.support.stories import Block, Container, Embracing, Teller, bytes_of, steps_of, told
+from zero3 import ShardingPolicy, Zero3Layer, clip_grad_norm_, full_params, full_state_dict, load_full_state_dict
+
+STEP = "g0 g1 f0 g2 f1 g3 f2 f3 | g2 b3 r3 g1 b2 r2 g0 b1 r1 b0 r0"
+
+# -- plain
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_step_gathers_each_layer_twice_but_the_last_and_reduces_it_once(world_size: int) -> None:
+    first, later = steps_of(lambda teller: teller.sequential(teller.blocks()), world_size)
+    assert later == STEP
+    assert first == STEP.replace("|", "| x"), "the first backward compares its order, once"
+
+
+@pytest.mark.parametrize(
+    ("depth", "story"),
+    [
+        (0, "g0 f0 g1 f1 g2 f2 g3 f3 | b3 r3 g2 b2 r2 g1 b1 r1 g0 b0 r0"),
+        (1, STEP),
+        (2, "g0 g1 g2 f0 g3 f1 f2 f3 | g2 g1 b3 r3 g0 b2 r2 b1 r1 b0 r0"),
+        (3, "g0 g1 g2 g3 f0 f1 f2 f3 | g2 g1 g0 b3 r3 b2 r2 b1 r1 b0 r0"),
+    ],
+)
+def test_prefetch_goes_so_many_layers_ahead_of_the_one_that_computes(depth: int, story: str) -> None:
+    assert steps_of(lambda teller: teller.sequential(teller.blocks(), prefetch_depth=depth))[1] == story
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_bytes_of_a_step(world_size: int, dtype: torch.dtype) -> None:
+    def body(teller: Teller) -> list[dict[str, int]]:
+        model = teller.sequential([block.to(dtype) for block in teller.blocks()])
+        found = []
+        for _ in range(2):
+            teller.communicator.log.clear()
+            model(torch.randn(2, 4, dtype=dtype)).sum().backward()
+            found.append(bytes_of(teller.communicator.log))
+        return found
+
+    full = [-(-numel // world_size) * world_size * dtype.itemsize for numel in (30, 35, 42, 24)]
+    first, later = told(body, world_size)
+    assert later == {"all_gather": 2 * sum(full) - full[-1], "reduce_scatter": sum(full)}
+    assert first == {**later, "exchange": 16}, "what ranks compare is a few bytes"
+
+
+# -- what may be called when
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_in_a_layer_gathers_nothing_more(reentrant: bool) -> None:
+    _, later = steps_of(lambda teller: teller.sequential(teller.blocks(reentrant)), input_needs_grad=True)
+    assert later == "g0 g1 f0 g2 f1 g3 f2 f3 | g2 f3 b3 r3 g1 f2 b2 r2 g0 f1 b1 r1 f0 b0 r0"
+
+
+@pytest.mark.parametrize(
+    ("reentrant", "story"),
+    [
+        (None, "g0 f0 g1 f1 g2 f2 g3 f3 | g2 b3 r3 g1 b2 r2 g0 b1 r1 b0 r0"),
+        (False, "g0 f0 g1 f1 g2 f2 g3 f3 | g2 f3 b3 r3 g1 f2 b2 r2 g0 f1 b1 r1 f0 b0 r0"),
+        # A reentrant checkpoint runs its forward without gradients: nobody knows that the last layer is needed again.
+        (True, "g0 f0 g1 f1 g2 f2 g3 f3 | g3 f3 b3 r3 g2 f2 b2 r2 g1 f1 b1 r1 g0 f0 b0 r0"),
+    ],
+)
+def test_a_container_of_ones_own_gathers_layers_as_it_calls_them(reentrant: bool | None, story: str) -> None:
+    def make(teller: Teller) -> Container:
+        return Container([teller.wrap(block, str(block.number), ShardingPolicy()) for block in teller.blocks()], reentrant=reentrant)
+
+    first, later = steps_of(make, input_needs_grad=True)
+    assert later == story
+    assert [word for word in first.split() if word != "x"] == later.split()
+    assert "x" in first, "ranks compare each layer before they first gather it"
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_stable_step_needs_no_word(reentrant: bool | None) -> None:
+    """Under an outer layer, checkpoints around the inner ones: reentrant ones make a backward of its own for each."""
+
+    def make(teller: Teller) -> Zero3Layer:
+        layers = [teller.wrap(block, str(block.number), ShardingPolicy()) for block in teller.blocks()]
+        return teller.wrap(Container(layers, reentrant=reentrant), "o", ShardingPolicy())
+
+    first, later = steps_of(make, input_needs_grad=True)
+    assert "x" in first and "x" not in later
+    assert later.split("|")[0] == "g0 g1 f0 g2 f1 g3 f2 f3 "
+
+
+def test_a_layer_called_twice_in_a_forward_is_reduced_once() -> None:
+    def make(teller: Teller) -> Zero3Layer:
+        torch.manual_seed(0)
+        square = Block(0, teller.communicator.log)
+        square.linear = nn.Linear(4, 4)
+        other = Block(1, teller.communicator.log)
+        other.linear = nn.Linear(4, 5)
+        layers = [teller.wrap(square, "0", ShardingPolicy()), teller.wrap(other, "1", ShardingPolicy())]
+        return teller.wrap(Container(layers, calls=(0, 0, 1)), "", ShardingPolicy())
+
+    assert steps_of(make)[1] == "g0 f0 g1 f0 f1 | g0 b1 r1 b0 b0 r0"
+
+
+def test_an_outer_layer_is_gathered_once_and_reduced_last() -> None:
+    def make(teller: Teller) -> Zero3Layer:
+        inner = [teller.wrap(block, str(block.number), ShardingPolicy()) for block in teller.blocks()]
+        return teller.wrap(Embracing(inner), "o", ShardingPolicy())
+
+    first, later = steps_of(make)
+    assert later == "go g0 g1 f0 g2 f1 g3 f2 f3 | g2 b3 r3 g1 b2 r2 g0 b1 r1 b0 r0 ro"
+    assert first == "x go x g0 f0 x g1 f1 x g2 f2 x g3 f3 | x g2 b3 r3 g1 b2 r2 g0 b1 r1 b0 r0 ro"
+
+
+def test_a_lone_layer_is_gathered_once() -> None:
+    first, later = steps_of(lambda teller: teller.wrap(teller.blocks()[0], "0", ShardingPolicy()))
+    assert later == "g0 f0 | b0 r0"
+    assert sorted(first.split()) == sorted([*later.split(), "x", "x"])
+
+
+def test_layers_that_are_not_resharded_are_gathered_once() -> None:
+    _, later = steps_of(lambda teller: teller.sequential(teller.blocks(), reshard_after_forward=False))
+    assert later == "g0 g1 f0 g2 f1 g3 f2 f3 | b3 r3 b2 r2 b1 r1 b0 r0"
+
+
+# -- what is trained
+
+
+@pytest.mark.parametrize(
+    ("frozen", "story"),
+    [
+        # Nothing flows through the first: their backward does not exist.
+        ((0,), "g0 g1 f0 g2 f1 g3 f2 f3 | g2 b3 r3 g1 b2 r2 b1 r1"),
+        ((0, 1, 2), "g0 g1 f0 g2 f1 g3 f2 f3 | b3 r3"),
+        # Gradients flow through the others: gathered, never reduced.
+        ((1, 2), "g0 g1 f0 g2 f1 g3 f2 f3 | g2 b3 r3 g1 b2 g0 b1 b0 r0"),
+        ((3,), "g0 g1 f0 g2 f1 g3 f2 f3 | g2 b3 g1 b2 r2 g0 b1 r1 b0 r0"),
+    ],
+)
+def test_frozen_layers_are_never_reduced_and_gathered_only_where_gradients_flow(frozen: tuple[int, ...], story: str) -> None:
+    assert steps_of(lambda teller: teller.sequential(teller.blocks(frozen=frozen)))[1] == story
+
+
+def test_chunks_frozen_later_are_reduced_no_more() -> None:
+    def body(teller: Teller) -> list[str]:
+        model = teller.sequential(teller.blocks())
+        teller.step(model)
+        for number in (0, 2):
+            for chunk in model[number].get_trainable_chunk():
+                chunk.requires_grad_(False)
+        return [teller.step(model) for _ in range(2)][1:]
+
+    assert told(body) == ["g0 g1 f0 g2 f1 g3 f2 f3 | g2 b3 r3 g1 b2 b1 r1"]
+
+
+def test_each_dtype_travels_in_a_chunk_of_its_own() -> None:
+    """A frozen half-precision base under trainable parameters: the base is never reduced."""
+
+    def body(teller: Teller) -> tuple[str, dict[str, int]]:
+        torch.manual_seed(0)
+        blocks = teller.blocks()
+        for block in blocks:
+            block.base = nn.Parameter(torch.randn(64 + 2 * block.number, dtype=torch.bfloat16), requires_grad=False)
+        model = teller.sequential(blocks)
+        teller.step(model)
+        model(torch.randn(2, 4)).sum().backward()
+        return bytes_of(teller.communicator.log), teller.story()
+
+    found, story = told(body)
+    full, base = [30 * 4, 36 * 4, 42 * 4, 24 * 4], [64 * 2, 66 * 2, 68 * 2, 70 * 2]
+    assert found == {"all_gather": 2 * sum(full + base) - full[-1] - base[-1], "reduce_scatter": sum(full)}
+    gathers = [word for word in story.split() if word.startswith("g")]
+    assert sorted(gathers) == sorted(["g0t", "g0f", "g1t", "g1f", "g2t", "g2f"] * 2 + ["g3t", "g3f"])
+    assert [word for word in story.split() if word.startswith("r")] == ["r3t", "r2t", "r1t", "r0t"]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_uses_no_parameter_keeps_step_with_the_others(world_size: int) -> None:
+    """Each rank leaves out another layer, the last rank all of them."""
+
+    def body(teller: Teller) -> str:
+        blocks = teller.blocks()
+        rank = teller.communicator.rank
+        for block in blocks:
+            block.uses_parameters = rank != world_size - 1 and block.number != rank
+        model = teller.sequential(blocks)
+        teller.step(model, input_needs_grad=True)
+        story = teller.step(model, input_needs_grad=True)
+        assert all(chunk.grad is not None for chunk in model.get_trainable_chunk())
+        return story
+
+    assert told(body, world_size) == STEP
+
+
+# -- what runs between steps
+
+
+def test_micro_batches_repeat_the_step_and_the_optimizer_is_alone_with_its_chunks() -> None:
+    def body(teller: Teller) -> list[str]:
+        model = teller.sequential(teller.blocks())
+        optimizer = torch.optim.SGD(model.get_trainable_chunk(), lr=0.1)
+        teller.step(model)
+        found = []
+        for _ in range(2):
+            found += [teller.step(model), teller.step(model)]
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(teller.story())
+        return found
+
+    assert told(body) == [STEP, STEP, ""] * 2
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_evaluation_gathers_once_and_training_goes_on_without_a_word(context: Callable[[], Any]) -> None:
+    def body(teller: Teller) -> list[str]:
+        model = teller.sequential(teller.blocks())
+        teller.step(model)
+        found = []
+        for _ in range(2):
+            with context():
+                model(torch.randn(2, 4))
+            found += [teller.story(), teller.step(model)]
+        return found
+
+    assert told(body) == ["g0 g1 f0 g2 f1 g3 f2 f3", STEP] * 2
+
+
+def test_a_forward_without_backward_leaves_nothing_to_the_next() -> None:
+    def body(teller: Teller) -> list[str]:
+        model = teller.sequential(teller.blocks())
+        teller.step(model)
+        model(torch.randn(2, 4))
+        return [teller.story(), teller.step(model)]
+
+    assert told(body) == ["g0 g1 f0 g2 f1 g3 f2 f3", STEP]
+
+
+def test_two_forwards_before_a_backward_are_walked_from_the_last() -> None:
+    def body(teller: Teller) -> str:
+        model = teller.sequential(teller.blocks())
+        for _ in range(2):
+            teller.story()
+            first, second = model(torch.randn(2, 4)), model(torch.randn(2, 4))
+            (first.sum() + second.sum()).backward()
+        return teller.story()
+
+    assert told(body).split("f3")[2] == " g2 b3 r3 g1 b2 r2 g0 b1 r1 b0 r0 g3 g2 b3 r3 g1 b2 r2 g0 b1 r1 b0 r0"
+
+
+def test_a_turn_to_another_known_path_costs_one_word() -> None:
+    """Each layer of a new path is compared; later only where a pass turns from the path that was expected."""
+
+    def body(teller: Teller) -> list[int]:
+        torch.manual_seed(0)
+        blocks = [Block(0, teller.communicator.log) for _ in range(3)]
+        for number, block in enumerate(blocks):
+            block.number, block.linear = number, nn.Linear(4, 4)
+        model = Container([teller.wrap(block, "", ShardingPolicy()) for block in blocks])
+        found = []
+        for calls in ((0, 1, 2), (0, 2, 1), (0, 1, 2), (0, 2, 1), (0, 2, 1)):
+            model.calls = calls
+            found.append(teller.step(model).split().count("x"))
+        return found
+
+    first, second, *again = told(body)
+    assert first > 1 and second > 1
+    assert again == [2, 2, 0], "forward and backward"
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_is_one_scalar(norm_type: float) -> None:
+    def body(teller: Teller) -> list[Collective]:
+        model = teller.sequential(teller.blocks())
+        teller.step(model)
+        clip_grad_norm_(model, 1.0, norm_type)
+        return list(teller.communicator.log)
+
+    (only,) = told(body)
+    assert (only.kind, only.numel) == ("all_reduce", 1)
+
+
+def test_state_dicts_gather_and_scatter_each_chunk_once() -> None:
+    def body(teller: Teller) -> list[str]:
+        model = teller.sequential(teller.blocks())
+        teller.story()
+        state = full_state_dict(model)
+        found = [teller.story()]
+        load_full_state_dict(model, state)
+        found.append(teller.story())
+        with full_params(model):
+            pass
+        return [*found, teller.story()]
+
+    saved, loaded, shown = told(body)
+    assert saved == shown == "x g0 g1 g2 g3"
+    assert loaded == "x g0 s0 g1 s1 g2 s2 g3 s3"
+
+
+def test_construction_compares_and_scatters_each_chunk_once() -> None:
+    def body(teller: Teller) -> str:
+        torch.manual_seed(0)
+        block = teller.blocks()[0]
+        block.register_buffer("running", torch.zeros(3))
+        teller.wrap(block, "0", ShardingPolicy())
+        return teller.story()
+
+    assert told(body) == "x s0 b"
+
+
+def test_one_rank_moves_nothing() -> None:
+    def body(teller: Teller) -> list[Any]:
+        model = teller.sequential(teller.blocks())
+        teller.step(model)
+        model(torch.randn(2, 4)).sum().backward()
+        return [entry for entry in teller.communicator.log if isinstance(entry, Collective) and entry.kind != "exchange"]
+
+    assert told(body, world_size=1) == []

@@ -1,0 +1,291 @@
+"""ShardingPolicy(dynamic=True): ranks leave out different layers, and get the numbers of plain torch, or one error on all."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zero3
+from tests.support.ranks import ThreadCommunicator
+from tests.support.reference import TOLERANCE, Turn, assert_at_rest, check_parity, in_sequence, on_ranks
+from tests.support.stacks import WIDTH, built
+from zero3 import ShardingPolicy
+from zero3.core.schedule import Event, StaticOrder
+
+DEPTH = 4
+DYNAMIC = ShardingPolicy(dynamic=True)
+Choose = Callable[[Turn], list[int]]
+
+
+class Skipping(nn.Module):
+    """Calls the blocks that it is told to, in the order that it is told."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 7 + i), nn.Tanh(), nn.Linear(7 + i, WIDTH)) for i in range(DEPTH))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.recompute = recompute
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        x = self.embed(x) * self.scale
+        for number in chosen:
+            block = self.blocks[number]
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.recompute else block(x))
+        return x
+
+
+def sharded(model: nn.Module, group: Any, policy: ShardingPolicy) -> nn.Module:
+    return zero3.shard(model, policy=policy, process_group=group)
+
+
+def drawn(turn: Turn) -> list[int]:
+    chance = random.Random(100 * turn.step + turn.rank)
+    return [number for number in range(DEPTH) if chance.random() < 0.5]
+
+
+def program_of(choose: Choose) -> Any:
+    def program(model: nn.Module, turn: Turn) -> Tensor:
+        output = model(turn.tensor(3, WIDTH), choose(turn))
+        output.pow(2).sum().backward()
+        return output
+
+    return program
+
+
+CHOICES: dict[str, Choose] = {
+    "layer drop": drawn,
+    "early exit": lambda turn: list(range(1 + (turn.rank + turn.step) % DEPTH)),
+    "one rank skips all": lambda turn: [] if turn.rank == turn.step % turn.world_size else list(range(DEPTH)),
+    "each its own expert": lambda turn: [(turn.rank + turn.step) % DEPTH],
+    "all the same": lambda turn: [0, 2] if turn.step % 2 else [1, 3],
+    "all": lambda turn: list(range(DEPTH)),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES)
+def test_layers_left_out_by_some_ranks(choose: Choose, world_size: int) -> None:
+    check_parity(
+        lambda: built(Skipping), program_of(choose), world_size=world_size, steps=5, shard=sharded, policy=DYNAMIC, tolerance=1e-11
+    )
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ShardingPolicy(dynamic=True, prefetch_depth=0),
+        ShardingPolicy(dynamic=True, prefetch_depth=3),
+        ShardingPolicy(dynamic=True, reshard_after_forward=False),
+        ShardingPolicy(dynamic=True, stage=2),
+    ],
+    ids=["depth 0", "depth 3", "kept", "stage 2"],
+)
+def test_under_other_policies(policy: ShardingPolicy) -> None:
+    check_parity(lambda: built(Skipping), program_of(drawn), steps=4, shard=sharded, policy=policy, tolerance=1e-11)
+
+
+def test_with_checkpointing() -> None:
+    check_parity(
+        lambda: built(lambda: Skipping(recompute=True)), program_of(drawn), steps=4, shard=sharded, policy=DYNAMIC, tolerance=1e-11
+    )
+
+
+class Routed(nn.Module):
+    """Blocks whose experts are layers of their own; a rank's data decides which of them it calls, and whether the block at all."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Linear(WIDTH, WIDTH)
+            self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+            self.after = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, expert: int | None) -> Tensor:
+            x = torch.tanh(self.before(x))
+            if expert is not None:
+                x = x + self.experts[expert](x)
+            return self.after(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Routed.Block() for _ in range(3))
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            choice = chosen[number % len(chosen)] if chosen else 3
+            if choice < 4:
+                x = x + block(x, choice if choice < 3 else None)
+        return x
+
+
+def routed(model: nn.Module, group: Any, policy: ShardingPolicy) -> nn.Module:
+    experts = [expert for block in model.blocks for expert in block.experts]  # type: ignore[union-attr]
+    return zero3.shard(model, [Routed.Block, *experts], policy=policy, process_group=group)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_experts_inside_blocks(world_size: int) -> None:
+    def choose(turn: Turn) -> list[int]:
+        chance = random.Random(7 * turn.step + turn.rank)
+        return [chance.randrange(4) for _ in range(3)]
+
+    check_parity(lambda: built(Routed), program_of(choose), world_size=world_size, steps=5, shard=routed, policy=DYNAMIC, tolerance=1e-11)
+
+
+# -- what can't be right
+
+
+@pytest.mark.parametrize("chosen", [[2, 1], [1, 1]], ids=["out of order", "twice"])
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_another_order_is_an_error_on_every_rank(chosen: list[int], guilty: int) -> None:
+    def body(model: Any, group: ThreadCommunicator) -> str:
+        x = torch.ones(2, WIDTH, dtype=torch.float64)
+        for _ in range(2):
+            with pytest.raises((ValueError, RuntimeError)) as caught:
+                model(x, chosen if group.rank == guilty else [0, 2, 3])
+            model(x, [group.rank]).sum().backward()  # and on it goes
+        assert_at_rest(model)
+        return str(caught.value)
+
+    texts = on_ranks(2, lambda: built(Skipping), body, lambda model, group, policy: sharded(model, group, DYNAMIC))
+    assert all(f"'blocks.{chosen[1]}'" in text and "each at most once" in text for text in texts)
+    assert f"rank {guilty}" in texts[1 - guilty]
+
+
+def test_an_exception_in_one_ranks_forward_reaches_all() -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        x = torch.ones(2, WIDTH, dtype=torch.float64)
+
+        def refuse(*_: object) -> None:
+            raise KeyError("no such word")
+
+        hook = model.blocks[1].register_forward_pre_hook(refuse) if group.rank == 1 else None
+        expected, text = (KeyError, "no such word") if group.rank == 1 else (RuntimeError, r"rank 1: .*KeyError: 'no such word'")
+        with pytest.raises(expected, match=text):
+            model(x, [0, 1, 2])
+        if hook is not None:
+            hook.remove()
+        model(x, [group.rank, 3]).sum().backward()
+        assert_at_rest(model)
+
+    on_ranks(2, lambda: built(Skipping), body, lambda model, group, policy: sharded(model, group, DYNAMIC))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_forward_that_failed_leaves_its_tensors_to_nobody(world_size: int) -> None:
+    """Not to a cycle either: memory that waits for the cycle collector is memory that is out."""
+
+    def body(model: Any, group: ThreadCommunicator) -> bool:
+        made: list[weakref.ref[Tensor]] = []
+
+        def watch(module: nn.Module, args: Any, output: Tensor) -> None:
+            made.append(weakref.ref(output))
+            if group.rank == world_size - 1:
+                raise KeyError("no such word")
+
+        hook = model.blocks[1].register_forward_hook(watch)
+        for _ in range(2):
+            with contextlib.suppress(KeyError, RuntimeError):
+                model(torch.ones(2, WIDTH, dtype=torch.float64), [0, 1])
+        zero3.reset(model)
+        hook.remove()
+        return len(made) == 2 and all(reference() is None for reference in made)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert all(on_ranks(world_size, lambda: built(Skipping), body, lambda model, group, policy: sharded(model, group, DYNAMIC)))
+    finally:
+        gc.enable()
+
+
+def test_an_exception_in_one_ranks_forward_when_transfers_are_to_be_compared() -> None:
+    """The others come to the comparison, in the middle of the forward, and the rank that failed does not."""
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        x = torch.ones(2, WIDTH, dtype=torch.float64)
+        for number in range(4):
+            with pytest.raises(RuntimeError, match="shapes" if group.rank == 1 else "rank 1: .*shapes"):
+                model(x if group.rank == 0 else x[:, : number % 2])
+            model(x).sum().backward()
+
+    def in_layers(model: nn.Module, group: Any, policy: ShardingPolicy) -> nn.Module:
+        return in_sequence(model, group, ShardingPolicy(dynamic=True, compare_every=3))
+
+    on_ranks(2, lambda: built(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))), body, in_layers, timeout=5.0)
+
+
+def test_evaluation_may_leave_layers_out_too() -> None:
+    def body(model: Any, group: ThreadCommunicator) -> Tensor:
+        with torch.no_grad():
+            return model(torch.ones(2, WIDTH, dtype=torch.float64), list(range(group.rank)))
+
+    found = on_ranks(3, lambda: built(Skipping), body, lambda model, group, policy: sharded(model, group, DYNAMIC))
+    plain = built(Skipping)
+    for rank, output in enumerate(found):
+        assert torch.allclose(output, plain(torch.ones(2, WIDTH, dtype=torch.float64), list(range(rank))), rtol=0, atol=TOLERANCE)
+
+
+def test_loose_layers_are_refused() -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        x = model[0](torch.ones(2, 5, dtype=torch.float64, requires_grad=True))
+        with pytest.raises(ValueError, match="Zero3Sequential"):
+            model[1](x)
+
+    def loose(model: nn.Module, group: Any, policy: ShardingPolicy) -> nn.Module:
+        return nn.Sequential(*(zero3.Zero3Layer(child, policy=DYNAMIC, process_group=group) for child in model))  # type: ignore[union-attr]
+
+    on_ranks(2, lambda: built(lambda: nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))), body, loose)
+
+
+def test_reentrant_checkpoints_are_refused() -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        class Around(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return checkpoint(lambda y: model(y, [0]), x, use_reentrant=True)  # type: ignore[no-any-return]
+
+        loss = Around()(torch.ones(2, WIDTH, dtype=torch.float64, requires_grad=True)).sum()
+        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+            loss.backward()
+
+    on_ranks(1, lambda: built(Skipping), body, lambda model, group, policy: sharded(model, group, DYNAMIC))
+
+
+# -- the program alone
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.data())
+def test_every_layer_begins_and_ends_once_whatever_is_called(steps: list[int], data: Any) -> None:
+    depths = [0]
+    for step in steps[1:]:
+        depths.append(min(step, depths[-1] + 1))
+    program: StaticOrder[int] = StaticOrder(enumerate(depths))
+    program.begin()
+    seen: list[Event[int]] = []
+    everything = list(program.rest())
+    assert len(everything) == 2 * len(depths)
+    program.begin()
+    chosen = sorted(data.draw(st.sets(st.integers(0, len(depths) - 1))))
+    for layer in chosen:
+        passed = program.until(layer, begins=True)
+        assert passed is not None
+        seen += [*passed, Event(layer, begins=True)]
+    assert seen + program.rest() == everything
+    for layer in range(len(depths)):
+        begin, end = (everything.index(Event(layer, begins)) for begins in (True, False))
+        inner = {event.layer for event in everything[begin + 1 : end]}
+        assert all(depths[each] > depths[layer] for each in inner)
+    assert program.until(0, begins=True) is None

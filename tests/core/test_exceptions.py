@@ -1,0 +1,312 @@
+"""After an exception anywhere the next forward starts clean and trains right; graphs that a step made stale raise."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zero3
+from tests.support.models import WIDTH, Calls, calls, mlp, seeded
+from tests.support.ranks import ThreadCommunicator
+from tests.support.reference import assert_at_rest, full_parameters, on_ranks, sgd
+from zero3.core.parameters import ParameterSites
+
+WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
+X = torch.linspace(-1, 1, 3 * WIDTH, dtype=torch.float64).view(3, WIDTH)
+
+
+class Fuse(torch.autograd.Function):
+    """Hands its input on, unless `module.blows` says when and with what to fail."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.module = module
+        _blow(module, "forward")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        _blow(ctx.module, "backward")
+        return gradient, None
+
+
+def _blow(module: nn.Module, phase: str) -> None:
+    if module.blows is not None and module.blows[0] == phase:
+        raise module.blows[1]("the fuse")
+
+
+def fused() -> nn.Sequential:
+    model = seeded(*[calls(lambda m, x: m.b(Fuse.apply(m.a(x), m)).tanh())] * 3)
+    for module in model:
+        module.blows = None
+    return model
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return model(X).pow(2).mean()
+
+
+def parameters_after(build: Callable[[], nn.Module], steps: int) -> dict[str, Tensor]:
+    """Plain torch's, on the same input every step."""
+    model = build()
+    optimizer = sgd(model.parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def assert_trained(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    assert_at_rest(model)
+    found = full_parameters(model)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=0, atol=1e-12), name
+
+
+@WORLDS
+@pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_training_goes_on_after_an_exception(world_size: int, where: int, phase: str, error: type[BaseException]) -> None:
+    """Gradients accumulated before are kept if a forward broke, and dropped if a backward did."""
+    expected = parameters_after(fused, 2)
+
+    def body(model: zero3.Zero3Sequential, group: ThreadCommunicator) -> None:
+        optimizer = sgd(model.get_trainable_chunk())
+        fuse = model[where].module
+        loss_of(model).backward()
+        accumulated = [chunk.grad.clone() for chunk in model.get_trainable_chunk()]
+        fuse.blows = (phase, error)
+        with pytest.raises(error, match="the fuse"):  # pytest keeps the traceback, and with it all its frames, alive
+            loss_of(model).backward()
+        fuse.blows = None
+        loss = loss_of(model)
+        gradients = [chunk.grad for chunk in model.get_trainable_chunk()]
+        if phase == "backward":
+            assert gradients == [None] * 3
+            loss.backward()
+        else:
+            assert all(torch.equal(found, before) for found, before in zip(gradients, accumulated, strict=True))
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+        assert_trained(model, expected)
+
+    on_ranks(world_size, fused, body)
+
+
+@WORLDS
+def test_reset_does_at_once_what_the_next_forward_would(world_size: int) -> None:
+    def body(model: zero3.Zero3Sequential, group: ThreadCommunicator) -> None:
+        model[1].module.blows = ("backward", ValueError)
+        loss_of(model)
+        with pytest.raises(ValueError, match="the fuse"):
+            loss_of(model).backward()
+        zero3.reset(model)
+        assert_at_rest(model)
+        assert all(chunk.grad is None for chunk in model.parameters())
+
+    on_ranks(world_size, fused, body)
+
+
+@WORLDS
+def test_a_graph_survives_a_backward_that_broke(world_size: int) -> None:
+    """`retain_graph`, and no forward in between."""
+    expected = parameters_after(fused, 1)
+
+    def body(model: zero3.Zero3Sequential, group: ThreadCommunicator) -> None:
+        optimizer = sgd(model.get_trainable_chunk())
+        loss = loss_of(model)
+        model[0].module.blows = ("backward", ValueError)
+        with pytest.raises(ValueError, match="the fuse"):
+            loss.backward(retain_graph=True)
+        model[0].module.blows = None
+        loss.backward()
+        optimizer.step()
+        assert_trained(model, expected)
+
+    on_ranks(world_size, fused, body)
+
+
+@WORLDS
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_training_goes_on_after_an_exception_in_a_recomputation(world_size: int, use_reentrant: bool, phase: str) -> None:
+    def build() -> nn.Module:
+        return fused()
+
+    expected = parameters_after(build, 1)
+
+    def body(model: zero3.Zero3Sequential, group: ThreadCommunicator) -> None:
+        def run(x: Tensor) -> Tensor:
+            for layer in model:
+                x = checkpoint(layer, x, use_reentrant=use_reentrant, preserve_rng_state=False)
+            return x.pow(2).mean()
+
+        optimizer = sgd(model.get_trainable_chunk())
+        run(X.clone().requires_grad_()).backward()
+        optimizer.zero_grad()
+        loss = run(X.clone().requires_grad_())
+        model[1].module.blows = (phase, ValueError)
+        with pytest.raises(ValueError, match="the fuse"):
+            loss.backward()
+        model[1].module.blows = None
+        run(X.clone().requires_grad_()).backward()
+        optimizer.step()
+        assert_trained(model, expected)
+
+    on_ranks(world_size, build, body)
+
+
+@pytest.mark.parametrize("number", range(1, 7))
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_training_goes_on_after_a_transfer_that_failed(kind: str, number: int) -> None:
+    """Wherever in a step it was: `number` counts the transfers of its kind."""
+    expected = parameters_after(mlp, 1)
+
+    def body(model: zero3.Zero3Sequential, group: ThreadCommunicator) -> None:
+        made, armed = 0, True
+
+        def fail(found: str) -> None:
+            nonlocal made
+            made += found == kind
+            if armed and made == number and found == kind:
+                raise RuntimeError("the link is down")
+
+        optimizer = sgd(model.get_trainable_chunk())
+        group.before = fail  # the model's second communicator, made at its first forward, takes it over
+        fails = number <= (5 if kind == "all_gather" else 3)
+        with pytest.raises(RuntimeError, match=r"layer .* failed: the link is down") if fails else nullcontext():
+            loss_of(model).backward()
+        armed = False
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+        assert_trained(model, expected)
+
+    on_ranks(2, mlp, body)
+
+
+@WORLDS
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("moment", ["show", "hide"])
+def test_an_interrupt_between_two_parameters_leaves_no_half_layer(
+    world_size: int, moment: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, armed, original = parameters_after(mlp, 1), threading.local(), getattr(ParameterSites, moment)
+
+    def interrupted(self: ParameterSites, value: Tensor) -> None:
+        armed.left = getattr(armed, "left", -1) - 1
+        if armed.left == 0:
+            raise KeyboardInterrupt
+        original(self, value)
+
+    monkeypatch.setattr(ParameterSites, moment, interrupted)
+
+    def body(model: zero3.Zero3Sequential, group: ThreadCommunicator) -> None:
+        optimizer = sgd(model.get_trainable_chunk())
+        armed.left = number + 1
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model).backward()
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+        assert_trained(model, expected)
+
+    on_ranks(world_size, mlp, body)
+
+
+# -- stale graphs
+
+
+@WORLDS
+@pytest.mark.parametrize("walked", [False, True])
+def test_a_graph_from_before_an_optimizer_step_raises_as_in_plain_torch(world_size: int, walked: bool) -> None:
+    def stale(model: nn.Module, parameters: list[nn.Parameter]) -> None:
+        optimizer = sgd(parameters)
+        loss_of(model).backward()
+        loss = loss_of(model)
+        if walked:
+            loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    plain = mlp()
+    stale(plain, list(plain.parameters()))
+
+    def body(model: zero3.Zero3Sequential, group: ThreadCommunicator) -> None:
+        stale(model, model.get_trainable_chunk())
+        loss_of(model).backward()
+        assert_at_rest(model)
+
+    on_ranks(world_size, mlp, body)
+
+
+@WORLDS
+def test_a_full_buffer_never_survives_an_optimizer_step(world_size: int) -> None:
+    """Whatever was fetched before it, forward, evaluation, full_params: what is read after it is what the step made."""
+    expected = parameters_after(mlp, 1)
+
+    def body(model: zero3.Zero3Sequential, group: ThreadCommunicator) -> None:
+        optimizer = sgd(model.get_trainable_chunk())
+        loss_of(model).backward()
+        loss_of(model)  # a validation loss, without a backward: the last layer stays fetched for one
+        optimizer.step()
+        found = full_parameters(model)
+        assert all(torch.allclose(found[name], value, rtol=0, atol=1e-12) for name, value in expected.items())
+        loss_of(model)
+        with torch.no_grad():
+            for chunk in model.parameters():
+                chunk.zero_()
+        assert not any(value.any() for value in full_parameters(model).values())
+        assert not loss_of(model).item()
+
+    on_ranks(world_size, mlp, body)
+
+
+@WORLDS
+def test_a_graph_of_gradients_is_refused(world_size: int) -> None:
+    def body(model: zero3.Zero3Sequential, group: ThreadCommunicator) -> None:
+        x = X.clone().requires_grad_()
+        loss = model(x).pow(2).mean()
+        with pytest.raises(RuntimeError, match=r"create_graph=True through layer .*unsharded model"):
+            torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="create_graph=True"):
+            loss_of(model).backward(create_graph=True)
+        loss_of(model).backward()
+        assert_at_rest(model)
+
+    on_ranks(world_size, mlp, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_parameter_changed_by_a_forward_is_kept_or_refused(world_size: int) -> None:
+    """`max_norm` scales the rows that are looked up, in place: one rank can, of several each would do another."""
+
+    def build() -> nn.Module:
+        return seeded(lambda: nn.Embedding(7, WIDTH, max_norm=0.5), lambda: Calls(lambda m, x: m.a(x)))
+
+    plain = build()
+    plain(torch.arange(4))
+
+    def body(model: zero3.Zero3Sequential, group: ThreadCommunicator) -> None:
+        if world_size == 1:
+            model(torch.arange(4))
+            assert torch.equal(full_parameters(model)["0.weight"], plain[0].weight)
+        else:
+            says = r"rank \d: while layer .*Embedding.* computed, parameter 'weight' was changed in place.*writeback"
+            with pytest.raises(RuntimeError, match=says):
+                model(torch.arange(4))
+
+    on_ranks(world_size, build, body)

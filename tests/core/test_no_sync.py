@@ -1,0 +1,297 @@
+"""no_sync: backwards without reductions, whose gradients join the next one that reduces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero3
+from tests.support.footprint import BYTES, LAYERS, WIDTHS, Formula, make
+from tests.support.live import LiveBytes
+from tests.support.models import mlp
+from tests.support.ranks import ThreadCommunicator
+from tests.support.reference import TOLERANCE, Turn, assert_close, full_gradients, in_place, in_sequence, nested, on_ranks
+from zero3 import Zero3Layer
+
+MICRO_BATCHES = 3
+
+
+def batch(turn: Turn, number: int) -> Tensor:
+    return Turn(turn.rank, 10 * turn.step + number, turn.world_size).tensor(3, 5)
+
+
+def expected(world_size: int, numbers: range, build: Callable[[], nn.Module] = mlp) -> dict[str, Tensor]:
+    """The mean over ranks of the sum over micro-batches, by plain torch in one process."""
+    model = build()
+    for rank in range(world_size):
+        for number in numbers:
+            (model(batch(Turn(rank, 0, world_size), number)).pow(2).sum() / world_size).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check(model: nn.Module, group: ThreadCommunicator, wanted: dict[str, Tensor]) -> None:
+    assert_close(full_gradients(model, group), wanted, TOLERANCE, "gradients")
+
+
+def backwards(model: nn.Module, turn: Turn, numbers: range, covered: Any = None) -> None:
+    """All but the last without communication."""
+    for number in numbers[:-1]:
+        with zero3.no_sync(model if covered is None else covered):
+            model(batch(turn, number)).pow(2).sum().backward()
+    model(batch(turn, numbers[-1])).pow(2).sum().backward()
+
+
+def reductions(group: ThreadCommunicator) -> int:
+    return sum(entry.kind == "reduce_scatter" for entry in group.log)
+
+
+@pytest.mark.parametrize("shard", [in_sequence, in_place, nested])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_same_gradients_for_one_reduction_a_layer(world_size: int, shard: Any) -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        turn = Turn(group.rank, 0, world_size)
+        for _ in range(2):
+            before = reductions(group)
+            backwards(model, turn, range(MICRO_BATCHES))
+            if world_size > 1:
+                assert reductions(group) - before == len(zero3.get_trainable_chunk(model))
+            check(model, group, wanted)
+            model.zero_grad()
+
+    wanted = expected(world_size, range(MICRO_BATCHES))
+    on_ranks(world_size, mlp, body, shard)
+
+
+def test_it_covers_a_part_of_a_model_and_nests() -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        turn = Turn(group.rank, 0, 2)
+        before = reductions(group)
+        with zero3.no_sync(model[1]), zero3.no_sync(model[1]):
+            model(batch(turn, 0)).pow(2).sum().backward()
+        assert reductions(group) - before == 2
+        model(batch(turn, 1)).pow(2).sum().backward()
+        check(model, group, wanted[2])
+
+    wanted = {n: expected(2, range(n)) for n in (2, 3)}
+    on_ranks(2, mlp, body)
+
+
+def test_gradients_from_before_are_kept_too() -> None:
+    """Synchronised, not, synchronised."""
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        turn = Turn(group.rank, 0, 2)
+        model(batch(turn, 0)).pow(2).sum().backward()
+        with zero3.no_sync(model):
+            model(batch(turn, 1)).pow(2).sum().backward()
+        model(batch(turn, 2)).pow(2).sum().backward()
+        check(model, group, wanted[3])
+
+    wanted = {n: expected(2, range(n)) for n in (2, 3)}
+    on_ranks(2, mlp, body)
+
+
+class Skipping(nn.Module):
+    """Rank-dependent use inside a layer, and a layer that the last micro-batch does without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(5, 5).double(), nn.Linear(5, 5).double()
+
+    def forward(self, x: Tensor, deep: bool = True) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.second(x) if deep else x
+
+
+def test_a_layer_that_the_last_micro_batch_skips_is_reduced_by_it() -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        turn = Turn(group.rank, 0, 2)
+        with zero3.no_sync(model):
+            model(batch(turn, 0)).pow(2).sum().backward()
+        model(batch(turn, 1), deep=False).pow(2).sum().backward()
+        check(model, group, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
+
+    plain = Skipping()
+    for rank in range(2):
+        for number in range(2):
+            (plain(batch(Turn(rank, 0, 2), number), deep=number == 0).pow(2).sum() / 2).backward()
+    on_ranks(2, Skipping, body, nested)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("earlier", [True, False])
+def test_zeroing_drops_what_was_kept(set_to_none: bool, earlier: bool) -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        turn = Turn(group.rank, 0, 2)
+        optimizer = torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1)
+        if earlier:
+            model(batch(turn, 7)).pow(2).sum().backward()
+        with zero3.no_sync(model):
+            model(batch(turn, 8)).pow(2).sum().backward()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        backwards(model, turn, range(2))
+        check(model, group, wanted[2])
+
+    wanted = {n: expected(2, range(n)) for n in (2, 3)}
+    on_ranks(2, mlp, body)
+
+
+def test_zeroed_gradients_give_the_memory_back_at_the_next_forward() -> None:
+    with LiveBytes() as live:
+        model = make(2)
+        with zero3.no_sync(model):
+            model(torch.empty(0, WIDTHS[0])).sum().backward()
+        model.zero_grad()
+        with torch.no_grad():
+            model(torch.empty(0, WIDTHS[0]))
+        assert live.now == Formula(2, 1).chunks
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_step_that_comes_too_early_is_an_error(make_optimizer: Any, foreach: bool) -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        turn = Turn(group.rank, 0, 2)
+        chunks = zero3.get_trainable_chunk(model)
+        optimizer = make_optimizer(chunks, lr=0.1, foreach=foreach)
+        values = [chunk.detach().clone() for chunk in chunks]
+        with zero3.no_sync(model):
+            model(batch(turn, 0)).pow(2).sum().backward()
+        for use in (optimizer.step, lambda: zero3.clip_grad_norm_(model, 1.0), lambda: torch.nn.utils.clip_grad_norm_(chunks, 1.0)):
+            with pytest.raises(RuntimeError, match=r"inside zero3\.no_sync"):
+                use()
+        assert all(torch.equal(chunk, value) for chunk, value in zip(chunks, values, strict=True))
+        assert chunks[0].grad.shape == chunks[0].shape
+        model(batch(turn, 1)).pow(2).sum().backward()
+        check(model, group, wanted[2])
+
+    wanted = {n: expected(2, range(n)) for n in (2, 3)}
+    on_ranks(2, mlp, body)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_step_is_too_early_beside_gradients_that_are_reduced_already(set_to_none: bool) -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        turn, optimizer = Turn(group.rank, 0, 2), torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1)
+        model(batch(turn, 0)).pow(2).sum().backward()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        model(batch(turn, 0)).pow(2).sum().backward()
+        with zero3.no_sync(model):
+            model(batch(turn, 1)).pow(2).sum().backward()
+        for use in (optimizer.step, lambda: zero3.clip_grad_norm_(model, 1.0)):
+            with pytest.raises(RuntimeError, match=r"inside zero3\.no_sync"):
+                use()
+        model(batch(turn, 2)).pow(2).sum().backward()
+        check(model, group, wanted[3])
+
+    wanted = {3: expected(2, range(3))}
+    on_ranks(2, mlp, body)
+
+
+def test_autograd_grad_leaves_what_is_kept_alone() -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        turn = Turn(group.rank, 0, 2)
+        with zero3.no_sync(model):
+            model(batch(turn, 0)).pow(2).sum().backward()
+        x = batch(turn, 1).requires_grad_()
+        before = reductions(group)
+        torch.autograd.grad(model(x).sum(), x)
+        assert reductions(group) == before
+        model(batch(turn, 1)).pow(2).sum().backward()
+        check(model, group, wanted[2])
+
+    wanted = {n: expected(2, range(n)) for n in (2, 3)}
+    on_ranks(2, mlp, body)
+
+
+def test_a_backward_that_breaks_drops_all_and_a_forward_that_breaks_drops_nothing() -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        turn = Turn(group.rank, 0, 2)
+
+        def refuse(_: Tensor) -> None:
+            raise KeyError("broken")
+
+        with zero3.no_sync(model):
+            model(batch(turn, 0)).pow(2).sum().backward()
+        with pytest.raises(RuntimeError):
+            model(torch.ones(3, 4))
+        model(batch(turn, 1)).pow(2).sum().backward()
+        check(model, group, wanted[2])
+        model.zero_grad()
+        with zero3.no_sync(model):
+            model(batch(turn, 7)).pow(2).sum().backward()
+            x = batch(turn, 8).requires_grad_()
+            x.register_hook(refuse)
+            with pytest.raises(KeyError):
+                model(x).pow(2).sum().backward()
+        backwards(model, turn, range(2))
+        check(model, group, wanted[2])
+
+    wanted = {n: expected(2, range(n)) for n in (2, 3)}
+    on_ranks(2, mlp, body)
+
+
+def test_ranks_of_which_one_alone_is_inside_are_told_so() -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        loss = model(batch(Turn(group.rank, 0, 2), 0)).pow(2).sum()
+        with (
+            nullcontext() if group.rank else zero3.no_sync(model),
+            pytest.raises(ValueError, match=r"rank 0: .*gradients kept \(as under no_sync\); rank 1"),
+        ):
+            loss.backward()
+
+    on_ranks(2, mlp, body)
+
+
+def test_ranks_of_which_one_alone_has_frozen_a_layer_are_told_so() -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        zero3.get_trainable_chunk(model)[-1].requires_grad_(group.rank == 0)
+        loss = model(batch(Turn(group.rank, 0, 2), 0)).pow(2).sum()
+        with pytest.raises(ValueError, match=r"rank 0: .*gradients reduced; rank 1: .*frozen"):
+            loss.backward()
+
+    on_ranks(2, mlp, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_it_costs(world_size: int) -> None:
+    """docs/memory.md: every layer's full gradient from its backward on, in place of its chunk's."""
+    formula = Formula(world_size, 1)
+    with LiveBytes() as live:
+        model = make(world_size)
+        with zero3.no_sync(model):
+            model(torch.empty(0, WIDTHS[0])).sum().backward()
+        awaited = len(LAYERS) * BYTES  # what stands for the gradients meanwhile: one element each
+        kept = sum(formula.F) + awaited if world_size > 1 else sum(formula.S)
+        assert live.now == formula.chunks + kept
+        model(torch.empty(0, WIDTHS[0])).sum().backward()
+        assert live.now == formula.chunks + sum(formula.S)
+
+
+def test_nothing_sharded_is_an_error() -> None:
+    with pytest.raises(ValueError, match="is sharded"), zero3.no_sync(nn.Linear(2, 2)):
+        pass
+
+
+def test_in_the_dtype_of_the_reduction() -> None:
+    """What is kept adds up in it: 1 + 64 * 2^-10 would be 1 in bf16."""
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        scales = [1.0, *[2.0**-10] * 64]
+        policy = zero3.ShardingPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        layer = Zero3Layer(nn.Linear(1, 2, bias=False), policy=policy, process_group=group)
+        for scale in scales[:-1]:
+            with zero3.no_sync(layer):
+                layer(torch.full((1, 1), scale)).sum().backward()
+        layer(torch.full((1, 1), scales[-1])).sum().backward()
+        (chunk,) = layer.get_trainable_chunk()
+        assert chunk.grad is not None
+        assert chunk.grad.tolist() == [sum(scales)]
+
+    on_ranks(2, mlp, body)

@@ -1,0 +1,122 @@
+"""A whole training step on the fake device: no race as it stands, and one found for every wait that is taken out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.ordering import EchoCommunicator, FakeDevice, FakeEvent, FakeStream
+from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential, clip_grad_norm_
+from zero3.comm.streams import lanes_for
+from zero3.core.gradient_reducer import Backup
+
+
+def train(
+    depth: int = 1, steps: int = 3, *, frozen: int | None = None, checkpoint: bool = False, micro_batches: int = 1
+) -> EchoCommunicator:
+    """Steps of a model of four layers, as a user writes them."""
+    communicator = EchoCommunicator()
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
+    if frozen is not None:
+        blocks[frozen].requires_grad_(False)
+    policy = ShardingPolicy(prefetch_depth=depth)
+    layers = [Zero3Layer(block, policy=policy, process_group=communicator) for block in blocks]
+    model = Zero3Sequential(layers)
+    optimizer = torch.optim.SGD(model.get_trainable_chunk(), lr=0.1, momentum=0.9)
+    for _ in range(steps):
+        for _ in range(micro_batches):
+            x = torch.ones(2, 4)
+            if checkpoint:
+                for layer in model:
+                    x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+            else:
+                x = model(x)
+            x.pow(2).sum().backward()
+        clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    return communicator
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+@pytest.mark.parametrize("case", [{}, {"frozen": 0}, {"frozen": 2}, {"checkpoint": True}, {"micro_batches": 2}])
+def test_a_step_has_no_race(fake_device: FakeDevice, depth: int, case: dict[str, object]) -> None:
+    train(depth, **case)  # type: ignore[arg-type]
+    fake_device.notice_freed()
+    assert fake_device.races == []
+
+
+def test_everything_is_allocated_on_the_compute_stream(fake_device: FakeDevice) -> None:
+    """What a lane allocated could be handed out again in the lane's order, behind the back of compute."""
+    train()
+    assert fake_device.allocations_on_lanes == []
+
+
+def test_gathers_and_reductions_have_a_communicator_each() -> None:
+    communicator = EchoCommunicator()
+    communicator.lanes = lanes_for  # type: ignore[method-assign]
+    layer = Zero3Layer(nn.Linear(4, 4), process_group=communicator)
+    layer(torch.ones(2, 4)).sum().backward()
+    gathering = {id(who) for who, what in communicator.calls if what == "all_gather"}
+    reducing = {id(who) for who, what in communicator.calls if what == "reduce_scatter"}
+    assert len(gathering) == len(reducing) == 1
+    assert gathering != reducing
+
+
+@pytest.mark.parametrize(
+    ("waiting", "for_", "expected"),
+    [
+        ("fetch", "compute", "all_gather"),  # the optimizer's step
+        ("backup", "compute", "reduce"),  # the gradient
+    ],
+)
+def test_a_lane_that_does_not_wait_for_compute_is_found(
+    fake_device: FakeDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    waiting: str,
+    for_: str,
+    expected: str,
+) -> None:
+    real = FakeStream.wait_stream
+    monkeypatch.setattr(FakeStream, "wait_stream", lambda self, other: None if self.name.startswith(waiting) else real(self, other))
+    train()
+    assert any(f"on {waiting}" in race and f"on {for_}" in race for race in fake_device.races)
+
+
+@pytest.mark.parametrize("lane", ["fetch", "backup"])
+def test_compute_that_does_not_wait_for_a_lane_is_found(fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch, lane: str) -> None:
+    """fetch: the layer computes with what has not arrived. backup: the optimizer steps with it."""
+    real = FakeEvent.record
+
+    def record(event: FakeEvent, stream: FakeStream) -> None:
+        if not stream.name.startswith(lane):
+            real(event, stream)
+
+    monkeypatch.setattr(FakeEvent, "record", record)
+    train()
+    assert any("on compute" in race and f"on {lane}" in race for race in fake_device.races)
+
+
+def test_a_gradient_buffer_given_back_before_its_reduction_is_over_is_found(
+    fake_device: FakeDevice,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What `record_stream` on the wrong stream does."""
+    monkeypatch.setattr(Backup, "__new__", lambda cls, mark, held, *rest: tuple.__new__(cls, (mark, (), *rest)))
+    train()
+    assert any("memory given back" in race for race in fake_device.races)
+
+
+def test_a_full_buffer_given_back_while_it_is_filled_is_found(fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zero3.core.chunk import Chunk
+
+    def release(chunk: Chunk) -> None:
+        chunk.full.free()
+
+    monkeypatch.setattr(Chunk, "release", release)
+    monkeypatch.setattr(Chunk, "finish_fetch", lambda chunk: None)
+    train()
+    assert any("memory given back" in race for race in fake_device.races)

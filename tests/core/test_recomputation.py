@@ -1,0 +1,104 @@
+"""Activation checkpointing of both kinds, inside layers, around them, around several, around the model, and nested."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.models import WIDTH, Calls, calls, mlp, seeded
+from tests.support.reference import Shard, Turn, as_one_layer, check_parity, in_place, nested
+
+WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
+KINDS = pytest.mark.parametrize("use_reentrant", [False, True])
+
+
+class Checkpointed(nn.Sequential):
+    """Calls its children in runs of `run`, each run checkpointed. `run=0`: no checkpoint, for shard's own use."""
+
+    def __init__(self, *modules: nn.Module, run: int, use_reentrant: bool) -> None:
+        super().__init__(*modules)
+        self.run, self.use_reentrant = run, use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        children = list(self.children())
+        for start in range(0, len(children), self.run):
+            part = nn.Sequential(*children[start : start + self.run])
+            x = checkpoint(part, x, use_reentrant=self.use_reentrant, preserve_rng_state=False)
+        return x
+
+
+def with_input_gradient(model: nn.Module, turn: Turn) -> Any:
+    x = turn.tensor(3, WIDTH, requires_grad=True)
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    return loss, x.grad
+
+
+@WORLDS
+@KINDS
+@pytest.mark.parametrize("shard", [in_place, nested, as_one_layer])
+@pytest.mark.parametrize("run", [1, 2, 4])
+def test_checkpoints_around_layers(world_size: int, use_reentrant: bool, shard: Shard, run: int) -> None:
+    def build() -> nn.Module:
+        return Checkpointed(*mlp(4), run=run, use_reentrant=use_reentrant)
+
+    check_parity(build, with_input_gradient, world_size=world_size, shard=shard)
+
+
+@WORLDS
+@KINDS
+def test_checkpoints_inside_layers(world_size: int, use_reentrant: bool) -> None:
+    def block(module: Calls, x: Tensor) -> Tensor:
+        once = checkpoint(lambda y: module.a(y).tanh(), x, use_reentrant=use_reentrant, preserve_rng_state=False)
+        twice = checkpoint(lambda y: module.b(module.a(y)).tanh(), once, use_reentrant=use_reentrant, preserve_rng_state=False)
+        return twice + x
+
+    check_parity(lambda: seeded(*[calls(block)] * 3), with_input_gradient, world_size=world_size)
+
+
+@WORLDS
+@KINDS
+def test_a_checkpoint_around_the_model(world_size: int, use_reentrant: bool) -> None:
+    def program(model: nn.Module, turn: Turn) -> Any:
+        x = turn.tensor(3, WIDTH, requires_grad=True)
+        loss = checkpoint(model, x, use_reentrant=use_reentrant, preserve_rng_state=False).pow(2).mean()
+        loss.backward()
+        return loss, x.grad
+
+    check_parity(mlp, program, world_size=world_size)
+
+
+@WORLDS
+@KINDS
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the inner checkpoint runs without gradients first
+def test_checkpoints_in_checkpoints(world_size: int, use_reentrant: bool) -> None:
+    def program(model: nn.Module, turn: Turn) -> Any:
+        x = turn.tensor(3, WIDTH, requires_grad=True)
+        loss = checkpoint(model, x, use_reentrant=use_reentrant, preserve_rng_state=False).pow(2).mean()
+        loss.backward()
+        return loss, x.grad
+
+    def build() -> nn.Module:
+        return Checkpointed(*mlp(4), run=2, use_reentrant=use_reentrant)
+
+    check_parity(build, program, world_size=world_size, shard=in_place)
+    check_parity(build, program, world_size=world_size, shard=nested)
+
+
+@WORLDS
+@KINDS
+def test_two_forwards_through_checkpoints_before_a_backward(world_size: int, use_reentrant: bool) -> None:
+    def program(model: nn.Module, turn: Turn) -> Any:
+        x = turn.tensor(3, WIDTH, requires_grad=True)
+        loss = model(x).pow(2).mean() + model(x * 2).pow(2).mean()
+        loss.backward()
+        return loss, x.grad
+
+    def build() -> nn.Module:
+        return Checkpointed(*mlp(3), run=1, use_reentrant=use_reentrant)
+
+    check_parity(build, program, world_size=world_size, shard=in_place)
+    check_parity(build, program, world_size=world_size, shard=nested)

@@ -1,0 +1,42 @@
+"""report: what a model holds, against what is really there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zero3
+from tests.support.footprint import LAYERS, Formula, make
+from tests.support.live import LiveBytes, LonelyCommunicator
+from zero3 import ShardingPolicy, Zero3Layer
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_its_bytes_are_those_of_the_formula(world_size: int) -> None:
+    formula = Formula(world_size, 1)
+    found = zero3.report(make(world_size))
+    assert found.chunks == {"trainable float32": sum(formula.S)}
+    assert found.gradients == sum(formula.S)
+    assert found.full_parameters == (sum(sorted(formula.F)[-2:]) if world_size > 1 else 0)  # whichever layers are neighbours
+    assert found.layers == len(LAYERS)
+
+
+def test_dtypes_are_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16).requires_grad_(False))
+    policy = ShardingPolicy(param_dtype=torch.bfloat16)
+    layer = Zero3Layer(model, policy=policy, process_group=LonelyCommunicator(2))
+    with LiveBytes() as live:
+        assert live.peak_of(lambda: zero3.report(layer)) == live.now
+    found = zero3.report(layer)
+    assert found.chunks == {"trainable float32": 40, "frozen bfloat16": 20}
+    assert found.gathered == {"bfloat16": 80}
+    text = str(found)
+    assert "\n" not in text
+    for part in ("rank 0 of 2", "trainable float32 0.0 MB", "Computes in bfloat16", repr(policy)):
+        assert part in text
+
+
+def test_nothing_sharded_is_an_error() -> None:
+    with pytest.raises(ValueError, match="is sharded"):
+        zero3.report(nn.Linear(2, 2))

@@ -1,0 +1,310 @@
+"""load_pretrained: models on meta filled from safetensors directories, each rank reading its own bytes; mistakes change nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import zero3
+from tests.support.architectures import ARCHITECTURES
+from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.reference import Turn
+from zero3.checkpoint import safetensors_files
+
+SINGLE = "model.safetensors"
+TURN = Turn(0, 0, 1)
+three_ways = pytest.mark.parametrize("world_size", [1, 2, 3])
+
+
+def saved(name: str, directory: Path, shard_size: str = "5GB", dtype: torch.dtype | None = None) -> Any:
+    """A model of that architecture as transformers saves it, and as transformers reads it again."""
+    model = ARCHITECTURES[name].build().to(dtype or ARCHITECTURES[name].dtype).eval()
+    model.save_pretrained(directory, max_shard_size=shard_size)
+    return type(model).from_pretrained(directory, dtype=model.dtype).eval()
+
+
+def on_meta(like: Any, dtype: torch.dtype | None = None) -> Any:
+    with torch.device("meta"):
+        return type(like)(like.config).to(dtype or like.dtype).eval()
+
+
+def loaded(model: nn.Module, directory: Path, world_size: int, **options: Any) -> list[dict[str, Tensor]]:
+    """The full state dict, on every rank, of a model on meta after loading."""
+
+    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
+        own = zero3.shard(models[group.rank], process_group=group)
+        zero3.load_pretrained(own, directory, **options)
+        return zero3.full_state_dict(own, rank0_only=False)
+
+    models = [on_meta(model) for _ in range(world_size)]
+    return run_ranks(world_size, body)
+
+
+def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name].contiguous().view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("shard_size", ["5GB", "6KB"], ids=["one file", "many"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@three_ways
+def test_a_model_on_meta_becomes_the_one_that_was_saved(name: str, world_size: int, shard_size: str, tmp_path: Path) -> None:
+    """Values, ties, buffers and outputs are those of from_pretrained. Before, a forward says what lacks."""
+    expected = saved(name, tmp_path, shard_size)
+    assert (tmp_path / SINGLE).exists() == (shard_size == "5GB")
+    inputs = ARCHITECTURES[name].inputs(TURN)
+    models = [on_meta(expected) for _ in range(world_size)]
+
+    def body(group: ThreadCommunicator) -> tuple[dict[str, Tensor], Tensor]:
+        model = zero3.shard(models[group.rank], process_group=group)
+        with pytest.raises(RuntimeError, match=r"layer the root .* has no values yet for: parameter .*zero3\.load_pretrained"):
+            model(**inputs)
+        zero3.load_pretrained(model, tmp_path)
+        with torch.no_grad():
+            logits = model(**inputs).logits
+        return zero3.full_state_dict(model, rank0_only=False), logits
+
+    results = run_ranks(world_size, body)
+    with torch.no_grad():
+        logits = expected(**inputs).logits
+    for state, found in results:
+        assert_same_bits(state, expected.state_dict())
+        torch.testing.assert_close(found, logits, rtol=0, atol=ARCHITECTURES[name].tolerance * 10)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float32, torch.float64])
+def test_values_are_converted(stored: torch.dtype, wanted: torch.dtype, tmp_path: Path) -> None:
+    expected = saved("Llama", tmp_path, dtype=stored).to(wanted)
+    for state in loaded(expected, tmp_path, 2):
+        assert_same_bits(state, expected.state_dict())
+
+
+def spy(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Every read of tensors' bytes, by all ranks: file, first byte, number of bytes."""
+    reads: list[tuple[str, int, int]] = []
+    read = safetensors_files.read_bytes
+
+    def watched(file: FileIO, offset: int, into: memoryview) -> int:
+        count = read(file, offset, into)
+        reads.append((Path(str(file.name)).name, offset, count))
+        return count
+
+    monkeypatch.setattr(safetensors_files, "read_bytes", watched)
+    return reads
+
+
+@pytest.mark.parametrize("shard_size", ["5GB", "6KB"], ids=["one file", "many"])
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "Mixtral", "Whisper"])
+@three_ways
+def test_every_byte_is_read_once_by_all_ranks_together(
+    name: str, world_size: int, shard_size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = saved(name, tmp_path, shard_size)
+    monkeypatch.setattr(safetensors_files, "STAGE_BYTES", 256)  # so that a tensor takes several reads
+    reads = spy(monkeypatch)
+    loaded(expected, tmp_path, world_size)
+    for path in tmp_path.glob("*.safetensors"):
+        spans = sorted((offset, offset + count) for file, offset, count in reads if file == path.name)
+        begin = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+        assert [start for start, _ in spans] == [begin, *(stop for _, stop in spans[:-1])]
+        assert spans[-1][1] == path.stat().st_size
+
+
+def layers() -> list[nn.Module]:
+    """Layers with a buffer each, of odd sizes; an LSTM, which keeps a list of its parameters."""
+    return [nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7)), nn.LSTM(7, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))]
+
+
+class First(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x[0]
+
+
+def sequential(group: Any, *, meta: bool) -> zero3.Zero3Sequential:
+    with torch.device("meta" if meta else "cpu"):
+        modules = [layers()[0], nn.Sequential(layers()[1], First()), layers()[2]]
+    return zero3.Zero3Sequential([zero3.Zero3Layer(module, process_group=group) for module in modules])
+
+
+@three_ways
+def test_a_sequential_on_meta(world_size: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(layers()[0], nn.Sequential(layers()[1], First()), layers()[2])
+    plain(torch.randn(9, 5))  # so that its buffers are not what a new module has
+    plain.eval()
+    save_file(plain.state_dict(), tmp_path / SINGLE)
+    x = torch.randn(4, 5)
+
+    def body(group: ThreadCommunicator) -> tuple[dict[str, Tensor], Tensor]:
+        model = sequential(group, meta=True).eval()
+        assert all(chunk.device.type == "cpu" for chunk in model.parameters())
+        zero3.load_pretrained(model, str(tmp_path))
+        return zero3.full_state_dict(model, rank0_only=False), model(x)
+
+    for state, output in run_ranks(world_size, body):
+        assert_same_bits(state, plain.state_dict())
+        torch.testing.assert_close(output, plain(x))
+
+
+@three_ways
+def test_rank_0_with_values_and_the_others_on_meta(world_size: int) -> None:
+    """No file: construction scatters rank 0's. What is on meta there waits, alone in its chunk."""
+    model = ARCHITECTURES["Llama"].build()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.to("meta"))
+    model.model.layers[1].mlp.up_proj.weight = nn.Parameter(model.model.layers[1].mlp.up_proj.weight.to("meta"))
+    models = [model, *(on_meta(model) for _ in range(1, world_size))]
+    inputs = ARCHITECTURES["Llama"].inputs(TURN)
+
+    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
+        own = zero3.shard(models[group.rank], process_group=group, device="cpu")
+        with pytest.raises(RuntimeError, match=r"has no values yet for: parameter (mlp\.up_proj\.)?weight\. They"):
+            own(**inputs)
+        missing = ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"]
+        zero3.load_full_state_dict(own, {name: expected[name] for name in missing}, strict=False)
+        own(**inputs)
+        return zero3.full_state_dict(own, rank0_only=False)
+
+    for state in run_ranks(world_size, body):
+        assert_same_bits(state, expected)
+
+
+def test_a_state_dict_fills_a_model_on_meta_too() -> None:
+    """Its buffers included: those that a state dict holds, and those that only the model can compute."""
+    expected, other = ARCHITECTURES["Llama"].build(), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+    inputs = ARCHITECTURES["Llama"].inputs(TURN)
+
+    def body(group: ThreadCommunicator) -> Tensor:
+        module = nn.Sequential(nn.Linear(3, 3, device="meta"), nn.BatchNorm1d(3, device="meta")).double()
+        layer = zero3.Zero3Layer(module, process_group=group)
+        zero3.load_full_state_dict(layer, other.state_dict())
+        assert_same_bits(zero3.full_state_dict(layer, rank0_only=False), other.state_dict())
+        model = zero3.shard(on_meta(expected), process_group=group)
+        zero3.load_full_state_dict(model, expected.state_dict() if group.rank == 0 else None)
+        return model(**inputs).loss
+
+    for loss in run_ranks(2, body):
+        torch.testing.assert_close(loss, expected(**inputs).loss)
+
+
+def test_the_meta_device_is_no_place_to_compute() -> None:
+    with torch.device("meta"), pytest.raises(ValueError, match=r"can't compute on the meta device.*wrap it outside"):
+        zero3.Zero3Layer(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="can't compute on the meta device"):
+        zero3.Zero3Layer(nn.Linear(2, 2), device="meta")
+
+
+@pytest.mark.parametrize("direction", ["base into full", "full into base"])
+def test_the_base_models_prefix_may_lack_or_be_one_too_many(direction: str, tmp_path: Path) -> None:
+    full = saved("GPT-2", tmp_path / "full")  # tied: nothing lacks that the base model does not hold
+    full.transformer.save_pretrained(tmp_path / "base")
+    source, target = (tmp_path / "base", full) if direction == "base into full" else (tmp_path / "full", full.transformer)
+    for state in loaded(target, source, 2):
+        assert_same_bits(state, target.state_dict())
+
+
+def rewritten(directory: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    tensors = load_file(directory / SINGLE)
+    change(tensors)
+    save_file(tensors, directory / SINGLE)
+
+
+@pytest.mark.parametrize("names", [["lm_head.weight"], ["transformer.wte.weight"], ["lm_head.weight", "transformer.wte.weight"]])
+def test_a_tied_parameter_under_any_of_its_names(names: list[str], tmp_path: Path) -> None:
+    expected = saved("GPT-2", tmp_path)
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        value = tensors.pop("transformer.wte.weight")
+        tensors.update({name: value.clone() for name in names})
+
+    rewritten(tmp_path, rename)
+    for state in loaded(expected, tmp_path, 2):
+        assert_same_bits(state, expected.state_dict())
+
+
+def test_tied_across_layers(tmp_path: Path) -> None:
+    """The embedding and the head are layers of their own; what they share on meta is one parameter of the root."""
+    expected = saved("GPT-2", tmp_path)
+    models = [on_meta(expected) for _ in range(2)]
+    inputs = ARCHITECTURES["GPT-2"].inputs(TURN)
+
+    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
+        own = zero3.shard(models[group.rank], (nn.Embedding, nn.Linear, type(expected.transformer.h[0])), process_group=group)
+        zero3.load_pretrained(own, tmp_path)
+        own(**inputs).loss.backward()
+        return zero3.full_state_dict(own, rank0_only=False)
+
+    for state in run_ranks(2, body):
+        assert_same_bits(state, expected.state_dict())
+
+
+def test_a_part_of_a_model(tmp_path: Path) -> None:
+    """Only what is in the module is filled; the rest still waits."""
+    expected = saved("Llama", tmp_path / "full")
+    expected.model.save_pretrained(tmp_path / "base")
+    models = [on_meta(expected) for _ in range(2)]
+
+    def body(group: ThreadCommunicator) -> None:
+        own = zero3.shard(models[group.rank], process_group=group)
+        zero3.load_pretrained(own.model, tmp_path / "base")
+        assert_same_bits(zero3.full_state_dict(own.model, rank0_only=False), expected.model.state_dict())
+        with pytest.raises(RuntimeError, match=r"layer 'lm_head' \(Linear\) has no values yet for: parameter weight"):
+            own(**ARCHITECTURES["Llama"].inputs(TURN))
+
+    run_ranks(2, body)
+
+
+def test_every_rank_may_have_its_own_copy(tmp_path: Path) -> None:
+    expected = saved("Llama", tmp_path / "0")
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    models = [on_meta(expected) for _ in range(2)]
+
+    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
+        own = zero3.shard(models[group.rank], process_group=group)
+        zero3.load_pretrained(own, tmp_path / str(group.rank))
+        return zero3.full_state_dict(own, rank0_only=False)
+
+    for state in run_ranks(2, body):
+        assert_same_bits(state, expected.state_dict())
+
+
+def test_old_buffers_in_a_checkpoint_are_left_alone(tmp_path: Path) -> None:
+    """What models once stored and now compute; transformers ignores it as well."""
+    expected = saved("GPT-NeoX", tmp_path)
+    old = {"attention.rotary_emb.inv_freq": torch.zeros(4), "attention.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool)}
+    rewritten(tmp_path, lambda tensors: tensors.update({f"gpt_neox.layers.0.{name}": value for name, value in old.items()}))
+    for state in loaded(expected, tmp_path, 2):
+        assert_same_bits(state, expected.state_dict())
+
+
+@three_ways
+def test_padding_is_zero_before_loading_and_after(world_size: int, tmp_path: Path) -> None:
+    plain = nn.Linear(3, 2).double()
+    save_file(plain.state_dict(), tmp_path / SINGLE)
+
+    def body(group: ThreadCommunicator) -> Tensor:
+        torch.use_deterministic_algorithms(True)  # new memory is NaN
+        layer = zero3.Zero3Layer(nn.Linear(3, 2, device="meta").double(), process_group=group)
+        (chunk,) = layer.get_trainable_chunk()
+        padding = chunk[max(0, 8 - group.rank * chunk.numel()) :]
+        assert not padding.any()
+        zero3.load_pretrained(layer, tmp_path)
+        return chunk.detach()
+
+    try:
+        chunks = torch.cat(run_ranks(world_size, body))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not chunks[8:].any()
+    assert sorted(chunks[:8].tolist()) == sorted([*plain.weight.flatten().tolist(), *plain.bias.tolist()])

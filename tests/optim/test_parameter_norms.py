@@ -1,0 +1,68 @@
+"""Norms by parameter against those of the unsharded model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import zero3
+from tests.optim.test_clip_grad_norm import INF, NORMS, WAYS, plain_with_gradients, with_gradients
+from tests.optim.test_param_groups import build
+from tests.support.ranks import Collective, ThreadCommunicator, run_ranks
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_norms_are_those_of_the_unsharded_model(world_size: int, way: str) -> None:
+    def body(group: ThreadCommunicator) -> list[dict[str, dict[str, float]]]:
+        model, found = with_gradients(group, models[group.rank], WAYS[way]), []
+        for norm in NORMS:
+            at = len(group.log)
+            norms = {of: zero3.parameter_norms(model, of, norm) for of in ("grad", "param")}
+            kind = torch.int64 if math.isinf(norm) else torch.float64
+            if group.world_size > 1:
+                assert group.log[at:] == [Collective("all_reduce", len(values), kind) for values in norms.values()]
+            assert all(value.shape == () for values in norms.values() for value in values.values())
+            found.append({of: {name: value.item() for name, value in values.items()} for of, values in norms.items()})
+        return found
+
+    models = [build(rank) for rank in range(world_size)]
+    runs = run_ranks(world_size, body)
+    assert runs == [runs[0]] * world_size
+    plain = plain_with_gradients(torch.float64, WAYS[way])
+    for norm, found in zip(NORMS, runs[0], strict=True):
+        for of, values in found.items():
+            expected = {n: (p.grad if of == "grad" else p) for n, p in plain.named_parameters() if of == "param" or p.requires_grad}
+            assert list(values) == list(expected)
+            for name, value in expected.items():
+                empty = value is None or not value.numel()
+                assert values[name] == pytest.approx(0 if empty else value.detach().norm(norm).item(), rel=1e-9), (name, norm)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), INF])
+@pytest.mark.parametrize("norm", NORMS)
+def test_what_is_not_finite_stays_with_its_parameter(bad: float, norm: float) -> None:
+    def body(group: ThreadCommunicator) -> dict[str, float]:
+        model = with_gradients(group, models[group.rank], None)
+        if group.rank == 2:
+            model[4].get_trainable_chunk()[0].grad[0] = bad
+        return {name: value.item() for name, value in zero3.parameter_norms(model, norm_type=norm).items()}
+
+    models = [build(rank) for rank in range(3)]
+    for found in run_ranks(3, body):
+        wrong = [name for name, value in found.items() if not math.isfinite(value)]
+        assert len(wrong) == 1 and wrong[0].startswith("4.")
+        assert math.isnan(found[wrong[0]]) == math.isnan(bad)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    layer = zero3.Zero3Layer(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="norm_type must be positive"):
+        zero3.parameter_norms(layer, norm_type=0)
+    with pytest.raises(ValueError, match="of must be"):
+        zero3.parameter_norms(layer, of="gradient")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="is sharded"):
+        zero3.parameter_norms(nn.Linear(2, 2))

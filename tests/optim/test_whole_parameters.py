@@ -1,0 +1,254 @@
+"""Chunks whose cuts lie where parameters end: their layouts, their transfers, and models that train in them over gloo."""
+
+from __future__ import annotations
+
+import threading
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import zero3
+from tests.optim.test_param_groups import Options, all_whole, build, matrices_whole, mean, plain_groups, run_plain, steps
+from tests.support.processes import Rank, on_ranks
+from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.training import loss_of, odd_model, sentences
+from zero3.access import states_of
+from zero3.comm.factory import communicator_for
+from zero3.comm.process_group import GroupCommunicator
+from zero3.core.layout import ChunkLayout, Slot, deal
+
+shapes = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=8)
+
+
+@given(shapes, st.integers(1, 6), st.data())
+def test_a_dealt_slot_lies_whole_in_its_owners_chunk(found: list[tuple[int, ...]], world_size: int, data: st.DataObject) -> None:
+    owners = data.draw(st.lists(st.integers(0, world_size - 1), min_size=len(found), max_size=len(found)))
+    layout = ChunkLayout.dealt([(f"p{i}", shape) for i, shape in enumerate(found)], owners, world_size)
+    assert sorted(slot.name for slot in layout.slots) == sorted(f"p{i}" for i in range(len(found)))
+    assert layout.padded_numel == layout.numel == sum(torch.Size(shape).numel() for shape in found)
+    assert sum(layout.chunk_numel(rank) for rank in range(world_size)) == layout.numel
+    for rank in range(world_size):
+        for piece in layout.pieces(rank):
+            assert owners[int(piece.slot.name[1:])] == rank
+            assert (piece.start, piece.stop) == (0, piece.slot.numel)
+
+
+@given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 8))
+def test_owners_hold_about_as_much(sizes: list[int], world_size: int) -> None:
+    owners = deal(sizes, world_size)
+    loads = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(world_size)]
+    assert sum(loads) == sum(sizes)
+    assert max(loads) <= min(loads) + max(sizes, default=0), "the last that the fullest rank took went to the emptiest"
+
+
+@pytest.mark.parametrize("bounds", [(0, 3), (0, 2, 4), (1, 2, 3), (0, 4, 3), (0, 3, 2)])
+def test_bounds_must_fit(bounds: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="bounds must rise from 0 to 3 in 2 steps"):
+        ChunkLayout((Slot("a", (3,), 0),), 2, bounds)
+
+
+# -- transfers
+
+CUTS = {2: [(0, 3, 10), (0, 0, 7), (0, 5, 5), (0, 0, 0)], 3: [(0, 1, 1, 6), (0, 0, 0, 4), (0, 2, 5, 9), (0, 4, 4, 4)]}
+
+
+def all_transfers(rank: Rank) -> None:
+    for bounds in CUTS[rank.world_size]:
+        for dtype in (torch.float32, torch.bfloat16):
+            transfers(rank, bounds, dtype, False)
+        transfers(rank, bounds, torch.float64, True)
+
+
+def transfers(rank: Rank, bounds: tuple[int, ...], dtype: torch.dtype, plain: bool) -> None:
+    mine = GroupCommunicator(dist.group.WORLD, "gloo") if plain else communicator_for(None, torch.device("cpu"))
+    place = slice(bounds[rank.number], bounds[rank.number + 1])
+    fulls = [torch.arange(bounds[-1]).add(100 * r).to(dtype) for r in range(rank.world_size)]
+    if not plain:
+        gathered, shard = torch.zeros(bounds[-1], dtype=dtype), fulls[0][place].clone()
+        mine.all_gather(gathered, shard, bounds).wait()
+        assert torch.equal(gathered, fulls[0])
+        in_place = torch.full_like(gathered, 77)
+        in_place[place] = shard
+        mine.all_gather(in_place, in_place[place], bounds).wait()
+        assert torch.equal(in_place, fulls[0])
+        reduced = torch.zeros_like(shard)
+        mine.reduce_scatter(reduced, fulls[rank.number].clone(), bounds).wait()
+        assert torch.equal(reduced, sum(fulls)[place])
+    scattered = torch.zeros_like(fulls[0][place])
+    slices = [fulls[0][start:stop] for start, stop in pairwise(bounds)] if rank.number == 0 else None
+    mine.scatter(scattered, slices, bounds).wait()
+    assert torch.equal(scattered, fulls[0][place])
+
+
+@pytest.mark.parametrize("world_size", CUTS)
+def test_unequal_slices_travel(world_size: int) -> None:
+    on_ranks(world_size, all_transfers)
+
+
+def over_lists(rank: Rank) -> list[tuple[bool, bool]]:
+    """What backends other than gloo do, on torch's process group of threads."""
+    from torch.testing._internal.distributed import multi_threaded_pg
+
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    multi_threaded_pg._install_threaded_pg()
+    store, bounds, results = dist.HashStore(), CUTS[3][0], {}
+
+    def one(number: int) -> None:
+        dist.init_process_group("threaded", rank=number, world_size=3, store=store)
+        mine, place = GroupCommunicator(dist.group.WORLD, "threaded"), slice(bounds[number], bounds[number + 1])
+        fulls = [torch.arange(bounds[-1]).add(100.0 * r) for r in range(3)]
+        gathered, reduced = torch.zeros(bounds[-1]), torch.zeros_like(fulls[0][place])
+        mine.all_gather(gathered, fulls[0][place].clone(), bounds).wait()
+        mine.reduce_scatter(reduced, fulls[number].clone(), bounds).wait()
+        results[number] = torch.equal(gathered, fulls[0]), torch.equal(reduced, sum(fulls)[place])
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    return [results[number] for number in range(3)]
+
+
+def test_other_backends_take_lists_of_slices() -> None:
+    assert on_ranks(1, over_lists, fresh=True, process_group=False) == [[(True, True)] * 3]
+
+
+# -- models
+
+
+def trained(rank: Rank, options: Options) -> tuple[list[float], dict[str, Tensor]]:
+    model = zero3.Zero3Sequential([zero3.Zero3Layer(module) for module in build(rank.number)])
+    groups = zero3.param_groups(model, options)
+    losses = steps(model, torch.optim.SGD(groups, lr=0.3, momentum=0.9), rank.number, rank.world_size)
+    return losses, zero3.full_state_dict(model, rank0_only=False)
+
+
+@pytest.mark.parametrize("options", [matrices_whole, all_whole])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_as_processes_train_whole_parameters(world_size: int, options: Options) -> None:
+    losses, state = run_plain(options)
+    found = on_ranks(world_size, trained, options)
+    assert mean([mine for mine, _ in found]) == pytest.approx(losses, rel=1e-9)
+    for _, mine in found:
+        assert all(torch.allclose(mine[name], value, rtol=0, atol=1e-12) for name, value in state.items())
+
+
+class Tied(nn.Module):
+    """Blocks in a list, and a readout that is the embedding: the root's own layer holds the tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        embedding, *blocks, readout = odd_model(torch.float64)
+        self.embedding, self.blocks, self.norm = embedding, nn.ModuleList(blocks), readout[0]
+        self.head = nn.Linear(7, 13, bias=False, dtype=torch.float64)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("options", [matrices_whole, lambda name, info: {"lr": 0.1 if "norm" in name else 0.3}])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_sharded_model_of_any_class_has_groups_too(world_size: int, options: Options) -> None:
+    def body(group: ThreadCommunicator) -> tuple[list[float], dict[str, Tensor]]:
+        model = zero3.shard(models[group.rank], process_group=group if world_size > 1 else None)
+        loss_of(model, sentences(7)).backward()  # learns its order
+        model.zero_grad()
+        groups = zero3.param_groups(model, options)
+        assert "blocks.0.norm.weight" in asked or options is matrices_whole
+        losses = steps(model, torch.optim.SGD(groups, lr=0.3, momentum=0.9), group.rank, world_size)
+        return losses, zero3.full_state_dict(model, rank0_only=False)
+
+    asked = {name for name, _ in Tied().named_parameters()}
+    models, plain = [Tied() for _ in range(world_size)], Tied()
+    found = run_ranks(world_size, body)
+    losses = steps(plain, torch.optim.SGD(plain_groups(plain, options), lr=0.3, momentum=0.9), 0, 1)
+    assert mean([mine for mine, _ in found]) == pytest.approx(losses, rel=1e-9)
+    for _, state in found:
+        assert all(torch.allclose(state[name], value, rtol=0, atol=1e-12) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("options", [matrices_whole, all_whole])
+def test_a_file_fills_what_was_cut_anew(options: Options, tmp_path: Path) -> None:
+    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
+        layers = [zero3.Zero3Layer(module, process_group=group, device="cpu") for module in models[group.rank]]
+        model = zero3.Zero3Sequential(layers)
+        zero3.param_groups(model, options)
+        zero3.load_pretrained(model, tmp_path)
+        return zero3.full_state_dict(model, rank0_only=False)
+
+    with torch.device("meta"):
+        models = [odd_model(torch.float64) for _ in range(3)]
+    values = nn.Sequential(*odd_model(torch.float64, 3)).state_dict()
+    save_file(values, tmp_path / "model.safetensors")
+    for found in run_ranks(3, body):
+        assert all(torch.equal(found[name], value) for name, value in values.items())
+
+
+def test_what_is_cast_to_travel_is_cut_anew_without_a_cast() -> None:
+    def body(group: ThreadCommunicator) -> dict[str, Any]:
+        policy = zero3.ShardingPolicy(param_dtype=torch.bfloat16)
+        layers = [zero3.Zero3Layer(module, policy=policy, process_group=group) for module in models[group.rank]]
+        model = zero3.Zero3Sequential(layers)
+        groups = zero3.param_groups(model, matrices_whole)
+        assert any(chunk.layout.bounds is not None for state in states_of(model) for chunk in state.chunks)
+        state = zero3.full_state_dict(model, rank0_only=False)
+        loss_of(model, sentences(0)).backward()
+        assert all(p.grad.dtype == torch.float32 for group_ in groups for p in group_["params"] if p.numel())
+        return state
+
+    models = [odd_model(torch.float32, rank) for rank in range(3)]
+    for found in run_ranks(3, body):
+        assert all(torch.equal(found[name], value) for name, value in nn.Sequential(*odd_model()).state_dict().items())
+
+
+@pytest.mark.parametrize("options", [matrices_whole, lambda name, info: {"lr": 0.1 if "norm" in name else 0.3}])
+def test_parameters_that_stay_whole_between_steps_follow_their_parts(options: Options) -> None:
+    """Stage 2, through two divisions, and with a part that is given other data."""
+
+    def body(group: ThreadCommunicator) -> tuple[list[float], dict[str, Tensor]]:
+        policy = zero3.ShardingPolicy(stage=2)
+        layers = [zero3.Zero3Layer(module, policy=policy, process_group=group) for module in models[group.rank]]
+        model, losses = zero3.Zero3Sequential(layers), []
+        for turn in range(2):
+            groups = zero3.param_groups(model, options if turn else all_whole)
+            losses += steps(model, torch.optim.SGD(groups, lr=0.3), group.rank, 3, range(4 * turn, 4 * turn + 4))
+        for part in model.get_trainable_chunk():
+            part.data = part.data * 2
+        losses += steps(model, torch.optim.SGD(groups, lr=0.3), group.rank, 3, range(8, 10))
+        return losses, zero3.full_state_dict(model, rank0_only=False)
+
+    models, plain = [odd_model(torch.float64, rank) for rank in range(3)], nn.Sequential(*odd_model(torch.float64))
+    expected = steps(plain, torch.optim.SGD(plain_groups(plain, all_whole), lr=0.3), 0, 1)
+    expected += steps(plain, torch.optim.SGD(plain_groups(plain, options), lr=0.3), 0, 1, range(4, 8))
+    for parameter in plain.parameters():
+        parameter.data = parameter.data * 2
+    expected += steps(plain, torch.optim.SGD(plain_groups(plain, options), lr=0.3), 0, 1, range(8, 10))
+    found = run_ranks(3, body)
+    assert mean([losses for losses, _ in found]) == pytest.approx(expected, rel=1e-9)
+    for _, state in found:
+        assert all(torch.allclose(state[name], value, rtol=0, atol=1e-11) for name, value in plain.state_dict().items())
+
+
+def test_gradients_that_stay_whole_have_no_parts() -> None:
+    def body(group: ThreadCommunicator) -> None:
+        layer = zero3.Zero3Layer(models[group.rank], policy=zero3.ShardingPolicy(stage=1), process_group=group)
+        with pytest.raises(ValueError, match="stage=1"):
+            zero3.param_groups(layer, all_whole)
+        layer(torch.ones(2, 1)).sum().backward()
+        assert zero3.parameter_norms(layer)["bias"].item() == 2.0
+
+    models = [nn.Linear(1, 1) for _ in range(3)]
+    run_ranks(3, body)

@@ -1,0 +1,410 @@
+"""Micro-batches that fail: taken back where the policy is transactional, dropped on all ranks under `step_guard`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zero3
+from tests.support.footprint import LAYERS, WIDTHS, Formula, make
+from tests.support.live import LiveBytes
+from tests.support.models import WIDTH, calls, seeded
+from tests.support.processes import PROMPT, Rank, try_on_ranks
+from tests.support.processes import on_ranks as on_processes
+from tests.support.ranks import RanksDisagree, ThreadCommunicator, run_ranks
+from tests.support.reference import TOLERANCE, Turn, assert_at_rest, assert_close, full_gradients, sgd
+from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
+
+LAYERS_OF_MODEL = 3
+ONE_GENERATOR = threading.Lock()  # which all threads share: models are made one at a time
+
+
+class Broken(Exception):
+    pass
+
+
+class _Fuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.module = module
+        if module.blows == "forward":
+            raise Broken("the fuse")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        if ctx.module.blows == "backward":
+            raise Broken("the fuse")
+        return gradient, None
+
+
+def fused() -> nn.Sequential:
+    model = seeded(*[calls(lambda m, x: m.b(_Fuse.apply(m.a(x), m)).tanh())] * LAYERS_OF_MODEL)
+    for module in model:
+        module.blows = None
+    return model
+
+
+def sharded(group: ThreadCommunicator, build: Callable[[], nn.Module] = fused, **policy: Any) -> Zero3Sequential:
+    chosen = ShardingPolicy(**policy)
+    with ONE_GENERATOR:
+        modules = build()
+    process_group = group if group.world_size > 1 else None
+    return Zero3Sequential([Zero3Layer(module, policy=chosen, process_group=process_group) for module in modules])
+
+
+def batch(rank: int, number: int) -> Tensor:
+    return Turn(rank, number, 0).tensor(3, WIDTH)
+
+
+def loss_of(model: nn.Module, rank: int, number: int, reentrant: bool | None = None) -> Tensor:
+    x = batch(rank, number)
+    if reentrant is None:
+        return model(x).pow(2).sum()
+    x.requires_grad_()
+    for layer in model:
+        x = checkpoint(layer, x, use_reentrant=reentrant, preserve_rng_state=False)
+    return x.pow(2).sum()
+
+
+def expected(world_size: int, numbers: list[int]) -> dict[str, Tensor]:
+    """The mean over ranks of the sum over micro-batches, by plain torch."""
+    model = fused()
+    for rank in range(world_size):
+        for number in numbers:
+            (loss_of(model, rank, number) / world_size).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check(model: nn.Module, group: ThreadCommunicator, wanted: dict[str, Tensor]) -> None:
+    assert_close(full_gradients(model, group), wanted, TOLERANCE, "gradients")
+
+
+worlds = pytest.mark.parametrize("world_size", [1, 2, 3])
+reentrants = pytest.mark.parametrize("reentrant", [None, False, True])
+
+
+# -- transactional=True: an exception on all ranks
+
+
+@worlds
+@reentrants
+@pytest.mark.parametrize("where", range(LAYERS_OF_MODEL))
+def test_a_backward_that_breaks_takes_back_only_what_it_brought(world_size: int, reentrant: bool | None, where: int) -> None:
+    def body(group: ThreadCommunicator) -> None:
+        model = sharded(group, transactional=True)
+        for number in (0, 1):
+            loss_of(model, group.rank, number, reentrant).backward()
+        for _ in range(2):
+            model[where].module.blows = None
+            loss = loss_of(model, group.rank, 2, reentrant)
+            model[where].module.blows = "backward"
+            with pytest.raises(Broken):
+                loss.backward()
+            del loss
+        model[where].module.blows = None
+        zero3.reset(model)
+        check(model, group, after_two)
+        loss_of(model, group.rank, 3, reentrant).backward()
+        check(model, group, after_all)
+        assert_at_rest(model)
+
+    after_two, after_all = expected(world_size, [0, 1]), expected(world_size, [0, 1, 3])
+    run_ranks(world_size, body)
+
+
+@worlds
+@pytest.mark.parametrize("policy", [{"stage": 2}, {"dynamic": True}, {"reduce_dtype": torch.float64, "gradient_reduction": "sum"}])
+def test_the_same_with_other_policies(world_size: int, policy: dict[str, Any]) -> None:
+    def body(group: ThreadCommunicator) -> None:
+        model = sharded(group, transactional=True, **policy)
+        loss_of(model, group.rank, 0).backward()
+        model[0].module.blows = "backward"
+        with pytest.raises(Broken):
+            loss_of(model, group.rank, 1).backward()
+        model[0].module.blows = None
+        loss_of(model, group.rank, 2).backward()
+        check(model, group, wanted)
+
+    wanted = expected(world_size, [0, 2])
+    if policy.get("gradient_reduction") == "sum":
+        wanted = {name: value * world_size for name, value in wanted.items()}
+    run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize("policy", [{"stage": 1}, {"stage": 2}, {"dynamic": True}])
+def test_a_guard_refuses_what_it_could_not_repeat(policy: dict[str, Any]) -> None:
+    def body(group: ThreadCommunicator) -> None:
+        model = sharded(group, **policy)
+        with pytest.raises(ValueError, match=r"rank \d: zero3.step_guard needs"), zero3.step_guard(model):
+            pass
+        loss_of(model, group.rank, 0).backward()
+        zero3.clip_grad_norm_(model, float("inf"))  # with stage=1, only now are gradients reduced
+        check(model, group, wanted)
+
+    wanted = expected(2, [0])
+    run_ranks(2, body)
+
+
+def test_a_transaction_needs_gradients_that_are_reduced_in_backward() -> None:
+    with pytest.raises(ValueError, match="transactional=True needs stage 2 or 3"):
+        ShardingPolicy(stage=1, transactional=True)
+
+
+@worlds
+@pytest.mark.parametrize("broken_waits", [False, True])
+@pytest.mark.parametrize("earlier_waits", [False, True])
+def test_what_no_sync_has_kept_stays(world_size: int, earlier_waits: bool, broken_waits: bool) -> None:
+    def body(group: ThreadCommunicator) -> None:
+        model = sharded(group, transactional=True)
+        for number in (0, 1):
+            with zero3.no_sync(model) if earlier_waits else nullcontext():
+                loss_of(model, group.rank, number).backward()
+        model[0].module.blows = "backward"  # layers 2 and 1 are over by then
+        with pytest.raises(Broken), zero3.no_sync(model) if broken_waits else nullcontext():
+            loss_of(model, group.rank, 2).backward()
+        model[0].module.blows = None
+        with zero3.no_sync(model) if broken_waits else nullcontext():
+            loss_of(model, group.rank, 3).backward()
+        loss_of(model, group.rank, 4).backward()
+        check(model, group, wanted)
+
+    wanted = expected(world_size, [0, 1, 3, 4])
+    run_ranks(world_size, body)
+
+
+@worlds
+@pytest.mark.parametrize("transactional", [False, True])
+@pytest.mark.parametrize("where", [None, 0, 2])
+def test_a_token_mean_that_breaks_leaves_the_earlier_mean_or_nothing(world_size: int, transactional: bool, where: int | None) -> None:
+    """`where`: None: the loss's own backward, before any layer's."""
+
+    def tokens(rank: int, number: int) -> int:
+        return 1 + rank + 2 * number
+
+    def body(group: ThreadCommunicator) -> None:
+        model = sharded(group, transactional=transactional)
+        zero3.backward(loss_of(model, group.rank, 0), tokens(group.rank, 0), model)
+        loss = loss_of(model, group.rank, 1)
+        if where is None:
+            loss.register_hook(lambda gradient: (_ for _ in ()).throw(Broken()))
+        else:
+            model[where].module.blows = "backward"
+        with pytest.raises(Broken):
+            zero3.backward(loss, tokens(group.rank, 1), model)
+        for layer in model:
+            layer.module.blows = None
+        if not transactional:
+            assert all(chunk.grad is None for chunk in model.get_trainable_chunk())
+        zero3.backward(loss_of(model, group.rank, 2), tokens(group.rank, 2), model)
+        check(model, group, wanted)
+
+    plain, numbers = fused(), [0, 2] if transactional else [2]
+    total = sum(tokens(rank, number) for rank in range(world_size) for number in numbers)
+    for rank in range(world_size):
+        for number in numbers:
+            (loss_of(plain, rank, number) / total).backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_transaction_costs_one_more_gradient_shard(world_size: int) -> None:
+    """From the second micro-batch on; in the first one what is staged becomes the gradient."""
+    formula = Formula(world_size, depth=1)
+    peaks = {}
+    for transactional in (False, True):
+        with LiveBytes() as live:
+            model = make(world_size, transactional=transactional)
+            first, second = (live.peak_of(lambda: model(torch.empty(0, WIDTHS[0])).sum().backward()) for _ in range(2))  # noqa: B023
+            peaks[transactional] = first, second
+            assert live.now - formula.chunks == sum(formula.S), "after the backward there is one gradient again"
+    assert peaks[True][0] == peaks[False][0]
+    # without a transaction, what has landed is one sum with what was there: only what travels is held twice
+    landed = max(sum(formula.S[j] for j in LAYERS if j > i + 1) for i in LAYERS)
+    assert 0 < peaks[True][1] - peaks[False][1] <= landed <= sum(formula.S)
+
+
+# -- step_guard
+
+
+@worlds
+@pytest.mark.parametrize("transactional", [False, True])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("where", range(LAYERS_OF_MODEL))
+def test_a_failure_on_one_rank_drops_the_micro_batch_on_all(world_size: int, where: int, phase: str, transactional: bool) -> None:
+    def body(group: ThreadCommunicator) -> Any:
+        model = sharded(group, transactional=transactional)
+        optimizer = sgd(model.get_trainable_chunk())
+        for number in range(4):
+            fails = number == 2 and group.rank == world_size - 1
+            model[where].module.blows = phase if fails else None
+            with zero3.step_guard(model) as guarded:
+                loss_of(model, group.rank, number).backward()
+            assert guarded.errors == ({world_size - 1: "Broken: the fuse"} if number == 2 else {})
+            assert guarded.failed == (number == 2)
+            assert_at_rest(model)
+        check(model, group, wanted)
+        optimizer.step()
+        return group.log
+
+    wanted = expected(world_size, [0, 1, 3])
+    logs = run_ranks(world_size, body)
+    assert all(log == logs[0] for log in logs)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@reentrants
+def test_it_follows_checkpoints_no_sync_and_the_token_mean(reentrant: bool | None, phase: str) -> None:
+    def body(group: ThreadCommunicator) -> Any:
+        model = sharded(group)
+        for number in range(8):
+            last = number % 2 == 1
+            fails = number in (4, 5) and group.rank == 1
+            model[1].module.blows = phase if fails else None
+            with nullcontext() if last else zero3.no_sync(model), zero3.step_guard(model) as guarded:
+                zero3.backward(loss_of(model, group.rank, number, reentrant), 3 + number, model)
+            assert guarded.failed == (number in (4, 5))
+        check(model, group, wanted)
+        return group.log
+
+    plain, numbers = fused(), [0, 1, 2, 3, 6, 7]
+    for rank in range(2):
+        for number in numbers:
+            (loss_of(plain, rank, number) / sum(2 * (3 + n) for n in numbers)).backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    logs = run_ranks(2, body)
+    assert logs[0] == logs[1]
+
+
+def test_before_any_layer_and_after_all_of_them() -> None:
+    """A batch that can't be loaded; a loss that can't be logged."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model = sharded(group)
+        for number in range(4):
+            with zero3.step_guard(model):
+                if number == 1 and group.rank == 0:
+                    raise OSError("no such batch")
+                loss_of(model, group.rank, number).backward()
+                if number == 2 and group.rank == 1:
+                    raise ZeroDivisionError
+        check(model, group, wanted)
+
+    wanted = expected(2, [0, 3])
+    run_ranks(2, body)
+
+
+def test_it_says_what_it_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    def body(group: ThreadCommunicator) -> None:
+        model = sharded(group)
+        model[0].module.blows = "forward"
+        with zero3.step_guard(model):
+            loss_of(model, 0, 0)
+
+    run_ranks(1, body)
+    assert "dropped on all ranks" in caplog.text and "Broken: the fuse" in caplog.text
+
+
+def test_the_first_micro_batch_of_all_can_not_be_saved() -> None:
+    def body(group: ThreadCommunicator) -> str:
+        model = sharded(group)
+        model[1].module.blows = "forward" if group.rank == 1 else None
+        try:
+            with zero3.step_guard(model):
+                loss_of(model, group.rank, 0).backward()
+        except (Broken, RanksDisagree, RuntimeError) as error:
+            return type(error).__name__
+        return "went on"
+
+    with pytest.raises(Broken):
+        run_ranks(2, lambda group: _raising(body(group)))
+
+
+def _raising(name: str) -> None:
+    if name == "Broken":
+        raise Broken
+
+
+@worlds
+def test_other_exceptions_pass_and_leave_no_half_step(world_size: int) -> None:
+    def body(group: ThreadCommunicator) -> None:
+        model = sharded(group)
+        loss_of(model, group.rank, 0).backward()
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012, SIM117
+            with zero3.step_guard(model):
+                loss_of(model, group.rank, 1).backward()
+                raise KeyboardInterrupt
+        loss_of(model, group.rank, 2).backward()
+        check(model, group, wanted)
+
+    wanted = expected(world_size, [0, 2])
+    run_ranks(world_size, body)
+
+
+def test_an_optimizer_that_steps_inside_is_told_so() -> None:
+    def body(group: ThreadCommunicator) -> None:
+        model = sharded(group)
+        optimizer = sgd(model.get_trainable_chunk())
+        loss_of(model, group.rank, 0).backward()
+        loss = loss_of(model, group.rank, 1)
+        with pytest.raises(RuntimeError, match=r"rank \d: an optimizer stepped inside zero3.step_guard.*after it"), zero3.step_guard(model):
+            optimizer.step()
+        assert loss is not None
+
+    run_ranks(2, body)
+
+
+def train_with_failures(rank: Rank, fails: bool) -> list[float]:
+    """Four steps of two micro-batches; with `fails`, rank 1 runs out of memory or divides by zero in extra ones."""
+    torch.manual_seed(0)
+    model = Zero3Sequential([Zero3Layer(nn.Linear(8, 8)) for _ in range(4)])
+    optimizer = torch.optim.SGD(model.get_trainable_chunk(), lr=0.05)
+    losses = []
+    for step in range(4):
+        for number in range(2 + 2 * (fails and step > 0)):
+            with zero3.step_guard(model) as guarded:
+                loss = model(torch.full((2, 8), float(step + number + rank.number))).square().mean()
+                if rank.number == 1 and number == 2:
+                    raise torch.OutOfMemoryError("made up")
+                if rank.number == 1 and number == 3:
+                    loss.register_hook(lambda gradient: 1 / 0)
+                loss.backward()
+            assert guarded.failed == (number > 1)
+            losses += [] if guarded.failed else [loss.item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_real_ranks_go_on_with_the_same_losses() -> None:
+    assert on_processes(2, train_with_failures, True) == on_processes(2, train_with_failures, False)
+
+
+def fail_alone(rank: Rank, where: str) -> str:
+    """Rank 1 fails without a guard, and leaves the group: the other one must not wait for the group's timeout."""
+    model = Zero3Sequential([Zero3Layer(nn.Linear(8, 8)) for _ in range(3)])
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+    if rank.number == 1 and where == "forward":
+        model[1].module.register_forward_hook(lambda *_: 1 / 0)
+    loss = model(torch.ones(2, 8)).sum()
+    if rank.number == 1:
+        loss.register_hook(lambda gradient: 1 / 0)
+    loss.backward()
+    return "went on"
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_on_one_rank_is_a_named_error_on_the_others(where: str) -> None:
+    outcomes = try_on_ranks(2, fail_alone, where, fresh=True, debug="OFF")
+    assert [outcome.error for outcome in outcomes] == ["RuntimeError", "ZeroDivisionError"]
+    assert "rank 0 of 2" in outcomes[0].text and "layer" in outcomes[0].text
+    assert max(outcome.seconds for outcome in outcomes) < PROMPT

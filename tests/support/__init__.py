@@ -1,0 +1,1 @@
+"""What tests share: ranks as threads and as processes, models, references, clocks of streams."""

@@ -1,0 +1,124 @@
+"""docs/memory.md as code, and the model that it is checked on.
+
+Batches are empty, so activations and their gradients take no bytes, and all that is counted is weights, gradients and
+optimizer state. Layers have sizes that no two sums confuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.live import LonelyCommunicator
+from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
+from zero3.core.layout import ChunkLayout
+
+WIDTHS = (16, 24, 40, 12, 32)
+LAYERS = range(len(WIDTHS) - 1)
+BYTES = 4  # an fp32 element
+GIVEN = [(WIDTHS[i] + 1) * WIDTHS[i + 1] * BYTES for i in LAYERS]  # P: the parameters as the user made them
+
+Point = Callable[[str], None]
+
+
+class Block(nn.Module):
+    def __init__(self, number: int, at: Point, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTHS[number], WIDTHS[number + 1])
+        self.number, self.at, self.reentrant = number, at, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None or not torch.is_grad_enabled():
+            return self.compute(x)
+        return checkpoint(self.compute, x, use_reentrant=self.reentrant)
+
+    def compute(self, x: Tensor) -> Tensor:
+        self.at(f"forward of {self.number}")
+        x = self.linear(x)
+        if x.requires_grad:
+            x.register_hook(lambda grad: self.at(f"backward of {self.number}"))
+        return torch.tanh(x)
+
+
+class Formula:
+    """docs/memory.md as code. W ranks; depth d; P, S, F of each layer in bytes."""
+
+    def __init__(self, world_size: int, depth: int, *, kept: bool = False) -> None:
+        self.world_size, self.depth, self.kept = world_size, depth, kept
+        self.S = [-(-given // BYTES // world_size) * BYTES for given in GIVEN]
+        self.F = [world_size * chunk for chunk in self.S]
+        # a reduction holds its buffer and its result; at world size 1 one is the other
+        self.travelling = [self.F[j] + (self.S[j] if world_size > 1 else 0) for j in LAYERS]
+        self.stand_ins = len(LAYERS) * BYTES
+
+    @property
+    def chunks(self) -> int:
+        return sum(self.S) + self.stand_ins
+
+    def full(self, layers: range) -> int:
+        """Full buffers; at world size 1 the chunk is the full buffer."""
+        return 0 if self.world_size == 1 else sum(self.F[i] for i in layers)
+
+    def forward_of(self, i: int) -> int:
+        return self.full(range(0 if self.kept else i, min(i + self.depth, LAYERS[-1]) + 1))
+
+    def between(self) -> int:
+        return self.full(LAYERS if self.kept else LAYERS[-1:])
+
+    def backward_of(self, i: int, *, accumulating: bool, over: bool = False) -> int:
+        """Full parameters of i and those prefetched, gradients that travel, gradients that have landed.
+
+        `over`: at its end, when the first of those on their way has been waited for, so that its own can follow.
+        """
+        travels = range(i + 1, min(i + self.depth - over, LAYERS[-1]) + 1)
+        fetched = self.full(range(0 if self.kept else max(0, i - self.depth), i + 1))
+        travelling = sum(self.travelling[j] for j in travels)
+        landed = sum(self.S) if accumulating else sum(self.S[j] for j in range(travels.stop, len(LAYERS)))
+        return fetched + travelling + landed
+
+    def peak_of_backward_of(self, i: int, *, accumulating: bool) -> int:
+        """When the last gradient of i has come in; or when all are about to be copied into the buffer that travels."""
+        before = self.backward_of(i, accumulating=accumulating)
+        return GIVEN[i] + max(before, self.backward_of(i, accumulating=accumulating, over=self.depth > 0) + self.F[i])
+
+
+class GlooFormula(Formula):
+    """Gradients travel from where autograd made them. `near`: through memory of the host, which is not tensors'."""
+
+    def __init__(self, world_size: int, depth: int, rank: int, *, near: bool) -> None:
+        super().__init__(world_size, depth)
+        for i in LAYERS:
+            layout = ChunkLayout.build([("weight", (WIDTHS[i + 1], WIDTHS[i])), ("bias", (WIDTHS[i + 1],))], world_size)
+            needed, copied = set(layout.cuts[rank]), 0
+            for cuts in () if near else (layout.cuts[other] for other in range(world_size) if other != rank):
+                if len(cuts) > 1:
+                    copied += self.S[i]  # what is sent from several places
+                else:
+                    needed |= set(cuts)
+            padding = sum(stop for slot, _, stop in needed if slot == len(layout.slots)) * BYTES
+            gradients = sum(layout.slots[slot].numel for slot in {slot for slot, _, _ in needed} if slot < len(layout.slots)) * BYTES
+            received = 0 if near else (world_size - 2) * self.S[i]  # before it is added up, but for the first
+            self.travelling[i] = gradients + padding + copied + received + self.S[i]
+
+
+def wrap(module: nn.Module, world_size: int | None, rank: int = 0, **policy: Any) -> Zero3Layer:
+    group = LonelyCommunicator(world_size, rank) if world_size is not None else None
+    return Zero3Layer(module, process_group=group, policy=ShardingPolicy(**policy))
+
+
+def make(
+    world_size: int | None,  # None: the default process group
+    at: Point = lambda name: None,
+    rank: int = 0,
+    reentrant: bool | None = None,
+    frozen: tuple[int, ...] = (),
+    **policy: Any,
+) -> Zero3Sequential:
+    blocks = [Block(number, at, reentrant) for number in LAYERS]
+    for number in frozen:
+        blocks[number].requires_grad_(False)
+    return Zero3Sequential([wrap(block, world_size, rank, **policy) for block in blocks])

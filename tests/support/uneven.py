@@ -1,0 +1,229 @@
+"""A training run in which ranks have different numbers of batches: told by plain torch, and by ranks that run out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zero3
+from tests.support.ranks import ThreadCommunicator
+from tests.support.reference import assert_close
+from tests.support.training import WORDS, loss_of, odd_model
+from zero3.uneven.coordinator import JoinCoordinator
+from zero3.uneven.joinable import runtimes_of
+
+EVEN = 2  # steps after those that are uneven, which all ranks take
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained, and how. `batches`: of each rank, how many in each of its steps."""
+
+    batches: tuple[tuple[int, ...], ...] = ((), (1, 1, 1), (1, 1, 1, 1, 1))
+    kind: str = "sequential"
+    by_all: bool = False
+    policy: zero3.ShardingPolicy = zero3.ShardingPolicy()
+    clip: float = 0.9  # of norms from 0.8 to 1.2
+    frozen: bool = False
+    zero_first: bool = False  # gradients are zeroed at the start of a step, not at its end
+    evaluate: bool = False
+    tokens: bool = False  # the mean over tokens, of which batches have different numbers, by zero3.backward
+    defer: bool = False  # all but the second batch of a step under no_sync
+
+    def steps(self) -> int:
+        return max(map(len, self.batches))
+
+    def ranks_with(self, step: int, batch: int) -> list[int]:
+        return [rank for rank, steps in enumerate(self.batches) if step < len(steps) and batch < steps[step]]
+
+
+Built = tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor]]  # and its loss of some words
+
+
+class Stepper(Protocol):
+    def step(self) -> Any: ...
+
+
+Enter = Callable[[nn.Module, Callable[[], None]], AbstractContextManager[Stepper]]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, module: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.module, self.reentrant = module, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.module, x, use_reentrant=self.reentrant)
+
+
+class Story(NamedTuple):
+    losses: dict[tuple[int, int], float]  # by step and batch
+    parameters: dict[str, Tensor]
+    later: list[float]  # losses of the even steps
+    end: dict[str, Tensor]
+
+
+def words(rank: int, step: int, batch: int) -> Tensor:
+    return torch.randint(WORDS, (1 + (rank + batch) % 3, 5), generator=torch.Generator().manual_seed(1000 * step + 10 * batch + rank))
+
+
+def plain(plan: Plan) -> Built:
+    if "llama" not in plan.kind:
+        model: nn.Module = nn.Sequential(*odd_model(torch.float64))
+        loss = loss_of
+    else:
+        transformers = pytest.importorskip("transformers")
+        sizes = {"vocab_size": WORDS, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 3, "num_attention_heads": 2}
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings="tied" in plan.kind)).double()
+        loss = lambda model, ids: model(input_ids=ids, labels=ids).loss  # noqa: E731
+    if plan.frozen:
+        for parameter in list(model.parameters())[:4]:
+            parameter.requires_grad_(False)
+    return model, loss
+
+
+def sharded(plan: Plan, built: Built, group: ThreadCommunicator | None = None) -> Built:
+    model, loss = built
+    if "llama" in plan.kind:
+        return zero3.shard(model, policy=plan.policy, process_group=group), loss
+    if plan.kind == "container":  # layers that a plain module calls
+        for name, child in list(model.named_children()):
+            setattr(model, name, zero3.Zero3Layer(child, policy=plan.policy, process_group=group))
+        return model, loss
+    children = list(model.children())
+    if plan.kind.startswith("checkpointed"):
+        children = [children[0], *(Checkpointed(child, "non" not in plan.kind) for child in children[1:-1]), children[-1]]
+    layers = [zero3.Zero3Layer(child, policy=plan.policy, process_group=group) for child in children]
+    return zero3.Zero3Sequential(layers), loss
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    # so large an eps that the scale of gradients is seen
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, eps=0.01)
+
+
+def tell_plain(plan: Plan) -> tuple[list[dict[tuple[int, int], float]], dict[str, Tensor], list[list[float]], dict[str, Tensor]]:
+    """Of one process with all ranks' batches: losses of each rank, parameters, losses of the even steps, parameters at the end."""
+    model, loss_of_model = plain(plan)
+    optimizer = adamw(parameter for parameter in model.parameters() if parameter.requires_grad)
+    world_size = len(plan.batches)
+    losses: list[dict[tuple[int, int], float]] = [{} for _ in range(world_size)]
+
+    def update() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), plan.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for step in range(plan.steps()):
+        batch = 0
+        while ranks := plan.ranks_with(step, batch):
+            found = [loss_of_model(model, words(rank, step, batch)) for rank in ranks]
+            if plan.tokens:
+                everything = [words(r, step, b).numel() for b in range(9) for r in plan.ranks_with(step, b)]
+                sum(loss * words(rank, step, batch).numel() / sum(everything) for loss, rank in zip(found, ranks, strict=True)).backward()
+            else:
+                (sum(found) / (world_size if plan.by_all else len(ranks))).backward()
+            for rank, loss in zip(ranks, found, strict=True):
+                losses[rank][step, batch] = loss.item()
+            batch += 1
+        update()
+    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    later: list[list[float]] = [[] for _ in range(world_size)]
+    for step in range(EVEN):
+        found = [loss_of_model(model, words(rank, 50 + step, 0)) for rank in range(world_size)]
+        (sum(found) / world_size).backward()
+        for rank, loss in enumerate(found):
+            later[rank].append(loss.item())
+        update()
+    return losses, parameters, later, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def tell_sharded(plan: Plan, built: Built, rank: int, enter: Enter, group: ThreadCommunicator | None = None) -> Story:
+    """Of one rank."""
+    model, loss_of_model = sharded(plan, built, group)
+    optimizer = adamw(zero3.get_trainable_chunk(model))
+    losses, later = {}, []
+
+    def update() -> None:
+        zero3.clip_grad_norm_(model, plan.clip)
+        optimizer.step()
+        if not plan.zero_first:
+            optimizer.zero_grad()
+
+    with enter(model, update) as uneven:
+        for step, batches in enumerate(plan.batches[rank]):
+            if plan.zero_first:
+                optimizer.zero_grad()
+            for batch in range(batches):
+                if plan.evaluate:
+                    with torch.no_grad():
+                        loss_of_model(model, words(rank, 90, 0))
+                with zero3.no_sync(model) if plan.defer and batch != 1 else nullcontext():
+                    loss = loss_of_model(model, words(rank, step, batch))
+                    if plan.tokens:
+                        tokens = words(rank, step, batch).numel()
+                        zero3.backward(loss * tokens, tokens, model)
+                    else:
+                        loss.backward()
+                losses[step, batch] = loss.item()
+            uneven.step()
+            if plan.evaluate:
+                with torch.no_grad():
+                    loss_of_model(model, words(rank, 90, 0))
+    parameters = zero3.full_state_dict(model, rank0_only=False)
+    for step in range(EVEN):
+        if plan.zero_first:
+            optimizer.zero_grad()
+        loss = loss_of_model(model, words(rank, 50 + step, 0))
+        loss.backward()
+        update()
+        later.append(loss.item())
+    return Story(losses, parameters, later, zero3.full_state_dict(model, rank0_only=False))
+
+
+def assert_same(stories: list[Story], plan: Plan, tolerance: float) -> None:
+    losses, parameters, later, end = tell_plain(plan)
+    for rank, story in enumerate(stories):
+        assert story.losses.keys() == losses[rank].keys()
+        assert_close(
+            [torch.tensor([*story.losses.values()])], [torch.tensor([*losses[rank].values()])], tolerance, f"losses of rank {rank}"
+        )
+        for found, expected in ((story.parameters, parameters), (story.end, end)):
+            assert_close({_name(n): v for n, v in found.items() if _name(n) in expected}, expected, tolerance, f"parameters on rank {rank}")
+        assert_close([torch.tensor(story.later)], [torch.tensor(later[rank])], tolerance, f"later losses of rank {rank}")
+
+
+def _name(name: str) -> str:
+    return name.replace(".module.", ".")
+
+
+@contextmanager
+def joined_threads(
+    group: ThreadCommunicator, model: nn.Module, step: Callable[[], None], by_all: bool = False
+) -> Iterator[JoinCoordinator]:
+    """What torch's Join does, which works with process groups alone."""
+    runtimes = runtimes_of(model)
+    rounds = JoinCoordinator([state for runtime in runtimes for state in runtime.layers], runtimes, group, step)
+
+    def notify() -> bool:
+        group.all_reduce(torch.ones(1))
+        return True
+
+    rounds.begin(notify, divide_by_all=by_all)
+    yield rounds
+    while True:
+        with_data = torch.zeros(1)
+        group.all_reduce(with_data)
+        if not with_data:
+            break
+        rounds.follow()
+    rounds.end()

@@ -1,0 +1,228 @@
+"""Ranks as threads that run out of data at different times: the numbers of plain torch, or one error on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero3
+from tests.support.live import LiveBytes
+from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.reference import assert_close
+from tests.support.uneven import Plan, adamw, assert_same, joined_threads, plain, sharded, tell_sharded, words
+from zero3.uneven.coordinator import JoinCoordinator
+
+
+def check(plan: Plan, tolerance: float = 1e-9) -> None:
+    models = [plain(plan) for _ in plan.batches]  # here: threads share one random generator
+
+    def body(group: ThreadCommunicator) -> Any:
+        return tell_sharded(plan, models[group.rank], group.rank, partial(joined_threads, group, by_all=plan.by_all), group)
+
+    assert_same(run_ranks(len(plan.batches), body), plan, tolerance)
+
+
+KINDS = ["sequential", "container", "checkpointed", "checkpointed non-reentrant", "llama", "tied llama"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model(kind: str) -> None:
+    check(Plan(kind=kind), 1e-6 if "llama" in kind else 1e-9)
+
+
+@pytest.mark.parametrize("batches", [
+    ((1,), (1,), (1,)),  # even
+    ((1, 1), (1, 1, 1), ()),
+    ((), (), (1, 1)),
+    ((1, 1, 1), (), ()),
+    ((1, 1), (1,)),
+    ((2, 2), (2, 1), (2,)),  # batches of a step
+    ((2, 1), (1, 3), (1, 1, 1)),
+    ((3,), (1, 1), ()),
+])  # fmt: skip
+@pytest.mark.parametrize("by_all", [False, True])
+def test_every_number_of_batches(batches: tuple[tuple[int, ...], ...], by_all: bool) -> None:
+    check(Plan(batches, by_all=by_all, clip=0.5 if by_all else 0.9))
+
+
+@pytest.mark.parametrize("policy", [
+    {"prefetch_depth": 0}, {"prefetch_depth": 3}, {"reshard_after_forward": False}, {"separate_backup_group": False},
+    {"stage": 2},
+], ids=str)  # fmt: skip
+def test_policies(policy: dict[str, Any]) -> None:
+    check(Plan(policy=zero3.ShardingPolicy(**policy)))
+
+
+def test_frozen_parameters_gradients_zeroed_first_and_evaluation_on_the_way() -> None:
+    check(Plan(frozen=True, zero_first=True, evaluate=True))
+
+
+def test_deferred_reductions() -> None:
+    """Under `no_sync` a gradient is divided when it is reduced: here by the number of all ranks."""
+    check(Plan(((2, 2), (1, 2, 2), (2,)), by_all=True, defer=True, clip=0.5))
+
+
+@pytest.mark.parametrize("by_all", [False, True])
+def test_the_mean_over_tokens(by_all: bool) -> None:
+    check(Plan(((2, 2), (1, 3, 2), ()), by_all=by_all, tokens=True))
+
+
+def test_mixed_precision_gives_the_numbers_of_the_ranks_that_have_data() -> None:
+    """Which other tests compare with other libraries'; only in whose hands the chunks are differs."""
+    policy = zero3.ShardingPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def parameters(batches: tuple[tuple[int, ...], ...]) -> Any:
+        plan = Plan(batches, policy=policy)
+        models = [plain(plan) for _ in batches]
+
+        def body(group: ThreadCommunicator) -> Any:
+            return tell_sharded(plan, models[group.rank], group.rank, partial(joined_threads, group, by_all=False), group).parameters
+
+        return run_ranks(len(batches), body)[0]
+
+    assert_close(parameters(((1, 1), (1, 1), ())), parameters(((1, 1), (1, 1))), 1e-9, "parameters")
+
+
+def test_a_rank_without_data_holds_less_than_one_that_computes() -> None:
+    models = [nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))) for _ in range(2)]
+
+    def body(group: ThreadCommunicator) -> tuple[int, int]:
+        model = zero3.Zero3Sequential([zero3.Zero3Layer(module, process_group=group) for module in models[group.rank]])
+        optimizer = torch.optim.SGD(model.get_trainable_chunk(), lr=0.1)
+        with LiveBytes() as live:
+
+            def train() -> None:
+                with joined_threads(group, model, lambda: (optimizer.step(), optimizer.zero_grad())) as uneven:
+                    for _ in range(3 * group.rank):
+                        model(torch.zeros(1, 64)).sum().backward()
+                        uneven.step()
+
+            return live.peak_of(train), live.now
+
+    (without, left_without), (active, left_active) = run_ranks(2, body)
+    assert without <= active
+    assert left_without <= left_active + 8  # the last count of ranks
+
+
+# -- mistakes and misfortunes while a rank is out of data: one error on all, in less than the time that ranks wait
+
+
+class Trial(NamedTuple):
+    model: zero3.Zero3Sequential
+    uneven: JoinCoordinator
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[], Tensor]
+    rank: int
+
+
+def try_on_three(active: Callable[[Trial], Any], batches: tuple[int, ...] = (0, 4, 4)) -> list[str]:
+    """What each rank raised, or "": rank 0 has no data, the others do `active` in their second step."""
+    models = [plain(Plan()) for _ in range(3)]
+
+    def body(group: ThreadCommunicator) -> str:
+        model, loss = sharded(Plan(), models[group.rank], group)
+        optimizer = adamw(zero3.get_trainable_chunk(model))
+
+        def update() -> None:
+            zero3.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        try:
+            with joined_threads(group, model, update) as uneven:
+                for step in range(batches[group.rank]):
+                    trial = Trial(model, uneven, optimizer, lambda step=step: loss(model, words(group.rank, step, 0)), group.rank)
+                    if step == 1:
+                        active(trial)
+                    trial.loss().backward()
+                    uneven.step()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    return run_ranks(3, body)
+
+
+def raise_on_rank_1(trial: Trial) -> None:
+    with trial.model[2].register_forward_pre_hook(partial(fail, trial.rank)):
+        trial.loss()
+
+
+def fail(rank: int, *_: Any) -> None:
+    if rank == 1:
+        raise ZeroDivisionError("of rank 1")
+
+
+def test_an_exception_of_one_rank_reaches_all() -> None:
+    mute, failed, other = try_on_three(raise_on_rank_1)
+    assert failed == "ZeroDivisionError: of rank 1"
+    for text in (mute, other):
+        assert text.startswith("RuntimeError: another rank raised while some had no data left")
+
+
+def call_in(trial: Trial, order: dict[int, tuple[int, ...]]) -> None:
+    layers = trial.model._layers
+    trial.model._layers = tuple(layers[number] for number in order[trial.rank])
+    trial.loss()
+
+
+def test_ranks_that_call_other_layers_are_told() -> None:
+    for text in try_on_three(partial(call_in, order={1: (0, 1, 2, 3, 4), 2: (3, 0, 1, 2, 4)})):
+        assert "ranks have come apart: one gathers layer '0' (Embedding), another has come to a layer that was not foreseen" in text
+
+
+def test_what_ranks_with_data_disagree_about_is_raised_by_those_without() -> None:
+    texts = try_on_three(partial(call_in, order={1: (1, 0, 2, 3, 4), 2: (3, 0, 1, 2, 4)}))
+    assert len(set(texts)) == 1, texts
+    assert "ranks differ in the layer called as number 1 of a forward: rank 1: '1'" in texts[0]
+    assert "rank 2: '3'" in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "text"),
+    [
+        (lambda trial: zero3.clip_grad_norm_(trial.model, 1.0), "Clip, unscale and update inside the step function"),
+        (lambda trial: zero3.full_state_dict(trial.model), "save, load and read whole parameters after the context"),
+        (lambda trial: (trial.loss().backward(), trial.optimizer.step(), trial.loss()), "Call joinable.step() in place of"),
+        (lambda trial: (trial.loss().backward(), scale(trial), trial.uneven.step()), "have changed chunks or gradients"),
+        (lambda trial: (trial.loss().backward(), trial.model[1].zero_grad(), trial.loss()), "zeroed some gradients and not all"),
+    ],
+)
+def test_what_ranks_without_data_could_not_follow_is_refused(mistake: Callable[[Trial], Any], text: str) -> None:
+    texts = try_on_three(mistake)
+    assert all(each.startswith("RuntimeError") for each in texts), texts
+    assert any(text in each for each in texts), texts
+
+
+def scale(trial: Trial) -> None:
+    for chunk in trial.model.get_trainable_chunk():
+        chunk.grad *= 2
+
+
+def test_what_is_refused_then_is_possible_while_all_have_data() -> None:
+    def everything(trial: Trial) -> None:
+        zero3.clip_grad_norm_(trial.model, 1.0)
+        zero3.full_state_dict(trial.model)
+        with zero3.full_params(trial.model, writeback=True):
+            pass
+        trial.loss().backward()
+        trial.model[1].zero_grad()
+        trial.loss()
+
+    assert try_on_three(everything, (4, 4, 4)) == ["", "", ""]
+
+
+def test_ranks_at_different_points_are_told() -> None:
+    def differ(trial: Trial) -> None:
+        loss = trial.loss()
+        if trial.rank == 2:
+            trial.loss()
+        loss.backward()
+
+    for text in try_on_three(differ):
+        assert "ranks have come apart: 1 in forward and 1 in backward" in text

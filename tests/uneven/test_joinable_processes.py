@@ -1,0 +1,135 @@
+"""Ranks as processes in torch's own Join: with different numbers of batches they train as one process on those that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed.algorithms.join import Join
+
+import zero3
+from tests.support.processes import PROMPT, Rank, on_ranks, try_on_ranks
+from tests.support.reference import assert_at_rest
+from tests.support.uneven import Plan, Story, adamw, assert_same, plain, sharded, tell_sharded, words
+from zero3.access import states_of
+from zero3.core.coordination import GatedCommunicator, OpenGate
+
+
+@contextmanager
+def joined(model: nn.Module, step: Callable[[], None], **options: Any) -> Iterator[Any]:
+    uneven = zero3.joinable(model, step)
+    with Join([uneven], **options):
+        yield uneven
+    assert_at_rest(model)
+    assert all(isinstance(state.gate, OpenGate) and not isinstance(state.communicator, GatedCommunicator) for state in states_of(model))
+
+
+def train(rank: Rank, plans: list[Plan]) -> list[Story]:
+    tell = [partial(joined, divide_by_initial_world_size=plan.by_all) for plan in plans]
+    return [tell_sharded(plan, plain(plan), rank.number, enter) for plan, enter in zip(plans, tell, strict=True)]
+
+
+def test_training_equals_plain_torch() -> None:
+    plans = [Plan(), Plan(by_all=True, clip=0.5), Plan(kind="llama"), Plan(kind="llama", by_all=True, clip=0.5)]
+    plans += [Plan(((2, 2), (2, 1), (2,)), kind="tied llama"), Plan(kind="container", zero_first=True, evaluate=True)]
+    stories = on_ranks(3, train, plans)
+    for plan, *of_ranks in zip(plans, *stories, strict=True):
+        assert_same(list(of_ranks), plan, 1e-6 if "llama" in plan.kind else 1e-9)
+
+
+def refuse_early(rank: Rank) -> tuple[str, bool, float]:
+    """Raised by every rank when the first is out of data; then all train on, without Join and with a new one."""
+    model, loss = sharded(Plan(), plain(Plan()))
+    optimizer = adamw(zero3.get_trainable_chunk(model))
+    uneven, text = zero3.joinable(model, optimizer.step), ""
+    try:
+        with Join([uneven], throw_on_early_termination=True):
+            for step in range(rank.number + 1):
+                loss(model, words(rank.number, step, 0)).backward()
+                uneven.step()
+    except RuntimeError as error:
+        text = str(error)
+    loss(model, words(rank.number, 7, 0)).backward()
+    optimizer.step()
+    with Join([uneven]):
+        for step in range(rank.number):
+            loss(model, words(rank.number, step, 0)).backward()
+            uneven.step()
+    loss(model, words(rank.number, 8, 0)).backward()
+    assert_at_rest(model)
+    total = sum(parameter.detach().sum().item() for parameter in zero3.full_state_dict(model, rank0_only=False).values())
+    return text, isinstance(states_of(model)[0].gate, OpenGate), total
+
+
+def test_early_termination_raises_on_all_ranks_and_they_train_on() -> None:
+    outcomes = on_ranks(3, refuse_early)
+    assert outcomes[0][0] == "Rank 0 exhausted all inputs."
+    assert all("Detected at least one rank that exhausted inputs" in text for text, _, _ in outcomes[1:])
+    assert all(open_again for _, open_again, _ in outcomes)
+    assert len({total for _, _, total in outcomes}) == 1
+
+
+def disabled(rank: Rank) -> bool:
+    model, loss = sharded(Plan(), plain(Plan()))
+    optimizer = adamw(zero3.get_trainable_chunk(model))
+    uneven = zero3.joinable(model, optimizer.step)
+    with Join([uneven], enable=False):
+        for step in range(2):
+            loss(model, words(rank.number, step, 0)).backward()
+            uneven.step()
+    return isinstance(states_of(model)[0].gate, OpenGate)
+
+
+def test_a_disabled_context_does_nothing() -> None:
+    assert on_ranks(2, disabled) == [True, True]
+
+
+def raise_in_the_tail(rank: Rank, where: str) -> None:
+    """Rank 1 raises while rank 0 has no data."""
+    model, loss = sharded(Plan(), plain(Plan()))
+    optimizer = adamw(zero3.get_trainable_chunk(model))
+
+    def update() -> None:
+        if where == "step" and rank.number == 1:
+            raise ZeroDivisionError("of rank 1")
+        optimizer.step()
+
+    uneven = zero3.joinable(model, update)
+    with Join([uneven]):
+        for step in range(3 * min(rank.number, 1)):
+            value = loss(model, words(rank.number, step, 0))
+            if where == "backward" and rank.number == 1:
+                value.register_hook(lambda _: 1 / 0)
+            value.backward()
+            uneven.step()
+
+
+@pytest.mark.parametrize("where", ["step", "backward"])
+def test_an_exception_of_one_rank_reaches_all(where: str) -> None:
+    outcomes = try_on_ranks(3, raise_in_the_tail, where, fresh=True)
+    assert [outcome.error for outcome in outcomes] == ["RuntimeError", "ZeroDivisionError", "RuntimeError"]
+    assert all(outcome.seconds < PROMPT for outcome in outcomes)
+
+
+def two_joinables(rank: Rank) -> str:
+    models = [sharded(Plan(), plain(Plan()))[0] for _ in range(2)]
+    first, second = (zero3.joinable(model, lambda: None) for model in models)
+    with pytest.raises(RuntimeError) as caught, Join([first, second]):
+        models[1](words(0, 0, 0))
+    return str(caught.value)
+
+
+def test_mistakes() -> None:
+    for text in on_ranks(2, two_joinables):
+        assert "must be the only joinable" in text
+    model = zero3.Zero3Sequential([zero3.Zero3Layer(nn.Linear(2, 2))])
+    with pytest.raises(RuntimeError, match="needs a process group"):
+        zero3.joinable(model, lambda: None)
+    with pytest.raises(TypeError, match="step must be a function"):
+        zero3.joinable(model, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="nothing in this Linear is sharded"):
+        zero3.joinable(nn.Linear(2, 2), lambda: None)

@@ -1,0 +1,441 @@
+"""ZeroRedundancyOptimizer in a training script's hands: groups, schedules, state dicts, loss scaling, mistakes. Ranks are threads."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero3
+from tests.support.live import LiveBytes, LonelyCommunicator
+from tests.support.ranks import ThreadCommunicator
+from tests.zero1.test_zero_redundancy_optimizer import (
+    assert_same_bits,
+    assert_same_state_dict,
+    give_gradients,
+    odd_parameters,
+    on_threads,
+    train,
+    values_of,
+    world_sizes,
+)
+
+ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+
+
+def in_groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [
+        {"params": parameters[:3], "lr": 0.05, "name": "first"},
+        {"params": (parameter for parameter in parameters[3:5]), "weight_decay": 0.0},
+        {"params": parameters[5:]},
+    ]
+
+
+def ours_on(group: Any, params: Any, **options: Any) -> zero3.ZeroRedundancyOptimizer:
+    return zero3.ZeroRedundancyOptimizer(params, torch.optim.AdamW, group, **options)
+
+
+@world_sizes
+def test_groups_with_their_own_options_and_a_schedule(world_size: int) -> None:
+    def trained(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> list[Tensor]:
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5)  # moves lr and betas
+        for step in range(4):
+            give_gradients(parameters, step)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        return values_of(parameters)
+
+    plain = odd_parameters()
+    optimizer = torch.optim.AdamW(in_groups(plain), **ADAMW)
+    expected = trained(optimizer, plain)
+
+    def body(group: Any) -> tuple[list[Tensor], Any]:
+        parameters = odd_parameters()
+        ours = ours_on(group, in_groups(parameters), **ADAMW)
+        found = trained(ours, parameters)
+        ours.consolidate_state_dict()
+        return found, ours.state_dict() if ours.rank == 0 else None
+
+    results = on_threads(world_size, body)
+    for found, _ in results:
+        assert_same_bits(found, expected)
+    assert_same_state_dict(results[0][1], optimizer.state_dict())
+
+
+@world_sizes
+def test_named_parameters(world_size: int) -> None:
+    def named(parameters: list[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+        return [(f"p{number}", parameter) for number, parameter in enumerate(parameters)]
+
+    plain = odd_parameters()
+    optimizer = torch.optim.AdamW(named(plain), **ADAMW)
+    train(optimizer, plain, range(2))
+
+    def body(group: Any) -> Any:
+        parameters = odd_parameters()
+        ours = ours_on(group, named(parameters), **ADAMW)
+        train(ours, parameters, range(2))
+        ours.consolidate_state_dict()
+        return ours.state_dict() if ours.rank == 0 else None
+
+    assert_same_state_dict(on_threads(world_size, body)[0], optimizer.state_dict())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket view"])
+def test_layers_that_are_unfrozen_in_mid_training(world_size: int, view: bool) -> None:
+    def trained(optimizer: Any, parameters: list[nn.Parameter]) -> list[Tensor]:
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": parameters[2:6], "lr": 0.2})
+                optimizer.add_param_group({"params": parameters[6:]})
+            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            give_gradients(held, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return values_of(parameters)
+
+    plain = odd_parameters()
+    expected = trained(torch.optim.AdamW(plain[:2], **ADAMW), plain)
+
+    def body(group: Any) -> list[Tensor]:
+        parameters = odd_parameters()
+        return trained(ours_on(group, parameters[:2], parameters_as_bucket_view=view, **ADAMW), parameters)
+
+    for found in on_threads(world_size, body):
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1), (2, 2)])
+def test_state_dicts_go_from_any_world_size_to_any_and_to_and_from_plain_optimizers(before: int, after: int) -> None:
+    """Saved to bytes and read again in between, as a checkpoint is."""
+    plain = odd_parameters()
+    optimizer = torch.optim.AdamW(in_groups(plain), **ADAMW)
+    train(optimizer, plain, range(2))
+    half = values_of(plain)
+    expected = train(optimizer, plain, range(2, 4))
+
+    def first(group: Any) -> Any:
+        parameters = odd_parameters()
+        ours = ours_on(group, in_groups(parameters), **ADAMW)
+        train(ours, parameters, range(2))
+        ours.consolidate_state_dict()
+        return ours.state_dict() if ours.rank == 0 else None
+
+    file = io.BytesIO()
+    torch.save(on_threads(before, first)[0], file)
+
+    def state() -> Any:
+        return torch.load(io.BytesIO(file.getvalue()))  # ranks are threads: each reads a file of its own
+
+    def set_to(parameters: list[nn.Parameter]) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, half, strict=True):
+                parameter.copy_(value)
+
+    def second(group: Any) -> list[Tensor]:
+        parameters = odd_parameters()
+        set_to(parameters)
+        ours = ours_on(group, in_groups(parameters), lr=77)
+        given = state()
+        kept = copy.deepcopy(given)
+        ours.load_state_dict(given)
+        assert_same_state_dict(given, kept)  # torch's own empties what it is given
+        assert [g["lr"] for g in ours.param_groups] == [0.05, 0.01, 0.01]
+        return train(ours, parameters, range(2, 4))
+
+    for found in on_threads(after, second):
+        assert_same_bits(found, expected)
+    again = odd_parameters()
+    set_to(again)
+    into_plain = torch.optim.AdamW(in_groups(again), lr=77)
+    into_plain.load_state_dict(state())
+    assert_same_bits(train(into_plain, again, range(2, 4)), expected)
+
+
+def test_state_dicts_that_do_not_fit_change_nothing_on_any_rank() -> None:
+    def body(group: Any) -> list[Tensor]:
+        parameters = odd_parameters()
+        ours = ours_on(group, parameters, **ADAMW)
+        train(ours, parameters, range(2))
+        ours.consolidate_state_dict(to=1)
+        given = ours.state_dict() if ours.rank == 1 else {"state": {}, "param_groups": copy.deepcopy(ours.param_groups)}
+        if ours.rank == 1:
+            given["state"][2]["exp_avg"] = torch.zeros(3, 4)
+            given["param_groups"][0]["lr"] = 123.0
+        with pytest.raises(
+            ValueError, match=r"rank 1: the state 'exp_avg' of parameter 2 of group 0 has shape \(3, 4\), expected \(257, 257\)"
+        ):
+            ours.load_state_dict(given)
+        assert ours.param_groups[0]["lr"] == 0.01
+        with pytest.raises(ValueError, match="different number of parameter groups"):
+            ours.load_state_dict({"state": {}, "param_groups": []})
+        whole = {"state": {}, "param_groups": copy.deepcopy(ours.param_groups)}
+        with pytest.raises(ValueError, match="rank 1: not found: 'param_groups'"):  # a KeyError of torch's, of one rank alone
+            ours.load_state_dict({} if ours.rank == 1 else whole)
+        return train(ours, parameters, range(2, 4))
+
+    plain = odd_parameters()
+    expected = train(torch.optim.AdamW(plain, **ADAMW), plain, range(4))
+    for found in on_threads(2, body):
+        assert_same_bits(found, expected)
+
+
+def test_a_state_dict_is_never_out_of_date() -> None:
+    def body(group: Any) -> None:
+        parameters = odd_parameters()
+        ours = ours_on(group, parameters, **ADAMW)
+        with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+            ours.state_dict()
+        train(ours, parameters, range(1))
+        ours.consolidate_state_dict(to=0)
+        assert ours.rank != 0 or len(ours.state_dict()["state"]) == len(parameters)
+        train(ours, parameters, range(1, 2))
+        with pytest.raises(RuntimeError, match="changed since"):
+            ours.state_dict()
+        with pytest.raises(ValueError, match="to=2, expected a rank from 0 to 1"):
+            ours.consolidate_state_dict(to=2)
+        with pytest.raises(ValueError, match=r"consolidate_state_dict\(to=0\).*consolidate_state_dict\(to=1\)"):
+            ours.consolidate_state_dict(to=ours.rank)
+        for spoil in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(RuntimeError, match="can't be copied or pickled"):
+                spoil(ours)
+
+    on_threads(2, body)
+
+
+def test_state_is_even_and_no_rank_but_one_ever_holds_more_than_a_tensor_of_it() -> None:
+    """Issue 68181 of torch's own: consolidating ran out of memory."""
+    world_size, numel = 4, 10 * 256 * 512
+
+    def parameters() -> list[nn.Parameter]:
+        return [nn.Parameter(torch.zeros(256, 512)) for _ in range(10)]
+
+    held, peaks = [], []
+    for rank in range(world_size):
+        with LiveBytes() as live:
+            given = parameters()
+            ours = zero3.ZeroRedundancyOptimizer(given, torch.optim.Adam, LonelyCommunicator(world_size, rank), lr=0.1)
+            for parameter in given:
+                parameter.grad = torch.ones_like(parameter)
+            before = live.now
+            ours.step()
+            held.append(live.now - before)
+            before = live.now
+            peaks.append(live.peak_of(lambda optimizer=ours: optimizer.consolidate_state_dict(to=0)) - before)
+        assert sum(parameter.numel() for group in ours.optim.param_groups for parameter in group["params"]) == numel / world_size
+    ideal = 2 * 4 * numel / world_size
+    assert max(held) <= ideal * 1.001 + 1000
+    assert max(peaks[1:]) <= 4 * 256 * 512 / world_size + 10_000  # a part of one tensor
+    assert peaks[0] >= 2 * 4 * numel  # all of it, which is asked for
+
+
+class _LayerwiseSgd(torch.optim.Optimizer):
+    """Layerwise rates: not elementwise."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * parameter.norm() * parameter.grad / parameter.grad.norm())
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Muon, torch.optim.Adafactor, _LayerwiseSgd])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_optimizers_that_need_matrices_get_whole_ones_or_are_refused(optimizer_class: Any, world_size: int) -> None:
+    def matrices() -> list[nn.Parameter]:
+        return [
+            parameter for parameter in odd_parameters() if parameter.ndim == 2 and parameter.numel() and parameter.dtype == torch.float32
+        ]
+
+    plain = matrices()
+    optimizer = optimizer_class(plain, lr=0.02)
+    expected = train(optimizer, plain, range(3))
+
+    def body(group: Any) -> tuple[list[Tensor], Any]:
+        parameters = matrices()
+        for options in ({}, {"overlap_with_ddp": True}):
+            with pytest.raises(ValueError, match=r"whole=True"):
+                zero3.ZeroRedundancyOptimizer(parameters, optimizer_class, group, lr=0.02, **options)
+        ours = zero3.ZeroRedundancyOptimizer([{"params": parameters, "whole": True}], optimizer_class, group, lr=0.02)
+        found = train(ours, parameters, range(3))
+        ours.consolidate_state_dict()
+        state = ours.state_dict() if ours.rank == 0 else None
+        if state is not None:
+            assert sum(map(len, ours._opened.held.values())) <= 2 or world_size == 1  # each on one rank only
+        return found, state
+
+    results = on_threads(world_size, body)
+    for found, _ in results:
+        assert_same_bits(found, expected)
+    assert_same_state_dict(results[0][1], optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("params", "optimizer_class", "options", "error", "text"),
+    [
+        ([], torch.optim.SGD, {}, ValueError, "no parameters"),
+        (torch.zeros(3), torch.optim.SGD, {}, TypeError, "iterable of tensors or dicts, found Tensor"),
+        (3, torch.optim.SGD, {}, TypeError, "found int"),
+        ([nn.Parameter(torch.zeros(3)), {"params": []}], torch.optim.SGD, {}, TypeError, "found Parameter, dict"),
+        ([{"parameters": []}], torch.optim.SGD, {}, ValueError, "has no 'params'"),
+        ([nn.Parameter(torch.zeros(3))] * 2, torch.optim.SGD, {}, ValueError, "parameters 0 and 1 of group 0 are the same"),
+        ([torch.zeros(3).to_sparse()], torch.optim.SGD, {}, ValueError, "sparse"),
+        ([nn.Parameter(torch.zeros(3))], torch.optim.LBFGS, {}, ValueError, "LBFGS can't be spread over ranks"),
+        ([nn.Parameter(torch.zeros(3))], torch.optim.LBFGS, {"whole": True}, ValueError, "LBFGS can't be spread over ranks"),
+        ([nn.Parameter(torch.zeros(3))], torch.optim.SparseAdam, {}, ValueError, "SparseAdam can't be spread over ranks"),
+        ([nn.Parameter(torch.zeros(3))], lambda groups: groups, {}, ValueError, "torch.optim.Optimizer"),
+        ([nn.Parameter(torch.zeros(3))], torch.optim.SGD, {"lr": -1.0}, ValueError, "Invalid learning rate"),
+    ],
+    ids=range(12),
+)  # fmt: skip
+def test_mistakes_raise_on_every_rank(
+    params: Any, optimizer_class: Any, options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    """Here rank 0 alone makes them: the others would wait for it."""
+
+    def body(group: Any) -> None:
+        mine = (params, optimizer_class) if group is None or group.rank == 0 else ([nn.Parameter(torch.zeros(3))], torch.optim.SGD)
+        with pytest.raises(error, match=text):
+            zero3.ZeroRedundancyOptimizer(*mine, group, **options if mine[0] is params else {})
+
+    on_threads(1, body)
+    on_threads(2, body)
+
+
+def test_ranks_that_differ_are_told_so() -> None:
+    def body(group: Any) -> None:
+        with pytest.raises(ValueError, match=r"parameter 0 of group 0: group 0, \(3,\).*rank 1: .*\(4,\)"):
+            ours_on(group, [nn.Parameter(torch.zeros(3 + group.rank))])
+        with pytest.raises(ValueError, match=r"rank 0: group 0: AdamW, lr 0.1; rank 1: group 0: AdamW, lr 0.2"):
+            ours_on(group, [nn.Parameter(torch.zeros(3))], lr=0.2 if group.rank else 0.1)
+        made_by = torch.optim.SGD if group.rank else torch.optim.AdamW
+        with pytest.raises(ValueError, match=r"rank 0: group 0: AdamW, lr 0.1; rank 1: group 0: SGD, lr 0.1"):
+            zero3.ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(3))], made_by, group, lr=0.1)
+        parameters = odd_parameters()
+        ours = ours_on(group, parameters, **ADAMW)
+        give_gradients(parameters, 0, missing=(2,) if group.rank == 1 else ())
+        with pytest.raises(ValueError, match="rank 0: parameter 2 of group 0: a gradient; rank 1: parameter 2 of group 0: no gradient"):
+            ours.step()
+        before = values_of(parameters)
+        parameters[0].grad = torch.zeros(5, 7).to_sparse() if group.rank == 1 else parameters[0].grad
+        with pytest.raises(RuntimeError, match="rank 1: the gradient of parameter 0 of group 0 is sparse"):
+            ours.step()
+        assert_same_bits(values_of(parameters), before)
+        more = nn.Parameter(torch.zeros(3))
+        with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+            ours.add_param_group({"params": [parameters[0] if group.rank == 1 else more]})
+        with pytest.raises(ValueError, match=r"rank 0: group 1: .*lr 0.0.*rank 1: group 1: .*lr 1.0"):
+            ours.add_param_group({"params": [more], "lr": float(group.rank)})
+        assert len(ours.param_groups) == 1
+        ours.add_param_group({"params": more})
+        train(ours, [*parameters, more], range(2))
+
+    on_threads(2, body)
+
+
+@world_sizes
+def test_loss_scaling_skips_a_step_on_every_rank(world_size: int) -> None:
+    def trained(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> list[Any]:
+        scaler, seen = torch.amp.GradScaler("cpu", init_scale=64.0), []
+        for step in range(4):
+            give_gradients(parameters, step)
+            for parameter in parameters:
+                assert parameter.grad is not None
+                parameter.grad.mul_(scaler.scale(torch.ones(())))
+            if step == 1:
+                parameters[2].grad[0, 0] = float("inf")  # type: ignore[index]
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            seen += [*values_of(parameters), torch.tensor(scaler.get_scale())]
+        return seen
+
+    def floats() -> list[nn.Parameter]:
+        return [parameter for parameter in odd_parameters() if parameter.dtype == torch.float32 and parameter.numel()]
+
+    plain = floats()
+    expected = trained(torch.optim.AdamW(plain, **ADAMW), plain)
+
+    def body(group: Any) -> list[Any]:
+        parameters = floats()
+        return trained(ours_on(group, parameters, **ADAMW), parameters)
+
+    for found in on_threads(world_size, body):
+        assert_same_bits(found, expected)
+
+
+@world_sizes
+def test_closures_hooks_and_what_else_plain_optimizers_do(world_size: int) -> None:
+    def body(group: Any) -> None:
+        weight = nn.Parameter(torch.ones(4, 4))
+        ours = ours_on(group, [weight], **ADAMW)
+        called = []
+        ours.register_step_pre_hook(lambda *_: called.append("before"))
+        ours.register_step_post_hook(lambda *_: called.append("after"))
+
+        def closure() -> Tensor:
+            called.append("closure")
+            ours.zero_grad()
+            loss = (weight * 2).sum()
+            loss.backward()
+            return loss
+
+        assert ours.step(closure).item() == 32
+        assert called == ["before", "closure", "after"]
+        assert not torch.equal(weight, torch.ones(4, 4))
+        loss = (weight**2).sum()
+        ours.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        ours.zero_grad(set_to_none=True)
+        assert all(parameter.grad is None for held in ours._opened.held.values() for _, parameter in held)
+        assert "weight_decay: 0.1" in repr(ours)
+
+    on_threads(world_size, body)
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket view"])
+def test_parameters_whose_data_is_replaced(view: bool) -> None:
+    def trained(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> list[Tensor]:
+        train(optimizer, parameters, range(2))
+        for parameter in parameters:
+            parameter.data = parameter.data.clone().mul_(2)
+        return train(optimizer, parameters, range(2, 4))
+
+    plain = odd_parameters()
+    expected = trained(torch.optim.AdamW(plain, **ADAMW), plain)
+
+    def body(group: Any) -> list[Tensor]:
+        parameters = odd_parameters()
+        return trained(ours_on(group, parameters, parameters_as_bucket_view=view, **ADAMW), parameters)
+
+    for found in on_threads(2, body):
+        assert_same_bits(found, expected)
+
+
+def test_few_collectives() -> None:
+    """One all-gather for all small parameters of a dtype, one for a large one, and one exchange of 16 bytes a rank."""
+
+    def body(group: ThreadCommunicator) -> list[str]:
+        parameters = [nn.Parameter(torch.zeros(30)) for _ in range(50)] + [nn.Parameter(torch.zeros(300, 300)) for _ in range(3)]
+        ours = ours_on(group, parameters, **ADAMW)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        group.log.clear()
+        ours.step()
+        assert [entry.numel for entry in group.log if entry.kind == "exchange"] == [16]
+        return [entry.kind for entry in group.log]
+
+    for log in on_threads(2, body):
+        assert sorted(log) == ["all_gather"] * 4 + ["exchange"]
