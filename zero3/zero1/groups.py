@@ -37,14 +37,21 @@ def checked(given: Any, number: int) -> dict[str, Any]:
     if "params" not in given:
         raise ValueError(f"parameter group {number} has no 'params', but {sorted(given)}")
     group: dict[str, Any] = dict(given)
-    if isinstance(group["params"], Tensor | set):
-        return group  # torch knows what to do with either
+    if isinstance(group["params"], set):
+        return group  # torch refuses it
+    if isinstance(group["params"], Tensor):
+        group["params"] = [group["params"]]
     group["params"] = list(group["params"])
     seen: dict[int, int] = {}
     for place, item in enumerate(group["params"]):
         parameter = item[1] if isinstance(item, tuple) else item
         if seen.setdefault(id(parameter), place) != place:
             raise ValueError(f"parameters {seen[id(parameter)]} and {place} of group {number} are the same")
+        if getattr(parameter, "zero3_state", None) is not None:
+            raise ValueError(
+                f"parameter {place} of group {number} belongs to a sharded model, of which every rank holds another slice: an optimizer "
+                "over ranks is for models that every rank holds whole. Give zero3.get_trainable_chunk(model) to the plain optimizer"
+            )
         if isinstance(parameter, Tensor) and parameter.layout != torch.strided:
             raise ValueError(f"parameter {place} of group {number} is sparse, which has no parts to spread over ranks")
     return group
