@@ -102,14 +102,14 @@ def _check_groups(model: nn.Module, states: list[LayerState], optimizer: torch.o
         if not group["params"]:
             others = [other for other in optimizer.param_groups if other is not group]
             own = [f"{k}={v!r}" for k, v in group.items() if k != "params" and any(k not in o or o[k] is not v for o in others)]
+            label = f"group {number} of the {type(optimizer).__name__} ({', '.join(own) or 'no options of its own'})"
             names = [name for name, _, _ in named_parameters(model, states)]
             chunks = [name for name, _ in model.named_parameters()]
             raise ValueError(
-                f"group {number} of the {type(optimizer).__name__} ({', '.join(own) or 'no options of its own'}) is empty. Was it made by a "
-                f"filter over model.named_parameters()? These are {len(chunks)} flat chunks now ({_listed(chunks)}): no name or shape of the "
-                f"model's {len(names)} parameters ({_listed(names)}) is found among them, and all parameters of a chunk would get the "
-                "options of the group that holds it. zero3.param_groups(model, lambda name, info: {...}) makes groups by the parameters' "
-                "own names and shapes"
+                f"{label} is empty. Was it made by a filter over model.named_parameters()? These are {len(chunks)} flat chunks now "
+                f"({_listed(chunks)}): no name or shape of the model's {len(names)} parameters ({_listed(names)}) is found among them, and "
+                "all parameters of a chunk would get the options of the group that holds it. zero3.param_groups(model, lambda name, info: "
+                "{...}) makes groups by the parameters' own names and shapes"
             )
 
 
