@@ -48,8 +48,10 @@ class NamingFailures:
     def __exit__(self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None) -> None:
         if not isinstance(failure, RuntimeError) or isinstance(failure, torch.OutOfMemoryError):
             return
-        where = f" {self._subject.journal.where()}" if self._subject.journal is not None else ""
-        advice = "" if torch.is_grad_enabled() else f" {_OWN_PACE}"
+        where = advice = ""
+        if self._subject.journal is not None:
+            where = f" {self._subject.journal.where()}"
+            advice = "" if torch.is_grad_enabled() else f" {_OWN_PACE}"
         raise _of_transfer(
             f"rank {self._communicator.rank} of {self._communicator.world_size}: {self._doing} {self._subject.name} failed: {failure}\n"
             f"Most often another rank died or was cut off, or took another path through the model: its own error says why.{where}{advice}"

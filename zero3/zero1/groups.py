@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import agree
+from ..comm.communicator import Communicator
+from ..comm.factory import any_device_of, communicator_for
 from .buckets import Entry
 from .shards import NOT_OPTIONS, Shards
 
 __all__: list[str] = []
 
-MISTAKES = (ValueError, TypeError, RuntimeError)
 Groups = list[dict[str, Any]]
 
 
@@ -92,11 +93,27 @@ def mistake_in(body: Callable[[], object]) -> Exception | None:
     """What one rank may see alone is raised by all of them: kept until they meet."""
     try:
         body()
-    except MISTAKES as mistake:
-        return mistake
     except LookupError as mistake:  # of torch, about a state dict
         return ValueError(f"not found: {mistake}")
+    except Exception as mistake:
+        return mistake
     return None
+
+
+def communicators_of(process_group: Any, devices: Iterable[torch.device]) -> tuple[dict[torch.device, Communicator], Exception | None]:
+    """One a device; and what is wrong with the group, to be told to those who may wait: most likely they use the default one."""
+    devices = list(devices) or [any_device_of(process_group)]
+    try:
+        return {device: communicator_for(process_group, device) for device in devices}, None
+    except TypeError as mistake:
+        return {device: communicator_for(None, device) for device in devices}, mistake
+
+
+def check_devices(known: Iterable[torch.device], group: dict[str, Any]) -> None:
+    known = list(known)
+    foreign = next((parameter.device for parameter in group["params"] if parameter.device not in known), None)
+    if foreign is not None:
+        raise ValueError(f"parameters on {foreign} can't be added: the first ones were on {', '.join(map(str, known))}")
 
 
 def agree_on(shards: Shards, lines: list[str], error: Exception | None) -> None:

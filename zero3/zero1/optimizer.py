@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..comm.ddp import Joinable, Shadow, still_here
-from ..comm.factory import any_device_of, communicator_for, process_group_of
+from ..comm.factory import process_group_of
 from .buckets import Entry
 from .check import check_divisible
 from .ddp_overlap import DDPOverlap
-from .groups import MISTAKES, agree_on, checked, entries_of, line_of, line_of_group, listed, mistake_in, options_of
+from .groups import agree_on, check_devices, checked, communicators_of, entries_of, line_of, line_of_group, listed, mistake_in, options_of
 from .shards import Shards
 from .state import consolidate, local_state
 from .step import step
@@ -31,9 +32,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     must have the same gradients, as DDP's all-reduce leaves them. Parameters may be of several dtypes and devices.
 
     Args:
-        params: parameters, or dicts of them with options, as any torch optimizer takes them; (name, parameter) pairs too.
-            The option `whole=True` (of a group, or as a default) keeps each parameter on one rank and in its own shape,
-            for optimizers that need matrices.
+        params: parameters, or dicts of them with options, as any torch optimizer takes them; (name, parameter) pairs too. The option
+            `whole=True` (of a group, or as a default) keeps each parameter on one rank in its own shape, for optimizers of matrices.
         optimizer_class: makes the local optimizer. One that is not elementwise needs `whole=True`.
         process_group: None is the default group, or no group at all for a single process.
         parameters_as_bucket_view: parameters become views of flat buckets, which are gathered without copies.
@@ -41,8 +41,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         defaults: options for `optimizer_class`.
 
     Raises:
-        ValueError: no parameters, or one twice; an `optimizer_class` that makes no torch optimizer, or whose updates of
-            parts are not parts of its updates; ranks with different parameters or options. On every rank.
+        ValueError: no parameters, or one twice, or one of a sharded model; an `optimizer_class` that makes no torch optimizer, or whose
+            updates of parts are not parts of its updates; ranks with different parameters, options or flags. On every rank.
         TypeError: `params` is no iterable of tensors or dicts. On every rank.
     """
 
@@ -60,6 +60,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._defaults = {key: value for key, value in defaults.items() if key != "whole"}
         self._whole_by_default = bool(defaults.get("whole"))
         self._whole: list[bool] = []  # of each group
+        self._untried = False  # whether a class can be judged only at the first step, whose keywords it needs
         self._consolidated: dict[Tensor, dict[str, Any]] | None = None
         self._consolidated_at = 0  # the shards' count of updates
         error = mistake_in(lambda: Optimizer.__init__(self, listed(params), self._defaults))
@@ -68,14 +69,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _open(self, process_group: Any, overlapping: bool, viewed: bool, error: Exception | None) -> None:
         groups = [] if error else self.param_groups
-        entries = [self._entries_of(number) for number in range(len(groups))]
-        devices = dict.fromkeys(entry.parameter.device for group in entries for entry in group) or {any_device_of(process_group): None}
-        shards = Shards({d: communicator_for(process_group, d) for d in devices}, apart=overlapping, viewed=viewed and not overlapping)
+        entries = [entries_of(group, number, whole=self._whole[number]) for number, group in enumerate(groups)]
+        communicators, mistake = communicators_of(process_group, dict.fromkeys(e.parameter.device for group in entries for e in group))
+        shards = Shards(communicators, apart=overlapping, viewed=viewed and not overlapping)
         self.process_group = process_group_of(shards.communicator)
         self.rank, self.world_size = shards.communicator.rank, shards.communicator.world_size
         self._overlap = DDPOverlap(shards, self) if overlapping else None
-        lines = [line_of(entry) for group in entries for entry in group]
-        agree_on(shards, lines + self._options(groups), error or mistake_in(self._check_all))
+        lines = [f"overlap_with_ddp={bool(overlapping)}, parameters_as_bucket_view={bool(viewed)}"]
+        lines += [line_of(entry) for group in entries for entry in group] + self._options(groups)
+        agree_on(shards, lines, error or mistake or mistake_in(self._check_all))
         divided = [(held, options_of(group)) for held, group in zip(entries, groups, strict=True)]
         agree_on(shards, [], mistake_in(lambda: shards.create(self._make, divided, self._defaults)))
         self._shards = shards
@@ -88,7 +90,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Args:
             closure: computes the loss and the gradients anew; called once.
-            kwargs: for the local optimizer's `step`.
+            kwargs: for the local optimizer's `step`. One that needs some is judged at the first step, with copies of them.
 
         Returns:
             What `closure` returned, or else None. With `overlap_with_ddp=True` all is done already.
@@ -102,7 +104,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 loss = closure()
         if self._overlap is None:
             still_here(self)
-            step(self._opened, self.param_groups, kwargs)
+            error = mistake_in(lambda: self._check_all(kwargs)) if self._untried else None
+            step(self._opened, self.param_groups, kwargs, loss=loss, error=error)
             self._consolidated = None
         elif not self._overlap.hooked:
             raise RuntimeError(
@@ -114,7 +117,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def hook(self, ddp: Any, reduction: Callable[[Any, Any], Any] | None = None) -> Callable[[Any, Any], Any]:
         """What `overlap_with_ddp=True` needs once: `ddp.register_comm_hook(None, optimizer.hook(ddp))`.
 
-        From then on every backward of `ddp` updates the parameters, from the first one on; `step()` may be called or not.
+        Every backward of `ddp` then updates the parameters; `step()` may be called or not. Collective.
 
         Args:
             ddp: the `DistributedDataParallel` model whose parameters these are.
@@ -124,7 +127,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             A communication hook for `ddp`.
 
         Raises:
-            ValueError: made without `overlap_with_ddp=True`, a parameter that `ddp` lacks, or `find_unused_parameters=True`.
+            ValueError: made without `overlap_with_ddp=True`, a parameter that `ddp` lacks, `find_unused_parameters=True`; on every rank.
         """
         if self._overlap is None:
             raise ValueError("hook() is for ZeroRedundancyOptimizer(..., overlap_with_ddp=True); without it, call step()")
@@ -146,10 +149,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         before = len(self.param_groups)
         if (error := mistake_in(lambda: self._append(param_group))) is None:
             error = mistake_in(lambda: self._check_addition(before))
-        entries = self._entries_of(before) if len(self.param_groups) > before else []
+        added = self.param_groups[before:]
+        entries = entries_of(added[0], before, whole=self._whole[before]) if added else []
         try:
-            agree_on(self._shards, [line_of(entry) for entry in entries] + self._options(self.param_groups[before:], before), error)
-        except MISTAKES:
+            agree_on(self._shards, [line_of(entry) for entry in entries] + self._options(added, before), error)
+        except Exception:
             del self.param_groups[before:], self._whole[before:]
             raise
         self._shards.add(entries, options_of(self.param_groups[before]))
@@ -168,7 +172,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             TypeError: a state that could only be pickled; on every rank, by name.
         """
         shards = self._opened
-        wrong = None if 0 <= to < self.world_size else ValueError(f"to={to}, expected a rank from 0 to {self.world_size - 1}")
+        known = isinstance(to, int) and 0 <= to < self.world_size
+        wrong = None if known else ValueError(f"to={to!r}, expected a rank from 0 to {self.world_size - 1}")
         agree_on(shards, [f"consolidate_state_dict(to={to})"], wrong)
         self._consolidated, self._consolidated_at = consolidate(shards, to), shards.updates
 
@@ -212,7 +217,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         handle.remove()
         try:
             agree_on(shards, self._options(self.param_groups) if error is None else [], error)
-        except MISTAKES:
+        except Exception:
             self.param_groups = groups
             raise
         shards.load(taken, [options_of(group) for group in self.param_groups])
@@ -275,26 +280,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         super().add_param_group(group)
         self._whole.append(whole)
 
-    def _entries_of(self, number: int) -> list[Entry]:
-        return entries_of(self.param_groups[number], number, whole=self._whole[number])
-
     def _options(self, groups: list[dict[str, Any]], first: int = 0) -> list[str]:
         return [line_of_group(self._make, number, group) for number, group in enumerate(groups, first)]
 
-    def _check_all(self) -> None:
-        for number in range(len(self.param_groups)):
-            self._check(number)
+    def _check_all(self, keywords: dict[str, Any] | None = None) -> None:
+        """`keywords`: of `step()`, when they are known."""
+        self._untried = True
+        self._untried = not all(self._tried(number, keywords) for number in range(len(self.param_groups)))
 
-    def _check(self, number: int) -> None:
-        group, whole, one_by_one = self.param_groups[number], self._whole[number], self._overlap is not None
-        if group["params"]:
-            check_divisible(self._make, self._defaults, options_of(group), group["params"], whole=whole, one_by_one=one_by_one)
+    def _tried(self, number: int, keywords: dict[str, Any] | None = None) -> bool:
+        group, whole, alone = self.param_groups[number], self._whole[number], self._overlap is not None
+        check = partial(check_divisible, self._make, self._defaults, options_of(group), group["params"])
+        return not group["params"] or check(whole=whole, one_by_one=alone, keywords=keywords)
 
     def _check_addition(self, number: int) -> None:
         if self._overlap is not None and self._overlap.hooked:
             raise RuntimeError("with overlap_with_ddp=True, add parameter groups before hook(ddp): DDP reduces only what it was made with")
-        known = self._opened.communicators
-        foreign = next((parameter.device for parameter in self.param_groups[number]["params"] if parameter.device not in known), None)
-        if foreign is not None:
-            raise ValueError(f"parameters on {foreign} can't be added: the first ones were on {', '.join(map(str, known))}")
-        self._check(number)
+        check_devices(self._opened.communicators, self.param_groups[number])
+        self._untried = not self._tried(number) or self._untried
