@@ -9,6 +9,7 @@ from torch import nn
 
 from .comm.agreement import agree
 from .core.layer_state import LayerState
+from .core.pinning import pin, unpin, write_back
 from .layer import Zero3Layer, layers_of
 
 __all__: list[str] = []
@@ -55,7 +56,7 @@ def _pinned(module: nn.Module, caller: str, *, writeback: bool = False, to_compu
     pinned: list[LayerState] = []
     try:
         for state in states:
-            state.pin(to_compute=to_compute)
+            pin(state, to_compute=to_compute)
             pinned.append(state)
         error: BaseException | None = None
         try:
@@ -70,7 +71,7 @@ def _pinned(module: nn.Module, caller: str, *, writeback: bool = False, to_compu
         toggled = [name for state in pinned for name in _undo_toggles(state)]
         replaced = [f"{b.sites.name!r} of layer {state.label}" for state in pinned for b in state.parameters if b.sites.replaced()]
         for state in pinned:
-            state.unpin()
+            unpin(state)
     if toggled:
         raise RuntimeError(
             f"rank {rank}: requires_grad was changed inside full_params, of {', '.join(toggled)}. A chunk is "
@@ -166,7 +167,7 @@ def _write_back(states: list[LayerState], error: BaseException | None) -> None:
             return  # the user's own exception is on its way
         raise
     for state in states:
-        state.write_back()
+        write_back(state)
 
 
 def reset(model: nn.Module) -> None:

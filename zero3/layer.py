@@ -9,13 +9,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from .core.autograd import mark_upstream
+from .core.autograd import mark_upstream, tensors_in, uncached_autocast
 from .core.construction import Request, build_state
 from .core.layer_state import LayerState
 from .core.module_overrides import check_conversion, guard, refuse
 from .core.parameters import own_modules
 from .core.runtime import Runtime
-from .core.tree import tensors_in
 from .policy import ShardingPolicy
 
 __all__: list[str] = []
@@ -104,7 +103,7 @@ class Zero3Layer(nn.Module):
             return own
         own.reset()
         for layer in layers_of(self):
-            upstream.join(layer._state)
+            upstream.take_in(layer._state)
             layer._runtime = upstream
         return upstream
 
@@ -184,9 +183,8 @@ def run_sharded(runtime: Runtime, state: LayerState, entry: nn.Module, module: C
     """One forward of a sharded module: fetched before, released after. `entry`: what the user called, if it is the outermost."""
     with runtime.forward_pass(entry):
         runtime.pre_forward(state)
-        args, kwargs = state.casting.inputs(args, kwargs)
-        with _uncached_autocast():
-            output = state.casting.output(module(*args, **kwargs))
+        with state.forward_span, uncached_autocast():
+            output = state.call(module, *args, **kwargs)  # [F3]
         holder = module if isinstance(module, nn.Module) else entry
         return runtime.post_forward(state, output, kept=(args, kwargs, _attributes(holder)))
 
@@ -249,18 +247,3 @@ def _depths(module: nn.Module, depth: int, seen: set[nn.Module] | None = None) -
         for child in module._modules.values():
             if child is not None:
                 yield from _depths(child, depth, seen)
-
-
-class _uncached_autocast:
-    """Within a layer, autocast keeps no cast copies: they would outlive the layer's full parameters, and a step."""
-
-    __slots__ = ("_enabled",)
-
-    def __enter__(self) -> None:
-        self._enabled = torch.is_autocast_cache_enabled()
-        if self._enabled:
-            torch.set_autocast_cache_enabled(False)
-
-    def __exit__(self, *exc: object) -> None:
-        if self._enabled:
-            torch.set_autocast_cache_enabled(True)

@@ -1,8 +1,9 @@
-"""The journal of transfers: the same hash for the same transfers, compared now and then, told by errors."""
+"""The log of transfers: the same hash for the same transfers, compared now and then, told by errors."""
 
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,14 +12,18 @@ from torch import Tensor, nn
 from tests.support.processes import PROMPT, Rank, try_on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
-from zero3.comm.log import Journal
+from zero3.comm.log import Transfer, TransferLog
+
+
+class Layer(NamedTuple):
+    name: str
 
 
 def written(*entries: tuple[str, int]) -> int:
-    journal = Journal()
+    log = TransferLog()
     for doing, identity in entries:
-        journal.note(doing, "a layer", identity)
-    return journal.digest
+        log.entries.append(Transfer(doing, Layer("layer a"), 2 * identity + (doing == "gathering")))
+    return log.digest
 
 
 def test_a_hash_tells_transfers_layers_and_orders_apart() -> None:
@@ -35,13 +40,15 @@ def test_a_hash_tells_transfers_layers_and_orders_apart() -> None:
     assert written(*different[-1]) == written(*different[-1])
 
 
-def test_a_comparison_is_due_every_so_many_transfers() -> None:
-    journal, due = Journal(), []
+def test_the_log_keeps_the_latest_and_counts_all() -> None:
+    log = TransferLog()
     for number in range(10):
-        journal.note("gathering", "a layer", number)
-        due.append(journal.due(4))
-    assert [number for number, is_due in enumerate(due, 1) if is_due] == [4, 8]
-    assert not journal.due(0) and not journal.due(1)
+        log.entries.append(Transfer("gathering", Layer(f"layer {number}"), number))
+        if number % 3 == 0:
+            log.fold()
+    assert log.count == 10
+    assert log.where().endswith("transfer 10; the latest: gathering 6, gathering 7, gathering 8, gathering 9.")
+    assert log.count == 10 and not log.entries
 
 
 class Routed(nn.Module):

@@ -88,6 +88,8 @@ def poison(tensor: Tensor) -> None:
 class ThreadCommunicator:
     """The `Communicator` of one thread. `log` holds its collectives; `before` is called ahead of each (faults, delays)."""
 
+    takes_pieces = False
+
     def __init__(self, world: World, rank: int, place: str = "main") -> None:
         self.world, self.rank, self.world_size = world, rank, world.size
         self.log: list[Collective] = []
@@ -173,7 +175,9 @@ class ThreadCommunicator:
 class ThreadPartsCommunicator(ThreadCommunicator):
     """One that sends gradients from where they are, and adds its own only when it is waited for."""
 
-    def reduce_parts(self, shard: Tensor, parts: Sequence[Sequence[Tensor]]) -> _Late:
+    takes_pieces = True
+
+    def reduce_pieces(self, shard: Tensor, parts: Sequence[Sequence[Tensor]]) -> _Late:
         ends = list(accumulate(sum(piece.numel() for piece in pieces) for pieces in parts))
         arrive = self._post("reduce_scatter", torch.cat([piece for pieces in parts for piece in pieces]), ends[-1])
         poison(shard)

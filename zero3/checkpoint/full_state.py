@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..access import agree_to_gather, states_of
 from ..comm.agreement import agree
 from ..core.layer_state import LayerState
+from ..core.pinning import pin, pin_unloaded, unpin, write_back
 from ..names import named_tensors
 from .meta_buffers import initialise, put
 
@@ -39,12 +40,12 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
     agree_to_gather(states, "full_state_dict", not_a_dtype(dtype))
     values: dict[int, Tensor] = {}
     for state in _watched(states, "gathering layers"):
-        state.pin()
+        pin(state)
         try:
             if keeps:
                 values.update({id(b.sites.parameter): _copy(b.value, dtype) for b in state.parameters})
         finally:
-            state.unpin()
+            unpin(state)
     if not keeps:
         return {}
     return {name: values[id(tensor)] if id(tensor) in values else _copy(tensor, dtype) for name, tensor in named_tensors(model)}
@@ -94,14 +95,14 @@ def _load_others(model: nn.Module, states: list[LayerState], values: Mapping[int
 
 @torch.no_grad()
 def _load_layer(state: LayerState, values: Mapping[int, Tensor]) -> None:
-    state.pin_unloaded()
+    pin_unloaded(state)
     try:
         for sharded in state.parameters:
             if id(sharded.sites.parameter) in values:
                 sharded.value.copy_(values[id(sharded.sites.parameter)])
-        state.write_back()
+        write_back(state)
     finally:
-        state.unpin()
+        unpin(state)
 
 
 def _watched(states: list[LayerState], doing: str) -> Iterable[LayerState]:

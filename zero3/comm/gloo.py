@@ -51,6 +51,8 @@ class GlooCommunicator(GroupCommunicator):
     for each other in vain until the group's timeout, and don't take one layer's weights for another's.
     """
 
+    takes_pieces = True
+
     @cached_property
     def _memory(self) -> HostMemory:
         """Made at the first transfer, which all ranks take part in."""
@@ -78,9 +80,9 @@ class GlooCommunicator(GroupCommunicator):
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
         if full.is_cuda:
             return self._staged(partial(self.reduce_scatter, bounds=bounds), shard, full)
-        return self.reduce_parts(shard, [[each] for each in self._slices(full, bounds)])
+        return self.reduce_pieces(shard, [[each] for each in self._slices(full, bounds)])
 
-    def reduce_parts(self, shard: Tensor, parts: Sequence[Sequence[Tensor]]) -> Pending:
+    def reduce_pieces(self, shard: Tensor, parts: Sequence[Sequence[Tensor]]) -> Pending:
         if not any(piece.numel() for pieces in parts for piece in pieces):
             return Done()
         others = self._others()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -22,6 +22,8 @@ __all__: list[str] = []
 
 class GroupCommunicator:
     """A process group whose collectives are ordered by streams (NCCL) or by their handles (everything else)."""
+
+    takes_pieces = False
 
     def __init__(self, group: Any, backend: str) -> None:
         # Weakly: torch keeps a group until it is destroyed, and gloo's threads must not outlive that because a model does.
@@ -50,6 +52,9 @@ class GroupCommunicator:
         if bounds is None:
             return self._reduce_scatter(shard, full, group=self._group, async_op=not self._on_streams) or Done()
         return dist.reduce_scatter(shard, cut(full, bounds), group=self._group, async_op=not self._on_streams) or Done()
+
+    def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
+        raise NotImplementedError(f"{self._backend} reduces a buffer: takes_pieces is {self.takes_pieces}")
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self._group)

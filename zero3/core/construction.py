@@ -94,8 +94,8 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     examined = _examine(request, is_layer)
     note = examined.agree()
     communicator, device, label = examined.communicator, examined.device, examined.label
+    communicator.channel = int.from_bytes(note[:IDENTITY_BYTES], "little")
     state = LayerState(label, communicator, device, request.policy)
-    state.identity = communicator.channel = int.from_bytes(note[:IDENTITY_BYTES], "little")
     unloaded: set[str] = set()
     if note[IDENTITY_BYTES]:
         empty_on_rank_0 = communicator.exchange(bytes(examined.on_meta.values()), device)[0]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..access import full_params, get_trainable_chunk, states_of
 from ..comm.communicator import Communicator
-from ..core.gradient_types import DeferredGradient
+from ..core.gradient_types import reduce_deferred
 from ..policy import ShardingPolicy
 from ..shard import shard
 
@@ -112,9 +112,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Every trainable parameter's whole gradient under its own name; zeros where there is none. All ranks call it."""
     with full_params(model):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for part in get_trainable_chunk(model):
-        if isinstance(part.grad, DeferredGradient):
-            part.grad.is_sparse  # noqa: B018  has it reduced
+    reduce_deferred(part.grad for part in get_trainable_chunk(model))
     gradients = {}
     for state in states_of(model):
         for chunk in (chunk for chunk in state.chunks if chunk.shard.requires_grad):

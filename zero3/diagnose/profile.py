@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.profiler import record_function
 
 from ..access import states_of
 from ..comm.streams import Clock, Lane, Mark, Pending, clock_for
@@ -36,8 +35,7 @@ def profile(model: nn.Module) -> Iterator[Profile]:
         print(found)                                            # a line a layer, totals, bytes a second, advice
         found.draw("step.png")                                  # fetch, compute and backup lanes over time
 
-    Every rank may take its own, or one rank alone: no collectives are added. Under torch's profiler the layers are named
-    ("zero3 forward: layer 'h.3' (Block)", "zero3 fetch: ..."). On CUDA times are those of the streams, by events; the host is not
+    Every rank may take its own, or one rank alone: no collectives are added. On CUDA times are those of the streams, by events; the host is not
     made to wait before the end. On the CPU a transfer's end is seen when somebody waits for it.
 
     Args:
@@ -108,8 +106,7 @@ class _TimedMark:
             self._mark.wait()
             return
         stopped = clock.now()
-        with record_function(f"zero3 wait for {timed.kind}: {timed.layer}"):
-            self._mark.wait()
+        self._mark.wait()
         timed.stopped, timed.resumed = stopped, clock.now()
         timed.end = timed.end or timed.resumed
         if timed.nbytes:
@@ -138,9 +135,7 @@ class _Recorder:
             for chunk in state.chunks:
                 self._replace(chunk, "start_fetch", partial(self._start_fetch, state, chunk, chunk.start_fetch))
         for layer in layers_of(model):
-            labels: list[record_function] = []
-            self._undo.append(layer.register_forward_pre_hook(partial(self._enter, labels, layer._state)).remove)
-            self._undo.append(layer.register_forward_hook(partial(self._leave, labels), always_call=True).remove)
+            self._undo.append(layer.register_forward_hook(self._leave, always_call=True).remove)
         self._undo.append(model.register_forward_hook(self._forward_over, always_call=True).remove)
         self._start = self.clock.now()
 
@@ -178,25 +173,17 @@ class _Recorder:
 
     def _start_fetch(self, state: LayerState, chunk: Chunk, start_fetch: Callable[[Lane], None], lane: Lane) -> None:
         nbytes = _received(chunk, chunk.compute_dtype.itemsize)
-        with record_function(f"zero3 fetch: {state.subject.name}"):
-            start_fetch(_TimedLane(lane, self, state, "fetch", iter([nbytes])))
+        start_fetch(_TimedLane(lane, self, state, "fetch", iter([nbytes])))
 
-    def _back_up(self, state: LayerState, back_up: Callable[..., Any], lane: Lane, communicator: object, **options: bool) -> Any:
+    def _back_up(self, state: LayerState, back_up: Callable[..., Any], lane: Lane, communicator: object) -> Any:
         self._close()
         trained = [chunk for chunk in state.chunks if chunk.shard.requires_grad]
         sizes = [_received(chunk, state.policy.gradient_dtype(chunk.shard.dtype).itemsize) for chunk in trained]
-        with record_function(f"zero3 backup: {state.subject.name}"):
-            return back_up(_TimedLane(lane, self, state, "backup", iter(sizes)), communicator, **options)
+        return back_up(_TimedLane(lane, self, state, "backup", iter(sizes)), communicator)
 
     # -- around forwards
 
-    def _enter(self, labels: list[record_function], state: LayerState, *_: object) -> None:
-        labels.append(record_function(f"zero3 forward: {state.subject.name}"))
-        labels[-1].__enter__()  # type: ignore[no-untyped-call]
-
-    def _leave(self, labels: list[record_function], *_: object) -> None:
-        if labels:
-            labels.pop().__exit__(None, None, None)
+    def _leave(self, *_: object) -> None:
         if not inside_backward():
             self._close()
             if self._forwards:

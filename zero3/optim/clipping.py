@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..access import states_of
 from ..comm.errors import NamingFailures, Subject
-from ..core.gradient_types import DeferredGradient
+from ..core.gradient_types import reduce_deferred
 from .norms import gradients_to_measure
 
 __all__: list[str] = []
@@ -39,9 +39,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
         raise ValueError(f"norm_type must be positive and max_norm at least 0, found {norm_type} and {max_norm}")
     states = states_of(model)
     chunks = [part.parameter for state in states for chunk in state.chunks for part in chunk.parts]
-    for chunk in chunks:
-        if isinstance(chunk.grad, DeferredGradient):
-            chunk.grad.is_sparse  # noqa: B018  has it reduced, or raises: under `no_sync` it has no values yet
+    reduce_deferred(chunk.grad for chunk in chunks)
     filled = [gradient for gradient in gradients_to_measure(model, states) if gradient.numel()]
     maximum = math.isinf(norm_type)
     local = torch.zeros((), dtype=torch.float64, device=states[0].device)

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from ..core.autograd import as_plain_tensors
-from ..core.gradient_types import DeferredGradient
+from ..core.gradient_types import reduce_deferred
 
 __all__: list[str] = []
 
@@ -33,9 +33,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            if isinstance(parameter.grad, DeferredGradient):
-                parameter.grad.is_sparse  # noqa: B018  has it reduced, or raises: under `no_sync` it has no values yet
+        reduce_deferred(parameter.grad for group in optimizer.param_groups for parameter in group["params"])
         with as_plain_tensors():  # chunks' gradients would begin a reduction of their own
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         agreed = found_inf

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..access import states_of
 from ..comm.errors import NamingFailures, Subject
 from ..core.chunk import Chunk
-from ..core.gradient_types import DeferredGradient
+from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
 from .param_groups import named_parameters
 
@@ -42,9 +42,8 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
         raise ValueError(f'of must be "grad" or "param", found {of!r}')
     states = states_of(model)
     communicator, maximum = states[0].communicator, math.isinf(norm_type)
-    for gradient in [part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts]:
-        if isinstance(gradient, DeferredGradient):
-            gradient.is_sparse  # noqa: B018  has it reduced, on every rank, whether it has a piece of a parameter or not
+    # on every rank, whether it has a piece of a parameter or not
+    reduce_deferred(part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts)
     every = [(name, sharded) for name, _, sharded in named_parameters(model, states)]
     named = [(name, sharded) for name, sharded in every if of == "param" or sharded.chunk.shard.requires_grad]
     rows = {(sharded.chunk, sharded.index): row for row, (_, sharded) in enumerate(named)}

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from ..access import states_of
 from ..comm.errors import NamingFailures, Subject
-from ..core.accumulation import TOKENS
 from ..core.coordination import Action, ungated
-from ..core.gradient_types import DeferredGradient
-from ..core.layer_state import LayerState
+from ..core.gradient_types import TOKENS, DeferredGradient
+from ..core.layer_state import LayerState, reducers_of
 
 __all__: list[str] = []
 
@@ -49,8 +48,8 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
     try:
         _without_ranks(loss_sum, weights.share, states).backward()  # type: ignore[no-untyped-call]
     except BaseException:
-        for state in states:  # earlier gradients have been scaled for a sum that does not come
-            state.gradients.give_up()
+        for reducer in reducers_of(states):  # earlier gradients have been scaled for a sum that does not come
+            reducer.give_up()
         raise
     note(states, weights.total)
     return torch.where(weights.tokens > 0, weights.loss / weights.tokens, 0).to(loss_sum.dtype)
@@ -65,7 +64,7 @@ def _check(loss_sum: Tensor, num_tokens: int | Tensor, states: list[LayerState])
         )
     if not isinstance(num_tokens, Tensor) and num_tokens < 0:
         raise ValueError(f"rank {communicator.rank}: num_tokens must be 0 or more, found {num_tokens}")
-    if any(state.gradients.undecided for state in states):
+    if any(reducer.undecided for reducer in reducers_of(states)):
         raise ValueError(
             f"rank {communicator.rank}: a second zero3.backward inside one zero3.step_guard: of how many tokens the first one's gradients "
             "are the mean counts when the guard ends. Give each micro-batch a guard of its own."
@@ -87,22 +86,21 @@ def weigh(states: list[LayerState], tokens: int | Tensor, loss: float | Tensor) 
     counts[0] = tokens
     counts[1] = loss
     counts[2:] = _so_far(states, counts.new_zeros(2))
-    states[0].watch.recorder("count")
     communicator = ungated(states[0].communicator)
     with NamingFailures(communicator, "counting", Subject("the tokens of the micro-batch")):
         communicator.all_reduce(counts)
     so_far = counts[2] / counts[3].clamp(min=1)
     total = counts[0] + so_far
     share = torch.where(total > 0, 1 / total, 0)
-    for state in states:
-        state.gradients.scale(so_far * share)
+    for reducer in reducers_of(states):
+        reducer.scale(so_far * share)
     return Weights(counts[0], counts[1], total, share)
 
 
 def note(states: list[LayerState], total: Tensor) -> None:
     """After the backward: gradients are now the mean over `total` tokens."""
-    for state in states:
-        state.gradients.note_tokens(total)
+    for reducer in reducers_of(states):
+        reducer.note_tokens(total)
 
 
 def _without_ranks(loss_sum: Tensor, share: Tensor, states: list[LayerState]) -> Tensor:
