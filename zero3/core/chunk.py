@@ -73,6 +73,10 @@ class Part(NamedTuple):
     stop: int
     whole: bool = False  # one of the model's parameters, in its own shape
 
+    def of(self, flat: Tensor) -> Tensor:
+        """Its elements of `flat` `[S]`, in its shape."""
+        return flat[self.start : self.stop].view(self.parameter.shape)
+
 
 class Chunk:
     """One dtype's trainable or frozen parameters of a layer. Glossary: shard `[S]`, full `[W*S]`, views in slots' shapes."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from ..comm.agreement import agree
+from ..comm.communicator import Communicator
 from ..policy import ShardingPolicy
 from .autograd import inside_backward
 from .coordination import Action
@@ -34,8 +35,9 @@ class LearnedOrder:
 
     counts_every_call = False
 
-    def __init__(self, expected: Iterable[LayerState], policy: ShardingPolicy) -> None:
+    def __init__(self, expected: Iterable[LayerState], communicator: Communicator, policy: ShardingPolicy) -> None:
         self.calls: ForwardOrder[LayerState | None] = ForwardOrder(expected)  # None: between outermost modules
+        self._communicator = communicator
         self._depth = policy.prefetch_depth
         self._compare_every = policy.compare_every
         self._due = policy.compare_every or _FOLD_EVERY  # at so many transfers the log is looked at
@@ -60,7 +62,7 @@ class LearnedOrder:
     def _compare(self, first: LayerState) -> None:
         if self._compare_every > 1:  # at 1 they are compared one by one
             with first.gate.passing(Action.AGREE, first):
-                agree(first.communicator, first.device, "the transfers made so far", [first.log.summary()])
+                agree(self._communicator, first.device, "the transfers made so far", [first.log.summary()])
 
     def enter(self, state: LayerState, passes: Passes) -> list[LayerState]:
         """`state` is called, as the other ranks foresee, or are asked. Returns the layers to prefetch.
@@ -72,7 +74,7 @@ class LearnedOrder:
         if not self.calls.advance(state):
             place = f"the layer called as number {self.calls.position} of a forward"
             with state.gate.compare(state, place, [state.name_among_ranks]):
-                agree(state.communicator, state.device, place, [state.name_among_ranks])
+                agree(self._communicator, state.device, place, [state.name_among_ranks])
         upcoming = self.calls.upcoming(self._depth)
         return [layer for layer in upcoming[: upcoming.index(None) if None in upcoming else None] if layer is not None]
 

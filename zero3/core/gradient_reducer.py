@@ -101,8 +101,8 @@ class GradientReducer:
     def _take(self, landed: Tensor, summed: Tensor) -> None:
         for part in self._chunk.parts:
             if part.parameter.requires_grad:
-                gradient = self._typed(_range(landed, part), part)
-                accumulate(part.parameter, gradient, _range(summed, part) if self._narrows else None)
+                gradient = self._typed(part.of(landed), part)
+                accumulate(part.parameter, gradient, part.of(summed) if self._narrows else None)
 
     def _typed(self, gradient: Tensor, part: Part) -> Tensor:
         if self.communicator.world_size == 1:
@@ -283,7 +283,6 @@ class LayerGradients:
             raise
 
     def keep(self) -> None:
-        """Leaves them for a later backward."""
         for chunk, reducer in self.reducers.items():
             if chunk.shard.requires_grad:
                 reducer.keep(self)
@@ -301,7 +300,3 @@ class LayerGradients:
         if not self.holds:
             for reducer in self.reducers.values():
                 reducer.commit()
-
-
-def _range(flat: Tensor, part: Part) -> Tensor:
-    return flat[part.start : part.stop].view(part.parameter.shape)

@@ -93,7 +93,7 @@ class LayerState:
     @label.setter
     def label(self, label: str) -> None:
         self.subject.name = f"layer {label}"
-        names = ("fetch", "wait for", "forward of", "backup of", "release")
+        names = ("fetch", "wait", "forward", "backup", "release")
         self.fetch_span, self.wait_span, self.forward_span, self.backup_span, self.release_span = (
             profiler_label(f"zero3::{name} {self.subject.name}") for name in names
         )

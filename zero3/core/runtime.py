@@ -40,7 +40,7 @@ class Runtime:
         self._order: LearnedOrder | DynamicOrder = (
             DynamicOrder(zip(layers, depths, strict=True), policy.prefetch_depth)
             if policy.dynamic
-            else LearnedOrder(layers if ordered else (), policy)
+            else LearnedOrder(layers if ordered else (), first.communicator, policy)
         )
         backups = first.communicator.duplicate() if policy.separate_backup_group else first.communicator
         self._backward = Backward(self._stack, first.communicator, backups, first.device, policy.prefetch_depth)

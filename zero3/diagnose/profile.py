@@ -35,8 +35,8 @@ def profile(model: nn.Module) -> Iterator[Profile]:
         print(found)                                            # a line a layer, totals, bytes a second, advice
         found.draw("step.png")                                  # fetch, compute and backup lanes over time
 
-    Every rank may take its own, or one rank alone: no collectives are added. On CUDA times are those of the streams, by events; the host is not
-    made to wait before the end. On the CPU a transfer's end is seen when somebody waits for it.
+    Every rank may take its own, or one rank alone: no collectives are added. On CUDA times are those of the streams, by
+    events; the host is not made to wait before the end. On the CPU a transfer's end is seen when somebody waits for it.
 
     Args:
         model: a sharded model, or a part of one.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol
 
 import torch
 
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
-from ..core.coordination import Action
+from ..core.coordination import Action, Activity
 from ..core.layer_state import LayerState
 
 __all__: list[str] = []
@@ -57,3 +59,23 @@ class Announcements:
             Action.LOOK: "begins a forward",
             Action.TOKENS: "counts tokens",
         }[Action(code >> _LAYER_BITS)]
+
+
+class EntersActivities(Protocol):
+    def enter(self, kind: Activity) -> None: ...
+
+    def leave(self, kind: Activity, error: BaseException | None = None) -> None: ...
+
+
+class Doing:
+    """A forward or a backward of this rank. A backward that raises never leaves it."""
+
+    def __init__(self, coordinator: EntersActivities, activity: Activity) -> None:
+        self._coordinator = coordinator
+        self._activity = activity
+
+    def __enter__(self) -> None:
+        self._coordinator.enter(self._activity)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._coordinator.leave(self._activity, error)

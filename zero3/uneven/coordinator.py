@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -27,7 +26,7 @@ from ..core.coordination import Action, Activity, GatedCommunicator, gate_for, u
 from ..core.layer_state import LayerState
 from ..core.runtime import Runtime
 from ..optim.token_mean import note, weigh
-from .announcements import Announcements
+from .announcements import Announcements, Doing
 from .changes import StateChanges
 from .headcount import Headcount, said
 from .participation import help_with
@@ -93,7 +92,7 @@ class JoinCoordinator:
     # -- on a rank that has data
 
     def doing(self, activity: Activity) -> AbstractContextManager[None]:
-        return _Doing(self, activity)
+        return Doing(self, activity)
 
     def gather(self, layer: object) -> AbstractContextManager[None]:
         return self.passing(Action.GATHER, layer)
@@ -286,20 +285,6 @@ class JoinCoordinator:
         self._abort()
         if announced:
             raise RuntimeError(f"rank {rank}: some ranks have no data left, and {reason}.")
-
-
-class _Doing:
-    """A forward or a backward of this rank. A backward that raises never leaves it."""
-
-    def __init__(self, coordinator: JoinCoordinator, activity: Activity) -> None:
-        self._coordinator = coordinator
-        self._activity = activity
-
-    def __enter__(self) -> None:
-        self._coordinator.enter(self._activity)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._coordinator.leave(self._activity, error)
 
 
 def _average_over(state: LayerState, ranks: int) -> None:
