@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 from .core.autograd import mark_upstream, tensors_in, uncached_autocast
 from .core.construction import Request, build_state
 from .core.layer_state import LayerState
-from .core.module_overrides import check_conversion, guard, refuse
+from .core.module_overrides import Override, check_conversion, guard, refuse
 from .core.parameters import own_modules
 from .core.runtime import Runtime
 from .policy import ShardingPolicy
@@ -187,6 +189,21 @@ def run_sharded(runtime: Runtime, state: LayerState, entry: nn.Module, module: C
             output = state.call(module, *args, **kwargs)  # [F3]
         holder = module if isinstance(module, nn.Module) else entry
         return runtime.post_forward(state, output, kept=(args, kwargs, _attributes(holder)))
+
+
+class RootEntry(Override):
+    """The `forward` of a module outside the layers of a sharded model: it enters the root's own layer first."""
+
+    def __init__(self, module: nn.Module, root: LayerState, runtime: Runtime) -> None:
+        super().__init__(module, "forward", run_sharded)
+        self._root, self._runtime = weakref.ref(root), weakref.ref(runtime)  # its layers hold the runtime, the model the root
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, root, runtime = self._module(), self._root(), self._runtime()
+        if module is None or root is None or runtime is None:
+            raise RuntimeError(f"the sharded model that this {self._plain.__qualname__} belongs to is gone")
+        forward = self._own or partial(self._plain, module)
+        return forward(*args, **kwargs) if runtime.is_running(root) else run_sharded(runtime, root, module, forward, args, kwargs)
 
 
 _PARTS = frozenset({bool, int, float, str, dict, OrderedDict, set, type(None)})  # of any module; by type, for that is told at once

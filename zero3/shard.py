@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -15,10 +14,9 @@ from .auto_wrap import CONTAINERS, Layers, choose, tied_across
 from .core.construction import Request, agree_on, build_state, device_of
 from .core.layer_state import LayerState
 from .core.layout import megabytes
-from .core.module_overrides import Override, guard
+from .core.module_overrides import guard
 from .core.parameters import check_parameters, find_parameters, own_modules
-from .core.runtime import Runtime
-from .layer import Zero3Layer, adopt, is_layer, layers_of, run_sharded
+from .layer import RootEntry, Zero3Layer, adopt, is_layer, layers_of
 from .policy import ShardingPolicy
 
 __all__: list[str] = []
@@ -73,7 +71,7 @@ def shard(
     for request in plan.layers:
         _put(model, request.module, Zero3Layer.from_request(request))
     root = build_state(plan.root, is_layer)
-    _Root(root, model)
+    _enter_through_root(root, model)
     _report(model, root)
     return model
 
@@ -136,31 +134,20 @@ def _put(model: nn.Module, module: nn.Module, layer: Zero3Layer) -> None:
                 owner._modules[name] = layer
 
 
-class _Root:
-    """The model's own layer, and what makes every module outside the layers an entry to the model.
+def _enter_through_root(state: LayerState, model: nn.Module) -> None:
+    """Gives the model its own layer, and makes every module outside the layers an entry to the model.
 
     Models are not only called as a whole: generation calls an encoder by itself, users call `model.get_decoder()`. So each
     of these modules runs with the root's own layer fetched.
     """
-
-    def __init__(self, state: LayerState, model: nn.Module) -> None:
-        state.registry = model._parameters
-        model._parameters.update(state.chunk_names())
-        model.__dict__["_zero3_root"] = state
-        self._state = weakref.ref(state)
-        self._runtime: weakref.ref[Runtime] = weakref.ref(adopt(model, ordered=False, outer=[state]))  # its layers hold it
-        for _, module in own_modules(model, is_layer):
-            guard(module, is_layer, lists_chunks=module is model)
-            if not isinstance(module, CONTAINERS):
-                Override(module, "forward", self._forward)
-
-    def _forward(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        state, runtime = self._state(), self._runtime()
-        if state is None or runtime is None:
-            raise RuntimeError(f"the sharded model that this {type(module).__name__} belongs to is gone")
-        if runtime.is_running(state):
-            return forward(*args, **kwargs)
-        return run_sharded(runtime, state, module, forward, args, kwargs)
+    state.registry = model._parameters
+    model._parameters.update(state.chunk_names())
+    model.__dict__["_zero3_root"] = state
+    runtime = adopt(model, ordered=False, outer=[state])
+    for _, module in own_modules(model, is_layer):
+        guard(module, is_layer, lists_chunks=module is model)
+        if not isinstance(module, CONTAINERS):
+            RootEntry(module, state, runtime)
 
 
 def _report(model: nn.Module, root: LayerState) -> None:

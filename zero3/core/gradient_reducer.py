@@ -223,10 +223,8 @@ class LayerGradients:
         """The same parameters in other chunks."""
         before, self.reducers = self.reducers, {}
         for chunk in chunks:
-            if chunk in before:
-                self.reducers[chunk] = before[chunk]
-            else:
-                self.add_chunk(chunk)
+            self.add_chunk(chunk)
+            self.reducers[chunk] = before.get(chunk, self.reducers[chunk])
         for sharded in parameters:
             self.hook(sharded)
 
