@@ -88,24 +88,3 @@ class ShardingPolicy:
         """Only what was chosen: the rest is as in the documentation."""
         chosen = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
         return f"ShardingPolicy({', '.join(chosen)})"
-
-    @property
-    def shards_parameters(self) -> bool:
-        return self.stage == 3
-
-    @property
-    def shards_gradients(self) -> bool:
-        return self.stage > 1
-
-    @property
-    def keeps_until_backward(self) -> bool:
-        """Whether full parameters stay between a layer's forward and its backward."""
-        return not self.reshard_after_forward or not self.shards_parameters
-
-    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """Of a full buffer whose chunk is stored in `stored`."""
-        return self.param_dtype if self.param_dtype is not None and stored.is_floating_point else stored
-
-    def gradient_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """Of the full gradient of a chunk that is stored in `stored`, and on the way."""
-        return self.reduce_dtype if self.reduce_dtype is not None and stored.is_floating_point else self.compute_dtype(stored)

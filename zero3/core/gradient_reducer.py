@@ -18,6 +18,7 @@ from .accumulation import TOKENS, accumulate, scale_gradient
 from .chunk import Chunk, Part
 from .gradient_buffer import GradientBuffer
 from .gradient_types import DeferredGradient, PieceGradient, ShardGradient, WholeGradient
+from .policy_facts import gradient_dtype
 
 __all__: list[str] = []
 
@@ -59,7 +60,7 @@ class GradientReducer:
         self.communicator = communicator
         self.averaged_over = communicator.world_size  # ranks; fewer where some have run out of data
         self._mean = policy.gradient_reduction == "mean"
-        self._dtype = policy.gradient_dtype(chunk.shard.dtype)
+        self._dtype = gradient_dtype(policy, chunk.shard.dtype)
         # fp16 overflows at 65504: there a part of the mean's division comes before the sum
         self._divide_first = 1 << (communicator.world_size.bit_length() - 1) // 2 if self._mean and self._dtype == torch.float16 else 1
         self._naming = naming  # of the layer, around transfers that may fail

@@ -16,6 +16,7 @@ from .autograd import accumulates_into, as_plain_tensors
 from .chunk import Chunk
 from .gradient_reducer import Backup, GradientReducer
 from .parameters import ShardedParameter
+from .policy_facts import shards_gradients
 from .transfer_log import TransferWatch
 
 __all__: list[str] = []
@@ -83,7 +84,7 @@ class LayerGradients:
 
     def settle(self) -> bool:
         """Has gradients reduced that have stayed whole, if it is not `no_sync` that keeps them."""
-        if self._policy.shards_gradients or self.deferrals or self._on_look is None:
+        if shards_gradients(self._policy) or self.deferrals or self._on_look is None:
             return False
         self._on_look()
         return True
@@ -115,7 +116,7 @@ class LayerGradients:
     @property
     def deferred(self) -> bool:
         """Whether reductions wait. On one rank there are none to save, and memory to lose."""
-        return (self.deferrals > 0 or not self._policy.shards_gradients) and self._communicator.world_size > 1
+        return (self.deferrals > 0 or not shards_gradients(self._policy)) and self._communicator.world_size > 1
 
     @property
     def reduction(self) -> str:

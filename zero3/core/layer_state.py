@@ -19,6 +19,7 @@ from .coordination import Action, Gate, OpenGate
 from .flat import not_a_number
 from .layer_gradients import LayerGradients
 from .parameters import Owner, ParameterSites, ShardedParameter, remember_order, restore_order, show_all
+from .policy_facts import shards_parameters
 from .transfer_log import TransferWatch
 
 __all__: list[str] = []
@@ -159,7 +160,7 @@ class LayerState:
 
     def release_or_keep(self) -> None:
         """Where layers are released as a matter of course: those that the policy keeps whole are only hidden."""
-        if self.policy.shards_parameters or self.presence is Presence.FETCHING:
+        if shards_parameters(self.policy) or self.presence is Presence.FETCHING:
             self.release()
         else:
             self.keep()

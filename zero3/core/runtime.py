@@ -21,6 +21,7 @@ from .autograd import graph_clock, inside_backward, nodes_since
 from .backward import Backward, Frame, LayerTrace
 from .coordination import Action, Activity
 from .layer_state import LayerState, Presence
+from .policy_facts import keeps_until_backward, shards_parameters
 from .schedule import CallTrace, Event, ForwardOrder, StaticOrder
 from .tree import tensors_in
 
@@ -238,13 +239,13 @@ class Runtime:
     def _release_lingering(self, keep: Iterable[LayerState]) -> None:
         kept = set(keep)
         for state in self._lingering:
-            if state not in kept and not state.policy.keeps_until_backward:
+            if state not in kept and not keeps_until_backward(state.policy):
                 self._backward.release(state)
         self._lingering = [state for state in self._lingering if state.presence is not Presence.RELEASED]
 
     def _drop_stale(self) -> None:
         """Layers that stayed whole are gathered anew where any rank's chunk has changed since."""
-        whole = [state for state in self.layers if state.chunks and not state.policy.shards_parameters and not state.resident]
+        whole = [state for state in self.layers if state.chunks and not shards_parameters(state.policy) and not state.resident]
         if not whole or self._communicator.world_size == 1:
             return
         is_stale = torch.stack([state.is_stale() for state in whole]).to(torch.uint8)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..access import full_params, get_trainable_chunk, states_of
 from ..comm.communicator import Communicator
 from ..core.gradient_types import DeferredGradient
+from ..core.policy_facts import compute_dtype, gradient_dtype
 from ..policy import ShardingPolicy
 from ..shard import shard
 
@@ -135,7 +136,7 @@ def _default_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _tolerance(dtype: torch.dtype, policy: ShardingPolicy) -> float:
-    narrowest = min(each.itemsize for each in (dtype, policy.compute_dtype(dtype), policy.gradient_dtype(dtype)))
+    narrowest = min(each.itemsize for each in (dtype, compute_dtype(policy, dtype), gradient_dtype(policy, dtype)))
     return _OF_HALF if narrowest < 4 else _OF_SINGLE if narrowest < 8 else _OF_DOUBLE
 
 

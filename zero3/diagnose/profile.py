@@ -20,6 +20,7 @@ from ..comm.streams import Clock, Lane, Mark, Pending, clock_for
 from ..core.autograd import inside_backward
 from ..core.chunk import Chunk
 from ..core.layer_state import LayerState
+from ..core.policy_facts import gradient_dtype
 from ..layer import layers_of
 from .timeline import Kind, Phase, Profile, Span, Transfer
 
@@ -184,7 +185,7 @@ class _Recorder:
     def _back_up(self, state: LayerState, back_up: Callable[..., Any], lane: Lane, communicator: object, **options: bool) -> Any:
         self._close()
         trained = [chunk for chunk in state.chunks if chunk.shard.requires_grad]
-        sizes = [_received(chunk, state.policy.gradient_dtype(chunk.shard.dtype).itemsize) for chunk in trained]
+        sizes = [_received(chunk, gradient_dtype(state.policy, chunk.shard.dtype).itemsize) for chunk in trained]
         with record_function(f"zero3 backup: {state.subject.name}"):
             return back_up(_TimedLane(lane, self, state, "backup", iter(sizes)), communicator, **options)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress
-from typing import Literal
 
 import torch
 from torch import nn
@@ -12,6 +12,8 @@ from torch import nn
 from ..access import states_of
 from ..core.layer_state import LayerState
 from ..core.layout import megabytes
+from ..core.policy_facts import gradient_dtype, shards_gradients, shards_parameters
+from ..policy import ShardingPolicy
 
 __all__: list[str] = []
 
@@ -66,24 +68,24 @@ def report(model: nn.Module) -> Report:
         gradients=sum(part.nbytes for state in states for part in state.trainable()),
         gathered=gathered,
         full_parameters=_at_once(
-            states, [state.full_nbytes() * (not all(c.resident for c in state.chunks)) for state in states], "parameters"
+            states, [state.full_nbytes() * (not all(c.resident for c in state.chunks)) for state in states], shards_parameters
         ),
-        full_gradients=_at_once(states, [_gradient_nbytes(state) for state in states], "gradients"),
+        full_gradients=_at_once(states, [_gradient_nbytes(state) for state in states], shards_gradients),
         policies=tuple(dict.fromkeys(repr(state.policy) for state in states)),
     )
 
 
 def _gradient_nbytes(state: LayerState) -> int:
     return sum(
-        chunk.layout.padded_numel * state.policy.gradient_dtype(chunk.shard.dtype).itemsize
+        chunk.layout.padded_numel * gradient_dtype(state.policy, chunk.shard.dtype).itemsize
         for chunk in state.chunks
         if chunk.shard.requires_grad
     )
 
 
-def _at_once(states: list[LayerState], sizes: list[int], what: Literal["parameters", "gradients"]) -> int:
+def _at_once(states: list[LayerState], sizes: list[int], sharded: Callable[[ShardingPolicy], bool]) -> int:
     """The most that `d + 1` layers take, and all of those that stay whole."""
-    whole = [not getattr(state.policy, f"shards_{what}") for state in states]
+    whole = [not sharded(state.policy) for state in states]
     moving = sorted(size for size, stays in zip(sizes, whole, strict=True) if not stays)
     return sum(moving[-(states[0].policy.prefetch_depth + 1) :]) + sum(compress(sizes, whole))
 

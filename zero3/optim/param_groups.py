@@ -14,6 +14,7 @@ from ..comm.agreement import agree
 from ..core.layer_state import LayerState, Presence
 from ..core.layout import Slot
 from ..core.parameters import ShardedParameter
+from ..core.policy_facts import shards_gradients
 from ..names import named_tensors
 from .pieces import Choice, divide, placeholder
 from .whole_parameters import Family, families, new_cuts, repartition
@@ -98,7 +99,7 @@ def _divided(states: list[LayerState], found: list[Family], plan: _Plan) -> list
 
 def _check(states: list[LayerState]) -> None:
     for state in states:
-        if not state.policy.shards_gradients and state.communicator.world_size > 1:
+        if not shards_gradients(state.policy) and state.communicator.world_size > 1:
             raise ValueError(
                 "param_groups with stage=1, where gradients are reduced when an optimizer first looks at one: a rank may have nothing "
                 "of a group to look at, and the others would wait for it. Use stage 2 or 3"

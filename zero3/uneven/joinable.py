@@ -13,6 +13,7 @@ from ..comm.agreement import agree
 from ..comm.ddp import Joinable, Shadow, still_here
 from ..comm.factory import process_group_of
 from ..core.coordination import ungated
+from ..core.policy_facts import shards_gradients
 from ..core.runtime import Runtime
 from ..layer import adopt, layers_of
 from ..sequential import Zero3Sequential
@@ -70,7 +71,7 @@ class JoinableModel(Joinable):
             raise ValueError("the model's layers are on different process groups: Join needs one")
         if first.policy.dynamic:
             raise ValueError("policy.dynamic=True, expected False: ranks without data can't follow forwards that leave out layers")
-        if whole := next((state for state in (first, *others) if not state.policy.shards_gradients), None):
+        if whole := next((state for state in (first, *others) if not shards_gradients(state.policy)), None):
             raise ValueError(f"layer {whole.label} has policy.stage=1, expected 2 or 3: ranks without data can't follow its reductions")
         self._model = model
         self._device = first.device

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..comm.agreement import agree
 from ..core.coordination import Action
 from ..core.layer_state import LayerState
+from ..core.policy_facts import shards_parameters
 from ..core.runtime import Runtime
 
 __all__: list[str] = []
@@ -27,7 +28,7 @@ def help_with(action: Action, state: LayerState, runtime: Runtime) -> None:
 
 
 def _help_fetch(state: LayerState) -> None:
-    if state.policy.shards_parameters:
+    if shards_parameters(state.policy):
         for chunk in state.chunks:
             chunk.help_fetch()
     else:  # it stays whole here too
