@@ -61,7 +61,7 @@ class Zero3Layer(nn.Module):
         self._wrap(Request(module, rank, world_size, device, dtype, policy, process_group))
 
     @classmethod
-    def from_request(cls, request: Request) -> Zero3Layer:
+    def _from_request(cls, request: Request) -> Zero3Layer:
         """For `shard`, which says more about a layer than a user needs to."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)

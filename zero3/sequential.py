@@ -36,12 +36,12 @@ class Zero3Sequential(nn.Module):
         self._layers = tuple(layers)
 
     def forward(self, x: Any) -> Any:
-        with self.shared_runtime().forward_pass(self):
+        with self._shared_runtime().forward_pass(self):
             for layer in self._layers:
                 x = layer(x)
             return x
 
-    def shared_runtime(self) -> Runtime:
+    def _shared_runtime(self) -> Runtime:
         """Of all its layers; made at the first call."""
         runtime = self._layers[0]._runtime
         if runtime is None or any(layer._runtime is not runtime for layer in self._layers):

@@ -71,7 +71,7 @@ def shard(
     common = Request(model, rank, world_size, device, dtype, one, process_group, label=f"the root ({type(model).__name__})")
     plan = _agreed_plan(common, layers, policy)
     for request in plan.layers:
-        _put(model, request.module, Zero3Layer.from_request(request))
+        _put(model, request.module, Zero3Layer._from_request(request))
     root = build_state(plan.root, is_layer)
     _Root(root, model)
     _report(model, root)

@@ -121,7 +121,7 @@ def runtimes_of(model: nn.Module) -> list[Runtime]:
     """Made now, on all ranks: one without data would never come to make its own."""
     layers = layers_of(model)
     if isinstance(model, Zero3Sequential):
-        return [model.shared_runtime()]
+        return [model._shared_runtime()]
     if any(layer._runtime is None for layer in layers):
         return [adopt(model, ordered=False)]
     return list(dict.fromkeys(layer._runtime for layer in layers if layer._runtime is not None))
