@@ -29,24 +29,29 @@ __all__: list[str] = []
 
 @contextmanager
 def profile(model: nn.Module) -> Iterator[Profile]:
-    """Inside, steps of `model` are timed: how long each layer computed, and was waited for. Complete when the context is left.
+    """Context that times the steps of a model: how long each layer computed, and how long it was waited for.
 
-        with zero3.profile(model) as found:
-            for _ in range(5):
-                train_step()
-        print(found)                                            # a line a layer, totals, bytes a second, advice
-        found.draw("step.png")                                  # fetch, compute and backup lanes over time
-
-    Every rank may take its own, or one rank alone: no collectives are added. Under torch's profiler the layers are named
-    ("zero3 forward: layer 'h.3' (Block)", "zero3 fetch: ..."). On CUDA times are those of the streams, by events; the host is not
-    made to wait before the end. On the CPU a transfer's end is seen when somebody waits for it.
+    Every rank may enter it by itself: no collectives are added. Under torch's profiler the layers are named ("zero3 forward: layer
+    'h.3' (Block)", "zero3 fetch: ..."). On CUDA times are those of the streams, by events, and the host waits at the end only. On
+    the CPU the end of a transfer is seen when somebody waits for it.
 
     Args:
-        model: a sharded model, or a part of one.
+        model: A sharded model, or a part of one.
+
+    Yields:
+        A `Profile`, which is complete when the context is left.
 
     Raises:
-        ValueError: nothing in `model` is sharded.
+        ValueError: Nothing in `model` is sharded.
         RuntimeError: `model` is being profiled already.
+
+    Example::
+
+        with zero3.profile(model) as found:
+            for batch in batches:
+                loss_of(model, batch).backward()
+        print(found)
+        found.draw(f"{directory}/step.png")
     """
     states = states_of(model)
     recorder = _Recorder(clock_for(states[0].device))
@@ -165,7 +170,7 @@ class _Recorder:
         transfers = [
             Transfer(t.layer, t.kind, t.phase, t.nbytes, at(t.begin), at(t.end), at(t.stopped), at(t.resumed)) for t in self.transfers
         ]
-        result.finish(at(self._stop), spans, transfers, prefetch_depth)
+        result._finish(at(self._stop), spans, transfers, prefetch_depth)
 
     # -- in place of methods
 

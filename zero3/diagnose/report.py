@@ -20,17 +20,30 @@ __all__: list[str] = []
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Bytes on one rank. `str` of it is the line to print at the start; optimizer state comes on top."""
+    """What one rank holds of a model, in bytes. `str(report)` is one line to print; the optimizer's state comes on top.
+
+    Attributes:
+        rank: The rank that this is about.
+        world_size: The number of ranks.
+        layers: The number of layers, the root's own included.
+        parameters: Elements of the whole model, trainable and frozen.
+        chunks: Bytes by kind and dtype, such as `"trainable float32"`.
+        gradients: Bytes of the trainable chunks' gradients.
+        gathered: Bytes of all layers' full buffers by dtype; a step holds `full_parameters` of them at once.
+        full_parameters: The most bytes of full buffers that a step may hold: those of the largest layers, were they neighbours.
+        full_gradients: The most bytes of full gradients that a step holds.
+        policies: The distinct policies, as text.
+    """
 
     rank: int
     world_size: int
     layers: int
-    parameters: int  # of the whole model, trainable and frozen
-    chunks: dict[str, int]  # bytes by kind and dtype: "trainable float32"
-    gradients: int  # bytes of the trainable chunks' gradients
-    gathered: dict[str, int]  # bytes of all layers' full buffers, by dtype; `full_parameters` of it at once
-    full_parameters: int  # most bytes of full buffers that a step may hold: of the largest layers, were they neighbours
-    full_gradients: int  # most bytes of full gradients that a step holds
+    parameters: int
+    chunks: dict[str, int]
+    gradients: int
+    gathered: dict[str, int]
+    full_parameters: int
+    full_gradients: int
     policies: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -44,10 +57,20 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """What this rank holds of `model`, and what a step adds: print it once at the start. Makes no collective.
+    """What this rank holds of a model, and what a step adds: print it once at the start. It makes no collective.
+
+    Args:
+        model: Any model that contains zero3 layers.
+
+    Returns:
+        A `Report`.
 
     Raises:
-        ValueError: nothing in `model` is sharded.
+        ValueError: Nothing in `model` is sharded.
+
+    Example::
+
+        print(zero3.report(model))
     """
     states = states_of(model)
     first = states[0]
