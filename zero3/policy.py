@@ -37,13 +37,13 @@ class ShardingPolicy:
             False keeps them until then: one gather in a step instead of two, for the memory of a whole layer each.
         prefetch_depth: How many layers may be gathered ahead of the one that computes, and how many gradient reductions may be
             under way (one at least). 0 gathers each layer when it is needed, and waits for it.
+        separate_backup_group: Reductions have a communicator of their own, so that on NCCL they do not queue behind gathers. It
+            costs one more communicator's buffers.
         transactional: A backward that raises takes back its own gradients, and leaves those of earlier micro-batches. Otherwise
             all are dropped. Micro-batches after the first hold one more gradient shard. For a failure of one rank alone see
             `step_guard`.
         compare_every: After so many transfers ranks compare a rolling hash of them, at the next forward. 0: never. 1: before
             every gather, to find where ranks part. Under `step_guard` the hash travels with the end of each micro-batch instead.
-        separate_backup_group: Reductions have a communicator of their own, so that on NCCL they do not queue behind gathers. It
-            costs one more communicator's buffers.
 
     Raises:
         ValueError: A value that is not one of those named above, or options that exclude each other.

@@ -37,7 +37,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizers, *, rank0_
         rank0_only: Only rank 0 keeps the state; the others get `{}`.
 
     Returns:
-        `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`.
+        A dict of "state", which has a dict of tensors and numbers for each name, and "param_groups", whose "params" are names.
 
     Raises:
         ValueError: Nothing in `model` is sharded, or the optimizer is of another model.
@@ -99,8 +99,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizers, stat
         model: Any model that contains zero3 layers.
         optimizer: Over the model's chunks, or parts of them. State that it has is replaced. Several come in a list or a dict: each
             takes the state of its parameters.
-        state_dict: `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`. Only rank 0's counts; other ranks may
-            pass `{}` or None.
+        state_dict: As `full_optimizer_state_dict` returns it. Only rank 0's counts; other ranks may pass `{}` or None.
 
     Raises:
         ValueError: Unknown or missing names, wrong shapes, or options or steps that differ within one parameter of this optimizer:

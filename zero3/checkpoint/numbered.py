@@ -16,7 +16,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     Only complete checkpoints are looked at. Saves are numbered, so neither clocks nor names decide.
 
     Args:
-        directory: The directory beside whose entries `save_checkpoint(directory / name, ...)` put its checkpoints.
+        directory: The directory that holds them, each under a name of its own: `save_checkpoint(directory / name, ...)`.
 
     Returns:
         The checkpoint's path, or None if there is none.

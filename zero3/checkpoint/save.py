@@ -36,8 +36,8 @@ def save_checkpoint(
     """Saves model, optimizer and `extra` in the directory `path`. Every rank writes what it holds; nothing is gathered.
 
     Saved are parameters, buffers, the optimizer's groups and state by parameter name, and every rank's random generators. The new
-    checkpoint appears in one rename, when everything is on the disk. Whatever fails before, a crash or a full disk on any rank,
-    leaves the checkpoint that was there, under `path` too, and the next save cleans up. Files are hashed while they are written.
+    checkpoint appears in one rename, when everything is on the disk. After a failure before that, a crash or a full disk on any
+    rank, the earlier checkpoint is still there, under `path` too, and the next save cleans up. Files are hashed meanwhile.
 
     Args:
         path: A directory of a file system that all ranks see. Parents are created. A checkpoint that is there is replaced, and

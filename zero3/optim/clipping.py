@@ -29,7 +29,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
         error_if_nonfinite: Raise if the norm is nan or inf, and leave the gradients as they are.
 
     Returns:
-        The norm before clipping: 0-dim, float64 if any chunk is, else float32; the same bits on all ranks.
+        The norm before clipping, 0-dim, float64 if any chunk is, else float32; the same bits on all ranks.
 
     Raises:
         RuntimeError: The norm is nan or inf, and `error_if_nonfinite` is set; on every rank.

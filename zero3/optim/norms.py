@@ -30,7 +30,7 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
         norm_type: p of the p-norm; `float("inf")` for the largest element.
 
     Returns:
-        Name to norm: 0-dim float64 tensors, in the model's order, the same on all ranks. A tied parameter stands once, under its
+        Name to norm, as 0-dim float64 tensors in the model's order, the same on all ranks. A tied parameter stands once, under its
         first name.
 
     Raises:

@@ -31,7 +31,7 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
         model: The sharded model that computed it.
 
     Returns:
-        The mean loss over this micro-batch's tokens of all ranks: 0-dim, detached, the same on all ranks; 0 if there are none.
+        The mean loss over this micro-batch's tokens of all ranks, 0-dim, detached, the same on all ranks; 0 if there are none.
 
     Raises:
         ValueError: Nothing in `model` is sharded; the loss is not 0-dim or has no graph; the number of tokens is negative; or

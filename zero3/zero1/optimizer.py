@@ -181,7 +181,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """The state dict of a plain `optimizer_class`, with tensors on the CPU, as of the last `consolidate_state_dict`.
 
         Returns:
-            `{"state": {number: {...}}, "param_groups": [...]}`.
+            A dict of "state" and "param_groups", in which numbers stand for parameters.
 
         Raises:
             RuntimeError: The state was not consolidated to this rank, or a step was made since.
