@@ -42,9 +42,10 @@ def shard(
 ) -> M:
     """Shards any model in place. It keeps its class, and is called, generates and is configured as before.
 
-    Some submodules become layers, each a `Zero3Layer`. All other parameters, and those that stand in several layers (tied ones), belong to the
-    root's own layer. It is fetched when the model, or a module outside the layers, is called, and is kept to the end of backward.
-    The logger "zero3" tells at level INFO which parameter went where, and warns if the root's own layer is larger than any other.
+    Some submodules become layers, each a `Zero3Layer`. All other parameters, and those that stand in several layers (tied ones),
+    belong to the root's own layer. It is fetched when the model, or a module outside the layers, is called, and is kept to the end
+    of backward. The logger "zero3" tells at level INFO what became what, and warns if the root's own layer is larger than any
+    other.
 
     Args:
         model: Any module that is not sharded yet, with values or on the meta device.
