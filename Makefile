@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint requirements/lock.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune test lint types soak mutants clean
+.PHONY: help finetune test lint types docs soak mutants clean
 .NOTPARALLEL:  # two installations would get in each other's way
 
 help:  ## show this list
@@ -32,6 +32,10 @@ lint: $(VENV)/.dev  ## check style and formatting
 types: $(VENV)/.dev  ## check the types of zero3/
 	$(BIN)/mypy
 
+docs: $(VENV)/.docs  ## build the documentation's site, docs/_build/html; a warning is an error
+	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --nitpicky --quiet docs docs/_build/html $(ARGS)
+	@echo "Open docs/_build/html/index.html"
+
 soak: $(VENV)/.tests  ## train MINUTES (30) while faults are injected (ARGS: --seed, --output), and draw some thousand lives of models at random
 	$(BIN)/python -m tests.soak $(or $(MINUTES),30) $(ARGS)
 	ZERO3_EXAMPLES=$(or $(EXAMPLES),3000) $(BIN)/python -m pytest -q -o timeout=0 -o faulthandler_timeout=0 tests/core/test_stateful.py tests/core/test_ordering_fuzz.py
@@ -40,7 +44,7 @@ mutants: $(VENV)/.tests  ## put faults into a copy of the package, one at a time
 	$(BIN)/python tests/mutants.py $(ARGS)
 
 clean:  ## remove the virtual environment and everything else that can be made again
-	rm -rf $(VENV) build dist finetuned *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build finetuned quickstart-run *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and by its exact version: any other request may bring another build, with gigabytes around it.

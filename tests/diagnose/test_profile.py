@@ -236,7 +236,7 @@ def test_the_picture(tmp_path: Path) -> None:
 
 def made_up(transfers: list[Transfer], seconds: float) -> Profile:
     found = Profile()
-    found.finish(seconds, [Span("a", "forward", 0.0, 1.0)], transfers, prefetch_depth=1)
+    found._finish(seconds, [Span("a", "forward", 0.0, 1.0)], transfers, prefetch_depth=1)
     return found
 
 

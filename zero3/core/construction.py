@@ -17,6 +17,7 @@ from .chunk import Chunk
 from .layer_state import LayerState
 from .layout import ChunkLayout
 from .parameters import Owner, ParameterSites, check_parameters, find_parameters, own_modules
+from .policy_facts import compute_dtype
 from .scattering import scatter_parameters
 
 __all__: list[str] = []
@@ -228,7 +229,7 @@ def _scatter(
             return blank.expand(sites.parameter.shape) if sites.name in unloaded else sites.parameter
 
         scatter_parameters(shard, layout, communicator, value if communicator.rank == 0 else None)
-    chunk = Chunk(layout, nn.Parameter(shard, requires_grad=trainable), communicator, policy.compute_dtype(dtype))
+    chunk = Chunk(layout, nn.Parameter(shard, requires_grad=trainable), communicator, compute_dtype(policy, dtype))
     chunk.unloaded = {index for index, sites in enumerate(ordered) if sites.name in unloaded}
     return chunk, ordered
 

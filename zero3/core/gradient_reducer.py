@@ -20,6 +20,7 @@ from .chunk import Chunk, Part
 from .gradient_buffer import GradientBuffer
 from .gradient_types import TOKENS, DeferredGradient, PieceGradient, ShardGradient, WholeGradient, accumulate, scale_gradient
 from .parameters import ShardedParameter
+from .policy_facts import gradient_dtype, shards_gradients
 
 __all__: list[str] = []
 
@@ -53,7 +54,7 @@ class GradientReducer:
         self.owed = False  # an earlier backward has left its reduction to a later one
         self._chunk = chunk
         self._mean = policy.gradient_reduction == "mean"
-        self._dtype = policy.gradient_dtype(chunk.shard.dtype)
+        self._dtype = gradient_dtype(policy, chunk.shard.dtype)
         self._narrows = self._dtype.itemsize > chunk.shard.dtype.itemsize
         # fp16 overflows at 65504: there a part of the mean's division comes before the sum
         self._divide_first = 1 << (communicator.world_size.bit_length() - 1) // 2 if self._mean and self._dtype == torch.float16 else 1
@@ -105,10 +106,8 @@ class GradientReducer:
                 accumulate(part.parameter, gradient, part.of(summed) if self._narrows else None)
 
     def _typed(self, gradient: Tensor, part: Part) -> Tensor:
-        if self.communicator.world_size == 1:
-            return gradient
         kind = WholeGradient if part.whole else PieceGradient if self._chunk.divided else ShardGradient
-        return kind.of(gradient, self.communicator)
+        return gradient if self.communicator.world_size == 1 else kind.of(gradient, self.communicator)
 
     def _clear(self) -> None:
         self._buffer, self._kept = self._new_buffer(), []
@@ -210,7 +209,7 @@ class LayerGradients:
         self.averaged_over = communicator.world_size  # ranks
         self.deferrals = 0  # `no_sync` contexts that it is in
         self.holds = 0  # `step_guard` contexts that it is in
-        self._stay_whole = not policy.shards_gradients
+        self._stay_whole = not shards_gradients(policy)
         self._entry = Transfer("reducing", subject, 2 * communicator.channel)
         self._communicator, self._policy = communicator, policy
         self._naming = NamingFailures(communicator, "reducing the gradients of", subject)

@@ -21,6 +21,7 @@ from .coordination import Gate, gate_for
 from .flat import not_a_number
 from .gradient_reducer import GradientReducer, LayerGradients
 from .parameters import Owner, ParameterSites, ShardedParameter, remember_order, show_all
+from .policy_facts import keeps_until_backward, shards_parameters
 from .transactions import TransactionalReducer
 
 __all__: list[str] = []
@@ -55,8 +56,8 @@ class LayerState:
         self.gradients = LayerGradients(communicator, policy, self.subject, reducer)
         self.gate: Gate = gate_for(policy.compare_every)
         self.presence = Presence.RELEASED
-        self.stays_whole = not policy.shards_parameters  # from step to step
-        self.keeps_until_backward = policy.keeps_until_backward
+        self.stays_whole = not shards_parameters(policy)  # from step to step
+        self.keeps_until_backward = keeps_until_backward(policy)
         self.resident = 0  # contexts in which ranks go their own ways
         self.registry: dict[str, nn.Parameter | None] = {}  # where the module tree finds the chunks
         self.meta_buffers: list[tuple[nn.Module, str, str]] = []  # owner, attribute, name: to be filled before use

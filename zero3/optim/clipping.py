@@ -17,22 +17,29 @@ __all__: list[str] = []
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-    """Scales all gradients so that their norm, taken over all parameters of all ranks as one vector, is at most `max_norm`.
+    """Scales all gradients so that their norm, over all parameters of all ranks as one vector, is at most `max_norm`.
 
-    As `torch.nn.utils.clip_grad_norm_` does for an unsharded model, in one all-reduce of one number. Every rank calls it.
+    It does what `torch.nn.utils.clip_grad_norm_` does for the unsharded model, in one all-reduce of one number. Every rank calls
+    it, after the last backward of a step.
 
     Args:
-        model: any model that contains zero3 layers.
-        max_norm: at least 0; `float("inf")` only measures.
-        norm_type: p of the p-norm, `float("inf")` for the largest element.
-        error_if_nonfinite: raise if the norm is nan or inf, with the gradients untouched.
+        model: Any model that contains zero3 layers.
+        max_norm: 0 or more; `float("inf")` only measures.
+        norm_type: p of the p-norm; `float("inf")` for the largest element.
+        error_if_nonfinite: Raise if the norm is nan or inf, and leave the gradients as they are.
 
     Returns:
-        The total norm before clipping, 0-dim, float64 if any chunk is, float32 otherwise; the same bits on all ranks.
+        The norm before clipping, 0-dim, float64 if any chunk is, else float32; the same bits on all ranks.
 
     Raises:
-        RuntimeError: the norm is nan or inf, and `error_if_nonfinite`; on every rank.
-        ValueError: nothing in `model` is sharded, `norm_type` is not positive, or `max_norm` negative or nan.
+        RuntimeError: The norm is nan or inf, and `error_if_nonfinite` is set; on every rank.
+        ValueError: Nothing in `model` is sharded, `norm_type` is not positive, or `max_norm` is negative or nan.
+
+    Example::
+
+        loss_of(model, batch).backward()
+        norm = zero3.clip_grad_norm_(model, 1.0)
+        optimizer.step()
     """
     norm_type = float(norm_type)
     if not (norm_type > 0 and max_norm >= 0):  # below 0 torch would turn all gradients around

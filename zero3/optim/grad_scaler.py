@@ -14,20 +14,30 @@ __all__: list[str] = []
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for sharded models: an inf or nan that one rank finds makes every rank skip the step.
+    """`torch.amp.GradScaler` for sharded models: an inf or nan on one rank makes every rank skip the step.
 
-        scaler = zero3.GradScaler("cuda")
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    It takes chunks, and what `zero3.param_groups` puts in their place, and plain parameters beside them. One all-reduce of
-    one number per optimizer and step, on every rank, also on those that have no parameter in the optimizer. As torch's it
-    makes no other use of the host than to read whether to skip.
+    It takes optimizers of chunks, of the parts that `param_groups` makes, and of plain parameters beside them. A step costs one
+    all-reduce of one number for each optimizer, on every rank, also on ranks that have no parameter in it.
 
     Args:
-        device: the type of the device that computes, "cuda" or "cpu".
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as for `torch.amp.GradScaler`.
+        device: The type of the device that computes: "cuda" or "cpu".
+        init_scale: As for `torch.amp.GradScaler`.
+        growth_factor: As for `torch.amp.GradScaler`.
+        backoff_factor: As for `torch.amp.GradScaler`.
+        growth_interval: As for `torch.amp.GradScaler`.
+        enabled: As for `torch.amp.GradScaler`.
+
+    Raises:
+        RuntimeError: In `unscale_` and `step`: the ranks' all-reduce failed.
+
+    Example::
+
+        scaler = zero3.GradScaler(device.type)
+        scaler.scale(loss_of(model, batch)).backward()
+        scaler.unscale_(optimizer)
+        zero3.clip_grad_norm_(model, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
     """
 
     def _unscale_grads_(

@@ -22,18 +22,25 @@ __all__: list[str] = []
 def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", norm_type: float = 2.0) -> dict[str, Tensor]:
     """The norm of each parameter, or of its gradient, by its name in the unwrapped model. Every rank calls it.
 
-    In one all-reduce, of a number for each parameter. The host waits for nothing.
+    It makes one all-reduce, of a number for each parameter, and does not make the host wait.
 
     Args:
-        model: any model that contains zero3 layers.
-        of: "grad": of the gradients of trainable parameters (0 where there is none); "param": of all parameters, frozen ones too.
-        norm_type: p of the p-norm, `float("inf")` for the largest element.
+        model: Any model that contains zero3 layers.
+        of: "grad": gradients of trainable parameters, 0 where there is none. "param": values of all parameters, frozen ones too.
+        norm_type: p of the p-norm; `float("inf")` for the largest element.
 
     Returns:
-        0-dim float64 tensors, in the model's order, the same on all ranks; a tied parameter once, under its first name.
+        Name to norm, as 0-dim float64 tensors in the model's order, the same on all ranks. A tied parameter stands once, under its
+        first name.
 
     Raises:
-        ValueError: nothing in `model` is sharded, `norm_type` is not positive, or `of` is neither "grad" nor "param".
+        ValueError: Nothing in `model` is sharded, `norm_type` is not positive, or `of` is neither "grad" nor "param".
+
+    Example::
+
+        loss_of(model, batch).backward()
+        for name, norm in zero3.parameter_norms(model).items():
+            print(name, norm.item())
     """
     norm_type = float(norm_type)
     if not norm_type > 0:

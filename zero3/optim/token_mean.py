@@ -17,29 +17,33 @@ __all__: list[str] = []
 
 
 def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Tensor:
-    """Backward of a loss summed over tokens, so that gradients are those of its mean over all tokens of all ranks.
+    """Backward of a loss that is summed over tokens: gradients are those of its mean over all tokens of all ranks.
 
-        optimizer.zero_grad()
-        for batch in micro_batches:
-            loss_sum = cross_entropy(model(batch.ids), batch.labels, ignore_index=-100, reduction="sum")
-            zero3.backward(loss_sum, (batch.labels != -100).sum(), model)
-        optimizer.step()
-
-    After each call the gradients are the mean over the tokens of all micro-batches since they were last zeroed. (A mean of
-    the means that each rank and micro-batch has would weigh a token of a short one more.) Every rank calls it, also one
-    whose batch has no tokens. Costs one all-reduce of four numbers, and from the second micro-batch on one pass over the chunks'
-    gradients; the host waits for nothing. May be used inside `no_sync` and with a scaled loss.
+    After each call the gradients are the mean over the tokens of all micro-batches since they were last zeroed. (In a mean of
+    means, a token of a short micro-batch would weigh more.) Every rank calls it, also one whose batch has no tokens. It costs one
+    all-reduce of four numbers and, from the second micro-batch on, one pass over the chunks' gradients; the host does not wait.
+    It may be used inside `no_sync`, and with a scaled loss.
 
     Args:
-        loss_sum: 0-dim, this rank's loss, summed over its `num_tokens` tokens.
-        num_tokens: how many tokens this rank's sum holds, 0 or more; an integer or a 0-dim tensor.
+        loss_sum: 0-dim: this rank's loss, summed over its `num_tokens` tokens.
+        num_tokens: How many tokens this rank's sum holds, 0 or more; an integer or a 0-dim tensor.
+        model: The sharded model that computed it.
 
     Returns:
         The mean loss over this micro-batch's tokens of all ranks, 0-dim, detached, the same on all ranks; 0 if there are none.
 
     Raises:
-        ValueError: nothing in `model` is sharded, a loss that is not 0-dim or has no graph, a negative number of tokens;
-            gradients that another backward has left: of how many tokens they are the mean nobody knows.
+        ValueError: Nothing in `model` is sharded; the loss is not 0-dim or has no graph; the number of tokens is negative; or
+            there are gradients of another backward, whose number of tokens is unknown.
+
+    Example::
+
+        optimizer.zero_grad()
+        for ids, labels in token_batches:
+            logits = model(ids).flatten(0, 1)
+            loss_sum = cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+            zero3.backward(loss_sum, (labels != -100).sum(), model)
+        optimizer.step()
     """
     states = states_of(model)
     _check(loss_sum, num_tokens, states)

@@ -16,46 +16,52 @@ __all__: list[str] = []
 
 @dataclass
 class GuardedStep:
-    """How a guarded micro-batch ended; the same on every rank.
+    """How a guarded micro-batch ended: the same on every rank.
 
     Attributes:
-        errors: rank -> what failed there; empty, if nothing did.
+        errors: Rank to the text of what failed there; empty if nothing did.
     """
 
     errors: dict[int, str] = field(default_factory=dict)
 
     @property
     def failed(self) -> bool:
-        """Whether it was dropped."""
+        """Whether the micro-batch was dropped."""
         return bool(self.errors)
 
 
 @contextmanager
 def step_guard(model: nn.Module, catch: type[Exception] | tuple[type[Exception], ...] = Exception) -> Iterator[GuardedStep]:
-    """If any rank fails inside, all ranks drop what was inside, and go on.
+    """Context for one micro-batch: if it fails on any rank, all ranks drop it and go on.
+
+    Every rank enters and leaves it. Inside belong the forward and the backward of one micro-batch. Gradients of earlier
+    micro-batches stay, on every rank; buffers (of BatchNorm) and random generators stay as the micro-batch left them. The
+    exception is swallowed and logged ("zero3", WARNING). It costs one exchange of nine bytes a rank at the end, for which the host
+    waits, and one more gradient shard, as `ShardingPolicy(transactional=True)` does.
+
+    A rank that fails alone makes the rest of the transfers that the others make. It knows them from earlier micro-batches under a
+    guard, and takes the last one that began alike. Before the first one, or if none began alike, it raises, and the others raise
+    when the group's timeout ends. So does every rank whose transfer fails: ranks that can't speak can't agree.
+
+    Args:
+        model: Any model that contains zero3 layers, with `stage=3` and without `dynamic`.
+        catch: The exceptions that count as a failed micro-batch. Others pass, and the other ranks wait for the group's timeout.
+
+    Yields:
+        A `GuardedStep`, which is complete when the context is left.
+
+    Raises:
+        RuntimeError: An optimizer stepped inside, or a transfer failed.
+        ValueError: Nothing in `model` is sharded, or its policy has another `stage` than 3, or `dynamic`.
+
+    Example::
 
         for micro_batch in micro_batches:
             with zero3.step_guard(model) as guarded:
-                loss(model(micro_batch)).backward()
+                loss_of(model, micro_batch).backward()
             if guarded.failed:
-                dropped += 1                        # on every rank alike; guarded.errors: {rank: what it raised}
+                print("dropped:", guarded.errors)
         optimizer.step()
-
-    Every rank enters and leaves it. Inside belongs one micro-batch: forward and backward, or `zero3.backward`. What has
-    gone into gradients before stays, on every rank; buffers (of BatchNorm) and random generators stay as the micro-batch
-    left them. The exception is swallowed and logged ("zero3", WARNING). It costs one exchange of nine bytes a rank at the end,
-    for which the host waits, and one more gradient shard, as `ShardingPolicy(transactional=True)` does.
-
-    A rank that fails alone does what the others do as far as it knows it: from earlier micro-batches under a guard, of which
-    it takes the last that began alike. Before the first one, or if none began like this one, it raises, and the others do
-    when the group's timeout ends. So does everyone whose transfers fail: ranks that can't speak can't agree.
-
-    Args:
-        catch: the exceptions that count as a failed micro-batch. Others pass, and then the other ranks wait in vain.
-
-    Raises:
-        RuntimeError: an optimizer stepped inside; a failed transfer.
-        ValueError: nothing in `model` is sharded, or a policy with another `stage` than 3, or `dynamic`.
     """
     replay = CollectiveReplay(model)
     guarded = GuardedStep()
