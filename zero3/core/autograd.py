@@ -116,6 +116,17 @@ def before_gradient_flows(nodes: Iterable[Node], callback: Callable[[], None], m
         _notes_on(node)[_MARK] = weakref.ref(mark)
 
 
+def around_accumulation(leaf: Tensor, before: Callable[[], None], after: Callable[[], None]) -> Node | None:
+    """Runs the two around each accumulation of autograd into `leaf.grad`, for as long as the caller keeps what is returned."""
+    with torch.enable_grad():
+        view = leaf.view_as(leaf)
+    node = view.grad_fn.next_functions[0][0] if view.grad_fn is not None else None
+    if node is not None:
+        node.register_prehook(lambda _: before())
+        node.register_hook(lambda *_: after())
+    return node
+
+
 def mark_upstream(tensors: Iterable[Tensor], limit: int = 1000) -> object | None:
     """The mark of a nearest layer whose outputs `tensors` were computed from, looking at no more than `limit` nodes."""
     nodes: deque[Node | None] = deque(tensor.grad_fn for tensor in tensors)

@@ -229,10 +229,14 @@ class Backward:
         if inside_backward():
             raise RuntimeError("with stage=1 gradients are reduced after backward: don't look at them in hooks")
         self._forget_zeroed()
+        tokens = [(reducer, reducer.noted_tokens()) for reducer in reducers_of(self._stack.layers) if reducer.owed]
         for state in self._stack.layers:
             if state.gradients.owed():
                 self._back_up(state, whole=True)
         self._drain_backups()
+        for reducer, total in tokens:  # nothing new has come: what it is the mean of is as it was
+            if total is not None:
+                reducer.note_tokens(total)
 
     def _drain_backups(self) -> None:
         while self._backups:
@@ -258,7 +262,7 @@ class Backward:
 
     def _end_outer(self) -> None:
         for state in self._stack.layers:
-            state.gradients.commit()
+            state.gradients.end_backward()
         self._leave_gate()
 
     def _leave_gate(self) -> None:

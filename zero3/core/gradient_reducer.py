@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,8 @@ from ..policy import ShardingPolicy
 from .autograd import accumulates_into, as_plain_tensors
 from .chunk import Chunk, Part
 from .gradient_buffer import GradientBuffer
-from .gradient_types import TOKENS, DeferredGradient, PieceGradient, ShardGradient, WholeGradient, accumulate, scale_gradient
+from .gradient_types import PieceGradient, ShardGradient, WholeGradient, accumulate
+from .kept_gradients import KeptGradients
 from .parameters import ShardedParameter
 from .policy_facts import gradient_dtype, shards_gradients
 
@@ -40,7 +40,7 @@ class Backup(NamedTuple):
             raise
 
 
-class GradientReducer:
+class GradientReducer(KeptGradients):
     """Adds up the gradients of a chunk's parameters until `back_up`, which reduces them into the chunk's own gradient.
 
     `keep` in place of `back_up` leaves the sum for a later backward to add to and to reduce, unless the chunk's gradient is
@@ -50,17 +50,12 @@ class GradientReducer:
     def __init__(self, chunk: Chunk, communicator: Communicator, policy: ShardingPolicy, naming: NamingFailures) -> None:
         self.communicator = communicator
         self.averaged_over = communicator.world_size  # ranks; fewer where some have run out of data
-        self.pending = False  # gradients have come in, in this backward, that no backup has taken
-        self.owed = False  # an earlier backward has left its reduction to a later one
-        self._chunk = chunk
+        super().__init__(chunk, gradient_dtype(policy, chunk.shard.dtype))
         self._mean = policy.gradient_reduction == "mean"
-        self._dtype = gradient_dtype(policy, chunk.shard.dtype)
         self._narrows = self._dtype.itemsize > chunk.shard.dtype.itemsize
         # fp16 overflows at 65504: there a part of the mean's division comes before the sum
         self._divide_first = 1 << (communicator.world_size.bit_length() - 1) // 2 if self._mean and self._dtype == torch.float16 else 1
         self._naming = naming
-        self._buffer = self._new_buffer()
-        self._kept: list[Part] = []  # those with a gradient when the sum was kept: it goes with theirs
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Takes in the gradient of slot number `index`."""
@@ -71,7 +66,8 @@ class GradientReducer:
         """Begins to reduce what has come in (zeros, if nothing has) into this rank's slice. The buffer is the backup's from here on."""
         pieces = self._buffer.pieces() if communicator.takes_pieces and self._divide_first == 1 else None
         full = self._buffer.complete() if pieces is None else None
-        self._clear()
+        self._buffer, self._kept = GradientBuffer(self._chunk.layout, self._chunk.shard, self._dtype), []
+        self.pending = self.owed = False
         shard = self._chunk.shard
         summed = full if full is not None and communicator.world_size == 1 else torch.empty_like(shard.data, dtype=self._dtype)
         landed = summed if shard.dtype == self._dtype else torch.empty_like(summed, dtype=shard.dtype)
@@ -109,74 +105,12 @@ class GradientReducer:
         kind = WholeGradient if part.whole else PieceGradient if self._chunk.divided else ShardGradient
         return gradient if self.communicator.world_size == 1 else kind.of(gradient, self.communicator)
 
-    def _clear(self) -> None:
-        self._buffer, self._kept = self._new_buffer(), []
-        self.pending = self.owed = False
-
-    def _new_buffer(self) -> GradientBuffer:
-        return GradientBuffer(self._chunk.layout, self._chunk.shard, self._dtype)
-
-    # -- what waits for a later backward
-
-    def keep(self, layer: LayerGradients) -> None:
-        """Leaves what has come in for a later backward. Until then the chunk's gradient is one that an optimizer can't use."""
-        if not self._buffer.empty:
-            self._buffer.flat()
-        self.pending, self.owed = False, True
-        for part in self._chunk.parts:
-            parameter = part.parameter
-            if parameter.requires_grad:
-                parameter.grad = DeferredGradient.like(parameter, weakref.ref(layer))
-            if parameter.grad is not None:
-                vars(parameter.grad).pop(TOKENS, None)
-        self._kept = [part for part in self._chunk.parts if part.start < part.stop and part.parameter.grad is not None]
-
-    @property
-    def unseen(self) -> bool:
-        """Whether what is kept belongs to gradients of other ranks only, so that nobody here could zero them."""
-        return self.owed and not self._kept
-
-    def forget_zeroed(self) -> bool:
-        """Between backwards: drops what was kept, if the gradients that it belongs to have been zeroed since."""
-        for part in self._kept:
-            now = part.parameter.grad
-            if now is None or (isinstance(now, DeferredGradient) and now.zeroed):
-                self.drop()
-                return True
-        return False
-
-    def scale(self, factor: Tensor) -> None:
-        """Multiplies the chunk's gradient, and what is kept for it, by `factor`, 0-dim."""
-        self._scale(factor, self._buffer.full)
-
-    def _scale(self, factor: Tensor, kept: Tensor | None) -> None:
-        if kept is not None:
-            kept.mul_(factor)
-        for part in self._chunk.parts:
-            gradient = part.parameter.grad
-            gradient = gradient.earlier if isinstance(gradient, DeferredGradient) else gradient
-            if gradient is not None:
-                scale_gradient(gradient, factor)
-
-    def note_tokens(self, total: Tensor) -> None:
-        """The chunk's gradient is now the mean over `total` tokens, 0-dim."""
-        for part in self._chunk.parts:
-            if part.parameter.grad is not None:
-                setattr(part.parameter.grad, TOKENS, (total, part.parameter.grad._version))
-
     # -- the end of a backward, or of what is left of it
 
     undecided = False  # whether gradients came that nobody has decided on: see `transactions`
 
-    def commit(self) -> None:
-        """The backward is over, and its gradients count."""
-
-    def drop(self) -> None:
-        """What has come in or was kept, and is not reduced."""
-        self._clear()
-        for part in self._chunk.parts:
-            if isinstance(deferred := part.parameter.grad, DeferredGradient):
-                deferred.leave(part.parameter, partial(self._typed, part=part))
+    def end_backward(self, layer: LayerGradients) -> None:
+        """The backward is over: what it brought counts."""
 
     def abandon(self) -> None:
         """A backward did not end: what it brought is dropped. With it goes what was kept, because the two are one sum."""
@@ -292,8 +226,6 @@ class LayerGradients:
         backward.reduce_deferred()
         return True
 
-    def commit(self) -> None:
-        """At the end of a backward: its gradients count, unless a `step_guard` is to decide on that."""
-        if not self.holds:
-            for reducer in self.reducers.values():
-                reducer.commit()
+    def end_backward(self) -> None:
+        for reducer in self.reducers.values():
+            reducer.end_backward(self)

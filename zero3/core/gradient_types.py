@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from ..comm.communicator import Communicator
-from .autograd import as_plain_tensors
+from .autograd import around_accumulation, as_plain_tensors
 
 __all__: list[str] = []
 
@@ -97,6 +99,10 @@ class WholeGradient(PieceGradient):
             super()._before_norm(caller)
 
 
+class NotReducedError(RuntimeError):
+    """A gradient was needed that is not known yet: the caller's mistake, and no failure of a micro-batch."""
+
+
 class DefersReductions(Protocol):
     """A layer whose gradients wait to be reduced."""
 
@@ -140,9 +146,10 @@ class DeferredGradient(Tensor):
         """
         layer = self.layer()
         if layer is None or not layer.reduce_deferred() or isinstance(self, DeferredGradient):
-            raise RuntimeError(
-                "this gradient is not known yet: all backwards since the last step ran inside zero3.no_sync(model). Run the last "
-                "micro-batch's backward outside of it, then clip and step."
+            raise NotReducedError(
+                "this gradient is not known yet: a zero3.step_guard(model) has not decided on it, or all backwards since the last step "
+                "ran inside zero3.no_sync(model). Leave the guard, or run the last micro-batch's backward outside of no_sync; then clip "
+                "and step."
             )
 
     def become(self, gradient: Tensor) -> None:
@@ -178,6 +185,29 @@ class DeferredGradient(Tensor):
             return func(*args, **(kwargs or {}))
         with as_plain_tensors():
             return func(*args, **(kwargs or {}))
+
+
+def accumulate_beside(parameter: nn.Parameter) -> Node | None:
+    """From now on, while `parameter.grad` is deferred, autograd adds to what was there before: a penalty over chunks does that.
+
+    It lasts as long as the caller keeps what is returned.
+    """
+    reference, put_aside = weakref.ref(parameter), list[DeferredGradient]()
+
+    def before() -> None:
+        leaf = reference()
+        if leaf is not None and isinstance(leaf.grad, DeferredGradient):
+            put_aside.append(leaf.grad)
+            leaf.grad = leaf.grad.earlier
+
+    def after() -> None:
+        leaf = reference()
+        if leaf is not None and put_aside:
+            deferred = put_aside.pop()
+            deferred.reduced, deferred.zeroed = leaf.grad, False
+            leaf.grad = deferred
+
+    return around_accumulation(parameter, before, after)
 
 
 def reduce_deferred(gradients: Iterable[Tensor | None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from ..comm.streams import Lane
 from .chunk import Part
 from .gradient_buffer import GradientBuffer
 from .gradient_reducer import Backup, GradientReducer, LayerGradients
-from .gradient_types import TOKENS, DeferredGradient
+from .gradient_types import TOKENS, DeferredGradient, DefersReductions
 
 __all__: list[str] = []
 
@@ -65,7 +66,7 @@ class TransactionalReducer(GradientReducer):
         self._merge_earlier()
         return super().back_up(lane, communicator)
 
-    def keep(self, layer: LayerGradients) -> None:
+    def keep(self, layer: DefersReductions) -> None:
         self._merge_earlier()
         super().keep(layer)
 
@@ -109,12 +110,21 @@ class TransactionalReducer(GradientReducer):
         if before.total is not None:
             self.note_tokens(before.total)
 
+    def end_backward(self, layer: LayerGradients) -> None:
+        if not layer.holds:
+            self.commit()
+            return
+        # until the `step_guard` decides, the chunk's gradient is one that an optimizer can't use
+        for part in self._chunk.parts if self._before is not None else ():
+            if part.parameter.requires_grad and not isinstance(part.parameter.grad, DeferredGradient):
+                part.parameter.grad = DeferredGradient.like(part.parameter, weakref.ref(layer))
+
     def roll_back(self) -> None:
         """As if nothing had come in since the transaction began."""
         before, self._before, self._staged = self._before, None, ()
         if before is None:
             return
-        self._clear()
+        self.pending = False
         self._buffer, self._kept, self.owed = before.buffer, before.kept, before.owed
         for part, tokens in zip(self._chunk.parts, before.tokens, strict=True):
             if isinstance(part.parameter.grad, DeferredGradient) and not self.owed:
@@ -132,8 +142,8 @@ def hold(gradients: LayerGradients) -> None:
 def let_go(gradients: LayerGradients) -> None:
     """It has decided: what is left counts."""
     gradients.holds -= 1
-    gradients.commit()
     if not gradients.holds:
+        gradients.end_backward()
         _exchange(gradients, gradients.reducer)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ..comm.errors import is_transfer_failure
+from ..core.gradient_types import NotReducedError
 from .replay import CollectiveReplay
 
 __all__: list[str] = []
@@ -71,7 +72,7 @@ def step_guard(model: nn.Module, catch: type[Exception] | tuple[type[Exception],
             yield guarded
         except catch as error:
             failure = f"{type(error).__name__}: {error}"
-            if is_transfer_failure(error) or not replay.knows_the_rest:
+            if is_transfer_failure(error) or isinstance(error, NotReducedError) or not replay.knows_the_rest:
                 raise
             replay.make_the_rest()
         guarded.errors.update(replay.end(failure))
