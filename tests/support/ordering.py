@@ -151,7 +151,7 @@ class EchoCommunicator:
     """Rank 0 of 2, the other being its echo: what matters here is which buffers are touched, on which stream."""
 
     rank, world_size = 0, 2
-    takes_pieces = False
+    takes_pieces, tags_messages = False, True
 
     def __init__(self, calls: list[tuple[EchoCommunicator, str]] | None = None) -> None:
         self.calls = [] if calls is None else calls

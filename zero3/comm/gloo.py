@@ -52,6 +52,7 @@ class GlooCommunicator(GroupCommunicator):
     """
 
     takes_pieces = True
+    tags_messages = True
 
     @cached_property
     def _memory(self) -> HostMemory:

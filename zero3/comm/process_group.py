@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.functional import pad
 
-from .communicator import Bounds, Communicator
-from .streams import Done, Lanes, Pending, lanes_for
+from .communicator import Bounds, Communicator, Told
+from .streams import Done, Lanes, OnHost, Pending, lanes_for
 
 __all__: list[str] = []
 
@@ -24,6 +24,7 @@ class GroupCommunicator:
     """A process group whose collectives are ordered by streams (NCCL) or by their handles (everything else)."""
 
     takes_pieces = False
+    tags_messages = False
 
     def __init__(self, group: Any, backend: str) -> None:
         # Weakly: torch keeps a group until it is destroyed, and gloo's threads must not outlive that because a model does.
@@ -82,8 +83,13 @@ class GroupCommunicator:
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
         all_ranks = torch.empty(self.world_size * len(payload), dtype=torch.uint8, device=device)
         self._all_gather(all_ranks, mine, group=self._group)
-        everything = bytes(all_ranks.tolist())
-        return [everything[i : i + len(payload)] for i in range(0, len(everything), len(payload))]
+        return _split(all_ranks, len(payload))
+
+    def exchange_later(self, payload: bytes, device: torch.device) -> Told:
+        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device, non_blocking=True)
+        all_ranks = torch.empty(self.world_size * len(payload), dtype=torch.uint8, device=device)
+        pending = self._all_gather(all_ranks, mine, group=self._group, async_op=not self._on_streams) or Done()
+        return _Told(pending, OnHost(all_ranks) if self._on_streams else None, all_ranks, len(payload))
 
     def duplicate(self) -> Communicator:
         if not self._on_streams:
@@ -98,6 +104,23 @@ class GroupCommunicator:
 
     def same_ranks(self, other: Communicator) -> bool:
         return isinstance(other, GroupCommunicator) and self._group == other._group
+
+
+class _Told:
+    def __init__(self, pending: Pending, copied: OnHost | None, all_ranks: Tensor, length: int) -> None:
+        self._pending, self._copied, self._all_ranks, self._length = pending, copied, all_ranks, length
+
+    def ready(self) -> bool:
+        return self._copied is None or self._copied.ready()
+
+    def read(self) -> list[bytes]:
+        self._pending.wait()
+        return _split(self._all_ranks if self._copied is None else self._copied.tensor(), self._length)
+
+
+def _split(all_ranks: Tensor, length: int) -> list[bytes]:
+    everything = bytes(all_ranks.tolist())
+    return [everything[i : i + length] for i in range(0, len(everything), length)]
 
 
 def timeout_of(group: Any, device: str) -> timedelta:

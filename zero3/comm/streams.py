@@ -115,6 +115,27 @@ def lanes_for(device: torch.device) -> Lanes:
     return Lanes(HostLane(), HostLane())
 
 
+class OnHost:
+    """A copy in host memory of a small tensor of the current stream, made when that stream comes to it: the host does not wait."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self._copy.copy_(tensor, non_blocking=True)
+        self._made: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._made.record(torch.cuda.current_stream(tensor.device))
+
+    def ready(self) -> bool:
+        return self._made is None or bool(self._made.query())  # type: ignore[no-untyped-call]
+
+    def tensor(self) -> torch.Tensor:
+        """Blocks the host until the copy is made."""
+        if self._made is not None:
+            self._made.synchronize()
+        return self._copy
+
+
 class Clock(Protocol):
     """Takes the time of the work on the current stream, without making the host wait for it."""
 

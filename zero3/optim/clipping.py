@@ -46,6 +46,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
         raise ValueError(f"norm_type must be positive and max_norm at least 0, found {norm_type} and {max_norm}")
     states = states_of(model)
     chunks = [part.parameter for state in states for chunk in state.chunks for part in chunk.parts]
+    states[0].log.look(wait=False)
     reduce_deferred(chunk.grad for chunk in chunks)
     filled = [gradient for gradient in gradients_to_measure(model, states) if gradient.numel()]
     maximum = math.isinf(norm_type)
