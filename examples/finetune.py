@@ -31,6 +31,7 @@ from torch.nn import functional
 
 import zero3
 
+MISSING = None
 try:
     from tqdm import tqdm
     from transformers import AutoTokenizer, GPTNeoXConfig, PreTrainedConfig, PreTrainedTokenizerBase
@@ -41,7 +42,6 @@ try:
     from finetuning.neox import NeoX, small_config
     from finetuning.ranks import Ranks, join_ranks
     from finetuning.report import Memory, Summary, draw_losses, live_memory, peak_memory, table
-    MISSING = None
 except ModuleNotFoundError as error:
     MISSING = error.name  # which `--help` does without
 

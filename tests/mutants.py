@@ -1,7 +1,7 @@
 """Do the tests see? Faults, put into a copy of the package one at a time; each has to be caught.
 
-    make mutants                  all of them, a table at the end; exit code 1 if one survives or no longer applies
-    make mutants ARGS="padding"   those whose names contain a word
+make mutants                  all of them, a table at the end; exit code 1 if one survives or no longer applies
+make mutants ARGS="padding"   those whose names contain a word
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = [*ROOT.glob("examples/*.py"), *ROOT.glob("benchmarks/*/main.py"), ROOT / "tests" / "mutants.py"]
+SCRIPTS = [*ROOT.glob("examples/*.py"), *ROOT.glob("benchmarks/*/main.py"), ROOT / "tests/mutants.py", ROOT / "tests/package.py"]
 MODULES = ["zero3", "zero3 inspect", "zero3 export", "tests.soak"]
 COMMANDS = [*sorted(path.relative_to(ROOT).as_posix() for path in SCRIPTS), *MODULES]
 
