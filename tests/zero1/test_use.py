@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support.live import LiveBytes, LonelyCommunicator
-from tests.support.ranks import ThreadCommunicator
+from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.zero1.test_zero_redundancy_optimizer import (
     assert_same_bits,
     assert_same_state_dict,
@@ -24,6 +25,7 @@ from tests.zero1.test_zero_redundancy_optimizer import (
     values_of,
     world_sizes,
 )
+from zero3.zero1.buckets import LARGE_BYTES
 
 ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 
@@ -38,6 +40,22 @@ def in_groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
 
 def ours_on(group: Any, params: Any, **options: Any) -> zero3.ZeroRedundancyOptimizer:
     return zero3.ZeroRedundancyOptimizer(params, torch.optim.AdamW, group, **options)
+
+
+def test_a_step_that_is_interrupted_leaves_no_transfer_pending() -> None:
+    def body(group: ThreadCommunicator) -> bool:
+        parameter = nn.Parameter(torch.ones(LARGE_BYTES))
+        ours = ours_on(group, [parameter], lr=1.0, weight_decay=0.0)
+        parameter.grad = torch.ones_like(parameter)
+        exchange = ours._opened._exchange
+        with mock.patch.object(exchange, "finish", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            ours.step()
+        assert not exchange._pending
+        parameter.data.fill_(1.0)  # what nobody waited for may be anything
+        ours.step()
+        return bool((parameter < 1).all())
+
+    assert run_ranks(2, body) == [True, True]
 
 
 @world_sizes

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm.ddp import Bucket, mean_of_ranks
-from ..comm.streams import Pending
 from .buckets import Entry
 from .groups import Groups, options_of
 from .shards import Shards
@@ -36,7 +35,6 @@ class DDPOverlap:
         self._outer = weakref.ref(optimizer)  # which has this object
         self._forward_ran = False  # since the last update: on a rank without data, DDP shadows a backward alone
         self._reducing: tuple[Bucket, torch.futures.Future[Any]] | None = None
-        self._spreading: list[Pending] = []
         self._entries: dict[Tensor, Entry] = {}
 
     def hook(self, ddp: Any, reduction: Reduction | None) -> Reduction:
@@ -65,16 +63,16 @@ class DDPOverlap:
     @torch.no_grad()
     def _reduce_and_update(self, reduce: Reduction, state: Any, bucket: Bucket) -> torch.futures.Future[Any]:
         if bucket.index() == 0:
-            self._reducing, self._spreading = None, []  # of a backward that broke
+            self._reducing = None  # of a backward that broke
+            self._shards.drop_spreading()
             self._begin(joined=not self._forward_ran)
         future = reduce(state, bucket)
         self._update()
         self._reducing = (bucket, future)
         if bucket.is_last():
             self._update()
-            for pending in self._spreading:
-                pending.wait()
-            self._spreading, self._forward_ran = [], False
+            self._shards.finish_spreading()
+            self._forward_ran = False
             self._shards.copy_options_out(self._groups)
         return future
 
@@ -109,4 +107,4 @@ class DDPOverlap:
                 entries.append(entry)
         self._shards.optimizer.step()
         self._shards.drop_gradients(entries)
-        self._spreading += self._shards.start_spreading(entries)
+        self._shards.start_spreading(entries)

@@ -39,8 +39,12 @@ def step(shards: Shards, groups: Groups, kwargs: dict[str, Any], *, joined: bool
         shards.take(entry, gradient, copy=joined)
     shards.optimizer.step(**kwargs)
     shards.drop_gradients(entries)
-    for pending in shards.start_spreading(entries):
-        pending.wait()
+    try:
+        shards.start_spreading(entries)
+        shards.finish_spreading()
+    except BaseException:
+        shards.drop_spreading()
+        raise
     shards.copy_options_out(groups)
 
 
