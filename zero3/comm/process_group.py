@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -95,15 +96,32 @@ class GroupCommunicator:
         if not self._on_streams:
             return self  # transfers that are ordered by handles do not queue behind each other
         ranks = dist.get_process_group_ranks(self._group)
+        part = len(ranks) < dist.get_world_size()
+        if part and dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
+            raise ValueError(
+                f"rank {self.rank}: separate_backup_group=True, and the model's process group has {len(ranks)} of {dist.get_world_size()} "
+                "ranks, while init_process_group(device_id=...) bound devices: torch then makes groups by splitting the communicator of "
+                "all ranks, and waits for those that are not in this one. Use separate_backup_group=False, or no device_id."
+            )
         # unasked, a new group takes torch's default timeout and not that of the groups before
-        group = dist.new_group(ranks, timeout_of(self._group, "cuda"), backend=self._backend, use_local_synchronization=True)
-        return GroupCommunicator(group, self._backend)
+        group = dist.new_group(ranks, timeout_of(self._group, "cuda"), backend=self._backend, use_local_synchronization=part)
+        duplicate = GroupCommunicator(group, self._backend)
+        weakref.finalize(duplicate, _destroy, weakref.ref(group)).atexit = False
+        return duplicate
 
     def lanes(self, device: torch.device) -> Lanes:
         return lanes_for(device)
 
     def same_ranks(self, other: Communicator) -> bool:
         return isinstance(other, GroupCommunicator) and self._group == other._group
+
+
+def _destroy(reference: weakref.ref[Any]) -> None:
+    """Gives a communicator's buffers back with the model that it was made for."""
+    group = reference()
+    if group is not None and dist.is_initialized():
+        with suppress(RuntimeError, ValueError):  # destroyed already
+            dist.destroy_process_group(group)
 
 
 class _Told:
