@@ -52,7 +52,9 @@ def tracked_files() -> set[str]:
 def compare(archive: Path, found: set[str], expected: set[str]) -> None:
     if found != expected:
         missing, unexpected = sorted(expected - found), sorted(found - expected)
-        raise SystemExit(f"{archive.name} lacks {missing or 'nothing'} (MANIFEST.in?), and has {unexpected or 'nothing'} that is not tracked")
+        raise SystemExit(
+            f"{archive.name} lacks {missing or 'nothing'} (MANIFEST.in?), and has {unexpected or 'nothing'} that is not tracked"
+        )
 
 
 def python(arguments: list[str], package: Path, folder: Path) -> str:

@@ -26,6 +26,7 @@ def in_place(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.M
     return zero3.shard(model, process_group=group, policy=policy)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # the name that every script uses
 @architectures
 @pytest.mark.parametrize(("checkpointing", "world_size"), CHECKPOINTED)

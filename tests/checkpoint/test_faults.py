@@ -161,6 +161,7 @@ def attempt(start: tuple[Path, dict[int, Any]], directory: Path) -> Iterator[Pat
     shutil.rmtree(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["killed", "no space", "input/output error"])
 def test_a_save_that_fails_at_any_file_operation(kind: str, faults: Faults, start: tuple[Path, dict[int, Any]], tmp_path: Path) -> None:
     with attempt(start, tmp_path / "clean") as directory:
@@ -241,6 +242,7 @@ def die_while_saving(rank: Rank, directory: str, victim: int, operation: str, co
     return "saved"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("victim", "operation", "count"), [(1, "write", 2), (0, "replace", 1), (0, "sync_directory", 4)])
 def test_a_killed_process(victim: int, operation: str, count: int, start: tuple[Path, dict[int, Any]], tmp_path: Path) -> None:
     """The others get the process group's error, at once; what is there is complete."""

@@ -72,6 +72,7 @@ def travel(rank: Rank, base: str, run: str, lora: bool, killed: int | None) -> T
         return model.eval()(**LLAMA.inputs(Turn(0, 99, 1))).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "all parameters"])
 def test_the_whole_road(lora: bool, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM

@@ -160,6 +160,7 @@ def apart() -> dict[str, list[Outcome]]:
     return {how: each.result() for how, each in running.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", APART)
 def test_ranks_that_come_apart_later_are_told_and_train_on_nothing_wrong(how: str, apart: dict[str, list[Outcome]]) -> None:
     for number, outcome in enumerate(apart[how]):

@@ -64,6 +64,7 @@ def compiled(rank: Rank, backend: str, param_dtype: torch.dtype | None) -> tuple
     return losses, zero3.full_state_dict(model, rank0_only=False), counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 @compilers
 def test_blocks_of_a_sharded_model(backend: str) -> None:
     results = on_ranks(2, compiled, backend, None, group_timeout=200, join_timeout=250)
@@ -77,6 +78,7 @@ def test_blocks_of_a_sharded_model(backend: str) -> None:
         assert sum(result[0][step] for result in results) / 2 == pytest.approx(union[step], abs=1e-10)
 
 
+@pytest.mark.slow
 def test_in_mixed_precision() -> None:
     """Against the same casts without compilation."""
     one, other = (
@@ -95,6 +97,7 @@ class Residual(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
+@pytest.mark.slow
 @compilers
 @pytest.mark.parametrize("in_place", [True, False], ids=["module.compile()", "torch.compile(module)"])
 def test_layers_one_by_one(backend: str, in_place: bool) -> None:

@@ -20,6 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 ENTRIES = [*optimizers.of_torch(), *optimizers.of_others()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_the_page_says_what_happens(entry: optimizers.Entry) -> None:
     row = optimizers.row(entry)
