@@ -44,7 +44,7 @@ def test_training_equals_the_unsharded_model(name: str, world_size: int, checkpo
 
 
 @architectures
-def test_the_state_dict_is_that_of_the_unsharded_model(name: str) -> None:
+def test_full_state_dict_is_that_of_the_unsharded_model(name: str) -> None:
     """Names, order, ties, buffers, values; saved by one model and loaded by another, whose own values are gone."""
     build = ARCHITECTURES[name].build
     plain = build()

@@ -55,7 +55,7 @@ def test_everything_is_allocated_on_the_compute_stream(fake_device: FakeDevice) 
     assert fake_device.allocations_on_lanes == []
 
 
-def test_gathers_and_reductions_have_a_communicator_each() -> None:
+def test_separate_backup_group_gives_gathers_and_reductions_a_communicator_each() -> None:
     communicator = EchoCommunicator()
     communicator.lanes = lanes_for  # type: ignore[method-assign]
     layer = Zero3Layer(nn.Linear(4, 4), process_group=communicator)
