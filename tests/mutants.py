@@ -117,7 +117,7 @@ FAULTS = [
         "comm/gloo.py",
         "for summand in rest:",
         "for summand in rest[1:]:",
-        "core/processes comm/collectives",
+        "core/training_processes comm/collectives",
     ),
     Fault(
         "a place is used again before all have read it",

@@ -172,7 +172,7 @@ def test_ranks_tell_each_other_once_a_forward_and_never_inside_resident() -> Non
     assert run_ranks(2, body) == [[3, 0, 0]] * 2
 
 
-def test_ranks_that_do_the_same_are_left_alone() -> None:
+def test_compare_every_leaves_ranks_alone_that_do_the_same() -> None:
     def body(group: ThreadCommunicator) -> list[int]:
         counts = []
         for every in (0, 10, 1):

@@ -378,7 +378,7 @@ def many_parameters(rank: Rank) -> tuple[int, int]:
     return memory().nbytes, 80 * LARGE_BYTES // rank.world_size
 
 
-def test_an_optimizers_parameters_are_not_all_under_way_at_once() -> None:
+def test_zeroredundancyoptimizer_does_not_have_all_parameters_under_way_at_once() -> None:
     for taken, sent in on_ranks(2, many_parameters, fresh=True, group_timeout=5.0):
         assert taken < sent / 3  # one rank may be UNDER_WAY transfers ahead of the other's
 

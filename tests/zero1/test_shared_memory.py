@@ -98,7 +98,7 @@ def train(rank: Rank, options: dict[str, Any]) -> tuple[list[int], list[int], li
 
 
 @pytest.mark.parametrize("options", [{}, {"parameters_as_bucket_view": True}, {"overlap_with_ddp": True}], ids=str)
-def test_zero_redundancy_optimizer_gives_shared_memory_back_after_each_step(options: dict[str, bool]) -> None:
+def test_zeroredundancyoptimizer_gives_shared_memory_back_after_each_step(options: dict[str, bool]) -> None:
     for left, left_by_all, most in on_ranks(2, train, options, debug="OFF"):
         assert len(left) == len(left_by_all) == len(most) == 3
         assert max(left_by_all) < HEADERS, "half of 24 MB was there"
@@ -119,7 +119,7 @@ def train_by_sockets(rank: Rank) -> bool:
         return communicator().shares_memory
 
 
-def test_zero_redundancy_optimizer_without_shared_memory() -> None:
+def test_zeroredundancyoptimizer_without_shared_memory() -> None:
     assert on_ranks(2, train_by_sockets, debug="OFF") == [False, False]
 
 

@@ -107,7 +107,7 @@ def test_named_parameters(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket view"])
-def test_layers_that_are_unfrozen_in_mid_training(world_size: int, view: bool) -> None:
+def test_add_param_group_of_layers_that_are_unfrozen_in_mid_training(world_size: int, view: bool) -> None:
     def trained(optimizer: Any, parameters: list[nn.Parameter]) -> list[Tensor]:
         for step in range(4):
             if step == 2:
@@ -131,7 +131,7 @@ def test_layers_that_are_unfrozen_in_mid_training(world_size: int, view: bool) -
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1), (2, 2)])
-def test_state_dicts_go_from_any_world_size_to_any_and_to_and_from_plain_optimizers(before: int, after: int) -> None:
+def test_load_state_dict_from_any_world_size_and_from_plain_optimizers(before: int, after: int) -> None:
     """Saved to bytes and read again in between, as a checkpoint is."""
     plain = odd_parameters()
     optimizer = torch.optim.AdamW(in_groups(plain), **ADAMW)
@@ -177,7 +177,7 @@ def test_state_dicts_go_from_any_world_size_to_any_and_to_and_from_plain_optimiz
     assert_same_bits(train(into_plain, again, range(2, 4)), expected)
 
 
-def test_state_dicts_that_do_not_fit_change_nothing_on_any_rank() -> None:
+def test_load_state_dict_that_does_not_fit_changes_nothing_on_any_rank() -> None:
     def body(group: Any) -> list[Tensor]:
         parameters = odd_parameters()
         ours = ours_on(group, parameters, **ADAMW)
@@ -205,7 +205,7 @@ def test_state_dicts_that_do_not_fit_change_nothing_on_any_rank() -> None:
         assert_same_bits(found, expected)
 
 
-def test_a_state_dict_is_never_out_of_date() -> None:
+def test_consolidate_state_dict_is_never_out_of_date() -> None:
     def body(group: Any) -> None:
         parameters = odd_parameters()
         ours = ours_on(group, parameters, **ADAMW)
@@ -228,7 +228,7 @@ def test_a_state_dict_is_never_out_of_date() -> None:
     on_threads(2, body)
 
 
-def test_state_is_even_and_no_rank_but_one_ever_holds_more_than_a_tensor_of_it() -> None:
+def test_consolidate_state_dict_takes_one_tensor_on_all_ranks_but_one() -> None:
     """Issue 68181 of torch's own: consolidating ran out of memory."""
     world_size, numel = 4, 10 * 256 * 512
 
@@ -363,7 +363,7 @@ def test_ranks_that_differ_are_told_so() -> None:
 
 
 @world_sizes
-def test_loss_scaling_skips_a_step_on_every_rank(world_size: int) -> None:
+def test_gradscaler_skips_a_step_on_every_rank(world_size: int) -> None:
     def trained(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> list[Any]:
         scaler, seen = torch.amp.GradScaler("cpu", init_scale=64.0), []
         for step in range(4):
@@ -424,7 +424,7 @@ def test_closures_hooks_and_what_else_plain_optimizers_do(world_size: int) -> No
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket view"])
-def test_parameters_whose_data_is_replaced(view: bool) -> None:
+def test_parameters_as_bucket_view_whose_data_is_replaced(view: bool) -> None:
     def trained(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> list[Tensor]:
         train(optimizer, parameters, range(2))
         for parameter in parameters:
