@@ -205,11 +205,17 @@ def test_no_assert_statement(source: str) -> None:
     assert not [node.lineno for node in ast.walk(TREES[source]) if isinstance(node, ast.Assert)]
 
 
+def docstring_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """A public function's docstring is a page of the reference, however short its code is."""
+    first = function.body[0]
+    return (first.end_lineno or first.lineno) - first.lineno + 1 if ast.get_docstring(function) is not None else 0
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_files_and_functions_are_short(source: str) -> None:
     assert len(SOURCES[source].read_text().splitlines()) <= 300
     functions = [node for node in ast.walk(TREES[source]) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    lengths = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
+    lengths = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 - docstring_lines(node) for node in functions}
     assert not {name: length for name, length in lengths.items() if length > 50}
 
 

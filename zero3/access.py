@@ -9,39 +9,58 @@ from torch import nn
 
 from .comm.agreement import agree
 from .core.layer_state import LayerState
+from .core.pinning import pin, unpin, write_back
 from .layer import Zero3Layer, layers_of
 
 __all__: list[str] = []
 
 
 def get_trainable_chunk(model: nn.Module) -> list[nn.Parameter]:
-    """This rank's trainable chunks, 1-D `[S]`, of every layer in `model`: what any optimizer takes.
+    """This rank's trainable chunks of every layer in a model: the parameters for the optimizer.
+
+    An optimizer of chunks is exact if it treats each element by itself, as AdamW and SGD do. `param_groups` gives options by
+    parameter and whole matrices, and `check_optimizer` says whether an optimizer is exact.
+
+    Args:
+        model: Any model that contains zero3 layers.
+
+    Returns:
+        One 1-D tensor `[S]` for each dtype of each layer or, after `param_groups`, the parts of these that it made.
 
     Raises:
-        ValueError: nothing in `model` is sharded.
+        ValueError: Nothing in `model` is sharded.
+
+    Example::
+
+        optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=3e-4)
     """
     return [chunk for state in states_of(model) for chunk in state.trainable()]
 
 
 @contextmanager
 def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
-    """Inside, the parameters of `module` are whole and readable under their own names, and there are no chunks.
+    """Context in which the parameters of a module are whole, and readable under their own names.
+
+    Every rank enters and leaves it, since it gathers. All layers of `module` are held at once, in the dtypes in which chunks are
+    stored, and `parameters()` yields parameters instead of chunks. With `param_dtype` a forward inside is an error; `resident` is
+    for computing. Changes are lost at the end unless `writeback` is set. (On one rank the parameters are the chunks, so changes
+    stay.) Views and state dicts that are kept stay readable.
+
+    Args:
+        module: A sharded model, a layer, or any module inside one, whose whole layer is gathered.
+        writeback: Rank 0's values become everybody's, if the block ends without an exception on all ranks.
+
+    Raises:
+        ValueError: Nothing in `module` is sharded.
+        RuntimeError: At the end, if `requires_grad` of a parameter was changed, since only whole chunks can be frozen, or if a
+            module was given another parameter. Both are undone.
+
+    Example::
 
         with zero3.full_params(model.head):
             norm = model.head.weight.norm()
-
-    Every rank enters and leaves it (it gathers). All layers of `module` are held at once, in the dtypes that the chunks have
-    (with `param_dtype` a forward inside is an error: see `resident`). Changes are lost at the end,
-    unless `writeback`: then rank 0's values become everybody's, if the block ends without an exception on all ranks. (On
-    one rank the parameters are the chunks: changes stay.) What is kept of them, as views or state dicts, stays readable.
-
-    Args:
-        module: a sharded model, a layer, or any module inside one (whose whole layer is gathered).
-
-    Raises:
-        ValueError: nothing in `module` is sharded.
-        RuntimeError: at the end, if `requires_grad` of a parameter was changed: only whole chunks can be frozen; or if a
-            module was given another parameter. Both are undone.
+        with zero3.full_params(model.head, writeback=True):
+            model.head.weight.data.mul_(0.5)
     """
     with _pinned(module, f"full_params(writeback={writeback})", writeback=writeback):
         yield
@@ -55,7 +74,7 @@ def _pinned(module: nn.Module, caller: str, *, writeback: bool = False, to_compu
     pinned: list[LayerState] = []
     try:
         for state in states:
-            state.pin(to_compute=to_compute)
+            pin(state, to_compute=to_compute)
             pinned.append(state)
         error: BaseException | None = None
         try:
@@ -70,7 +89,7 @@ def _pinned(module: nn.Module, caller: str, *, writeback: bool = False, to_compu
         toggled = [name for state in pinned for name in _undo_toggles(state)]
         replaced = [f"{b.sites.name!r} of layer {state.label}" for state in pinned for b in state.parameters if b.sites.replaced()]
         for state in pinned:
-            state.unpin()
+            unpin(state)
     if toggled:
         raise RuntimeError(
             f"rank {rank}: requires_grad was changed inside full_params, of {', '.join(toggled)}. A chunk is "
@@ -85,17 +104,23 @@ def _pinned(module: nn.Module, caller: str, *, writeback: bool = False, to_compu
 
 @contextmanager
 def resident(model: nn.Module) -> Iterator[None]:
-    """For inference: inside, layers stay fetched and forwards make no collectives, so every rank may go its own way.
+    """Context for inference, in which all layers stay fetched and forwards make no collectives.
 
-        with zero3.resident(model), torch.no_grad():
-            ids = model.generate(**prompt)                      # another prompt and length on every rank
+    So every rank may go its own way: generate from other prompts, at other lengths, or call the model a different number of times.
+    Every rank enters and leaves it. The whole model is held meanwhile. Parameters are readable under their own names, in the
+    dtypes in which they compute.
 
-    Every rank enters and leaves it. The whole model is held meanwhile. Parameters are readable under their own names, in
-    the dtypes they compute in.
+    Args:
+        model: Any model that contains zero3 layers.
 
     Raises:
-        RuntimeError: a backward through what was computed inside.
-        ValueError: nothing in `model` is sharded.
+        RuntimeError: A backward runs through a forward that was made inside.
+        ValueError: Nothing in `model` is sharded.
+
+    Example::
+
+        with zero3.resident(model), torch.no_grad():
+            ids = model.generate(**prompt, max_new_tokens=4)
     """
     states = states_of(model)
     with _pinned(model, "resident", to_compute=True):
@@ -110,20 +135,26 @@ def resident(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """For gradient accumulation: backwards inside communicate no gradients. They join the first backward after it.
+    """Context for gradient accumulation, in which backwards communicate no gradients.
+
+    The first backward after it reduces all that was accumulated. Every rank enters and leaves it. It saves all reductions but one,
+    and costs memory: every layer in it keeps its full gradient, `W * S` elements in `reduce_dtype`, until then. (Without it
+    micro-batches add up in the chunk's gradient.) The numbers are the same but for the order of sums. Zeroing the gradients drops
+    those that were kept. It may cover any module inside a model, and any part of a step. With one rank it does nothing.
+
+    Args:
+        model: Any model, or part of one, that contains zero3 layers.
+
+    Raises:
+        ValueError: Nothing in `model` is sharded.
+
+    Example::
 
         for micro_batch in micro_batches[:-1]:
             with zero3.no_sync(model):
-                loss(model(micro_batch)).backward()
-        loss(model(micro_batches[-1])).backward()
-
-    Every rank enters and leaves it. It saves all reductions but one, for memory: every layer that it covers keeps its full
-    gradient, `W * S` elements in `reduce_dtype`, until that backward. (Without it, micro-batches accumulate in the chunk.)
-    The same numbers, but for the order of sums. Zeroing the gradients drops what was kept. Any module inside a model, and any
-    part of a step, may be covered; at world size 1 it does nothing.
-
-    Raises:
-        ValueError: nothing in `model` is sharded.
+                loss_of(model, micro_batch).backward()
+        loss_of(model, micro_batches[-1]).backward()
+        optimizer.step()
     """
     gradients = [state.gradients for state in states_of(model)]
     for each in gradients:
@@ -166,16 +197,27 @@ def _write_back(states: list[LayerState], error: BaseException | None) -> None:
             return  # the user's own exception is on its way
         raise
     for state in states:
-        state.write_back()
+        write_back(state)
 
 
 def reset(model: nn.Module) -> None:
-    """After an exception: releases every layer and drops the step that broke. The next forward does it by itself too.
+    """Makes a model clean after an exception: releases every layer, and drops the step that broke.
 
-    Gradients accumulated before are dropped as well (set to None) if it was a backward that broke.
+    The next forward does so by itself; call this to have the memory back at once. If a backward broke, gradients that were
+    accumulated before are dropped too (set to None).
+
+    Args:
+        model: Any model that contains zero3 layers.
 
     Raises:
-        ValueError: nothing in `model` is sharded.
+        ValueError: Nothing in `model` is sharded.
+
+    Example::
+
+        try:
+            loss_of(model, batch).backward()
+        except torch.OutOfMemoryError:
+            zero3.reset(model)
     """
     for layer in _layers(model):
         if layer._runtime is not None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from .core.autograd import mark_upstream
+from .core.autograd import mark_upstream, tensors_in, uncached_autocast
 from .core.construction import Request, build_state
 from .core.layer_state import LayerState
-from .core.module_overrides import check_conversion, guard, refuse
+from .core.module_overrides import Override, check_conversion, guard, refuse
 from .core.parameters import own_modules
 from .core.runtime import Runtime
-from .core.tree import tensors_in
 from .core.wrappers import refuse_wrappers
 from .policy import ShardingPolicy
 
@@ -23,26 +24,38 @@ __all__: list[str] = []
 
 
 class Zero3Layer(nn.Module):
-    """Shards one module, or a few consecutive ones, over the ranks of a process group (ZeRO stage 3).
+    """Shards one module over the ranks of a process group (ZeRO stage 3).
 
-    Every rank keeps 1/W of the parameters as flat chunks; the full parameters exist only around the layer's own
-    forward and backward. Rank 0's values win. Wrap every rank's module in the same order, freeze before wrapping.
+    Each rank keeps 1/W of the parameters, as flat *chunks*. The full parameters exist only while the layer itself computes, in
+    forward and in backward. All ranks wrap the same modules in the same order, and rank 0's values win. Freeze what should not
+    train (`requires_grad_(False)`) before wrapping.
 
-        layers = [Zero3Layer(block) for block in blocks]
-        model = Zero3Sequential(layers)
-        optimizer = torch.optim.AdamW(model.get_trainable_chunk())
+    A lone layer works as a model. Attributes that the layer lacks are read from the wrapped module. `state_dict`, `deepcopy`,
+    pickling and conversions such as `.half()` raise RuntimeError, since they would see one rank's slice only; the error names the
+    function to use instead.
 
     Args:
-        module: any module without sharded parameters of its own; one that holds `Zero3Layer`s keeps what they left.
-        rank, world_size: checked against the process group; None takes the group's.
-        device: where the layer computes and its chunks live; None: where the module's tensors are.
-        dtype: checks the dtype of the trainable parameters, which is that of the optimizer's master copy. Converts nothing.
-        policy: see `ShardingPolicy`.
-        process_group: the ranks that share the layer; None: the default group, or this process alone.
+        module: Any module without sharded parameters of its own. A `Zero3Layer` inside it keeps its parameters; this layer takes
+            the others.
+        rank: This process's number in the group. It is only checked; None takes the group's.
+        world_size: The number of ranks in the group. It is only checked; None takes the group's.
+        device: Where the layer computes and its chunks live. None: where the module's tensors are.
+        dtype: The dtype that every trainable parameter must have, which is that of the optimizer's master copy. It is only
+            checked; nothing is converted. None: any.
+        policy: Every choice about sharding, see `ShardingPolicy`.
+        process_group: The ranks that share the layer. None: the default group, or this process alone where there is none.
 
     Raises:
-        ValueError, TypeError: on every rank alike, before anything has changed; the text names the rank that is wrong.
-        RuntimeError: a launcher started several processes, but there is no process group.
+        ValueError: A wrong value, or ranks whose modules or policies differ. All ranks raise the same error, which names the
+            rank that is wrong, and nothing has changed.
+        TypeError: An argument of a wrong type; likewise.
+        RuntimeError: A launcher started several processes, but there is no process group.
+
+    Example::
+
+        layers = [zero3.Zero3Layer(block) for block in blocks]
+        model = zero3.Zero3Sequential(layers)
+        optimizer = torch.optim.AdamW(model.get_trainable_chunk())
 
     Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
     """
@@ -62,8 +75,8 @@ class Zero3Layer(nn.Module):
         self._wrap(Request(module, rank, world_size, device, dtype, policy, process_group))
 
     @classmethod
-    def from_request(cls, request: Request) -> Zero3Layer:
-        """For `shard`, which says more about a layer than a user needs to."""
+    def _from_request(cls, request: Request) -> Zero3Layer:
+        """`shard` makes layers so: a request says more about a layer than the constructor's arguments."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer._wrap(request)
@@ -79,12 +92,16 @@ class Zero3Layer(nn.Module):
             guard(module, is_layer)
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
-        """This rank's trainable chunks, 1-D `[S]`, one a dtype, of this layer and those inside it; [] if it has none."""
+        """This rank's trainable chunks of this layer and of those inside it: the parameters for the optimizer.
+
+        Returns:
+            One 1-D tensor `[S]` for each dtype of each layer; `[]` if nothing in it is trainable.
+        """
         return [chunk for layer in layers_of(self) for chunk in layer._state.trainable()]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first floating chunk, in which values are stored and updated. See `report` for what is computed in what."""
+        """The dtype in which the first floating chunk is stored and updated. `report` tells what is computed in which dtype."""
         return floating_dtype(self)
 
     # -- one call
@@ -105,7 +122,7 @@ class Zero3Layer(nn.Module):
             return own
         own.reset()
         for layer in layers_of(self):
-            upstream.join(layer._state)
+            upstream.take_in(layer._state)
             layer._runtime = upstream
         return upstream
 
@@ -191,11 +208,25 @@ def run_sharded(runtime: Runtime, state: LayerState, entry: nn.Module, module: C
     """One forward of a sharded module: fetched before, released after. `entry`: what the user called, if it is the outermost."""
     with runtime.forward_pass(entry):
         runtime.pre_forward(state)
-        args, kwargs = state.casting.inputs(args, kwargs)
-        with _uncached_autocast():
-            output = state.casting.output(module(*args, **kwargs))
+        with state.forward_span, uncached_autocast():
+            output = state.call(module, *args, **kwargs)  # [F3]
         holder = module if isinstance(module, nn.Module) else entry
         return runtime.post_forward(state, output, kept=(args, kwargs, _attributes(holder)))
+
+
+class RootEntry(Override):
+    """The `forward` of a module outside the layers of a sharded model: it enters the root's own layer first."""
+
+    def __init__(self, module: nn.Module, root: LayerState, runtime: Runtime) -> None:
+        super().__init__(module, "forward", run_sharded)
+        self._root, self._runtime = weakref.ref(root), weakref.ref(runtime)  # its layers hold the runtime, the model the root
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, root, runtime = self._module(), self._root(), self._runtime()
+        if module is None or root is None or runtime is None:
+            raise RuntimeError(f"the sharded model that this {self._plain.__qualname__} belongs to is gone")
+        forward = self._own or partial(self._plain, module)
+        return forward(*args, **kwargs) if runtime.is_running(root) else run_sharded(runtime, root, module, forward, args, kwargs)
 
 
 _PARTS = frozenset({bool, int, float, str, dict, OrderedDict, set, type(None)})  # of any module; by type, for that is told at once
@@ -256,18 +287,3 @@ def _depths(module: nn.Module, depth: int, seen: set[nn.Module] | None = None) -
         for child in module._modules.values():
             if child is not None:
                 yield from _depths(child, depth, seen)
-
-
-class _uncached_autocast:
-    """Within a layer, autocast keeps no cast copies: they would outlive the layer's full parameters, and a step."""
-
-    __slots__ = ("_enabled",)
-
-    def __enter__(self) -> None:
-        self._enabled = torch.is_autocast_cache_enabled()
-        if self._enabled:
-            torch.set_autocast_cache_enabled(False)
-
-    def __exit__(self, *exc: object) -> None:
-        if self._enabled:
-            torch.set_autocast_cache_enabled(True)

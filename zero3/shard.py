@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -15,10 +14,9 @@ from .auto_wrap import CONTAINERS, Layers, choose, tied_across
 from .core.construction import Request, agree_on, build_state, device_of
 from .core.layer_state import LayerState
 from .core.layout import megabytes
-from .core.module_overrides import Override, guard
+from .core.module_overrides import guard
 from .core.parameters import check_parameters, find_parameters, own_modules
-from .core.runtime import Runtime
-from .layer import Zero3Layer, adopt, is_layer, layers_of, run_sharded
+from .layer import RootEntry, Zero3Layer, adopt, is_layer, layers_of
 from .policy import ShardingPolicy
 
 __all__: list[str] = []
@@ -40,40 +38,54 @@ def shard(
     policy: ShardingPolicy | PolicyOf = ShardingPolicy(),  # noqa: B008 (frozen)
     process_group: Any = None,
 ) -> M:
-    """Shards `model` in place, whatever its class; it goes on being called, and generating, as before.
+    """Shards any model in place. It keeps its class, and is called, generates and is configured as before.
 
-        model = zero3.shard(AutoModelForCausalLM.from_config(config))
-        optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model))
+    Some submodules become layers, each a `Zero3Layer`. All other parameters, and those that stand in several layers (tied ones),
+    belong to the root's own layer. It is fetched when the model, or a module outside the layers, is called, and is kept to the end
+    of backward. The logger "zero3" tells at level INFO what became what, and warns if the root's own layer is larger than any
+    other.
 
     Args:
-        layers: which submodules become layers: a class, several classes or modules, or a predicate `(name, module) -> bool`.
-            A match inside a match becomes an inner layer, and is not held while the rest of the outer one computes. None:
+        model: Any module that is not sharded yet, with values or on the meta device.
+        layers: Which submodules become layers: a class, several classes or modules, or a predicate `(name, module) -> bool`. A
+            match inside a match becomes an inner layer, which is not held while the rest of the outer one computes. None chooses:
 
-            * blocks: the elements of every `ModuleList` that lies in no other and holds a tenth of the parameters or more
-              (so an encoder's and a decoder's); of the largest one if none does;
-            * ends: what `get_input_embeddings()` and `get_output_embeddings()` return, or without these every
-              `nn.Embedding`; and each `nn.Linear` right under the model. Unless they are in a block, or tied.
+            * blocks: the elements of every `ModuleList` that lies in no other and holds at least a tenth of the parameters, or of
+              the largest one if none does;
+            * embeddings and heads, unless they are tied or part of a block: the modules that `get_input_embeddings()` and
+              `get_output_embeddings()` return, or else every `nn.Embedding`; and each `nn.Linear` right under the model.
+        rank: This process's number in the group. It is only checked; None takes the group's.
+        world_size: The number of ranks in the group. It is only checked; None takes the group's.
+        device: Where the whole model computes and the chunks live. None: where the model's tensors are.
+        dtype: The dtype that every trainable parameter must have. It is only checked. None: any.
+        policy: One for all layers; the root alone casts outputs. Or a function `(name, module) -> ShardingPolicy`, which is asked
+            for every layer, and for the root by the name `""`, whose prefetch_depth and separate_backup_group count for all.
+        process_group: The ranks that share the model. None: the default group, or this process alone where there is none.
 
-        policy: one for all layers, of which the root alone casts its output; or `(name, module) -> ShardingPolicy`, asked
-            for every layer, and for the root with the name "" (its prefetch_depth and separate_backup_group count for all).
-        rank, world_size, device, dtype, process_group: as for `Zero3Layer`; the whole model computes on one device.
-
-    A parameter that stands in several layers (tied), and everything outside of them, belongs to the root's own layer. It is
-    fetched when the model, or a module outside the layers, is called, and kept to the end of backward. One line of the log
-    ("zero3", INFO) says what became what; a warning, if the root's own layer is larger than any other.
+    Returns:
+        `model`, the same object.
 
     Raises:
-        ValueError: no layers found or matched; a model that is sharded already; what `Zero3Layer` refuses.
-        TypeError: `layers` is none of the above, or `model` no module.
-        RuntimeError: as for `Zero3Layer`. Every rank raises the same error, and then nothing has changed.
+        ValueError: No layers are found or matched, the model is sharded already, or `Zero3Layer` would refuse a part of it. All
+            ranks raise the same error, and nothing has changed.
+        TypeError: `layers`, `policy` or `model` has a wrong type; likewise.
+        RuntimeError: A launcher started several processes, but there is no process group.
+
+    Example::
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        model = zero3.shard(model, device=device)
+        zero3.load_pretrained(model, directory)
+        optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=1e-5)
     """
     one = policy if isinstance(policy, ShardingPolicy) else ShardingPolicy()
     common = Request(model, rank, world_size, device, dtype, one, process_group, label=f"the root ({type(model).__name__})")
     plan = _agreed_plan(common, layers, policy)
     for request in plan.layers:
-        _put(model, request.module, Zero3Layer.from_request(request))
+        _put(model, request.module, Zero3Layer._from_request(request))
     root = build_state(plan.root, is_layer)
-    _Root(root, model)
+    _enter_through_root(root, model)
     _report(model, root)
     return model
 
@@ -136,31 +148,20 @@ def _put(model: nn.Module, module: nn.Module, layer: Zero3Layer) -> None:
                 owner._modules[name] = layer
 
 
-class _Root:
-    """The model's own layer, and what makes every module outside the layers an entry to the model.
+def _enter_through_root(state: LayerState, model: nn.Module) -> None:
+    """Gives the model its own layer, and makes every module outside the layers an entry to the model.
 
     Models are not only called as a whole: generation calls an encoder by itself, users call `model.get_decoder()`. So each
     of these modules runs with the root's own layer fetched.
     """
-
-    def __init__(self, state: LayerState, model: nn.Module) -> None:
-        state.registry = model._parameters
-        model._parameters.update(state.chunk_names())
-        model.__dict__["_zero3_root"] = state
-        self._state = weakref.ref(state)
-        self._runtime: weakref.ref[Runtime] = weakref.ref(adopt(model, ordered=False, outer=[state]))  # its layers hold it
-        for _, module in own_modules(model, is_layer):
-            guard(module, is_layer, lists_chunks=module is model)
-            if not isinstance(module, CONTAINERS):
-                Override(module, "forward", self._forward)
-
-    def _forward(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        state, runtime = self._state(), self._runtime()
-        if state is None or runtime is None:
-            raise RuntimeError(f"the sharded model that this {type(module).__name__} belongs to is gone")
-        if runtime.is_running(state):
-            return forward(*args, **kwargs)
-        return run_sharded(runtime, state, module, forward, args, kwargs)
+    state.registry = model._parameters
+    model._parameters.update(state.chunk_names())
+    model.__dict__["_zero3_root"] = state
+    runtime = adopt(model, ordered=False, outer=[state])
+    for _, module in own_modules(model, is_layer):
+        guard(module, is_layer, lists_chunks=module is model)
+        if not isinstance(module, CONTAINERS):
+            RootEntry(module, state, runtime)
 
 
 def _report(model: nn.Module, root: LayerState) -> None:

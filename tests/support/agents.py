@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "tests" / "disturbed.py"
+SCRIPT = ROOT / "tests" / "support" / "disturbed.py"
 
 # A host that is silent for 5 s is dead; one that comes is waited for 1 s.
 QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5"

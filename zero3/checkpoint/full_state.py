@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..access import agree_to_gather, states_of
 from ..comm.agreement import agree
 from ..core.layer_state import LayerState
+from ..core.pinning import pin, pin_unloaded, unpin, write_back
 from ..names import named_tensors
 from .meta_buffers import initialise, put
 
@@ -22,44 +23,61 @@ _LONG = 2**30  # bytes of a model that takes long enough to be watched
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The state dict of the unwrapped model, on the CPU: its own names (tied parameters under each), its shapes, its order.
+    """The state dict of the unwrapped model, on the CPU: its own names, shapes and order.
 
-    Every rank calls it. One layer at a time is gathered and copied off.
+    Every rank calls it. One layer at a time is gathered and copied. A tied parameter stands under each of its names.
 
     Args:
-        rank0_only: only rank 0 keeps what is gathered; the others get {}.
-        dtype: floating tensors are converted to it on their way.
+        model: Any model that contains zero3 layers.
+        rank0_only: Only rank 0 keeps the tensors; the others get `{}`.
+        dtype: Floating tensors are converted to it. None: as they are stored.
+
+    Returns:
+        Name to tensor.
 
     Raises:
-        ValueError: nothing in `model` is sharded.
-        TypeError: `dtype` is none; on every rank.
+        ValueError: Nothing in `model` is sharded.
+        TypeError: `dtype` is no dtype; on every rank.
+
+    Example::
+
+        weights = zero3.full_state_dict(model, dtype=torch.bfloat16)
+        if rank == 0:
+            torch.save(weights, f"{directory}/weights.pt")
     """
     states = states_of(model)
     keeps = not rank0_only or states[0].communicator.rank == 0
     agree_to_gather(states, "full_state_dict", not_a_dtype(dtype))
     values: dict[int, Tensor] = {}
     for state in _watched(states, "gathering layers"):
-        state.pin()
+        pin(state)
         try:
             if keeps:
                 values.update({id(b.sites.parameter): _copy(b.value, dtype) for b in state.parameters})
         finally:
-            state.unpin()
+            unpin(state)
     if not keeps:
         return {}
     return {name: values[id(tensor)] if id(tensor) in values else _copy(tensor, dtype) for name, tensor in named_tensors(model)}
 
 
 def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | None, *, strict: bool = True) -> None:
-    """Fills the model from rank 0's `state_dict`, which has the names of the unwrapped model. The inverse of `full_state_dict`.
+    """Fills a model from rank 0's state dict, which has the names of the unwrapped model. The inverse of `full_state_dict`.
 
-    Every rank calls it; what the others pass does not count. One layer at a time is gathered, changed and scattered.
+    Every rank calls it. One layer at a time is gathered, changed and scattered.
 
     Args:
-        strict: names that are missing or unknown are an error; otherwise they are left alone.
+        model: Any model that contains zero3 layers, with values or built on the meta device.
+        state_dict: Name to tensor. Only rank 0's counts; other ranks may pass `{}` or None.
+        strict: Missing and unknown names are an error; otherwise they are left alone.
 
     Raises:
-        ValueError: missing or unknown names, other shapes: all in one error, on every rank, before anything changes.
+        ValueError: Missing or unknown names, or other shapes: all in one error, on every rank, before anything changes.
+
+    Example::
+
+        weights = torch.load(f"{directory}/weights.pt", weights_only=True) if rank == 0 else None
+        zero3.load_full_state_dict(model, weights)
     """
     states = states_of(model)
     first = states[0]
@@ -94,14 +112,14 @@ def _load_others(model: nn.Module, states: list[LayerState], values: Mapping[int
 
 @torch.no_grad()
 def _load_layer(state: LayerState, values: Mapping[int, Tensor]) -> None:
-    state.pin_unloaded()
+    pin_unloaded(state)
     try:
         for sharded in state.parameters:
             if id(sharded.sites.parameter) in values:
                 sharded.value.copy_(values[id(sharded.sites.parameter)])
-        state.write_back()
+        write_back(state)
     finally:
-        state.unpin()
+        unpin(state)
 
 
 def _watched(states: list[LayerState], doing: str) -> Iterable[LayerState]:

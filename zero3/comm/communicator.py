@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeGuard
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,18 @@ __all__: list[str] = []
 Bounds = tuple[int, ...] | None
 
 
+class Told(Protocol):
+    """What all ranks say, on its way."""
+
+    def ready(self) -> bool:
+        """Whether `read` would not make the host wait."""
+        ...
+
+    def read(self) -> list[bytes]:
+        """Every rank's payload, in rank order."""
+        ...
+
+
 class Communicator(Protocol):
     """What a model needs of the ranks that share it. A test passes its own; users pass a process group.
 
@@ -24,6 +36,8 @@ class Communicator(Protocol):
     rank: int
     world_size: int
     channel: int  # the layer whose communicator this is: where messages have tags, they can't reach another layer
+    takes_pieces: bool  # whether `reduce_pieces` is there, so that gradients need no buffer
+    tags_messages: bool  # a message carries its layer's tag: ranks that came apart can't take one layer's for another's
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         """Every rank's `shard` `[S]`, in rank order, into `full` `[W*S]`; a shard may lie in its own place there."""
@@ -31,6 +45,10 @@ class Communicator(Protocol):
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
         """This rank's slice of the sum of every rank's `full` `[W*S]`, into `shard` `[S]`; `full` may be overwritten."""
+        ...
+
+    def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
+        """As `reduce_scatter` of a buffer that is not there: of every rank's slice the pieces, 1-D, side by side. They are only read."""
         ...
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None: ...
@@ -47,6 +65,10 @@ class Communicator(Protocol):
         """Every rank's `payload`, of one length on all ranks, in rank order. Blocks the host."""
         ...
 
+    def exchange_later(self, payload: bytes, device: torch.device) -> Told:
+        """As `exchange`, but nobody waits before the answer is read."""
+        ...
+
     def duplicate(self) -> Communicator:
         """A second communicator of the same ranks, whose collectives do not queue behind this one's."""
         ...
@@ -56,24 +78,14 @@ class Communicator(Protocol):
     def same_ranks(self, other: Communicator) -> bool: ...
 
 
-class PartsCommunicator(Communicator, Protocol):
-    """One that sends from several places as well as from one: gradients need no buffer."""
-
-    def reduce_parts(self, shard: Tensor, parts: Sequence[Sequence[Tensor]]) -> Pending:
-        """As `reduce_scatter` of a buffer that is not there: of every rank's slice the pieces, 1-D, side by side. They are only read."""
-        ...
-
-
-def takes_parts(communicator: Communicator) -> TypeGuard[PartsCommunicator]:
-    return hasattr(communicator, "reduce_parts")
-
-
 class SoloCommunicator:
     """One rank, no process group. The chunk is the full buffer, so nothing is ever moved."""
 
     rank = 0
     world_size = 1
     channel = 0
+    takes_pieces = False
+    tags_messages = True
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         if full.data_ptr() != shard.data_ptr():
@@ -82,6 +94,10 @@ class SoloCommunicator:
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
         shard.copy_(full)
+        return Done()
+
+    def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
+        torch.cat(list(pieces[0]), out=shard)
         return Done()
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
@@ -97,6 +113,9 @@ class SoloCommunicator:
 
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
         return [payload]
+
+    def exchange_later(self, payload: bytes, device: torch.device) -> Told:
+        raise NotImplementedError("one rank has nobody to compare with")
 
     def duplicate(self) -> Communicator:
         return self

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from .log import Journal
+from .log import TransferLog
 
 __all__: list[str] = []
 
@@ -25,15 +25,18 @@ class Ranked(Protocol):
 class Subject:
     """What a transfer is for, by a name that may still change: a layer learns its place in the model at its first forward."""
 
-    __slots__ = ("journal", "name")
+    __slots__ = ("log", "name")
 
-    def __init__(self, name: str, journal: Journal | None = None) -> None:
+    def __init__(self, name: str, log: TransferLog | None = None) -> None:
         self.name = name
-        self.journal = journal  # of its model
+        self.log = log  # of its model
 
 
 class NamingFailures:
-    """A context: a collective that fails or times out inside says what it was for, and on which rank. Made once, used often."""
+    """A context: a collective that fails or times out inside says what it was for, and on which rank. Made once, used often.
+
+    Where the context would cost too much (every transfer of every step), `except RuntimeError` and `explain` do the same.
+    """
 
     __slots__ = ("_communicator", "_doing", "_subject")
 
@@ -46,11 +49,16 @@ class NamingFailures:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None) -> None:
-        if not isinstance(failure, RuntimeError) or isinstance(failure, torch.OutOfMemoryError):
+        if isinstance(failure, RuntimeError):
+            self.explain(failure)
+
+    def explain(self, failure: RuntimeError) -> None:
+        """Raises an error that says what `failure` was a failure of. Returns where there is nothing to add."""
+        if isinstance(failure, torch.OutOfMemoryError):
             return
         where = advice = ""
-        if self._subject.journal is not None:
-            where = f" {self._subject.journal.where()}"
+        if self._subject.log is not None:
+            where = f" {self._subject.log.where()}"
             advice = "" if torch.is_grad_enabled() else f" {_OWN_PACE}"
         raise _of_transfer(
             f"rank {self._communicator.rank} of {self._communicator.world_size}: {self._doing} {self._subject.name} failed: {failure}\n"

@@ -51,6 +51,9 @@ class GlooCommunicator(GroupCommunicator):
     for each other in vain until the group's timeout, and don't take one layer's weights for another's.
     """
 
+    takes_pieces = True
+    tags_messages = True
+
     @cached_property
     def _memory(self) -> HostMemory:
         """Made at the first transfer, which all ranks take part in."""
@@ -78,9 +81,9 @@ class GlooCommunicator(GroupCommunicator):
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
         if full.is_cuda:
             return self._staged(partial(self.reduce_scatter, bounds=bounds), shard, full)
-        return self.reduce_parts(shard, [[each] for each in self._slices(full, bounds)])
+        return self.reduce_pieces(shard, [[each] for each in self._slices(full, bounds)])
 
-    def reduce_parts(self, shard: Tensor, parts: Sequence[Sequence[Tensor]]) -> Pending:
+    def reduce_pieces(self, shard: Tensor, parts: Sequence[Sequence[Tensor]]) -> Pending:
         if not any(piece.numel() for pieces in parts for piece in pieces):
             return Done()
         others = self._others()
@@ -105,7 +108,7 @@ class GlooCommunicator(GroupCommunicator):
         return cut(full, bounds) if bounds is not None else list(full.view(self.world_size, -1))
 
     def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
-        if shard.is_cuda or len(self._memory.near) < self.world_size - 1:
+        if shard.is_cuda or not self.shares_memory:
             return super().scatter(shard, slices, bounds)
         if slices is None:
             return self._swap(_SCATTER, {0: shard}, {}, lambda received: shard.copy_(received[0]))
@@ -114,6 +117,16 @@ class GlooCommunicator(GroupCommunicator):
         memory.begun(tag)
         shard.copy_(slices[self.rank])
         return _Transfers([], lambda: memory.await_receipts(number))
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether every other rank is on this host. The first use is a collective."""
+        return len(self._memory.near) == self.world_size - 1
+
+    def trim(self) -> None:
+        """Gives back the group's memory in which transfers lay that all have read."""
+        if "_memory" in self.__dict__:  # else there was no transfer, and to make one takes all ranks
+            self._memory.trim()
 
     def _tag(self, kind: int) -> int:
         return 4 * self.channel + kind

@@ -73,6 +73,10 @@ class Part(NamedTuple):
     stop: int
     whole: bool = False  # one of the model's parameters, in its own shape
 
+    def of(self, flat: Tensor) -> Tensor:
+        """Its elements of `flat` `[S]`, in its shape."""
+        return flat[self.start : self.stop].view(self.parameter.shape)
+
 
 class Chunk:
     """One dtype's trainable or frozen parameters of a layer. Glossary: shard `[S]`, full `[W*S]`, views in slots' shapes."""
@@ -90,9 +94,10 @@ class Chunk:
         self._in_flight: Mark | None = None
         self._as_stored = False  # see `show_as_stored`
         self._computing: FullBuffer | ResidentBuffer | None = None  # meanwhile the buffer that graphs know
+        self._own = slice(*layout.chunk_range(communicator.rank))  # this rank's place in the full buffer
         self.full = self._new_buffer()
-        self.guarded = not self.resident  # its full buffer comes and goes, and only the layer and its graphs look at it
-        self.lent = False  # somebody else looks at the buffer: it is not given back, but left behind
+        self.tracks_versions = not self.resident  # its full buffer comes and goes, and only the layer and its graphs look at it
+        self.left = False  # somebody else looks at the buffer: at its release it is left to them
 
     @property
     def views(self) -> list[Tensor]:
@@ -126,7 +131,7 @@ class Chunk:
             pending = self._communicator.all_gather(self.full.tensor, self._outgoing(self.full.tensor), self.layout.bounds)
             self._in_flight = lane.complete(pending)
 
-    def help_fetch(self) -> None:
+    def take_part_in_fetch(self) -> None:
         """Takes part in a fetch that this rank has no use for: it sends its chunk, and what it receives goes at once."""
         self.adopt_values()
         full = torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.shard.device)
@@ -136,7 +141,7 @@ class Chunk:
         """What this rank sends: the chunk, cast before it travels, in its own place of the full buffer."""
         if full.dtype == self.shard.dtype:
             return self.shard.data
-        own = full[slice(*self.layout.chunk_range(self._communicator.rank))]
+        own = full[self._own]
         return own.copy_(self.shard.data)
 
     def adopt_values(self) -> None:
@@ -163,30 +168,30 @@ class Chunk:
     def is_stale(self) -> Tensor:
         """Whether the chunk holds other values than its place in the full buffer, 0-dim."""
         self.adopt_values()
-        own = self.full.tensor[slice(*self.layout.chunk_range(self._communicator.rank))]
+        own = self.full.tensor[self._own]
         return (own != self.shard.data.to(own.dtype)).any()
 
     def release(self) -> None:
         self.finish_fetch()
         if self._computing is not None:
-            self.full, self._computing, self._as_stored, self.lent = self._computing, None, False, False
+            self.full, self._computing, self._as_stored, self.left = self._computing, None, False, False
             return
-        if not self.lent:
+        if not self.left:
             self.full.free()
             return
         left = StorageWeakRef(self.full.tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self.full, self.lent = self._new_buffer(), False
+        self.full, self.left = self._new_buffer(), False
         # Torch makes a view's node anew when its base has another version, from what the base looks like by then.
-        self.guarded = self.guarded and left.expired()  # type: ignore[no-untyped-call]
+        self.tracks_versions = self.tracks_versions and left.expired()  # type: ignore[no-untyped-call]
 
-    def lend(self) -> None:
+    def leave_buffer(self) -> None:
         """Somebody may keep views of the full buffer: at its release it is left to them, and the next fetch takes a new one."""
-        self.lent = not self.resident
+        self.left = not self.resident
 
     def let_escape(self, tensor: Tensor) -> None:
         """An output that is a view of a parameter keeps the memory it looks at."""
         if self.full.aliases(tensor):
-            self.lend()
+            self.leave_buffer()
 
     def abandon_fetch(self) -> None:
         """The wait for a gather that may have failed; whatever it brought is of no use."""
@@ -194,7 +199,7 @@ class Chunk:
             self.finish_fetch()
         except RuntimeError:
             self._in_flight = None
-            self.lend()  # what failed may still write into it
+            self.leave_buffer()  # what failed may still write into it
 
     def changed(self) -> bool:
         """Whether the shard was written since this was last asked: graphs built before must not run after."""

@@ -17,6 +17,7 @@ from .chunk import Chunk
 from .layer_state import LayerState
 from .layout import ChunkLayout
 from .parameters import Owner, ParameterSites, check_parameters, find_parameters, own_modules
+from .policy_facts import compute_dtype
 from .scattering import scatter_parameters
 from .wrappers import wrapper_in
 
@@ -95,8 +96,8 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     examined = _examine(request, is_layer)
     note = examined.agree()
     communicator, device, label = examined.communicator, examined.device, examined.label
+    communicator.channel = int.from_bytes(note[:IDENTITY_BYTES], "little")
     state = LayerState(label, communicator, device, request.policy)
-    state.identity = communicator.channel = int.from_bytes(note[:IDENTITY_BYTES], "little")
     unloaded: set[str] = set()
     if note[IDENTITY_BYTES]:
         empty_on_rank_0 = communicator.exchange(bytes(examined.on_meta.values()), device)[0]
@@ -231,7 +232,7 @@ def _scatter(
             return blank.expand(sites.parameter.shape) if sites.name in unloaded else sites.parameter
 
         scatter_parameters(shard, layout, communicator, value if communicator.rank == 0 else None)
-    chunk = Chunk(layout, nn.Parameter(shard, requires_grad=trainable), communicator, policy.compute_dtype(dtype))
+    chunk = Chunk(layout, nn.Parameter(shard, requires_grad=trainable), communicator, compute_dtype(policy, dtype))
     chunk.unloaded = {index for index, sites in enumerate(ordered) if sites.name in unloaded}
     return chunk, ordered
 

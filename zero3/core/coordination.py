@@ -1,15 +1,16 @@
-"""Where a model's collectives pass: open, unless ranks that have run out of data have to be told of each (see `shadow`)."""
+"""What a model tells before it makes a collective. Nobody has to hear it, unless some ranks have no data, or one has to repeat it."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..comm.communicator import Bounds, Communicator
+from ..comm.agreement import agree
+from ..comm.communicator import Bounds, Communicator, Told
 from ..comm.streams import Lanes, Pending
 
 __all__: list[str] = []
@@ -38,33 +39,56 @@ class Action(IntEnum):
 
 
 class Gate(Protocol):
-    """What a model asks before its collectives."""
+    """Every collective of a model passes its gate, inside one of these contexts."""
 
-    def enter(self, kind: Activity) -> None:
-        """This rank begins with `kind`, unless it is within another."""
+    compares_at_end: bool  # of what is under way: then ranks need not compare their transfers before
+
+    def doing(self, activity: Activity) -> AbstractContextManager[Any]:
+        """Around a forward or a backward. It does not count if this rank is within another one already."""
         ...
 
-    def leave(self, kind: Activity, error: BaseException | None = None) -> None:
-        """It is over, or ended with `error`."""
+    def gather(self, layer: Any) -> AbstractContextManager[Any]:
+        """Around the gathers of a layer's chunks, where they are issued."""
         ...
 
-    def passing(self, action: Action, layer: object = None) -> AbstractContextManager[None]:
-        """Around a collective, or those of a layer, from where they are issued."""
+    def reduce(self, layer: Any) -> AbstractContextManager[Any]:
+        """Around the reductions of a layer's gradients, where they are issued."""
+        ...
+
+    def compare(self, layer: Any, place: str, names: list[str]) -> AbstractContextManager[Any]:
+        """Around a comparison of `names`, which ranks make at `place`."""
+        ...
+
+    def passing(self, action: Action, layer: Any = None) -> AbstractContextManager[Any]:
+        """Around any other collective."""
         ...
 
 
 class OpenGate:
-    def __init__(self) -> None:
-        self._open = nullcontext()  # entered for every transfer of every step
+    """Nobody hears of anything: the standard library's null context stands for every context of a step."""
 
-    def enter(self, kind: Activity) -> None:
-        return None
+    compares_at_end = False
+    doing = gather = reduce = nullcontext
 
-    def leave(self, kind: Activity, error: BaseException | None = None) -> None:
-        return None
+    def compare(self, layer: Any, place: str, names: list[str]) -> AbstractContextManager[Any]:
+        return nullcontext()
 
-    def passing(self, action: Action, layer: object = None) -> AbstractContextManager[None]:
-        return self._open
+    def passing(self, action: Action, layer: Any = None) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+class ComparingGate(OpenGate):
+    """For debugging (`compare_every=1`): before each gather ranks compare all transfers that they have made."""
+
+    def gather(self, layer: Any) -> AbstractContextManager[Any]:  # type: ignore[override]
+        if layer.chunks:
+            agree(ungated(layer.communicator), layer.device, "the transfers made so far", [layer.log.summary()])
+        return nullcontext()
+
+
+def gate_for(compare_every: int) -> Gate:
+    """The gate of a layer as long as nothing else is asked for."""
+    return ComparingGate() if compare_every == 1 else OpenGate()
 
 
 class GatedCommunicator:
@@ -74,6 +98,7 @@ class GatedCommunicator:
         self.inner = inner
         self._gate = gate
         self.rank, self.world_size, self.channel = inner.rank, inner.world_size, inner.channel
+        self.takes_pieces, self.tags_messages = False, inner.tags_messages
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         with self._gate.passing(Action.OTHER):
@@ -82,6 +107,10 @@ class GatedCommunicator:
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
         with self._gate.passing(Action.OTHER):
             return self.inner.reduce_scatter(shard, full, bounds)
+
+    def reduce_pieces(self, shard: Tensor, pieces: Any) -> Pending:
+        with self._gate.passing(Action.OTHER):
+            return self.inner.reduce_pieces(shard, pieces)
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         with self._gate.passing(Action.OTHER):
@@ -98,6 +127,10 @@ class GatedCommunicator:
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
         with self._gate.passing(Action.OTHER):
             return self.inner.exchange(payload, device)
+
+    def exchange_later(self, payload: bytes, device: torch.device) -> Told:
+        with self._gate.passing(Action.OTHER):
+            return self.inner.exchange_later(payload, device)
 
     def duplicate(self) -> Communicator:
         return self.inner.duplicate()

@@ -1,11 +1,10 @@
-"""Gradients of a chunk's parameters, one sum a slot: as autograd made them, and, once they are asked for, in one flat buffer."""
+"""The gradients of a chunk's parameters, one sum a slot: as autograd made them, and, once it is asked for, in one flat buffer."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .flat import view, zero_padding
 from .layout import ChunkLayout
 
 __all__: list[str] = []
@@ -14,8 +13,8 @@ __all__: list[str] = []
 class GradientBuffer:
     """Nothing is counted: a slot that got no gradient is zero, one that got several holds their sum.
 
-    The buffer is made as late as can be, so that the layers behind have given theirs back: only a slot's second gradient
-    needs it before, for sums are made in its dtype.
+    The buffer is allocated as late as possible, so that layers behind have given theirs back by then. Only a slot's second
+    gradient needs it before, because sums are made in its dtype.
     """
 
     __slots__ = ("_came", "_dtype", "_layout", "_like", "_written", "full")
@@ -42,17 +41,17 @@ class GradientBuffer:
             self._came[index] = gradient
 
     def flat(self) -> Tensor:
-        """What has come in, in the buffer; the gradients themselves are let go of. Slots without one are not written."""
+        """The buffer, with all that has come in; the gradients themselves are let go of. Slots without one are not written."""
         if self.full is None:
             self.full = self._like.new_empty(self._layout.padded_numel, dtype=self._dtype)
         while self._came:
             self._write(self.full, *self._came.popitem())
         return self.full
 
-    def parts(self) -> list[list[Tensor]] | None:
-        """Of every rank's slice `[S]` the pieces, 1-D, side by side, as autograd made them; None if there is a buffer, or has to be.
+    def pieces(self) -> list[list[Tensor]] | None:
+        """For every rank the pieces of its slice `[S]`, 1-D, side by side, as autograd made them.
 
-        It has to be on a device, where a transfer takes one buffer.
+        None where there is a buffer already, or has to be: on a device, where a transfer takes one buffer.
         """
         if self.full is not None or self._like.device.type != "cpu" or not all(map(self._fits, self._came.values())):
             return None
@@ -70,26 +69,31 @@ class GradientBuffer:
         return self._like.new_zeros(numel, dtype=self._dtype)
 
     def complete(self) -> Tensor:
-        """The buffer `[W*S]`, with zeros where nothing came, for whoever takes it over."""
+        """The buffer `[W*S]`, with zeros where nothing came. The caller takes it over."""
         full = self.flat()
         for index in range(len(self._layout.slots)):
             if index not in self._written:
-                view(full, self._layout, index).zero_()
-        return zero_padding(full, self._layout)
+                self._slot(full, index).zero_()
+        if self._layout.numel < self._layout.padded_numel:
+            full[self._layout.numel :].zero_()
+        return full
 
-    def join(self, other: GradientBuffer, factor: Tensor | None) -> None:
+    def merge(self, other: GradientBuffer, factor: Tensor | None) -> None:
         """Adds the sums of `other`, times `factor`, 0-dim."""
-        full = self.flat()
+        full, others = self.flat(), other.flat()
         for index in other._written:
-            found = view(other.flat(), self._layout, index)
+            found = self._slot(others, index)
             self._write(full, index, found if factor is None else found * factor)
 
     def _write(self, full: Tensor, index: int, gradient: Tensor) -> None:
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
-        slot = view(full, self._layout, index)
+        slot = self._slot(full, index)
         if index in self._written:
             slot.add_(gradient)
         else:
             self._written.add(index)
             slot.copy_(gradient)
+
+    def _slot(self, full: Tensor, index: int) -> Tensor:
+        return full.as_strided(*self._layout.slots[index].strided)

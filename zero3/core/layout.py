@@ -35,6 +35,11 @@ class Slot:
         """In elements, as of a contiguous tensor of this shape."""
         return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
+    @cached_property
+    def strided(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Shape, stride and offset in the flat buffer: what `as_strided` takes."""
+        return self.shape, self.stride, self.offset
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:

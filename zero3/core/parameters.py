@@ -92,7 +92,7 @@ def show_all(sharded: Iterable[ShardedParameter], versions: Iterable[int]) -> No
     saved, saved_at = [], []
     for each, version in zip(sharded, versions, strict=True):
         each.sites.show(each.chunk.full.views[each.index])
-        if each.chunk.guarded:
+        if each.chunk.tracks_versions:
             saved.append(each.sites.parameter)
             saved_at.append(version)
     restore_versions(saved, saved_at)

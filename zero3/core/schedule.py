@@ -1,11 +1,10 @@
-"""Who is next in forward, and in which order a backward opens and closes the calls of its forward. No torch."""
+"""Which layer comes next in forward, and in which order a backward opens and closes the calls of its forward. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 __all__: list[str] = []
@@ -80,53 +79,29 @@ class ForwardOrder(Generic[L]):
         self._known = [order, *self._known][: self.MAX_KNOWN]
 
 
-class Event(NamedTuple, Generic[L]):
-    """A layer's call begins, or ends."""
+@dataclass(eq=False, slots=True)
+class Frame(Generic[L]):
+    """A layer's forward under way."""
 
     layer: L
-    begins: bool
+    start: int  # tick of the trace's clock
+    clock: int  # of the graph: nodes that this forward makes are not older
+    recomputes: bool = False
+    fetched_here: bool = True
 
 
-class StaticOrder(Generic[L]):
-    """The one order in which a forward may call layers, any of which it may leave out: that in which they stand in the model.
+class CallStack(Generic[L]):
+    """A model's layers, and their forwards under way: outer before inner. Inside a backward these are recomputations."""
 
-    For ranks that leave out different ones: what a rank passes over, it still takes part in.
-    """
+    def __init__(self, layers: Iterable[L]) -> None:
+        self.layers = list(layers)
+        self.frames: list[Frame[L]] = []
 
-    def __init__(self, nested: Iterable[tuple[L, int]]) -> None:
-        """`nested`: the layers in order, outer before inner, each with its depth."""
-        self._events: list[Event[L]] = []
-        under_way: list[tuple[L, int]] = []
-        for layer, depth in nested:
-            while under_way and under_way[-1][1] >= depth:
-                self._events.append(Event(under_way.pop()[0], begins=False))
-            self._events.append(Event(layer, begins=True))
-            under_way.append((layer, depth))
-        self._events += [Event(layer, begins=False) for layer, _ in reversed(under_way)]
-        self._next = 0
-
-    def begin(self) -> None:
-        self._next = 0
-
-    def until(self, layer: L, *, begins: bool) -> list[Event[L]] | None:
-        """What is passed over before `layer` begins or ends; None if that lies behind."""
-        try:
-            at = self._events.index(Event(layer, begins), self._next)
-        except ValueError:
-            return None
-        passed, self._next = self._events[self._next : at], at + 1
-        return passed
-
-    def rest(self) -> list[Event[L]]:
-        passed, self._next = self._events[self._next :], len(self._events)
-        return passed
-
-    def upcoming(self, depth: int) -> list[L]:
-        """The layers that begin next, at most `depth`."""
-        return list(islice((event.layer for event in self._events[self._next :] if event.begins), depth))
+    def is_under_way(self, layer: L) -> bool:
+        return any(frame.layer is layer for frame in self.frames)
 
 
-class Phase(Enum):
+class CallPhase(Enum):
     PENDING = "pending"  # backward has not come to it
     OPEN = "open"  # fetched for backward, gradients arriving
     CLOSED = "closed"  # backed up and released
@@ -134,13 +109,13 @@ class Phase(Enum):
 
 @dataclass(eq=False, slots=True)
 class Call(Generic[L]):
-    """One call of a layer in a forward with gradients. `start` and `end` are ticks of the tape's clock."""
+    """One call of a layer in a forward with gradients. `start` and `end` are ticks of the trace's clock."""
 
     layer: L
     start: int
     end: int
     index: int
-    phase: Phase = Phase.PENDING
+    phase: CallPhase = CallPhase.PENDING
 
 
 class Step(NamedTuple, Generic[L]):
@@ -200,7 +175,7 @@ class CallTrace(Generic[L]):
             opening = self._opened(following)  # before others close: a layer called twice running stays fetched
             yield from self._close_those_after(following.end)
             yield opening
-        if call.phase is Phase.CLOSED:  # a gradient came late, by a path that the forward order did not foretell
+        if call.phase is CallPhase.CLOSED:  # a gradient came late, by a path that the forward order did not foretell
             yield self._opened(call)
 
     def finish(self, *, complete: bool) -> Iterator[Step[L]]:
@@ -214,7 +189,7 @@ class CallTrace(Generic[L]):
         """Ready for another backward through the same graph (`retain_graph`)."""
         self.walked = True
         for call in self.calls:
-            call.phase = Phase.PENDING
+            call.phase = CallPhase.PENDING
         self._open.clear()
         self._cursor = len(self.calls) - 1
 
@@ -226,7 +201,7 @@ class CallTrace(Generic[L]):
         return tuple(call.layer for call in self.calls)
 
     def _opened(self, call: Call[L]) -> Step[L]:
-        call.phase = Phase.OPEN
+        call.phase = CallPhase.OPEN
         self._open.append(call)
         return Step(call, opens=True)
 
@@ -234,5 +209,5 @@ class CallTrace(Generic[L]):
         over = sorted((call for call in self._open if call.start > end), key=lambda call: -call.start)
         for call in over:
             self._open.remove(call)
-            call.phase = Phase.CLOSED
+            call.phase = CallPhase.CLOSED
             yield Step(call, opens=False, reduce=self._first[call.layer] is call)

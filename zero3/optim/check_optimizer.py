@@ -35,26 +35,29 @@ _WHOLE = 'zero3.param_groups(model, lambda name, info: {"whole": True})'
 
 
 def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = True) -> None:
-    """Raises for optimizers that would train a sharded model in another way than an unsharded one. Every rank calls it.
+    """Raises for optimizers that would train a sharded model in another way than the unsharded one. Every rank calls it.
 
-    Saving a checkpoint, or the optimizer's full state, warns of the same maths; this finds it before the first step.
-
-    Each class is tried out, with the options of each of its groups, on a few small tensors: once on the whole, and once
-    spread out as it is over ranks. So it judges any optimizer, of any library. It takes a few milliseconds a group. Ranks also
-    compare their options: a schedule that goes by a loss, and not by its mean over ranks, would set each its own rate.
+    Each class is tried out, with the options of each of its groups, on a few small tensors: once on the whole, and once spread
+    out as it is over ranks. So any optimizer of any library can be judged, in a few milliseconds a group. Ranks also compare
+    their options: a schedule that follows a loss, and not the loss's mean over ranks, would give each rank its own rate. Saving a
+    checkpoint, or the optimizer's full state, warns of the same faults; this finds them before the first step.
 
     Args:
-        model: any model that contains zero3 layers.
-        optimizers: all that train it, one by one or in a list or a dict; each trainable parameter must be held by one of them.
-        strict: False accepts an optimizer that can't be tried out.
+        model: Any model that contains zero3 layers.
+        optimizers: All that train it, one by one or in a list or a dict. One of them must hold each trainable parameter.
+        strict: An optimizer that can't be tried out is an error; otherwise it is accepted.
 
     Raises:
-        ValueError: on every rank alike: maths that needs shapes, norms or other parameters that a flat slice does not have
-            (use `whole=True` in `zero3.param_groups`); parameters that no optimizer holds, or two; parameters of the model as it
-            was before sharding, or before the last `param_groups`; an empty group, as filters by names over `named_parameters()`
-            leave it, where they see chunks; an optimizer that takes all ranks' parameters to be equal; options that differ between
-            ranks; with `strict`, an optimizer that can't be tried out.
-        TypeError: something else than optimizers; on every rank alike.
+        ValueError: The optimizer needs shapes, norms or other parameters, which a flat slice does not have (`whole=True` in
+            `param_groups` gives them); no optimizer, or two, hold a parameter; one holds parameters of before sharding, or of before
+            the last `param_groups`; a group is empty, as filters by names over `named_parameters()` leave it, which see chunks; an
+            optimizer takes all ranks' parameters to be equal; options differ between ranks; or one can't be tried out. On every rank.
+        TypeError: An argument is no optimizer; on every rank.
+
+    Example::
+
+        optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=3e-4)
+        zero3.check_optimizer(model, optimizer)
     """
     states = states_of(model)
     first, lines = states[0], [""]

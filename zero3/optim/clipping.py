@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..access import states_of
 from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
-from ..core.gradient_types import DeferredGradient
+from ..core.gradient_types import reduce_deferred
 from .norms import gradients_to_measure
 
 __all__: list[str] = []
@@ -18,30 +18,36 @@ __all__: list[str] = []
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-    """Scales all gradients so that their norm, taken over all parameters of all ranks as one vector, is at most `max_norm`.
+    """Scales all gradients so that their norm, over all parameters of all ranks as one vector, is at most `max_norm`.
 
-    As `torch.nn.utils.clip_grad_norm_` does for an unsharded model, in one all-reduce of one number. Every rank calls it.
+    It does what `torch.nn.utils.clip_grad_norm_` does for the unsharded model, in one all-reduce of one number. Every rank calls
+    it, after the last backward of a step.
 
     Args:
-        model: any model that contains zero3 layers.
-        max_norm: at least 0; `float("inf")` only measures.
-        norm_type: p of the p-norm, `float("inf")` for the largest element.
-        error_if_nonfinite: raise if the norm is nan or inf, with the gradients untouched.
+        model: Any model that contains zero3 layers.
+        max_norm: 0 or more; `float("inf")` only measures.
+        norm_type: p of the p-norm; `float("inf")` for the largest element.
+        error_if_nonfinite: Raise if the norm is nan or inf, and leave the gradients as they are.
 
     Returns:
-        The total norm before clipping, 0-dim, float64 if any chunk is, float32 otherwise; the same bits on all ranks.
+        The norm before clipping, 0-dim, float64 if any chunk is, else float32; the same bits on all ranks.
 
     Raises:
-        RuntimeError: the norm is nan or inf, and `error_if_nonfinite`; on every rank.
-        ValueError, TypeError: `norm_type` is not positive, or `max_norm` negative or nan, or no numbers; on every rank (on a GPU the
-            others get nan). Nothing in `model` is sharded.
+        RuntimeError: The norm is nan or inf, and `error_if_nonfinite` is set; on every rank.
+        ValueError, TypeError: `norm_type` is not positive, or `max_norm` is negative or nan, or one is no number; on every rank (on a
+            GPU the others get nan). Nothing in `model` is sharded.
+
+    Example::
+
+        loss_of(model, batch).backward()
+        norm = zero3.clip_grad_norm_(model, 1.0)
+        optimizer.step()
     """
     states = states_of(model)
     norm_type, error = _checked(norm_type, max_norm)
     chunks = [part.parameter for state in states for chunk in state.chunks for part in chunk.parts]
-    for chunk in chunks:
-        if isinstance(chunk.grad, DeferredGradient):
-            chunk.grad.is_sparse  # noqa: B018  has it reduced, or raises: under `no_sync` it has no values yet
+    states[0].log.look(wait=False)
+    reduce_deferred(chunk.grad for chunk in chunks)
     filled = [gradient for gradient in gradients_to_measure(model, states) if gradient.numel()]
     maximum = math.isinf(norm_type)
     local = torch.zeros((), dtype=torch.float64, device=states[0].device)

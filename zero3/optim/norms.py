@@ -12,7 +12,7 @@ from ..access import states_of
 from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
 from ..core.chunk import Chunk
-from ..core.gradient_types import DeferredGradient
+from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
 from .param_groups import named_parameters
 
@@ -23,26 +23,32 @@ __all__: list[str] = []
 def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", norm_type: float = 2.0) -> dict[str, Tensor]:
     """The norm of each parameter, or of its gradient, by its name in the unwrapped model. Every rank calls it.
 
-    In one all-reduce, of a number for each parameter. The host waits for nothing.
+    It makes one all-reduce, of a number for each parameter, and does not make the host wait.
 
     Args:
-        model: any model that contains zero3 layers.
-        of: "grad": of the gradients of trainable parameters (0 where there is none); "param": of all parameters, frozen ones too.
-        norm_type: p of the p-norm, `float("inf")` for the largest element.
+        model: Any model that contains zero3 layers.
+        of: "grad": gradients of trainable parameters, 0 where there is none. "param": values of all parameters, frozen ones too.
+        norm_type: p of the p-norm; `float("inf")` for the largest element.
 
     Returns:
-        0-dim float64 tensors, in the model's order, the same on all ranks; a tied parameter once, under its first name.
+        Name to norm, as 0-dim float64 tensors in the model's order, the same on all ranks. A tied parameter stands once, under its
+        first name.
 
     Raises:
-        ValueError, TypeError: `norm_type` is no positive number, or `of` neither "grad" nor "param"; on every rank (on a GPU the others
-            get nan). Nothing in `model` is sharded.
+        ValueError, TypeError: `norm_type` is no positive number, or `of` is neither "grad" nor "param"; on every rank (on a GPU the
+            others get nan). Nothing in `model` is sharded.
+
+    Example::
+
+        loss_of(model, batch).backward()
+        for name, norm in zero3.parameter_norms(model).items():
+            print(name, norm.item())
     """
     states = states_of(model)
     norm_type, error = _checked(of, norm_type)
     communicator, maximum = states[0].communicator, math.isinf(norm_type)
-    for gradient in [part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts]:
-        if isinstance(gradient, DeferredGradient):
-            gradient.is_sparse  # noqa: B018  has it reduced, on every rank, whether it has a piece of a parameter or not
+    # on every rank, whether it has a piece of a parameter or not
+    reduce_deferred(part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts)
     every = [(name, sharded) for name, _, sharded in named_parameters(model, states)]
     named = [(name, sharded) for name, sharded in every if of == "param" or sharded.chunk.shard.requires_grad]
     rows = {(sharded.chunk, sharded.index): row for row, (_, sharded) in enumerate(named)}

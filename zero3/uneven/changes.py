@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..core.gradient_types import DeferredGradient
-from ..core.layer_state import LayerState
+from ..core.layer_state import LayerState, reducers_of
 
 __all__: list[str] = []
 
@@ -50,11 +50,11 @@ class StateChanges:
         """Drops here what ranks that have so many have dropped."""
         mine, kept = self.gradients()
         if kept and not owed:
-            for state in self._states:
-                state.gradients.drop_sums()
+            for reducer in reducers_of(self._states):
+                reducer.drop()
         if mine and not gradients:
-            for state in self._states:
-                state.gradients.drop()
+            for reducer in reducers_of(self._states):
+                reducer.drop_all()
 
     def _now(self) -> list[tuple[int, Tensor | None, int]]:
         parts = [part.parameter for state in self._states for chunk in state.chunks for part in chunk.parts]

@@ -14,7 +14,7 @@ Every rank takes a step, for every rank's chunks need it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -22,31 +22,32 @@ from torch import Tensor
 
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
-from ..core.coordination import Action, Activity, GatedCommunicator, OpenGate, ungated
+from ..core.coordination import Action, Activity, GatedCommunicator, gate_for, ungated
 from ..core.layer_state import LayerState
 from ..core.runtime import Runtime
 from ..optim.token_mean import note, weigh
+from .announcements import Announcements, Doing
 from .changes import StateChanges
 from .headcount import Headcount, said
 from .participation import help_with
 
 __all__: list[str] = []
 
-_SILENT = -(2**62)  # below whatever a rank can say
 _CHANGED = (
     "some ranks have no data left, and the others have changed chunks or gradients by other means than the joinable's step(), or zeroed "
     "some gradients and not all, which ranks without data could not follow. Call joinable.step() in place of optimizer.step() and all that "
     "belongs to it."
 )
-_LAYERS = 32  # bits of what is said that name the layer
 
 
 class JoinCoordinator:
     """One rank's gate to a model's collectives, while it may meet ranks that have no data."""
 
+    compares_at_end = True  # ranks without data do not come by where transfers are compared
+
     def __init__(self, states: Sequence[LayerState], runtimes: Sequence[Runtime], control: Communicator, step: Callable[[], Any]) -> None:
         self._states = list(states)
-        self._numbers: dict[object, int] = {state: number for number, state in enumerate(states)}
+        self._announcements = Announcements(states, control)
         self._runtimes = {state: runtime for runtime in runtimes for state in runtime.layers}
         self._control = control  # the ranks tell each other by it what comes next
         self._step = step
@@ -70,8 +71,7 @@ class JoinCoordinator:
         self._traces.forget()
         for state in self._states:
             state.gate = self
-            state.communicator = GatedCommunicator(ungated(state.communicator), self)
-            state.gradients.use(state.communicator)
+            self._use(state, GatedCommunicator(ungated(state.communicator), self))
 
     def end(self) -> None:
         """The model is as it was before, and trains on by itself."""
@@ -79,12 +79,29 @@ class JoinCoordinator:
         if self._strayed:
             self._forget_orders()
         for state in self._states:
-            state.gate = OpenGate()
-            state.communicator = ungated(state.communicator)
-            state.gradients.use(state.communicator)
-            state.gradients.average_over(self._control.world_size)
+            state.gate = gate_for(state.policy.compare_every)
+            self._use(state, ungated(state.communicator))
+            _average_over(state, self._control.world_size)
+
+    def _use(self, state: LayerState, communicator: Communicator) -> None:
+        """For what the layer, and its gradients (a loss scaler's inf), ask other ranks."""
+        state.communicator = communicator
+        for reducer in state.gradients.reducers.values():
+            reducer.communicator = communicator
 
     # -- on a rank that has data
+
+    def doing(self, activity: Activity) -> AbstractContextManager[None]:
+        return Doing(self, activity)
+
+    def gather(self, layer: object) -> AbstractContextManager[None]:
+        return self.passing(Action.GATHER, layer)
+
+    def reduce(self, layer: object) -> AbstractContextManager[None]:
+        return self.passing(Action.REDUCE, layer)
+
+    def compare(self, layer: object, place: str, names: list[str]) -> AbstractContextManager[None]:
+        return self.passing(Action.AGREE, self._states[0])  # which layer it is about they find out by comparing
 
     def enter(self, kind: Activity) -> None:
         if not self.on or self._round is Activity.STEP:
@@ -224,7 +241,7 @@ class JoinCoordinator:
             self._traces.follow(found.gradients, found.owed)
         self._note_order(found.together, waiting=found.waiting > 0)
         for state in self._states:
-            state.gradients.average_over(self._control.world_size if self._divide_by_all else found.number)
+            _average_over(state, self._control.world_size if self._divide_by_all else found.number)
         return found.together
 
     def _fail(self, text: str) -> NoReturn:
@@ -246,37 +263,12 @@ class JoinCoordinator:
                 order.forget()
 
     def _exchange(self, action: Action | None, layer: object = None) -> tuple[Action, LayerState]:
-        """Says what comes next, or (None) hears it.
-
-        Raises:
-            RuntimeError: on all ranks: one has raised, or they are about to do different things.
-        """
-        mine = _SILENT if action is None else action << _LAYERS | (0 if layer is None else self._numbers[layer])
-        opposite = _SILENT if action is None else -mine  # of the lowest
-        both = torch.tensor([mine, opposite], dtype=torch.int64, device=self._states[0].device)
+        """Says what comes next, or (None) hears it. See `Announcements`."""
         try:
-            with self._naming:
-                self._control.all_reduce(both, maximum=True)
+            return self._announcements.exchange(action, layer)
         except RuntimeError:
             self.end()
             raise
-        highest, lowest = both[0].item(), -both[1].item()
-        if int(highest) >> _LAYERS == Action.ABORT:
-            self._fail("another rank raised while some had no data left: its own error says why. All leave the Join context.")
-        if highest != lowest:
-            self._fail(f"ranks have come apart: one {self._say(int(lowest))}, another {self._say(int(highest))}")
-        return Action(int(highest) >> _LAYERS), self._states[int(highest) & (1 << _LAYERS) - 1]
-
-    def _say(self, code: int) -> str:
-        label = self._states[code & (1 << _LAYERS) - 1].label
-        return {
-            Action.END: "is through with its forward or backward",
-            Action.GATHER: f"gathers layer {label}",
-            Action.REDUCE: f"reduces the gradients of layer {label}",
-            Action.AGREE: "has come to a layer that was not foreseen",
-            Action.LOOK: "begins a forward",
-            Action.TOKENS: "counts tokens",
-        }[Action(code >> _LAYERS)]
 
     def _abort(self) -> None:
         """This rank raises: so do the others, when they next say or hear something."""
@@ -293,3 +285,10 @@ class JoinCoordinator:
         self._abort()
         if announced:
             raise RuntimeError(f"rank {rank}: some ranks have no data left, and {reason}.")
+
+
+def _average_over(state: LayerState, ranks: int) -> None:
+    """From now on the layer's gradients are the mean over `ranks` ranks: the others have no data."""
+    state.gradients.averaged_over = ranks
+    for reducer in state.gradients.reducers.values():
+        reducer.averaged_over = ranks

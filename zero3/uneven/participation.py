@@ -17,19 +17,10 @@ def help_with(action: Action, state: LayerState, runtime: Runtime) -> None:
         ValueError, TypeError, RuntimeError: what the others raise.
     """
     if action is Action.GATHER:
-        _help_fetch(state)
+        state.take_part_in_fetch()
     elif action is Action.REDUCE:
-        runtime._backward.help_back_up(state)
+        runtime.take_part_in_backup(state)
     elif action is Action.LOOK:
-        runtime._drop_stale()
+        runtime.drop_stale()
     elif action is Action.AGREE:
-        agree(runtime._communicator, state.device, "what comes next", [], absent=True)
-
-
-def _help_fetch(state: LayerState) -> None:
-    if state.policy.shards_parameters:
-        for chunk in state.chunks:
-            chunk.help_fetch()
-    else:  # it stays whole here too
-        state.fetch()
-        state.release_or_keep()
+        agree(runtime.communicator, state.device, "what comes next", [], absent=True)

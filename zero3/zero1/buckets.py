@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
+from ..comm.factory import give_memory_back, shares_memory
 from ..comm.streams import Pending
 from ..core.layout import ChunkLayout, Slot
 
@@ -22,6 +23,8 @@ __all__: list[str] = []
 
 LARGE_BYTES = 2**18  # from here on two copies cost more than one more message
 UNDER_WAY = 8  # transfers, of parameters that don't: what is on its way takes memory
+PIECE_BYTES = 2**20  # large transfers through shared memory are cut into pieces of this rank's slice,
+PIECES_BYTES = 2**22  # of which so much is under way: the memory stays small, and in the processor's cache
 STAGED_BYTES = 2**22  # small parameters travel together, in no more memory than this
 VIEWED_BYTES = 25 * 2**20  # of a bucket that parameters become views of, but for a larger parameter
 
@@ -190,25 +193,48 @@ class Exchange:
 
     def __init__(self, communicators: dict[torch.device, Communicator]) -> None:
         self._communicators = communicators
+        self._pending: deque[tuple[int, Pending]] = deque()  # and the bytes that this rank has sent
 
-    def start(self, buckets: Sequence[Bucket]) -> list[Pending]:
-        """One all-gather a bucket; those that go through copies are over when this returns, the last few others once waited for."""
-        pending: deque[Pending] = deque()
+    def start(self, buckets: Sequence[Bucket]) -> None:
+        """An all-gather of each bucket; those that go through copies are over when this returns, the last few others after `finish`."""
         staged: dict[tuple[torch.device, torch.dtype], list[Bucket]] = {}
         for bucket in buckets:
             if bucket.in_place:
-                communicator, full = self._communicators[bucket.entries[0].parameter.device], bucket.full
-                if len(pending) == UNDER_WAY:
-                    pending.popleft().wait()
-                with (naming := named(communicator, "gathering", bucket.name)):
-                    gather = communicator.all_gather(full, full[slice(*bucket.layout.chunk_range(communicator.rank))])
-                    pending.append(_Named(gather, naming))
+                self._gather_in_place(bucket)
             else:
                 first = bucket.entries[0].parameter
                 staged.setdefault((first.device, first.dtype), []).append(bucket)
         for (device, dtype), same in staged.items():
             self._through_copies(same, device, dtype)
-        return list(pending)
+
+    def finish(self) -> None:
+        """Waits for what `start` began, and gives back the memory in which it travelled: until the next step nobody needs it."""
+        while self._pending:
+            self._pending.popleft()[1].wait()
+        for communicator in self._communicators.values():
+            give_memory_back(communicator)
+
+    def drop(self) -> None:
+        """After an exception: nobody waits for what was begun."""
+        self._pending.clear()
+
+    def _gather_in_place(self, bucket: Bucket) -> None:
+        communicator, full = self._communicators[bucket.entries[0].parameter.device], bucket.full
+        runs = full.view(communicator.world_size, -1)
+        in_pieces, length = shares_memory(communicator), PIECE_BYTES // full.element_size()
+        naming = named(communicator, "gathering", bucket.name)
+        for start in range(0, runs.shape[1], length) if in_pieces else (0,):
+            piece = runs[:, start : start + length] if in_pieces else runs
+            own = piece[communicator.rank]
+            while len(self._pending) == UNDER_WAY or (in_pieces and self._sent + own.nbytes > PIECES_BYTES):
+                self._pending.popleft()[1].wait()
+            with naming:
+                gather = communicator.all_gather(piece if in_pieces else full, own)
+            self._pending.append((own.nbytes, _Named(gather, naming)))
+
+    @property
+    def _sent(self) -> int:
+        return sum(nbytes for nbytes, _ in self._pending)
 
     def _through_copies(self, buckets: Sequence[Bucket], device: torch.device, dtype: torch.dtype) -> None:
         together: list[Bucket] = []

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm.ddp import Bucket, mean_of_ranks
-from ..comm.streams import Pending
 from .buckets import Entry
 from .groups import Groups, agree_on, mistake_in, options_of
 from .local_step import step_locally
@@ -37,7 +36,6 @@ class DDPOverlap:
         self._outer = weakref.ref(optimizer)  # which has this object
         self._forward_ran = False  # since the last update: on a rank without data, DDP shadows a backward alone
         self._reducing: tuple[Bucket, torch.futures.Future[Any]] | None = None
-        self._spreading: list[Pending] = []
         self._entries: dict[Tensor, Entry] = {}
 
     def hook(self, ddp: Any, reduction: Reduction | None) -> Reduction:
@@ -49,6 +47,14 @@ class DDPOverlap:
         group = ddp.process_group
         # without annotations, which DDP would compare with its own
         return lambda state, bucket: self._reduce_and_update(reduce, group if reduction is None else state, bucket)
+
+    def check_hooked(self) -> None:
+        """Where updates should have happened."""
+        if not self.hooked:
+            raise RuntimeError(
+                "overlap_with_ddp=True updates parameters during DDP's backward, but DDP knows nothing of it: call "
+                "ddp.register_comm_hook(None, optimizer.hook(ddp)) once, before training"
+            )
 
     def _check(self, ddp: Any) -> None:
         if not hasattr(ddp, "find_unused_parameters"):
@@ -71,16 +77,16 @@ class DDPOverlap:
     @torch.no_grad()
     def _reduce_and_update(self, reduce: Reduction, state: Any, bucket: Bucket) -> torch.futures.Future[Any]:
         if bucket.index() == 0:
-            self._reducing, self._spreading = None, []  # of a backward that broke
+            self._reducing = None  # of a backward that broke
+            self._shards.drop_spreading()
             self._begin(joined=not self._forward_ran)
         future = reduce(state, bucket)
         self._update()
         self._reducing = (bucket, future)
         if bucket.is_last():
             self._update()
-            for pending in self._spreading:
-                pending.wait()
-            self._spreading, self._forward_ran = [], False
+            self._shards.finish_spreading()
+            self._forward_ran = False
             self._shards.copy_options_out(self._groups)
         return future
 
@@ -115,4 +121,4 @@ class DDPOverlap:
                 entries.append(entry)
         step_locally(self._shards.optimizer, None, {})
         self._shards.drop_gradients(entries)
-        self._spreading += self._shards.start_spreading(entries)
+        self._shards.start_spreading(entries)

@@ -45,8 +45,12 @@ def step(
         shards.take(entry, gradient, copy=joined)
     step_locally(shards.optimizer, loss, kwargs)
     shards.drop_gradients(entries)
-    for pending in shards.start_spreading(entries):
-        pending.wait()
+    try:
+        shards.start_spreading(entries)
+        shards.finish_spreading()
+    except BaseException:
+        shards.drop_spreading()
+        raise
     shards.copy_options_out(groups)
 
 

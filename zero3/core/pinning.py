@@ -1,0 +1,73 @@
+"""A layer outside of compute: fetched until it is unpinned, written back, given other chunks."""
+
+from __future__ import annotations
+
+from .chunk import Chunk
+from .layer_state import LayerState
+from .parameters import ShardedParameter, restore_order
+
+__all__: list[str] = []
+
+
+def pin(state: LayerState, *, to_compute: bool = False) -> None:
+    """Fetched until unpinned: parameters stand in the modules, and the chunks do not.
+
+    `to_compute`: as in a forward; otherwise in the dtypes they are stored in.
+    """
+    state.release()  # a layer kept for a backward may be older than the last optimizer step
+    stored = not to_compute and any(chunk.casts for chunk in state.chunks)
+    if state.pins and stored != state.as_stored:
+        raise RuntimeError(
+            f"rank {state.communicator.rank}: zero3.full_params shows layer {state.label} as it is stored, zero3.resident in "
+            f"param_dtype={state.policy.param_dtype}: leave one before you enter the other"
+        )
+    state.as_stored = stored
+    try:
+        state.start_fetch()
+        state.finish_fetch()
+    except BaseException:
+        state.as_stored = False
+        raise
+    state.pins += 1
+    if state.pins == 1:
+        for name in state.chunk_names():
+            state.registry.pop(name)
+        restore_order([sharded.sites for sharded in state.parameters])
+
+
+def pin_unloaded(state: LayerState) -> None:
+    """As `pin`, for a loader: chunks that have no values yet count as loaded, for it is about to fill them."""
+    for chunk in state.chunks:
+        chunk.unloaded.clear()
+    meta_buffers, state.meta_buffers = state.meta_buffers, []
+    pin(state)
+    state.meta_buffers = meta_buffers
+
+
+def unpin(state: LayerState) -> None:
+    state.pins -= 1
+    if not state.pins:
+        state.registry.update(state.chunk_names())
+        for chunk in state.chunks:
+            chunk.leave_buffer()
+        state.release()
+        state.as_stored = False
+
+
+def replace_chunks(state: LayerState, chunks: list[Chunk]) -> None:
+    """The same parameters in other chunks, while released; graphs made before are stale."""
+    places = {slot.name: (chunk, index) for chunk in chunks for index, slot in enumerate(chunk.layout.slots)}
+    moved = [ShardedParameter(sharded.sites, *places[sharded.sites.name], sharded.stand_in) for sharded in state.parameters]
+    state.parameters = sorted(moved, key=lambda sharded: (chunks.index(sharded.chunk), sharded.index))
+    state.chunks = chunks
+    state.versions = [sharded.sites.parameter._version for sharded in state.parameters]
+    state.gradients.replace_chunks(chunks, state.parameters)
+
+
+def write_back(state: LayerState) -> None:
+    """Rank 0's values of the fetched parameters become everybody's."""
+    for sharded in state.parameters:
+        if sharded.sites.parameter.data_ptr() != sharded.value.data_ptr():  # given other data: that is what was meant
+            sharded.value.copy_(sharded.sites.parameter.data)
+    for chunk in state.chunks:
+        chunk.scatter()
