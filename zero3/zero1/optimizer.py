@@ -81,8 +81,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.process_group = process_group_of(shards.communicator)
         self.rank, self.world_size = shards.communicator.rank, shards.communicator.world_size
         self._overlap = DDPOverlap(shards, self) if overlapping else None
-        lines = [f"overlap_with_ddp={bool(overlapping)}, parameters_as_bucket_view={bool(viewed)}"]
-        lines += [line_of(entry) for group in entries for entry in group] + self._options(groups)
+        flags = f"overlap_with_ddp={bool(overlapping)}, parameters_as_bucket_view={bool(viewed)}"
+        lines = [flags, *(line_of(entry) for group in entries for entry in group), *self._options(groups)]
         agree_on(shards, lines, error or mistake or mistake_in(lambda: self._check(range(len(groups)))))
         divided = [(held, options_of(group)) for held, group in zip(entries, groups, strict=True)]
         agree_on(shards, [], mistake_in(lambda: shards.create(self._make, divided, self._defaults)))
@@ -104,10 +104,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             RuntimeError: Ranks have gradients of different parameters, or a sparse one; on every rank.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
         if self._overlap is None:
             still_here(self)
             error = mistake_in(lambda: self._check(range(len(self.param_groups)), kwargs)) if self._untried else None
