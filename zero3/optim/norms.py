@@ -35,8 +35,9 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
         first name.
 
     Raises:
-        ValueError, TypeError: `norm_type` is no positive number, or `of` is neither "grad" nor "param"; on every rank (on a GPU the
-            others get nan). Nothing in `model` is sharded.
+        ValueError: `norm_type` is not positive, or `of` is neither "grad" nor "param"; on every rank (on a GPU the others get nan).
+            Nothing in `model` is sharded.
+        TypeError: `norm_type` is no number; on every rank.
 
     Example::
 

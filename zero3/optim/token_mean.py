@@ -36,9 +36,10 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
         The mean loss over this micro-batch's tokens of all ranks, 0-dim, detached, the same on all ranks; 0 if there are none.
 
     Raises:
-        ValueError, TypeError: The loss is not 0-dim or has no graph; the number of tokens is negative, or no number; or there are
-            gradients of another backward, whose number of tokens is unknown. On every rank; on a GPU, where the host does not wait
-            for the other ranks, on the one rank that has found it. Nothing in `model` is sharded.
+        ValueError: The loss is not 0-dim or has no graph; the number of tokens is negative; or there are gradients of another
+            backward, whose number of tokens is unknown. On every rank; on a GPU, where the host does not wait for the other ranks, on
+            the rank that has found it. Nothing in `model` is sharded.
+        TypeError: The loss is no tensor, or the number of tokens no number; on every rank.
 
     Example::
 
