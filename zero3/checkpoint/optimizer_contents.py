@@ -17,6 +17,7 @@ from torch import Tensor
 from ..comm.agreement import agree, exchange_texts
 from ..comm.plain_values import encode_scalar, name_of
 from ..core.chunk import Chunk, Part
+from ..core.parameters import own_name
 from ..optim.several import Together
 from .contents import Contents, Span
 
@@ -64,7 +65,7 @@ class OptimizerContents:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> OptimizerContents:
-        groups = [(dict(options), list(names)) for options, names in found["groups"]]
+        groups = [(dict(options), list(map(own_name, names))) for options, names in found["groups"]]
         return cls(groups, named_states(found["state"]), list(found.get("classes", [])))
 
 
@@ -170,7 +171,7 @@ def contents_of(
 def named_states(listed: Iterable[Any]) -> dict[str, NamedState]:
     """From `[names, elements, scalars, whole]` each."""
     return {
-        name: NamedState(dict(elements), dict(scalars), {key: (dtype, shape) for key, (dtype, shape) in whole.items()})
+        own_name(name): NamedState(dict(elements), dict(scalars), {key: (dtype, shape) for key, (dtype, shape) in whole.items()})
         for names, elements, scalars, whole in listed
         for name in names
     }
