@@ -33,10 +33,10 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
     Args:
         model: any model that contains zero3 layers.
         rank0_only: only rank 0 keeps what is gathered; the others get {}.
-        dtype: floating tensors are converted to it on their way. It must be a floating dtype.
+        dtype: a floating dtype of 16 bits or more; floating tensors are converted to it on their way.
 
     Raises:
-        ValueError: nothing in `model` is sharded; `dtype` is not floating.
+        ValueError: nothing in `model` is sharded; `dtype` is not such a dtype.
         TypeError: `dtype` is none; extra state that could only be pickled, with `rank0_only=False`. On every rank.
     """
     states = states_of(model)
@@ -153,11 +153,11 @@ def _watched(states: list[LayerState], doing: str) -> Iterable[LayerState]:
 
 
 def not_a_dtype(dtype: Any) -> Exception | None:
-    """The mistake, to be raised where all ranks hear of it. Anything but a floating dtype would truncate every weight."""
-    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    """The mistake, to be raised where all ranks hear of it. Integers would truncate every weight, and 8 bits need scales."""
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
         return None
     if isinstance(dtype, torch.dtype):
-        return ValueError(f"dtype must be a floating dtype, for it is what floating tensors are converted to; found {dtype}")
+        return ValueError(f"floating tensors are converted to dtype, so it must be a floating dtype of 16 bits or more, found {dtype}")
     return TypeError(f"dtype must be a torch.dtype or None, found {dtype!r}")
 
 
@@ -166,9 +166,7 @@ def _copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return torch.empty(tensor.shape, dtype=target).copy_(tensor.detach())
 
 
-def _checked(
-    model: nn.Module, states: list[LayerState], state_dict: Any, takers: Mapping[str, nn.Module], strict: bool
-) -> dict[str, Any]:
+def _checked(model: nn.Module, states: list[LayerState], state_dict: Any, takers: Mapping[str, nn.Module], strict: bool) -> dict[str, Any]:
     """Rank 0's dict under the model's own names, found to fit.
 
     Raises:

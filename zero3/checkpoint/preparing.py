@@ -58,7 +58,9 @@ class Prepared:
             name: {**described, "stored": self.stores(name)} for name, described in self.contents.description().items()
         }
         self._check_loaded()
-        header_of(((entry.name, entry.tensor.dtype, entry.shape) for entry in self.model_entries), {})  # raises for dtypes that have no name
+        header_of(
+            ((entry.name, entry.tensor.dtype, entry.shape) for entry in self.model_entries), {}
+        )  # raises for dtypes that have no name
         header_of(((name, self.contents.dtype(name), ()) for name in self.content["tensors"]), {})
 
     def stores(self, name: str) -> bool:

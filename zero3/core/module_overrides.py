@@ -28,7 +28,7 @@ class Override:
 
     def __init__(self, module: nn.Module, name: str, around: Callable[..., Any], *, default: Callable[..., Any] | None = None) -> None:
         self._own: Callable[..., Any] | None = vars(module).get(name)
-        self._plain: Any = getattr(type(module), name, default)
+        self._plain: Callable[..., Any] = getattr(type(module), name, default) if default else getattr(type(module), name)
         self._name = name
         self._module = weakref.ref(module)
         self._around = around
@@ -118,7 +118,7 @@ def _before_distributed_state_dict(module: nn.Module, method: Callable[[], dict[
     """Of an optimizer over chunks it would take each rank's slice for a replica of the whole, under one name."""
     if any(released_in(inner) for inner in module.modules()):
         refuse(
-            "torch.distributed.checkpoint.state_dict",
+            "get_optimizer_state_dict, set_optimizer_state_dict, get_state_dict and the like (torch.distributed.checkpoint.state_dict)",
             "every rank's chunk has the same name, so one rank's values would stand for all",
             "zero3.full_optimizer_state_dict(model, optimizer) and zero3.full_state_dict(model), their load_ twins, or save_checkpoint",
         )

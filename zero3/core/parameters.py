@@ -35,29 +35,19 @@ class Owner(weakref.ref[Any]):
         return type(None), ()
 
 
-class _Refusal:
-    """What torch.distributed.checkpoint finds where it asks a tensor which part of a whole it is. A pickle has none."""
-
-    __slots__ = ()
-
-    def __call__(self, *_: object) -> NoReturn:
-        raise RuntimeError(
-            "torch.distributed.checkpoint over a sharded model's chunks: every rank's slice has the same name, so one rank's would stand for "
-            "all. Use zero3.save_checkpoint and zero3.load_checkpoint, or give it what zero3.full_state_dict(model) returns."
-        )
-
-    def __deepcopy__(self, memo: object) -> _Refusal:
-        return self  # async_save copies a tensor with all that it holds
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
+def _refuse_distributed_checkpoint(*_: object) -> NoReturn:
+    """What torch.distributed.checkpoint finds where it asks a tensor which part of a whole it is."""
+    raise RuntimeError(
+        "torch.distributed.checkpoint over a sharded model's chunks: every rank's slice has the same name, so one rank's would stand for "
+        "all. Use zero3.save_checkpoint and zero3.load_checkpoint, or give it what zero3.full_state_dict(model) returns."
+    )
 
 
 def mark(parameter: nn.Parameter, state: Any) -> nn.Parameter:
     """So that whoever holds the chunk, or the part of one, finds its layer, and takes it for no whole tensor."""
     parameter.zero3_state = Owner(state)  # type: ignore[attr-defined]
     for question in ("__create_write_items__", "__create_chunk_list__"):
-        setattr(parameter, question, _Refusal())
+        setattr(parameter, question, _refuse_distributed_checkpoint)
     return parameter
 
 
