@@ -123,6 +123,11 @@ def own_name(name: str) -> str:
     return _PREFIX.sub("", name)
 
 
+def wrapped_in(module: nn.Module) -> nn.Module | None:
+    """What one of torch's wrappers holds; None, if `module` is no such wrapper."""
+    return next((child for name in _WRAPPED if (child := module._modules.get(name)) is not None), None)
+
+
 def own_modules(
     module: nn.Module, is_layer: Callable[[nn.Module], bool], prefix: str = "", seen: set[nn.Module] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:

@@ -42,8 +42,8 @@ class Unwrapped:
 class Conversions:
     """From the keys of a file to the names of a model: as transformers renames (if the model is one of its), and by the base prefix."""
 
-    def __init__(self, model: nn.Module, expected: Mapping[str, Tensor]) -> None:
-        self._expected = expected
+    def __init__(self, model: nn.Module, expected: Mapping[str, Tensor], more: Iterable[str] = ()) -> None:
+        self._expected = {*expected, *more}
         self._prefix = getattr(model, "base_model_prefix", "") or ""
         self._model = Unwrapped(model, expected)
         self._loading: Any = None  # transformers' module that loads; None: names are the model's own

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..checkpoint.extra_state import extra_state_modules
 from ..checkpoint.safetensors_files import Stored
 from ..comm.plain_values import kind_of
 from ..names import named_tensors
@@ -30,6 +31,7 @@ class Fit:
     tensors: dict[int, Tensor]
     maps: dict[int, IndexMap[Stored]] = field(default_factory=dict)
     again: dict[int, list[IndexMap[Stored]]] = field(default_factory=dict)  # a tied tensor that is stored under its other names too
+    extra: dict[str, Stored] = field(default_factory=dict)  # extra state of modules, by their names; these take it as a tensor
     used: list[Any] | None = None  # see `Conversions.used`
 
 
@@ -42,7 +44,7 @@ def fit(model: nn.Module, stored: Mapping[str, Stored], strict: bool) -> Fit:
     tensors = dict(named_tensors(model))
     if isinstance(added := getattr(getattr(model, "base_model", None), "prefix", None), str) and hasattr(model, "peft_config"):
         model, tensors = model.get_base_model(), _without_adapters(tensors, added)  # type: ignore[operator]
-    fitting = _Fitting(model, tensors)
+    fitting = _Fitting(model, tensors, extra_state_modules(model))
     for key in fitting.conversions.sorted(stored):
         fitting.add(stored[key])
     fitting.convert()
@@ -70,21 +72,24 @@ def _without_adapters(tensors: Mapping[str, Tensor], added: str) -> dict[str, Te
 class _Fitting:
     """Takes the stored tensors one by one; what several make together comes last."""
 
-    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor], extra: Mapping[str, nn.Module]) -> None:
         names: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
             names.setdefault(id(tensor), []).append(name)
         self._tensors = tensors
+        self._extra = extra
         self._origin: dict[str, str] = {}  # of a name of the model: the key of the file that it came by
         self._collected: dict[str, tuple[Any, dict[str, list[Stored]]]] = {}
-        self.conversions = Conversions(model, tensors)
+        self.conversions = Conversions(model, tensors, extra)
         self.found = Fit(model, names, {id(tensor): tensor for tensor in tensors.values()})
         self.failed: set[str] = set()  # names that are there, but not as they should be
         self.problems: dict[str, list[str]] = {kind: [] for kind in _PROBLEMS}
 
     def add(self, stored: Stored) -> None:
         name, converter, pattern = self.conversions(stored.name)
-        if name not in self._tensors:
+        if name in self._extra:
+            self.found.extra[name] = stored
+        elif name not in self._tensors:
             if not self.conversions.ignores(stored.name) and not self.conversions.ignores(name):
                 self.problems["unexpected"].append(stored.name)
         elif converter is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..access import states_of
+from ..checkpoint.extra_state import set_extra_states
 from ..checkpoint.meta_buffers import initialise, put
 from ..checkpoint.safetensors_files import STAGE_BYTES, SafetensorsFiles, Stored
 from ..comm.agreement import agree
@@ -86,6 +87,7 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
     first = states[0]
     error: Exception | None = None
     values: dict[int, Tensor] = {}
+    extra: dict[str, Tensor] = {}
     computed: list[tuple[str, Tensor]] = []
     reader = SliceReader(files)
     try:
@@ -93,6 +95,9 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
             state.release()  # what is still fetched, after a forward, is about to be old
             _fill_chunks(state, reader, found)
         values = _new_values(states, reader, found)
+        for name, stored in found.extra.items():
+            extra[name] = torch.empty(stored.shape, dtype=stored.dtype)
+            files.read(stored, 0, extra[name].view(-1))
         computed = initialise(model, states)
     except Exception as caught:
         error = RuntimeError(f"reading {files.directory} failed: {caught}. What it was to fill is unloaded now: load again.")
@@ -109,6 +114,7 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
             first.communicator.broadcast(value)
     for key, value in values.items():
         put(model, found.tensors[key], value)
+    set_extra_states(found.owner, extra, first.communicator, first.device, "load_pretrained")
 
 
 def _fill_chunks(state: LayerState, reader: SliceReader, found: Fit) -> None:

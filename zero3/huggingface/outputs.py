@@ -48,9 +48,12 @@ class Output(NamedTuple):
         return f"{self.name}: {tuple(self.shape)}, {self.dtype}, made of {', '.join(self.index_map.sources)}"
 
 
-def outputs_of_model(model: nn.Module, contents: Contents, dtype: torch.dtype | None) -> list[Output]:
-    """As `transformers` writes it: a tied tensor once, and experts one by one, matrices fused or transposed where its files have them so."""
-    kept = _kept_names(model, contents)
+def outputs_of_model(model: nn.Module, contents: Contents, extra: Iterable[str], dtype: torch.dtype | None) -> list[Output]:
+    """As `transformers` writes it: a tied tensor once, and experts one by one, matrices fused or transposed where its files have them so.
+
+    `extra`: names of what modules keep beside their tensors.
+    """
+    kept = _kept_names(model, contents) | {name: name for name in extra}
     own = {name: traced(Whole(source, contents.shape(source)), contents.dtype(source)) for name, source in kept.items()}
     found: Mapping[str, TracedTensor] = own
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +15,17 @@ from torch import Tensor, nn
 from ..access import states_of
 from ..checkpoint import file_operations
 from ..checkpoint.contents import Contents
+from ..checkpoint.extra_state import extra_states_of
 from ..checkpoint.full_state import not_a_dtype
 from ..checkpoint.safetensors_files import STAGE_BYTES, bytes_of
 from ..checkpoint.safetensors_writing import header_of
 from ..comm.agreement import agree
+from ..comm.plain_values import unreadable
 from .outputs import Output, bytes_in, index_of, outputs_of_adapter, outputs_of_model, shards_of
 
 __all__: list[str] = []
 
+_log = logging.getLogger("zero3")
 _AT_ONCE = 1 << 20  # elements looked up one by one together
 _METADATA = (("format", "pt"),)
 _BESIDE = (
@@ -73,12 +77,24 @@ def _plans(model: nn.Module, directory: Path, max_bytes: int, dtype: torch.dtype
     contents = Contents(model, "save_pretrained")
     adapters = getattr(model, "peft_config", None)
     if not isinstance(adapters, dict) or not hasattr(model, "get_base_model"):
-        yield _Plan(model, contents, directory, shards_of(outputs_of_model(model, contents, dtype), max_bytes, "model"), None)
+        extra = _extra_tensors(model, contents)
+        contents.others |= extra
+        yield _Plan(model, contents, directory, shards_of(outputs_of_model(model, contents, extra, dtype), max_bytes, "model"), None)
         return
     for adapter in adapters:
         outputs = outputs_of_adapter(model, adapter, contents, dtype)
         place = directory if adapter == "default" else directory / adapter
         yield _Plan(model, contents, place, {"adapter_model.safetensors": outputs}, adapter)
+
+
+def _extra_tensors(model: nn.Module, contents: Contents) -> dict[str, Tensor]:
+    """The extra state of modules that files of tensors can hold."""
+    found = extra_states_of(model)
+    tensors = {name: value for name, value in found.items() if unreadable(value) is None}
+    if contents.rank == 0 and len(tensors) < len(found):
+        left_out = ", ".join(name for name in found if name not in tensors)
+        _log.warning("save_pretrained: safetensors files hold tensors only, so this extra state of modules is not in them: %s", left_out)
+    return tensors
 
 
 class _Plan:
