@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__: list[str] = []
 
@@ -99,3 +99,26 @@ def dtype_named(name: str) -> torch.dtype:
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """Values are converted within a kind only. Float8 is one of its own: without its scales it means nothing."""
+    if dtype.itemsize == 1 and dtype.is_floating_point:
+        return "float8"
+    if dtype.is_complex:
+        return "complex"
+    return "floating" if dtype.is_floating_point else "bool" if dtype == torch.bool else "integer"
+
+
+def unreadable(value: Any) -> str | None:
+    """Why `value` is no tensor whose values can be read as they lie, in words that follow its name; None: it is one."""
+    if not isinstance(value, Tensor):
+        return f"is a {type(value).__module__}.{type(value).__qualname__}, expected a torch.Tensor"
+    if type(value) not in (Tensor, nn.Parameter) or type(value.data) is not Tensor:
+        remedy = "pass its full_tensor()" if hasattr(value, "full_tensor") else "pass a plain torch.Tensor"
+        return f"is a {type(value).__qualname__}: {remedy}"
+    if value.is_meta:
+        return "is on the meta device, so it has no values"
+    if value.layout != torch.strided or value.is_quantized:
+        return f"is {'quantised' if value.is_quantized else str(value.layout).removeprefix('torch.')}, expected a dense tensor"
+    return None

@@ -20,7 +20,7 @@ from .chunk import Chunk, registered
 from .coordination import Gate, gate_for
 from .flat import not_a_number
 from .gradient_reducer import GradientReducer, LayerGradients
-from .parameters import Owner, ParameterSites, ShardedParameter, remember_order, show_all
+from .parameters import ParameterSites, ShardedParameter, mark, remember_order, show_all
 from .policy_facts import keeps_until_backward, shards_parameters
 from .transactions import TransactionalReducer
 
@@ -74,7 +74,7 @@ class LayerState:
     def add_chunk(self, chunk: Chunk, parameters: list[ParameterSites]) -> None:
         """Takes over the parameters of `parameters` (in the order of the slots); they are hidden from now on."""
         self.chunks.append(chunk)
-        chunk.shard.zero3_state = Owner(self)  # type: ignore[attr-defined]
+        mark(chunk.shard, self)
         self.gradients.add_chunk(chunk)
         empty = not_a_number(chunk.compute_dtype, chunk.shard.device)
         remember_order(parameters)

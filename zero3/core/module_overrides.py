@@ -23,12 +23,13 @@ IsLayer = Callable[[nn.Module], bool]
 class Override:
     """Stands in one module for its method `name`: `around(module, method, *args, **kwargs)` is called instead.
 
-    It holds no module (a cycle would keep a deleted model's memory), and a copy of the module has the plain method.
+    It holds no module (a cycle would keep a deleted model's memory), and a copy of the module has the plain method. `default` is the plain
+    method of classes that have none.
     """
 
-    def __init__(self, module: nn.Module, name: str, around: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, name: str, around: Callable[..., Any], *, default: Callable[..., Any] | None = None) -> None:
         self._own: Callable[..., Any] | None = vars(module).get(name)
-        self._plain: Callable[..., Any] = getattr(type(module), name)
+        self._plain: Callable[..., Any] = getattr(type(module), name, default) if default else getattr(type(module), name)
         self._name = name
         self._module = weakref.ref(module)
         self._around = around
@@ -63,6 +64,8 @@ class Override:
 def guard(module: nn.Module, is_layer: IsLayer, *, lists_chunks: bool = False) -> None:
     """Makes `module` refuse what would leave its released parameters out in silence. `lists_chunks`: its `parameters()` are the chunks."""
     Override(module, "_apply", _guarded_apply)
+    # torch.distributed.checkpoint.state_dict asks every module for it, before anything else
+    Override(module, "_fqn_modifiers", _before_distributed_state_dict, default=lambda module: {})
     module.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(_before_load_state_dict)  # type: ignore[no-untyped-call]
     if lists_chunks:
@@ -122,6 +125,17 @@ def _named_parameters(
 def _before_state_dict(module: nn.Module, *_: object) -> None:
     if released_in(module):
         refuse("state_dict()", "a state dict of chunks has neither the names nor the shapes of the model", "zero3.full_state_dict(model)")
+
+
+def _before_distributed_state_dict(module: nn.Module, method: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """Of an optimizer over chunks it would take each rank's slice for a replica of the whole, under one name."""
+    if any(released_in(inner) for inner in module.modules()):
+        refuse(
+            "get_optimizer_state_dict, set_optimizer_state_dict, get_state_dict and the like (torch.distributed.checkpoint.state_dict)",
+            "every rank's chunk has the same name, so one rank's values would stand for all",
+            "zero3.full_optimizer_state_dict(model, optimizer) and zero3.full_state_dict(model), their load_ twins, or save_checkpoint",
+        )
+    return method()
 
 
 def _before_load_state_dict(module: nn.Module, *_: object) -> None:

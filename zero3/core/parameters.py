@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from .released import ReleasedParameter
 __all__: list[str] = []
 
 _ORDER = "_zero3_order"  # in a module's __dict__: the names of its parameters
+# Under which torch's wrappers hold the module that they wrap: those of activation checkpointing and offloading, and of torch.compile.
+_WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
+_PREFIX = re.compile(rf"(?<![^.:])(?:{'|'.join(_WRAPPED)})\.")  # in a name, or in a key of a file (`parameter:0.weight[0:4]`)
 
 
 class Owner(weakref.ref[Any]):
@@ -29,6 +33,22 @@ class Owner(weakref.ref[Any]):
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
+
+
+def _refuse_distributed_checkpoint(*_: object) -> NoReturn:
+    """What torch.distributed.checkpoint finds where it asks a tensor which part of a whole it is."""
+    raise RuntimeError(
+        "torch.distributed.checkpoint over a sharded model's chunks: every rank's slice has the same name, so one rank's would stand for "
+        "all. Use zero3.save_checkpoint and zero3.load_checkpoint, or give it what zero3.full_state_dict(model) returns."
+    )
+
+
+def mark(parameter: nn.Parameter, state: Any) -> nn.Parameter:
+    """So that whoever holds the chunk, or the part of one, finds its layer, and takes it for no whole tensor."""
+    parameter.zero3_state = Owner(state)  # type: ignore[attr-defined]
+    for question in ("__create_write_items__", "__create_chunk_list__"):
+        setattr(parameter, question, _refuse_distributed_checkpoint)
+    return parameter
 
 
 @dataclass(eq=False)
@@ -98,10 +118,23 @@ def show_all(sharded: Iterable[ShardedParameter], versions: Iterable[int]) -> No
     restore_versions(saved, saved_at)
 
 
+def own_name(name: str) -> str:
+    """The name that a tensor has in the model without torch's wrappers: they come and go, files and options stay."""
+    return _PREFIX.sub("", name)
+
+
+def wrapped_in(module: nn.Module) -> nn.Module | None:
+    """What one of torch's wrappers holds; None, if `module` is no such wrapper."""
+    return next((child for name in _WRAPPED if (child := module._modules.get(name)) is not None), None)
+
+
 def own_modules(
     module: nn.Module, is_layer: Callable[[nn.Module], bool], prefix: str = "", seen: set[nn.Module] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
-    """`module` and those below it, in order, once each; wrapped layers inside keep their own, so they are left out."""
+    """`module` and those below it, in order, once each; wrapped layers inside keep their own, so they are left out.
+
+    Names are those of the model without torch's wrappers.
+    """
     seen = set() if seen is None else seen
     if module in seen or is_layer(module):
         return
@@ -109,7 +142,8 @@ def own_modules(
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None:
-            yield from own_modules(child, is_layer, f"{prefix}.{name}" if prefix else name, seen)
+            inner = prefix if name in _WRAPPED else f"{prefix}.{name}" if prefix else name
+            yield from own_modules(child, is_layer, inner, seen)
 
 
 def find_parameters(
