@@ -1,4 +1,4 @@
-"""The names that a model's tensors have when nothing is sharded."""
+"""The names of a model's tensors, as in the unsharded model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__: list[str] = []
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What the unwrapped model's state dict holds, in its order: parameters (released or not) and persistent buffers."""
+    """The parameters (also released ones) and persistent buffers, in the order of the unsharded model's state dict."""
     chunks = {id(part.parameter) for state in states_of(model) for chunk in state.chunks for part in chunk.parts}
     for prefix, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Zero3Layer):
