@@ -1,10 +1,8 @@
 """Shared memory through which processes on one host exchange tensors. Sockets would take several times as long.
 
-For each process group, each process has one anonymous file. The other processes map this file through `/proc`. The file has no
-name, so it can't be left behind, and the size of /dev/shm does not limit it. The file is sparse: it is long enough for every
-case, but only written pages take memory. A new transfer reuses memory that all have read, so the file takes as much memory as the
-most transfers that were under way at once. `trim` frees the memory, and so does the end of the group, or of the process and all
-its forks.
+For each process group, each process has one anonymous file, which the other processes map through `/proc`. It has no name, so it
+can't be left behind, and the size of /dev/shm does not limit it. It is sparse: only written pages take memory. A new transfer
+reuses memory that all have read. `trim` frees the memory, and so does the end of the group, or of the process and its forks.
 
     header     token | closed | places in use | per place: number, tag, turn, (offset, nbytes) and receipt for each rank
     data       the tensors, close together
@@ -103,13 +101,10 @@ class HostMemory:
         return self._turns[tag] + 1
 
     def begun(self, tag: int) -> None:
-        """The transfer has started: the next one with this tag gets another turn."""
         self._turns[tag] += 1
 
     def put(self, tag: int, turn: int, outgoing: Mapping[int, Sequence[Tensor]]) -> int:
-        """Writes 1-D tensors of one dtype for near ranks, and returns the transfer's number.
-
-        The tensors of one rank are written side by side. A list that several ranks get is written once.
+        """Writes 1-D tensors of one dtype, side by side for each near rank. A list for several ranks is written once. Returns the number.
 
         Raises:
             RuntimeError: there is no free memory, or no free place.
@@ -244,8 +239,7 @@ class HostMemory:
         return None
 
     def _read_by(self, header: memoryview, rank: int, number: int) -> int | None:
-        # no place has the number: all have read the transfer, and another one has taken its place
-        places = [place for place in range(header[_USED]) if header[self._at(place)] == number]
+        places = [place for place in range(header[_USED]) if header[self._at(place)] == number]  # none: read, and already replaced
         return number if all(header[self._receipt(place, rank)] == number for place in places) else None
 
     def _at(self, place: int) -> int:
