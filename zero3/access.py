@@ -25,7 +25,7 @@ def get_trainable_chunk(model: nn.Module) -> list[nn.Parameter]:
         model: Any model that contains zero3 layers.
 
     Returns:
-        One 1-D tensor `[S]` for each dtype of each layer. After `param_groups`: the parts of chunks that it made.
+        One 1-D tensor `[S]` for each dtype of each layer or, after `param_groups`, the parts of chunks that it made.
 
     Raises:
         ValueError: Nothing in `model` is sharded.

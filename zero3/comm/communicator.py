@@ -16,14 +16,14 @@ Bounds = tuple[int, ...] | None
 
 
 class Told(Protocol):
-    """What all ranks say, on its way."""
+    """The result of an exchange that is under way."""
 
     def ready(self) -> bool:
-        """Whether `read` would not make the host wait."""
+        """Whether `read` would return without a wait of the host."""
         ...
 
     def read(self) -> list[bytes]:
-        """Every rank's payload, in rank order."""
+        """Returns every rank's payload, in rank order. Blocks the host until they are there."""
         ...
 
 
@@ -69,7 +69,7 @@ class Communicator(Protocol):
         ...
 
     def exchange_later(self, payload: bytes, device: torch.device) -> Told:
-        """As `exchange`, but nobody waits before the answer is read."""
+        """Works as `exchange`, but only starts it. The host waits when the result is read."""
         ...
 
     def duplicate(self) -> Communicator:

@@ -56,18 +56,18 @@ def process_group_of(communicator: Communicator) -> Any:
 
 
 def give_memory_back(communicator: Communicator) -> None:
-    """Frees the shared memory in which transfers lay that all have read. Waits for nobody.
+    """Frees the shared memory of transfers that all ranks have read. It does not wait.
 
-    For callers whose next transfer is far off: it will have to ask for the memory anew.
+    The next transfer has to allocate the memory again, so this is for callers that make no transfer for a while.
     """
     if isinstance(communicator, GlooCommunicator):
         communicator.trim()
 
 
 def shares_memory(communicator: Communicator) -> bool:
-    """Whether all its ranks share a host and hand each other tensors through its memory. Every rank asks at the same place.
+    """Whether all ranks share a host, and exchange tensors through shared memory. All ranks call it together.
 
-    Its `all_gather` then also takes a `full` of W rows that lie apart, and many short transfers cost no more than a long one.
+    If so, `all_gather` also accepts a `full` of W rows with gaps between them, and many short transfers cost no more than a long one.
     """
     return isinstance(communicator, GlooCommunicator) and communicator.shares_memory
 

@@ -100,8 +100,8 @@ class GroupCommunicator:
         if part and dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
             raise ValueError(
                 f"rank {self.rank}: separate_backup_group=True, and the model's process group has {len(ranks)} of {dist.get_world_size()} "
-                "ranks, while init_process_group(device_id=...) bound devices: torch then makes groups by splitting the communicator of "
-                "all ranks, and waits for those that are not in this one. Use separate_backup_group=False, or no device_id."
+                "ranks, but init_process_group(device_id=...) has bound devices: torch then makes a group by splitting the communicator of "
+                "all ranks, and waits for the ranks that are not in it. Use separate_backup_group=False, or no device_id."
             )
         # pass the timeout, because a new group would take torch's default
         group = dist.new_group(ranks, timeout_of(self._group, "cuda"), backend=self._backend, use_local_synchronization=part)
@@ -117,10 +117,10 @@ class GroupCommunicator:
 
 
 def _destroy(reference: weakref.ref[Any]) -> None:
-    """Gives a communicator's buffers back with the model that it was made for."""
+    """Destroys a duplicate's group when its model is deleted, to free the communicator's buffers."""
     group = reference()
     if group is not None and dist.is_initialized():
-        with suppress(RuntimeError, ValueError):  # destroyed already
+        with suppress(RuntimeError, ValueError):  # the group is destroyed already
             dist.destroy_process_group(group)
 
 

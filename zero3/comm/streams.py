@@ -83,7 +83,7 @@ class HostLane:
 class _CudaMark:
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event = event
-        self._device = device  # which need not be the process's current one
+        self._device = device  # it may differ from the process's current device
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
@@ -93,7 +93,7 @@ class CudaLane:
     """A CUDA stream for transfers. The waits [1] and [2] order the lane and the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
-        # High priority: what computes next waits for transfers, and they are short beside it.
+        # High priority, because the computation waits for transfers, and they take little of the device's time.
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def issue(self) -> AbstractContextManager[object]:
@@ -118,7 +118,7 @@ def lanes_for(device: torch.device) -> Lanes:
 
 
 class OnHost:
-    """A copy in host memory of a small tensor of the current stream, made when that stream comes to it: the host does not wait."""
+    """A copy of a small tensor in host memory. The current stream makes it, and the host does not wait."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -132,7 +132,7 @@ class OnHost:
         return self._made is None or bool(self._made.query())  # type: ignore[no-untyped-call]
 
     def tensor(self) -> torch.Tensor:
-        """Blocks the host until the copy is made."""
+        """Returns the copy. Blocks the host until it is made."""
         if self._made is not None:
             self._made.synchronize()
         return self._copy
