@@ -35,7 +35,7 @@ class ShardingPolicy:
             least one layer. Ranks compare 16 bytes at the end of each forward.
         gradient_reduction: `"mean"` over ranks, as DDP and FSDP reduce, or `"sum"`.
         reshard_after_forward: Release a layer's full parameters after its forward, and gather them again for its backward.
-            False keeps them until then. A step has one gather instead of two, and holds every layer's full parameters.
+            False keeps them until then. A step has one gather instead of two, but holds the full parameters of all layers.
         prefetch_depth: How many layers may be gathered ahead of the one that computes, and how many gradient reductions may be
             under way (at least one). 0 gathers each layer when it is needed, and waits for it.
         separate_backup_group: Reductions have their own communicator, so that on NCCL they do not queue behind gathers. It costs

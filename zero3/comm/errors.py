@@ -53,7 +53,7 @@ class NamingFailures:
             self.explain(failure)
 
     def explain(self, failure: RuntimeError) -> None:
-        """Raises an error that tells the rank and the purpose. Returns if `failure` is no failed transfer (out of memory)."""
+        """Raises an error that tells the rank and the purpose. Returns if `failure` is an out-of-memory error."""
         if isinstance(failure, torch.OutOfMemoryError):
             return
         where = advice = ""

@@ -26,7 +26,7 @@ def communicator_for(process_group: Any, device: torch.device) -> Communicator:
         TypeError: `process_group` is not a process group.
         ValueError: This process is not a member of the group, or the group does not support `device`.
     """
-    if process_group is not None and process_group is dist.GroupMember.NON_GROUP_MEMBER:  # new_group's answer to other ranks
+    if process_group is not None and process_group is dist.GroupMember.NON_GROUP_MEMBER:  # new_group returns it on other ranks
         raise ValueError(_NOT_A_MEMBER)
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         if hasattr(process_group, "all_gather") and hasattr(process_group, "duplicate"):

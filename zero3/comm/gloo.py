@@ -119,12 +119,12 @@ class GlooCommunicator(GroupCommunicator):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether every other rank is on this host. The first use is a collective."""
+        """Whether all other ranks are on this host. All ranks ask together, because the first use is a collective."""
         return len(self._memory.near) == self.world_size - 1
 
     def trim(self) -> None:
-        """Gives back the group's memory in which transfers lay that all have read."""
-        if "_memory" in self.__dict__:  # else there was no transfer, and to make one takes all ranks
+        """Frees the group's shared memory, where all ranks have read the transfers."""
+        if "_memory" in self.__dict__:  # otherwise there was no transfer; to make the memory would take all ranks
             self._memory.trim()
 
     def _tag(self, kind: int) -> int:

@@ -1,4 +1,4 @@
-"""Gates, which hear of every collective of a model before it is made. `Join` and `step_guard` use them; the usual gate does nothing."""
+"""Gates. A model starts each collective inside a context of its gate. `Join` and `step_guard` need that; the usual gate does nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ShardingPolicy(dynamic=True): ranks may leave out different layers, and take part in the transfers of the layers they leave out."""
+"""ShardingPolicy(dynamic=True): ranks may leave out different layers. They still take part in the transfers of these layers."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class DeferredGradient(Tensor):
         return None if self.zeroed else self.reduced
 
     def reduce_now(self) -> None:
-        """Reduces it, and all other deferred gradients of the model. It becomes an ordinary gradient.
+        """Reduces this and all other deferred gradients of the model. This object becomes an ordinary gradient.
 
         Raises:
             NotReducedError: It can't be reduced yet, under `no_sync`.

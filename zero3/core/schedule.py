@@ -131,8 +131,8 @@ class CallTrace(Generic[L]):
     """The calls of one forward, in the order in which they ended. Backward walks over them from the last to the first.
 
     A backward's collectives must not depend on the path of gradients on this rank. So when a gradient reaches a call, the walk
-    opens all later calls first, and closes the calls that are over. A call is over when the walk opens a call that ended before
-    it began:
+    opens all later calls first, and closes the calls that are over. A call is over when the walk opens another one that ended
+    before this call began:
 
         outer  |--------------------------------|        opening a closes b, because a ended before b began;
         inner      |---- a ----|  |---- b ----|          outer began before a ended: it closes only at the end

@@ -1,4 +1,4 @@
-"""Finds changes of chunks and gradients that a rank with data makes between two rounds, where ranks without data can't see them."""
+"""Finds changes of chunks and gradients between two rounds. A rank with data can make them, and ranks without data can't see them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__: list[str] = []
 
 
 class StateChanges:
-    """Compares tensors' versions and identities, never values. Other ranks can repeat one change: that gradients are dropped."""
+    """Compares tensors' versions and identities, never values. Other ranks can repeat only one kind of change: dropped gradients."""
 
     def __init__(self, states: Sequence[LayerState]) -> None:
         self._states = states
@@ -47,7 +47,7 @@ class StateChanges:
         ]
 
     def follow(self, gradients: int, owed: int) -> None:
-        """Drops this rank's gradients, or kept sums, if the ranks with data have none left (0) of `gradients` or `owed`."""
+        """Takes the numbers of `gradients` and `owed` on ranks with data. If one of them is 0, this rank drops its own too."""
         mine, kept = self.gradients()
         if kept and not owed:
             for reducer in reducers_of(self._states):

@@ -62,13 +62,13 @@ class JoinCoordinator:
         self._strayed = False  # whether some rank has missed a pass that others ran
         self._waited = False  # whether some rank has missed it because it waited for a step
         self._tokens: Tensor | None = None  # the tokens of the next backward
-        self._traces = StateChanges(states)
+        self._changes = StateChanges(states)
 
     def begin(self, notify: Callable[[], bool], *, divide_by_all: bool) -> None:
         """Enters the context. `notify` tells `Join` before each round that this rank has data; it returns False if `Join` is disabled."""
         self._notify, self._divide_by_all = notify, divide_by_all
         self.on, self._scope, self._round, self._announces = True, None, None, False
-        self._traces.forget()
+        self._changes.forget()
         for state in self._states:
             state.gate = self
             self._use(state, GatedCommunicator(ungated(state.communicator), self))
@@ -165,7 +165,7 @@ class JoinCoordinator:
 
     def _finish(self) -> None:
         announces, self._round, self._announces = self._announces, None, False
-        self._traces.take(only_if=announces)
+        self._changes.take(only_if=announces)
         if announces:
             self._exchange(Action.END)
 
@@ -193,7 +193,7 @@ class JoinCoordinator:
                 if together is Activity.BACKWARD and self._tokens is not None:
                     note(self._states, self._tokens)
                     self._tokens = None
-                self._traces.take(only_if=True)
+                self._changes.take(only_if=True)
                 return
             self._follows = True
             try:
@@ -222,7 +222,7 @@ class JoinCoordinator:
 
     def _count(self, kind: Activity | None) -> Activity:
         """Meets the other ranks, and returns the round that comes next. A step comes last: ranks at a step wait for the others."""
-        mine = said(kind, *self._traces.gradients(), changed=kind is not None and self._traces.changed())
+        mine = said(kind, *self._changes.gradients(), changed=kind is not None and self._changes.changed())
         counts = torch.tensor(mine, dtype=torch.int64, device=self._states[0].device)
         try:
             with self._naming:
@@ -234,11 +234,11 @@ class JoinCoordinator:
         self._announces = found.others > 0
         if found.apart:
             self._fail(f"ranks have come apart: {found.apart}. All that have data must call the model in the same order.")
-        comparable = not self._traces.divided  # ranks hold different numbers of parts if chunks are divided
+        comparable = not self._changes.divided  # ranks hold different numbers of parts if chunks are divided
         if self._announces and (found.changed or (comparable and not found.even)):
             self._fail(_CHANGED)
         if kind is not found.together:
-            self._traces.follow(found.gradients, found.owed)
+            self._changes.follow(found.gradients, found.owed)
         self._note_order(found.together, waiting=found.waiting > 0)
         for state in self._states:
             _average_over(state, self._control.world_size if self._divide_by_all else found.number)

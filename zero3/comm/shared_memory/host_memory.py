@@ -79,7 +79,7 @@ class HostMemory:
         self._headers = {other: memoryview(memory)[:header_bytes].cast("q") for other, memory in self._memories.items()}
         self._file_fd = own.file_fd if own else -1
         self._process_fds = {other: neighbour.process_fd for other, neighbour in neighbours.items()}
-        self._lying: dict[int, tuple[int, int]] = {}  # place that lacks a receipt -> begin and end of its data
+        self._unread: dict[int, tuple[int, int]] = {}  # place that lacks a receipt -> begin and end of its data
         self._begin = self._end = header_bytes  # of the data; only this range takes memory
         self._last = 0  # the last number given to a transfer
         self._turns: Counter[int] = Counter()  # by tag
@@ -134,10 +134,10 @@ class HostMemory:
         """Returns a free place, and an offset with `nbytes` of free memory. The smallest gap is taken, so that the file stays small."""
         header = self._header(self._rank)
         self._forget_what_all_have_read()
-        place = next(number for number in count() if number not in self._lying)
+        place = next(number for number in count() if number not in self._unread)
         if place == _PLACES:
             raise RuntimeError(f"{_PLACES} transfers are under way, and none has been waited for: wait for earlier ones")
-        edges = [(self._begin, self._begin), *sorted(self._lying.values()), (self._end, self._end)]
+        edges = [(self._begin, self._begin), *sorted(self._unread.values()), (self._end, self._end)]
         gaps = [(high - low, low) for (_, low), (high, _) in pairwise(edges)]
         _, start = min((gap for gap in gaps if gap[0] >= nbytes), default=gaps[-1])
         try:  # to write a page that the system can't provide would kill the process
@@ -148,14 +148,14 @@ class HostMemory:
         except OSError as error:
             raise RuntimeError(f"no memory for {nbytes} bytes for other ranks, beside {self.nbytes}: {error.strerror}") from error
         self._end = max(self._end, start + nbytes)
-        self._lying[place] = start, start + nbytes
+        self._unread[place] = start, start + nbytes
         return place, start
 
     def _forget_what_all_have_read(self) -> None:
         header = self._header(self._rank)
-        for place in list(self._lying):
+        for place in list(self._unread):
             if all(header[self._receipt(place, rank)] == header[self._at(place)] for rank in self.near):
-                del self._lying[place]
+                del self._unread[place]
 
     def trim(self) -> None:
         """Frees the memory behind the data that other ranks have yet to read. It waits for nobody, and may be called at any time.
@@ -167,7 +167,7 @@ class HostMemory:
         memory = self._memories[self._rank]
         with self._putting:
             self._forget_what_all_have_read()
-            first = max((stop for _, stop in self._lying.values()), default=self._begin)
+            first = max((stop for _, stop in self._unread.values()), default=self._begin)
             last, self._end = self._end, first
             first, last = _aligned(first, mmap.PAGESIZE), _aligned(last, mmap.PAGESIZE)
             if first < last:
