@@ -154,7 +154,7 @@ class Zero3Layer(nn.Module):
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The chunks, and what modules inside hold."""
+        """The chunks, and the parameters of modules inside. Raises if a wrapper of another library calls it."""
         refuse_wrappers(lambda: self._state.subject.name)
         return super().named_parameters(*args, **kwargs)
 

@@ -68,17 +68,20 @@ def agree(
 
 
 def agree_where_nan(communicator: Communicator, device: torch.device, subject: str, result: Tensor, error: Exception | None) -> None:
-    """Ends a collective in which a rank that has found a mistake took part all the same, giving NaN: every rank raises the mistake.
+    """Called after a collective to which a rank with a mistake has given NaN. If the result is NaN, every rank raises the mistake.
 
-    So a mistake costs no collective where there is none. On an accelerator the host would have to wait for `result`: there the
-    rank raises alone, and the others go on with NaN.
+    So the check needs no further collective if there is no mistake. On an accelerator the host would have to wait for `result`.
+    There the rank with the mistake raises alone, and the other ranks continue with NaN.
 
     Args:
-        result: of the collective, all NaN if any rank has an `error`; it may be NaN for other reasons too.
-        error: what this rank has found.
+        communicator: The ranks that compare.
+        device: Where the tensors for the exchange are made.
+        subject: The name of what is compared, for errors.
+        result: The collective's result. It is all NaN if any rank has an `error`, and may be NaN for other reasons too.
+        error: A mistake that this rank has found.
 
     Raises:
-        ValueError, TypeError, RuntimeError, OSError: the first rank's error.
+        ValueError, TypeError, RuntimeError, OSError: The lowest rank's error.
     """
     if communicator.world_size == 1 or device.type != "cpu":
         if error is not None:

@@ -98,7 +98,7 @@ def _guarded_apply(module: nn.Module, apply: Callable[..., nn.Module], fn: Any, 
 
 
 def _named_modules(module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A wrapper that goes from module to module would change the model's own chunks before it comes to a layer."""
+    """Refuses wrappers here too, because one that visits modules in turn would change the root's chunks before it finds a layer."""
     refuse_wrappers(lambda: f"the root ({type(module).__name__})")
     return method(*args, **kwargs)
 
