@@ -1,4 +1,4 @@
-"""What modules answer while their parameters are released: methods that would find nothing, or a slice, say so instead."""
+"""Replaces methods of modules that would silently leave out released parameters: these methods raise instead."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ IsLayer = Callable[[nn.Module], bool]
 
 
 class Override:
-    """Stands in one module for its method `name`: `around(module, method, *args, **kwargs)` is called instead.
+    """Replaces the method `name` of one module: a call runs `around(module, method, *args, **kwargs)`.
 
-    It holds no module (a cycle would keep a deleted model's memory), and a copy of the module has the plain method. `default` is the plain
-    method of classes that have none.
+    It refers to the module weakly, because a cycle would keep a deleted model's memory. A copy of the module has the plain method.
+    `default` is the plain method of classes that have none.
     """
 
     def __init__(self, module: nn.Module, name: str, around: Callable[..., Any], *, default: Callable[..., Any] | None = None) -> None:
@@ -38,7 +38,7 @@ class Override:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._own or functools.partial(self._plain, None))  # without self
+        return inspect.signature(self._own or functools.partial(self._plain, None))  # leaves out `self`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
@@ -48,9 +48,9 @@ class Override:
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """As of a bound method: a function that takes the module first. Tools that put a function around a method ask for it.
+        """An attribute of bound methods: a function that takes the module first. Tools that wrap methods read it.
 
-        So does torch.compile: where `named_parameters` is torch's own it takes addresses for fixed.
+        torch.compile reads it too: it takes parameters' addresses as fixed only if `named_parameters` is torch's own function.
         """
         return lambda module, *args, **kwargs: self(*args, **kwargs)
 
@@ -62,7 +62,10 @@ class Override:
 
 
 def guard(module: nn.Module, is_layer: IsLayer, *, lists_chunks: bool = False) -> None:
-    """Makes `module` refuse what would leave its released parameters out in silence. `lists_chunks`: its `parameters()` are the chunks."""
+    """Replaces methods of `module` that would silently leave out released parameters.
+
+    `lists_chunks`: the module's `parameters()` are the chunks, and stay as they are.
+    """
     Override(module, "_apply", _guarded_apply)
     # torch.distributed.checkpoint.state_dict asks every module for it, before anything else
     Override(module, "_fqn_modifiers", _before_distributed_state_dict, default=lambda module: {})
@@ -79,7 +82,7 @@ def refuse(what: str, why: str, instead: str) -> NoReturn:
 
 
 def check_conversion(probe: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor], what: str) -> None:
-    """Raises if `fn`, of `nn.Module._apply`, would give `what`, of the dtype and on the device of `probe`, another of either."""
+    """Raises if `fn`, an argument of `nn.Module._apply`, would change the dtype or the device of `what`. `probe` has both."""
     result = fn(probe)
     moved = result.is_shared() != result.is_cuda  # type: ignore[no-untyped-call]
     if moved or (result.dtype, result.device) != (probe.dtype, probe.device):
@@ -91,14 +94,14 @@ def check_conversion(probe: torch.Tensor, fn: Callable[[torch.Tensor], torch.Ten
 
 
 def _guarded_apply(module: nn.Module, apply: Callable[..., nn.Module], fn: Any, recurse: bool = True) -> nn.Module:
-    for inner in module.modules():  # all of them before the first is converted
+    for inner in module.modules():  # check all before the first is converted
         for _, parameter in released_in(inner):
             check_conversion(torch.empty(1, dtype=parameter.dtype, device=parameter.device), fn, parameter.zero3_name)
     return apply(fn, recurse)
 
 
 def _named_modules(module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A wrapper that goes from module to module would change the model's own chunks before it comes to a layer."""
+    """Refuses wrappers here too, because one that visits modules in turn would change the root's chunks before it finds a layer."""
     refuse_wrappers(lambda: f"the root ({type(module).__name__})")
     return method(*args, **kwargs)
 
@@ -111,7 +114,7 @@ def _named_parameters(
     recurse: bool = True,
     remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Released ones too, and first: a loop that freezes them, or an optimizer, raises with their names, and not over nothing in silence."""
+    """Yields released parameters first, then the others. So a loop that freezes parameters raises with a name, and is not empty."""
     refuse_wrappers(lambda: next((parameter.zero3_name for _, parameter in released_in(module)), type(module).__name__))
     seen: set[int] = set()
     for name, inner in own_modules(module, is_layer, prefix) if recurse else [(prefix, module)]:
