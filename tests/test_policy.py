@@ -12,7 +12,7 @@ from zero3 import ShardingPolicy
 
 def test_shardingpolicy_defaults_are_what_zero_3_is() -> None:
     assert ShardingPolicy() == ShardingPolicy(
-        gradient_reduction="mean", reshard_after_forward=True, prefetch_depth=1, separate_backup_group=True
+        gradient_reduction="mean", reshard_after_forward=True, prefetch_depth=1, separate_backup_group=False
     )
 
 

@@ -77,7 +77,7 @@ class FakeDevice(TorchDispatchMode):
         self._accesses: dict[int, _Access] = {}
         self._names = (f"{lane}{number}" for number in itertools.count() for lane in ("fetch", "backup"))
 
-    def new_stream(self, device: object) -> FakeStream:
+    def new_stream(self, device: object, priority: int = 0) -> FakeStream:
         return FakeStream(device, next(self._names))
 
     @contextlib.contextmanager

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..comm.communicator import Communicator
+from ..comm.errors import NamingFailures, Subject
 from ..comm.factory import give_memory_back, shares_memory
 from ..comm.streams import Pending
 from ..core.layout import ChunkLayout, Slot
@@ -72,6 +73,12 @@ class Bucket:
     layout: ChunkLayout
     large: bool = False  # one parameter, or most of it, worth a message of its own
     memory: Tensor | None = None  # [W*S], if the parameters are views of it
+
+    @property
+    def name(self) -> str:
+        """For errors."""
+        names = list(dict.fromkeys(entry.name for entry in self.entries))
+        return f"{names[0]}{f' to {names[-1]}' if len(names) > 1 else ''} of ZeroRedundancyOptimizer"
 
     @property
     def in_place(self) -> bool:
@@ -220,7 +227,9 @@ class Exchange:
             own = piece[communicator.rank]
             while len(self._pending) == UNDER_WAY or (in_pieces and self._sent + own.nbytes > PIECES_BYTES):
                 self._pending.popleft()[1].wait()
-            self._pending.append((own.nbytes, communicator.all_gather(piece if in_pieces else full, own)))
+            with (naming := named(communicator, "gathering", bucket.name)):
+                gather = communicator.all_gather(piece if in_pieces else full, own)
+                self._pending.append((own.nbytes, _Named(gather, naming)))
 
     @property
     def _sent(self) -> int:
@@ -243,7 +252,8 @@ class Exchange:
         run = full[communicator.rank * length : (communicator.rank + 1) * length]
         for place, part in _along(buckets, communicator.rank):
             run[place : place + part.stop - part.start].copy_(part.entry.flat[part.start : part.stop])
-        communicator.all_gather(full, run).wait()
+        with named(communicator, "gathering", buckets[0].name if len(buckets) == 1 else f"{buckets[0].name}, and what follows,"):
+            communicator.all_gather(full, run).wait()
         for rank in range(communicator.world_size):
             if rank != communicator.rank:
                 for place, part in _along(buckets, rank, rank * length):
@@ -256,9 +266,26 @@ class Exchange:
             if entry.owner is not None and parameter.numel() and communicator.world_size > 1:
                 gapless = is_gapless(parameter)
                 values = flat(parameter) if gapless else parameter.contiguous()
-                communicator.broadcast(values, source=entry.owner)
+                with named(communicator, "broadcasting", f"{entry.name} of ZeroRedundancyOptimizer, which rank {entry.owner} has updated,"):
+                    communicator.broadcast(values, source=entry.owner)
                 if not gapless:
                     parameter.copy_(values)
+
+
+def named(communicator: Communicator, doing: str, what: str) -> NamingFailures:
+    """A context: who makes the transfers inside, and what for, if one fails."""
+    return NamingFailures(communicator, doing, Subject(what))
+
+
+class _Named:
+    """A transfer whose failure is told by name."""
+
+    def __init__(self, pending: Pending, naming: NamingFailures) -> None:
+        self._pending, self._naming = pending, naming
+
+    def wait(self) -> None:
+        with self._naming:
+            self._pending.wait()
 
 
 def _along(buckets: Sequence[Bucket], rank: int, place: int = 0) -> Iterator[tuple[int, Part]]:
