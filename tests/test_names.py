@@ -17,15 +17,49 @@ import zero3
 
 TESTS = Path(__file__).parent
 POLICY = [field.name for field in fields(zero3.ShardingPolicy)]
-OPTIONS = """
-    consolidate_state_dict error_if_nonfinite extra keep_last max_shard_size norm_type overlap_with_ddp parameters_as_bucket_view whole writeback
-""".split()
-OF_TORCH = """
-    add_param_group autocast autograd_grad checkpoint clip_grad_norm_ closure compile create_graph DDP deepcopy double FSDP2 inference_mode Join
-    load_state_dict LSTM meta named_parameters no_grad pickle register_forward_hook register_hook requires_grad retain_graph set_to_none
-    share_memory state_dict zero_grad
-""".split()
-ELSEWHERE = "bf16 fp16 frozen Llama LoRA Muon peft safetensors tied transformers".split()
+OPTIONS = [
+    "consolidate_state_dict",
+    "error_if_nonfinite",
+    "extra",
+    "keep_last",
+    "max_shard_size",
+    "norm_type",
+    "overlap_with_ddp",
+    "parameters_as_bucket_view",
+    "whole",
+    "writeback",
+]
+OF_TORCH = [
+    "add_param_group",
+    "autocast",
+    "autograd_grad",
+    "checkpoint",
+    "clip_grad_norm_",
+    "closure",
+    "compile",
+    "create_graph",
+    "DDP",
+    "deepcopy",
+    "double",
+    "FSDP2",
+    "inference_mode",
+    "Join",
+    "load_state_dict",
+    "LSTM",
+    "meta",
+    "named_parameters",
+    "no_grad",
+    "pickle",
+    "register_forward_hook",
+    "register_hook",
+    "requires_grad",
+    "retain_graph",
+    "set_to_none",
+    "share_memory",
+    "state_dict",
+    "zero_grad",
+]
+ELSEWHERE = ["bf16", "fp16", "frozen", "Llama", "LoRA", "Muon", "peft", "safetensors", "tied", "transformers"]
 
 
 def strings_and_names(node: ast.AST) -> Iterator[str]:
