@@ -6,7 +6,7 @@ make mutants SEED=7 COUNT=100       drawn at random from all places of zero3/, e
 Drawn ones need a map of which test file runs which lines. It is made when it is first needed (or by --map), which takes some
 times as long as the tests, and is kept with all findings in .mutants/: a run that was ended goes on where it was, and a larger
 COUNT goes on where a smaller one ended. What no test catches is listed with its diff in .mutants/draw-SEED.md, to be judged: is
-it a fault, and which test is missing? Exit code 1 if anything lives or is unclear.
+it a fault, and which test is missing? After new tests --again judges those once more. Exit code 1 if anything lives or is unclear.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def judge_chosen(words: list[str]) -> int:
 
 def judge_drawn(options: argparse.Namespace) -> int:
     lines = coverage_map(options)
-    record = draw(options.seed, options.count, FOLDER, lines, only=options.only, jobs=options.jobs, anew=options.fresh)
+    record = draw(options, FOLDER, lines)
     text = "\n".join(report(record))
     record.path.with_suffix(".md").write_text(f"# Faults drawn by seed {options.seed}\n\n{text}\n")
     print(text)
@@ -62,6 +62,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="PATH", help="draw from files of zero3/ whose paths begin so, such as core/")
     parser.add_argument("--tests", default="tests/", metavar="PATH", help="judge by test files whose paths begin so (%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="faults judged at a time, each in a copy of its own (%(default)s)")
+    parser.add_argument("--again", action="store_true", help="judge once more what lived before: there are new tests")
     parser.add_argument("--fresh", action="store_true", help="forget what this seed has found before")
     parser.add_argument("--map", action="store_true", help="make the map of lines, and stop")
     parser.add_argument("--rebuild", action="store_true", help="make the whole map anew, also where the package has not changed")

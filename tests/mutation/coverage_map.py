@@ -10,18 +10,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.mutation.places import Place, lines_of_functions
-from tests.mutation.tree import Tree, digest, sources, test_files
+from tests.mutation.tree import Tree, content_of, digest, sources, test_files
 
 TRACED_LIMIT = 3600.0  # seconds, of one test file
 
 
 @dataclass
 class CoverageMap:
-    """Lines by test file and source. `seconds`: of the traced run. `digest`: of the package's sources that the lines are lines of."""
+    """Lines by test file and source. `seconds`: of the traced run. `digest`: of the package's sources that the lines are lines of,
+    and `contents`: of each test file when it was run."""
 
     digest: str
     lines: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    contents: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path) -> CoverageMap | None:
@@ -53,13 +55,14 @@ class CoverageMap:
 
 
 def build(path: Path, *, anew: bool, only: str = "tests/") -> CoverageMap:
-    """Runs what the map at `path` lacks. It is saved after each file, so that a run that was ended goes on where it was.
+    """Runs what the map at `path` lacks: new test files, and changed ones. It is saved after each, so that it can go on when it was ended.
 
     `only`: of test files whose paths begin so. The map returned has no others.
     """
     known, now = CoverageMap.load(path), digest(sources())
     found = CoverageMap(now) if anew or known is None or known.digest != now else known
-    missing = [test for test in test_files() if test.startswith(only) and test not in found.lines]
+    present = {test: content_of(test) for test in test_files() if test.startswith(only)}
+    missing = [test for test, content in present.items() if found.contents.get(test) != content]
     if missing:
         with tempfile.TemporaryDirectory(prefix="mutants-lines-") as place:
             tree = Tree(Path(place))
@@ -67,11 +70,11 @@ def build(path: Path, *, anew: bool, only: str = "tests/") -> CoverageMap:
             for number, test in enumerate(missing, 1):
                 began = time.monotonic()
                 found.lines[test] = lines_of(tree, test)
-                found.seconds[test] = time.monotonic() - began
+                found.seconds[test], found.contents[test] = time.monotonic() - began, present[test]
                 total = sum(map(len, found.lines[test].values()))
                 print(f"lines: {number}/{len(missing)} {test} runs {total} lines ({found.seconds[test]:.0f} s)", flush=True)
                 found.save(path)
-    return CoverageMap(found.digest, {test: lines for test, lines in found.lines.items() if test.startswith(only)}, found.seconds)
+    return CoverageMap(found.digest, {test: found.lines[test] for test in present}, found.seconds, found.contents)
 
 
 def lines_of(tree: Tree, test: str) -> dict[str, list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 import random
@@ -12,7 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.mutation.coverage_map import CoverageMap
 from tests.mutation.places import changed, places_in
@@ -38,18 +39,18 @@ class Finding(NamedTuple):
 
 
 class Record:
-    """Findings of one seed over one state of the package, a line each."""
+    """Findings of one seed over one state of the package, a line each. `again`: what lived is forgotten, to be judged by better tests."""
 
-    def __init__(self, path: Path, seed: int, state: str, *, anew: bool) -> None:
+    def __init__(self, path: Path, header: dict[str, Any], *, anew: bool = False, again: bool = False) -> None:
         self.path = path
-        header = {"seed": seed, "digest": state}
         lines = path.read_text().splitlines() if path.exists() and not anew else []
         if lines and json.loads(lines[0]) != header:
-            raise SystemExit(f"{path} was made for another state of the package: --fresh begins anew")
+            raise SystemExit(f"{path} was made for another state of the package, or other tests: --fresh begins anew")
         self.findings = [Finding(*json.loads(line)) for line in lines[1:]]
-        if not lines:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(header) + "\n")
+        if again:
+            self.findings = [finding for finding in self.findings if finding.verdict in (CAUGHT, HANGS, STILLBORN)]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(json.dumps(line) for line in (header, *self.findings)) + "\n")
 
     def add(self, finding: Finding) -> None:
         self.findings.append(finding)
@@ -61,15 +62,16 @@ class Record:
         return [finding for finding in self.findings if finding.verdict != STILLBORN]
 
 
-def draw(seed: int, count: int, folder: Path, lines: CoverageMap, *, only: str = "", jobs: int = 1, anew: bool = False) -> Record:
-    """Judges `count` faults drawn by `seed` from the files whose paths begin with `only`; those that no package lives with not counted."""
-    package = sources()
-    every = [(file, place) for file, source in package.items() if file.startswith(only) for place in places_in(source)]
-    part = f"-{only.replace('/', '-').strip('-')}" if only else ""
-    record = Record(folder / f"draw-{seed}{part}.jsonl", seed, digest(package), anew=anew)
+def draw(options: argparse.Namespace, folder: Path, lines: CoverageMap) -> Record:
+    """Judges `options.count` faults of the package, or of the part `options.only`; those that it can't be imported with don't count."""
+    package, count, jobs = sources(), options.count, options.jobs
+    every = [(file, place) for file, source in package.items() if file.startswith(options.only) for place in places_in(source)]
+    name = "-".join([f"draw-{options.seed}", *options.only.split("/")]).strip("-")
+    header = {"seed": options.seed, "digest": digest(package), "tests": options.tests}
+    record = Record(folder / f"{name}.jsonl", header, anew=options.fresh, again=options.again)
     baseline = Baseline(folder / "baseline.json", digest(package))
     done = {finding.number for finding in record.findings}
-    order = (number for number in random.Random(seed).sample(range(len(every)), len(every)) if number not in done)
+    order = (number for number in random.Random(options.seed).sample(range(len(every)), len(every)) if number not in done)
     print(f"{len(every)} places; {len(record.counted)} of {count} were judged before", flush=True)
     with ExitStack() as open_trees, ThreadPoolExecutor(jobs) as pool:
         free: SimpleQueue[Tree] = SimpleQueue()

@@ -37,6 +37,8 @@ OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
 KEPT_DECORATORS = re.compile(r"property|staticmethod|classmethod|dataclass|contextmanager|overload|abstractmethod|setter|cached_property")
 MESSAGES = re.compile(r"(Error|Exception|Interrupt|refuse|warn|warning|info|debug|NamingFailures|named|Subject|agree\w*|record_function)$")
 
+UNSEEN = frozenset({"strict", "stacklevel"})  # of zip() where lengths are equal; of a warning: nobody could tell
+
 
 class Place(NamedTuple):
     """One change of one source."""
@@ -231,7 +233,7 @@ def _calls(finder: _Finder, node: ast.AST, message: bool) -> Iterator[Change]:
     if not isinstance(node, ast.Call) or message:
         return
     for keyword in node.keywords:
-        if keyword.arg is not None:
+        if keyword.arg is not None and keyword.arg not in UNSEEN:
             start, stop = finder._span(keyword)
             after = re.match(rb"\s*,", finder._source[stop:])
             before = re.search(rb",\s*$", finder._source[:start])

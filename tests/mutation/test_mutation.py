@@ -147,19 +147,22 @@ def test_a_baseline_is_run_once_and_kept(tmp_path: Path) -> None:
 
 
 def test_a_record_goes_on_and_is_bound_to_the_package(tmp_path: Path) -> None:
-    record = Record(tmp_path / "draw-7.jsonl", 7, "now", anew=False)
+    now: dict[str, Any] = {"seed": 7, "digest": "now"}
+    record = Record(tmp_path / "draw-7.jsonl", now)
     diff = difference("core/x.py", SOURCE, SOURCE.replace(b"x < LIMIT", b"x <= LIMIT"))
     record.add(Finding(3, "core/x.py", 10, "Lt to <=", diff, SURVIVED, "2 test files pass", 9.0))
     record.add(Finding(5, "core/x.py", 7, "never", "", CAUGHT, "core/test_x.py::test_y", 9.0))
     record.add(Finding(6, "core/x.py", 2, "constant", "", STILLBORN, "it does not compile", 0.0))
-    again = Record(record.path, 7, "now", anew=False)
+    again = Record(record.path, now)
     assert again.findings == record.findings and len(again.counted) == 2
     text = "\n".join(report(again))
     assert text.startswith("1 of 2 caught (0 by hanging), 1 more can't be imported.")
     assert "| zero3/core/x.py:10 | Lt to <= | SURVIVED: 2 test files pass | |" in text and "\n+        if x <= LIMIT:" in text
     with pytest.raises(SystemExit, match="another state of the package"):
-        Record(record.path, 7, "later", anew=False)
-    assert Record(record.path, 7, "later", anew=True).findings == []
+        Record(record.path, {**now, "digest": "later"})
+    assert [finding.verdict for finding in Record(record.path, now, again=True).findings] == [CAUGHT, STILLBORN]
+    assert len(Record(record.path, now).findings) == 2, "what lived is forgotten in the file too"
+    assert Record(record.path, {**now, "digest": "later"}, anew=True).findings == []
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

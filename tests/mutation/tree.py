@@ -106,6 +106,12 @@ def test_files() -> list[str]:
     return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py"))
 
 
+def content_of(name: str) -> str:
+    """A hash of one file of the repository."""
+    path = ROOT / name
+    return digest({name: path.read_bytes() if path.is_file() else b""})
+
+
 def digest(contents: dict[str, bytes]) -> str:
     """Of files, names included."""
     known = hashlib.sha256()

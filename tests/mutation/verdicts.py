@@ -9,7 +9,7 @@ from threading import Lock
 from typing import NamedTuple
 
 from tests.mutation.places import compiles
-from tests.mutation.tree import Tree
+from tests.mutation.tree import Tree, content_of
 
 CAUGHT, HANGS, SURVIVED, NOT_RUN, UNCLEAR = "caught", "hangs", "SURVIVED", "NOT RUN", "UNCLEAR"
 STILLBORN = "stillborn"  # the package can't be imported with it, or not even compiled: no fault that anybody could overlook
@@ -32,15 +32,16 @@ class Baseline:
 
     def seconds(self, tree: Tree, test: str) -> float | None:
         """None: it fails without a fault."""
+        key = f"{test} {content_of(test)}"
         with self._lock:
-            if test not in self._seconds:
+            if key not in self._seconds:
                 run = tree.run([test], FIRST_LIMIT, first_failure=False)
-                self._seconds[test] = run.seconds if run.passed or run.code == 5 else None  # 5: it has no tests here
-                if self._seconds[test] is None:
+                self._seconds[key] = run.seconds if run.passed or run.code == 5 else None  # 5: it has no tests here
+                if self._seconds[key] is None:
                     print(f"not used: {test} fails without a fault ({', '.join(run.failed[:3]) or f'exit code {run.code}'})", flush=True)
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._path.write_text(json.dumps({"digest": self._digest, "seconds": self._seconds}))
-            return self._seconds[test]
+            return self._seconds[key]
 
     def usable(self, tree: Tree, tests: Iterable[str]) -> list[str]:
         return [test for test in tests if self.seconds(tree, test) is not None]
