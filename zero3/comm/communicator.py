@@ -27,11 +27,11 @@ class Communicator(Protocol):
     takes_pieces: bool  # whether `reduce_pieces` is there, so that gradients need no buffer
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
-        """Every rank's `shard` `[S]`, in rank order, into `full` `[W*S]`; a shard may lie in its own place there."""
+        """[fetch 3] Every rank's `shard` `[S]`, in rank order, into `full` `[W*S]`; a shard may lie in its own place there."""
         ...
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
-        """This rank's slice of the sum of every rank's `full` `[W*S]`, into `shard` `[S]`; `full` may be overwritten."""
+        """[backup 2] This rank's slice of the sum of every rank's `full` `[W*S]`, into `shard` `[S]`; `full` may be overwritten."""
         ...
 
     def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:

@@ -203,7 +203,7 @@ class Backward:
             return
         state.check_unwritten()  # an optimizer that steps in hooks of parameters would train nothing
         if step.reduce and trace.reduces:
-            self._back_up(state)  # [B5]
+            self._back_up(state)
         self.release(state)
 
     def _finish(self, trace: LayerTrace) -> None:
@@ -212,7 +212,7 @@ class Backward:
         self._touched.remove(trace)
 
     def _back_up(self, state: LayerState, *, whole: bool = False) -> None:
-        """Reduces a layer's gradients, or keeps them where reductions wait; `whole`: those that were kept so too."""
+        """[B5] Reduces a layer's gradients, or keeps them where reductions wait; `whole`: those that were kept so too."""
         if state.gradients.deferred and not whole:
             self._owes = True
             state.gradients.keep()

@@ -63,7 +63,7 @@ class GradientReducer(KeptGradients):
         self._buffer.add(index, gradient)
 
     def back_up(self, lane: Lane, communicator: Communicator) -> Backup:
-        """Begins to reduce what has come in (zeros, if nothing has) into this rank's slice. The buffer is the backup's from here on."""
+        """[backup 1] Begins to reduce what has come in (zeros, if nothing has) into this rank's slice, and gives its buffer away."""
         pieces = self._buffer.pieces() if communicator.takes_pieces and self._divide_first == 1 else None
         full = self._buffer.complete() if pieces is None else None
         self._buffer, self._kept = GradientBuffer(self._chunk.layout, self._chunk.shard, self._dtype), []
@@ -82,7 +82,7 @@ class GradientReducer(KeptGradients):
         return Backup(mark, (full, summed, landed), self._naming)
 
     def _land(self, summed: Tensor, landed: Tensor) -> None:
-        """`summed` `[S]`, over ranks, becomes or joins the chunk's gradient, by way of `landed`, which has its dtype."""
+        """[backup 3] `summed` `[S]`, over ranks, becomes or joins the chunk's gradient, by way of `landed`, which has its dtype."""
         if torch.is_grad_enabled():  # not in a backward, where this is called most
             with torch.no_grad():
                 return self._land(summed, landed)
@@ -171,7 +171,7 @@ class LayerGradients:
         if known:
             return
 
-        def take(leaf: Tensor) -> None:  # holds neither the parameter nor us: the cycle collector does not see into hooks
+        def take(leaf: Tensor) -> None:  # [B4] holds neither the parameter nor us: the cycle collector does not see into hooks
             with as_plain_tensors():  # it may be released by now
                 gradient, leaf.grad = leaf.grad, None
             if gradient is not None and (gradients := layer()) is not None:

@@ -232,7 +232,7 @@ _EXACT = "_zero3_exact"  # on a gradient: what it was rounded from, and its vers
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None) -> None:
-    """Adds `gradient` to the parameter's, as autograd would. The parameter is in no graph, so its hooks are called here.
+    """[backup 4] Adds `gradient` to the parameter's, as autograd would. The parameter is in no graph, so its hooks are called here.
 
     `exact`: the gradient in a wider dtype. It stays with the parameter's gradient, and sums are made in it, so that
     micro-batches round once and not each. It dies with that gradient, and does not count if somebody changed it.

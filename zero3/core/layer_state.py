@@ -142,7 +142,7 @@ class LayerState:
         self.finish_fetch()
 
     def start_fetch(self) -> None:
-        """Begins to gather the layer, unless it is here or on its way."""
+        """[fetch 1] Begins to gather the layer, unless it is here or on its way."""
         if self.presence is not Presence.RELEASED:
             return
         self._check_loaded()
@@ -171,7 +171,7 @@ class LayerState:
             chunk.take_part_in_fetch()
 
     def finish_fetch(self) -> None:
-        """After this, compute on the current stream may use the parameters."""
+        """[fetch 4] After this, compute on the current stream may use the parameters."""
         if self.presence in (Presence.FETCHING, Presence.KEPT):
             with self.wait_span:
                 try:
@@ -186,7 +186,7 @@ class LayerState:
                     self._follow_requires_grad(chunk)
             show_all(self.parameters, self.versions)
         for chunk in self.chunks:
-            if chunk.changed():  # then what older graphs saved is stale: torch's own version check has to see it
+            if chunk.changed():  # [S2] then what older graphs saved is stale: torch's own version check has to see it
                 increment_version([sharded.sites.parameter for sharded in self.parameters if sharded.chunk is chunk])
         self.versions = [sharded.sites.parameter._version for sharded in self.parameters]
 

@@ -52,7 +52,7 @@ class ParameterSites:
             module._parameters[attribute] = self.parameter
 
     def hide(self, stand_in: Tensor) -> None:
-        """Metadata stays readable, values raise; `model.parameters()` no longer finds it. Twice is as good as once."""
+        """[release 1] Metadata stays readable, values raise; `model.parameters()` no longer finds it. Twice is as good as once."""
         self.parameter.__class__ = nn.Parameter
         self.parameter.grad = None
         self.parameter.data = stand_in
@@ -88,7 +88,7 @@ class ShardedParameter:
 
 
 def show_all(sharded: Iterable[ShardedParameter], versions: Iterable[int]) -> None:
-    """Each shows its slot; what graphs have saved of them counts as unchanged, if it was saved at these versions."""
+    """[fetch 5] Each shows its slot; what graphs have saved of them counts as unchanged, if it was saved at these versions."""
     saved, saved_at = [], []
     for each, version in zip(sharded, versions, strict=True):
         each.sites.show(each.chunk.full.views[each.index])
