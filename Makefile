@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint requirements/lock.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune test lint types docs soak mutants clean
+.PHONY: help finetune test test-all lint types docs package soak mutants clean
 .NOTPARALLEL:  # two installations would get in each other's way
 
 help:  ## show this list
@@ -22,7 +22,10 @@ finetune: $(VENV)/.examples  ## fine-tune a small language model, on all GPUs or
 	@set -- $$($(BIN)/python -c 'import os, torch; n = int("$(NPROC)" or torch.cuda.device_count() or 2); print(n, max(1, os.cpu_count() // n))'); \
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$2} $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $$1 examples/finetune.py $(ARGS)
 
-test: $(VENV)/.examples $(VENV)/.tests  ## run the tests (ARGS go to pytest)
+test: $(VENV)/.examples $(VENV)/.tests  ## run the tests, but for those marked slow (ARGS go to pytest)
+	TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.examples $(VENV)/.tests  ## run all tests (ARGS go to pytest)
 	TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/.dev  ## check style and formatting
@@ -35,6 +38,12 @@ types: $(VENV)/.dev  ## check the types of zero3/
 docs: $(VENV)/.docs  ## build the documentation's site, docs/_build/html; a warning is an error
 	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --nitpicky --quiet docs docs/_build/html $(ARGS)
 	@echo "Open docs/_build/html/index.html"
+
+package: $(VENV)/.tests $(VENV)/.package  ## build dist/: a wheel and a source distribution; are they whole, and do its tests run?
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python tests/package.py dist
 
 soak: $(VENV)/.tests  ## train MINUTES (30) while faults are injected (ARGS: --seed, --output), and draw some thousand lives of models at random
 	$(BIN)/python -m tests.soak $(or $(MINUTES),30) $(ARGS)

@@ -17,6 +17,7 @@ from .core.layer_state import LayerState
 from .core.module_overrides import Override, check_conversion, guard, refuse
 from .core.parameters import own_modules
 from .core.runtime import Runtime
+from .core.wrappers import refuse_wrappers
 from .policy import ShardingPolicy
 
 __all__: list[str] = []
@@ -140,6 +141,7 @@ class Zero3Layer(nn.Module):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """The wrapped module takes the wrapper's own name, so that parameters are called what they are unwrapped."""
+        refuse_wrappers(lambda: self._state.subject.name)
         memo = set() if memo is None else memo
         if self in memo:
             return
@@ -147,6 +149,11 @@ class Zero3Layer(nn.Module):
             memo.add(self)
         yield prefix, self
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The chunks, and what modules inside hold."""
+        refuse_wrappers(lambda: self._state.subject.name)
+        return super().named_parameters(*args, **kwargs)
 
     def extra_repr(self) -> str:
         state = self._state

@@ -38,7 +38,7 @@ class ShardingPolicy:
         prefetch_depth: How many layers may be gathered ahead of the one that computes, and how many gradient reductions may be
             under way (one at least). 0 gathers each layer when it is needed, and waits for it.
         separate_backup_group: Reductions have a communicator of their own, so that on NCCL they do not queue behind gathers. It
-            costs one more communicator's buffers.
+            costs one more communicator's buffers, and NCCL's authors warn that two communicators at work at once may deadlock.
         transactional: A backward that raises takes back its own gradients, and leaves those of earlier micro-batches. Otherwise
             all are dropped. Micro-batches after the first hold one more gradient shard. For a failure of one rank alone see
             `step_guard`.
@@ -64,7 +64,7 @@ class ShardingPolicy:
     gradient_reduction: Literal["mean", "sum"] = "mean"
     reshard_after_forward: bool = True
     prefetch_depth: int = 1
-    separate_backup_group: bool = True
+    separate_backup_group: bool = False
     transactional: bool = False
     compare_every: int = 1000
 

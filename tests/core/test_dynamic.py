@@ -211,7 +211,7 @@ def test_a_forward_that_failed_leaves_its_tensors_to_nobody(world_size: int) -> 
         gc.enable()
 
 
-def test_an_exception_in_one_ranks_forward_when_transfers_are_to_be_compared() -> None:
+def test_an_exception_in_one_ranks_forward_with_compare_every() -> None:
     """The others come to the comparison, in the middle of the forward, and the rank that failed does not."""
 
     def body(model: Any, group: ThreadCommunicator) -> None:

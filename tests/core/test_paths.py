@@ -96,7 +96,7 @@ def evaluation_between_forward_and_backward(model: nn.Module, turn: Turn) -> Any
     return loss, quiet, silent.clone()
 
 
-def retained_graph(model: nn.Module, turn: Turn) -> Any:
+def retain_graph_twice(model: nn.Module, turn: Turn) -> Any:
     loss = loss_of(model, turn)
     loss.backward(retain_graph=True)
     other = mean_square(model, turn)
@@ -144,7 +144,7 @@ def backward_into_the_middle(model: nn.Module, turn: Turn) -> Any:
         fed_back,
         forward_without_backward,
         evaluation_between_forward_and_backward,
-        retained_graph,
+        retain_graph_twice,
         gradient_of_the_input,
         gradient_of_the_input_alone,
         accumulated,

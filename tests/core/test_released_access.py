@@ -213,7 +213,7 @@ def test_a_model_can_be_printed_and_counted() -> None:
     assert [p.shape for p in model.blocks[1].module.parameters()] == [p.shape for p in stack().blocks[1].parameters()]
 
 
-def test_inside_full_params_all_is_as_before() -> None:
+def test_deepcopy_and_pickle_and_all_else_inside_full_params_is_as_before() -> None:
     model, _, _ = sharded()
     plain = stack()
     with zero3.full_params(model):
@@ -231,7 +231,7 @@ def test_inside_full_params_all_is_as_before() -> None:
     assert torch.equal(model(words_of(Turn(0, 0, 1))), plain(words_of(Turn(0, 0, 1)))), "the copies are modules of their own"
 
 
-def test_no_one_parameter_is_frozen_inside_full_params_either() -> None:
+def test_requires_grad_of_one_parameter_is_refused_inside_full_params_too() -> None:
     model, _, _ = sharded()
     with (
         pytest.raises(RuntimeError, match=r"requires_grad was changed.*'up.weight' of layer 'blocks.0' \(Block\).*chunk"),
@@ -242,7 +242,7 @@ def test_no_one_parameter_is_frozen_inside_full_params_either() -> None:
     assert all(chunk.grad is not None for chunk in zero3.get_trainable_chunk(model))
 
 
-def test_a_whole_chunk_may_be_frozen_and_trained_again() -> None:
+def test_requires_grad_of_a_whole_chunk_may_be_taken_and_given_again() -> None:
     model, plain = zero3.shard(stack()), stack()
     for frozen in (True, False):
         model.blocks[1].requires_grad_(not frozen)

@@ -124,7 +124,7 @@ PROGRAMS: dict[str, tuple[Options, ...]] = {
 
 @WORLDS
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_groups_train_as_they_do_unsharded(world_size: int, name: str) -> None:
+def test_groups_by_paraminfo_train_as_they_do_unsharded(world_size: int, name: str) -> None:
     programs = PROGRAMS[name]
 
     def body(group: ThreadCommunicator) -> tuple[list[float], dict[str, Tensor]]:
@@ -139,7 +139,7 @@ def test_groups_train_as_they_do_unsharded(world_size: int, name: str) -> None:
 
 
 @WORLDS
-def test_parts_are_the_chunks_memory_and_stand_in_their_place(world_size: int) -> None:
+def test_parts_are_the_chunks_memory_and_stand_in_their_place_in_get_trainable_chunk(world_size: int) -> None:
     def body(group: ThreadCommunicator) -> list[tuple[str, ...]]:
         model = as_layers(group, models[group.rank])
         groups = zero3.param_groups(model, lambda name, info: {"extra": "bias" in name, "betas": (0.9, 0.99)})

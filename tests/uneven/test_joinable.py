@@ -62,7 +62,7 @@ def test_frozen_parameters_gradients_zeroed_first_and_evaluation_on_the_way() ->
     check(Plan(frozen=True, zero_first=True, evaluate=True))
 
 
-def test_deferred_reductions() -> None:
+def test_joinable_with_deferred_reductions() -> None:
     """Under `no_sync` a gradient is divided when it is reduced: here by the number of all ranks."""
     check(Plan(((2, 2), (1, 2, 2), (2,)), by_all=True, defer=True, clip=0.5))
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from .communicator import Communicator
 from .errors import NamingFailures, Subject
@@ -55,6 +56,26 @@ def agree(
             return list(notes)
         texts = exchange_texts(communicator, device, text)
     raise _explain({rank: json.loads(texts[rank]) for rank in present})
+
+
+def agree_where_nan(communicator: Communicator, device: torch.device, subject: str, result: Tensor, error: Exception | None) -> None:
+    """Ends a collective in which a rank that has found a mistake took part all the same, giving NaN: every rank raises the mistake.
+
+    So a mistake costs no collective where there is none. On an accelerator the host would have to wait for `result`: there the
+    rank raises alone, and the others go on with NaN.
+
+    Args:
+        result: of the collective, all NaN if any rank has an `error`; it may be NaN for other reasons too.
+        error: what this rank has found.
+
+    Raises:
+        ValueError, TypeError, RuntimeError, OSError: the first rank's error.
+    """
+    if communicator.world_size == 1 or device.type != "cpu":
+        if error is not None:
+            raise error
+    elif bool(result.isnan().all()):
+        agree(communicator, device, subject, [], error)
 
 
 def tell_all(communicator: Communicator, device: torch.device, subject: str, text: str, digest: int) -> list[str]:

@@ -15,6 +15,18 @@ __all__: list[str] = []
 Bounds = tuple[int, ...] | None
 
 
+class Told(Protocol):
+    """What all ranks say, on its way."""
+
+    def ready(self) -> bool:
+        """Whether `read` would not make the host wait."""
+        ...
+
+    def read(self) -> list[bytes]:
+        """Every rank's payload, in rank order."""
+        ...
+
+
 class Communicator(Protocol):
     """What a model needs of the ranks that share it. A test passes its own; users pass a process group.
 
@@ -25,6 +37,7 @@ class Communicator(Protocol):
     world_size: int
     channel: int  # the layer whose communicator this is: where messages have tags, they can't reach another layer
     takes_pieces: bool  # whether `reduce_pieces` is there, so that gradients need no buffer
+    tags_messages: bool  # a message carries its layer's tag: ranks that came apart can't take one layer's for another's
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         """[fetch 3] Every rank's `shard` `[S]`, in rank order, into `full` `[W*S]`; a shard may lie in its own place there."""
@@ -52,6 +65,10 @@ class Communicator(Protocol):
         """Every rank's `payload`, of one length on all ranks, in rank order. Blocks the host."""
         ...
 
+    def exchange_later(self, payload: bytes, device: torch.device) -> Told:
+        """As `exchange`, but nobody waits before the answer is read."""
+        ...
+
     def duplicate(self) -> Communicator:
         """A second communicator of the same ranks, whose collectives do not queue behind this one's."""
         ...
@@ -68,6 +85,7 @@ class SoloCommunicator:
     world_size = 1
     channel = 0
     takes_pieces = False
+    tags_messages = True
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         if full.data_ptr() != shard.data_ptr():
@@ -95,6 +113,9 @@ class SoloCommunicator:
 
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
         return [payload]
+
+    def exchange_later(self, payload: bytes, device: torch.device) -> Told:
+        raise NotImplementedError("one rank has nobody to compare with")
 
     def duplicate(self) -> Communicator:
         return self

@@ -56,8 +56,10 @@ class NamingFailures:
         """Raises an error that says what `failure` was a failure of. Returns where there is nothing to add."""
         if isinstance(failure, torch.OutOfMemoryError):
             return
-        where = f" {self._subject.log.where()}" if self._subject.log is not None else ""
-        advice = "" if torch.is_grad_enabled() else f" {_OWN_PACE}"
+        where = advice = ""
+        if self._subject.log is not None:
+            where = f" {self._subject.log.where()}"
+            advice = "" if torch.is_grad_enabled() else f" {_OWN_PACE}"
         raise _of_transfer(
             f"rank {self._communicator.rank} of {self._communicator.world_size}: {self._doing} {self._subject.name} failed: {failure}\n"
             f"Most often another rank died or was cut off, or took another path through the model: its own error says why.{where}{advice}"

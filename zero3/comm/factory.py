@@ -55,6 +55,23 @@ def process_group_of(communicator: Communicator) -> Any:
     return communicator._group if isinstance(communicator, GroupCommunicator) else None
 
 
+def give_memory_back(communicator: Communicator) -> None:
+    """Frees the shared memory in which transfers lay that all have read. Waits for nobody.
+
+    For callers whose next transfer is far off: it will have to ask for the memory anew.
+    """
+    if isinstance(communicator, GlooCommunicator):
+        communicator.trim()
+
+
+def shares_memory(communicator: Communicator) -> bool:
+    """Whether all its ranks share a host and hand each other tensors through its memory. Every rank asks at the same place.
+
+    Its `all_gather` then also takes a `full` of W rows that lie apart, and many short transfers cost no more than a long one.
+    """
+    return isinstance(communicator, GlooCommunicator) and communicator.shares_memory
+
+
 def any_device_of(process_group: Any) -> torch.device:
     """A device whose tensors the group (None: the default one, or none) can move, for who has none of his own."""
     if not (dist.is_available() and dist.is_initialized()):

@@ -52,6 +52,7 @@ class GlooCommunicator(GroupCommunicator):
     """
 
     takes_pieces = True
+    tags_messages = True
 
     @cached_property
     def _memory(self) -> HostMemory:
@@ -107,7 +108,7 @@ class GlooCommunicator(GroupCommunicator):
         return cut(full, bounds) if bounds is not None else list(full.view(self.world_size, -1))
 
     def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
-        if shard.is_cuda or len(self._memory.near) < self.world_size - 1:
+        if shard.is_cuda or not self.shares_memory:
             return super().scatter(shard, slices, bounds)
         if slices is None:
             return self._swap(_SCATTER, {0: shard}, {}, lambda received: shard.copy_(received[0]))
@@ -116,6 +117,16 @@ class GlooCommunicator(GroupCommunicator):
         memory.begun(tag)
         shard.copy_(slices[self.rank])
         return _Transfers([], lambda: memory.await_receipts(number))
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether every other rank is on this host. The first use is a collective."""
+        return len(self._memory.near) == self.world_size - 1
+
+    def trim(self) -> None:
+        """Gives back the group's memory in which transfers lay that all have read."""
+        if "_memory" in self.__dict__:  # else there was no transfer, and to make one takes all ranks
+            self._memory.trim()
 
     def _tag(self, kind: int) -> int:
         return 4 * self.channel + kind

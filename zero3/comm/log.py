@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
 
 __all__: list[str] = []
 
@@ -12,6 +13,18 @@ _MASK, _PRIME = (1 << 64) - 1, 1099511628211  # FNV-1a
 
 class Named(Protocol):
     name: str
+
+
+class Told(Protocol):
+    """What all ranks say, on its way: see `communicator`."""
+
+    def ready(self) -> bool: ...
+
+    def read(self) -> list[bytes]: ...
+
+
+class Tells(Protocol):
+    def exchange_later(self, payload: bytes, device: Any) -> Told: ...
 
 
 class Transfer(NamedTuple):
@@ -28,7 +41,7 @@ class TransferLog:
     A transfer costs one append to `entries`; the hash is brought up to date when somebody asks for it.
     """
 
-    __slots__ = ("_digest", "_latest", "entries", "folded", "passes")
+    __slots__ = ("_digest", "_latest", "_said", "_told", "entries", "folded", "passes")
 
     def __init__(self) -> None:
         self.entries: list[Transfer] = []  # made since the hash was brought up to date
@@ -36,6 +49,8 @@ class TransferLog:
         self.folded = 0  # transfers that the hash has
         self._digest = 14695981039346656037
         self._latest: deque[Transfer] = deque(maxlen=4)
+        self._told: Told | None = None  # what all ranks said of their logs at the last forward
+        self._said: tuple[int, list[Transfer]] = (0, [])  # the forward, and this rank's latest transfers then
 
     def fold(self) -> None:
         """Brings the hash up to date."""
@@ -56,6 +71,34 @@ class TransferLog:
         self.fold()
         return self._digest
 
+    def tell(self, communicator: Tells, device: Any) -> None:
+        """Sends count and hash to the other ranks. `look` compares them, later: nobody waits."""
+        self.fold()
+        payload = self._digest.to_bytes(8, "little") + self.folded.to_bytes(8, "little")
+        self._said = (self.passes + 1, list(self._latest))
+        self._told = communicator.exchange_later(payload, device)
+
+    def look(self, *, wait: bool = True) -> None:
+        """Compares what ranks told each other last. Not `wait`: if the host need not wait for it.
+
+        Raises:
+            ValueError: ranks had made different transfers. They all see it.
+        """
+        if self._told is None or not (wait or self._told.ready()):
+            return
+        told, self._told = self._told, None
+        found = told.read()
+        if len(set(found)) == 1:
+            return
+        known = [f"rank {rank}: {int.from_bytes(each[8:], 'little')} with hash {each[:8].hex()}" for rank, each in enumerate(found)]
+        passes, latest = self._said
+        raise ValueError(
+            f"ranks differ in the transfers made before forward pass {passes}: {'; '.join(known)}. The latest of this rank were: "
+            f"{_names(latest)}. Numbers may be wrong since then: load a checkpoint. All ranks must call the same layers in the same "
+            "order; an exception that one rank alone caught breaks that (zero3.step_guard is for those). "
+            "ShardingPolicy(compare_every=1) finds the first transfer that differs."
+        )
+
     def summary(self) -> str:
         """For ranks to compare."""
         self.fold()
@@ -67,4 +110,8 @@ class TransferLog:
         return f"This was in forward pass {self.passes} (or its backward), transfer {self.folded}; the latest: {self._recently()}."
 
     def _recently(self) -> str:
-        return ", ".join(f"{doing} {subject.name.removeprefix('layer ')}" for doing, subject, _ in self._latest) or "none"
+        return _names(self._latest)
+
+
+def _names(transfers: Iterable[Transfer]) -> str:
+    return ", ".join(f"{doing} {subject.name.removeprefix('layer ')}" for doing, subject, _ in transfers) or "none"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -14,8 +15,8 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.functional import pad
 
-from .communicator import Bounds, Communicator
-from .streams import Done, Lanes, Pending, lanes_for
+from .communicator import Bounds, Communicator, Told
+from .streams import Done, Lanes, OnHost, Pending, lanes_for
 
 __all__: list[str] = []
 
@@ -24,6 +25,7 @@ class GroupCommunicator:
     """A process group whose collectives are ordered by streams (NCCL) or by their handles (everything else)."""
 
     takes_pieces = False
+    tags_messages = False
 
     def __init__(self, group: Any, backend: str) -> None:
         # Weakly: torch keeps a group until it is destroyed, and gloo's threads must not outlive that because a model does.
@@ -82,22 +84,61 @@ class GroupCommunicator:
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
         all_ranks = torch.empty(self.world_size * len(payload), dtype=torch.uint8, device=device)
         self._all_gather(all_ranks, mine, group=self._group)
-        everything = bytes(all_ranks.tolist())
-        return [everything[i : i + len(payload)] for i in range(0, len(everything), len(payload))]
+        return _split(all_ranks, len(payload))
+
+    def exchange_later(self, payload: bytes, device: torch.device) -> Told:
+        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device, non_blocking=True)
+        all_ranks = torch.empty(self.world_size * len(payload), dtype=torch.uint8, device=device)
+        pending = self._all_gather(all_ranks, mine, group=self._group, async_op=not self._on_streams) or Done()
+        return _Told(pending, OnHost(all_ranks) if self._on_streams else None, all_ranks, len(payload))
 
     def duplicate(self) -> Communicator:
         if not self._on_streams:
             return self  # transfers that are ordered by handles do not queue behind each other
         ranks = dist.get_process_group_ranks(self._group)
+        part = len(ranks) < dist.get_world_size()
+        if part and dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
+            raise ValueError(
+                f"rank {self.rank}: separate_backup_group=True, and the model's process group has {len(ranks)} of {dist.get_world_size()} "
+                "ranks, while init_process_group(device_id=...) bound devices: torch then makes groups by splitting the communicator of "
+                "all ranks, and waits for those that are not in this one. Use separate_backup_group=False, or no device_id."
+            )
         # unasked, a new group takes torch's default timeout and not that of the groups before
-        group = dist.new_group(ranks, timeout_of(self._group, "cuda"), backend=self._backend, use_local_synchronization=True)
-        return GroupCommunicator(group, self._backend)
+        group = dist.new_group(ranks, timeout_of(self._group, "cuda"), backend=self._backend, use_local_synchronization=part)
+        duplicate = GroupCommunicator(group, self._backend)
+        weakref.finalize(duplicate, _destroy, weakref.ref(group)).atexit = False
+        return duplicate
 
     def lanes(self, device: torch.device) -> Lanes:
         return lanes_for(device)
 
     def same_ranks(self, other: Communicator) -> bool:
         return isinstance(other, GroupCommunicator) and self._group == other._group
+
+
+def _destroy(reference: weakref.ref[Any]) -> None:
+    """Gives a communicator's buffers back with the model that it was made for."""
+    group = reference()
+    if group is not None and dist.is_initialized():
+        with suppress(RuntimeError, ValueError):  # destroyed already
+            dist.destroy_process_group(group)
+
+
+class _Told:
+    def __init__(self, pending: Pending, copied: OnHost | None, all_ranks: Tensor, length: int) -> None:
+        self._pending, self._copied, self._all_ranks, self._length = pending, copied, all_ranks, length
+
+    def ready(self) -> bool:
+        return self._copied is None or self._copied.ready()
+
+    def read(self) -> list[bytes]:
+        self._pending.wait()
+        return _split(self._all_ranks if self._copied is None else self._copied.tensor(), self._length)
+
+
+def _split(all_ranks: Tensor, length: int) -> list[bytes]:
+    everything = bytes(all_ranks.tolist())
+    return [everything[i : i + length] for i in range(0, len(everything), length)]
 
 
 def timeout_of(group: Any, device: str) -> timedelta:

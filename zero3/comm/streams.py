@@ -81,18 +81,20 @@ class HostLane:
 
 
 class _CudaMark:
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event = event
+        self._device = device  # which need not be the process's current one
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class CudaLane:
     """A CUDA stream of the model's own. [1] and [2] are the two halves of every order between lane and compute."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # High priority: what computes next waits for transfers, and they are short beside it.
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def issue(self) -> AbstractContextManager[object]:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))  # [1] lane after compute
@@ -105,7 +107,7 @@ class CudaLane:
             then()
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
-        return _CudaMark(event)  # [2] compute after lane
+        return _CudaMark(event, self._stream.device)  # [2] compute after lane
 
 
 def lanes_for(device: torch.device) -> Lanes:
@@ -113,6 +115,27 @@ def lanes_for(device: torch.device) -> Lanes:
     if device.type == "cuda":
         return Lanes(CudaLane(device), CudaLane(device))
     return Lanes(HostLane(), HostLane())
+
+
+class OnHost:
+    """A copy in host memory of a small tensor of the current stream, made when that stream comes to it: the host does not wait."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self._copy.copy_(tensor, non_blocking=True)
+        self._made: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._made.record(torch.cuda.current_stream(tensor.device))
+
+    def ready(self) -> bool:
+        return self._made is None or bool(self._made.query())  # type: ignore[no-untyped-call]
+
+    def tensor(self) -> torch.Tensor:
+        """Blocks the host until the copy is made."""
+        if self._made is not None:
+            self._made.synchronize()
+        return self._copy
 
 
 class Clock(Protocol):
@@ -142,9 +165,12 @@ class HostClock:
 class CudaClock:
     on_lanes = True
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
@@ -154,4 +180,4 @@ class CudaClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    return CudaClock() if device.type == "cuda" else HostClock()
+    return CudaClock(device) if device.type == "cuda" else HostClock()

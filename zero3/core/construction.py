@@ -19,6 +19,7 @@ from .layout import ChunkLayout
 from .parameters import Owner, ParameterSites, check_parameters, find_parameters, own_modules
 from .policy_facts import compute_dtype
 from .scattering import scatter_parameters
+from .wrappers import wrapper_in
 
 __all__: list[str] = []
 
@@ -169,6 +170,8 @@ def _not_meta(device: torch.device) -> torch.device:
 def _check_request(request: Request, communicator: Communicator, is_layer: Callable[[nn.Module], bool]) -> None:
     if is_layer(request.module):
         raise ValueError("the module is a Zero3Layer already, expected an unwrapped module: wrap a module once")
+    if wrapper := wrapper_in(own_modules(request.module, is_layer)):
+        raise ValueError(f"the module is, or holds, {wrapper}: pass the model that was wrapped. zero3 does all that the wrapper does")
     if not isinstance(request.policy, ShardingPolicy):
         raise TypeError(f"policy must be a zero3.ShardingPolicy, found {type(request.policy).__name__}")
     if request.dtype is not None and not isinstance(request.dtype, torch.dtype):

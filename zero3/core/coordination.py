@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import agree
-from ..comm.communicator import Bounds, Communicator
+from ..comm.communicator import Bounds, Communicator, Told
 from ..comm.streams import Lanes, Pending
 
 __all__: list[str] = []
@@ -98,7 +98,7 @@ class GatedCommunicator:
         self.inner = inner
         self._gate = gate
         self.rank, self.world_size, self.channel = inner.rank, inner.world_size, inner.channel
-        self.takes_pieces = False
+        self.takes_pieces, self.tags_messages = False, inner.tags_messages
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         with self._gate.passing(Action.OTHER):
@@ -127,6 +127,10 @@ class GatedCommunicator:
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
         with self._gate.passing(Action.OTHER):
             return self.inner.exchange(payload, device)
+
+    def exchange_later(self, payload: bytes, device: torch.device) -> Told:
+        with self._gate.passing(Action.OTHER):
+            return self.inner.exchange_later(payload, device)
 
     def duplicate(self) -> Communicator:
         return self.inner.duplicate()

@@ -41,19 +41,28 @@ class LearnedOrder:
         self._depth = policy.prefetch_depth
         self._compare_every = policy.compare_every
         self._due = policy.compare_every or _FOLD_EVERY  # at so many transfers the log is looked at
+        self._tells = policy.compare_every > 1 and not communicator.tags_messages  # at every forward
 
     def forget_pass(self) -> None: ...
 
     def adopt(self, state: LayerState) -> None: ...
 
     def begin(self, first: LayerState, *, continues: bool) -> None:
-        """An outermost module is called. Ranks compare their transfers, if enough were made since they last did."""
+        """An outermost module is called, and ranks compare the transfers that they have made.
+
+        Where messages carry no tag, transfers of two layers may meet: there ranks tell each other at every forward, and look at it one
+        forward later. Elsewhere they compare after every `compare_every` transfers.
+        """
         if continues:
             self.calls.advance(None)
         else:
             self.calls.begin()
         log = first.log
-        if log.folded + len(log.entries) >= self._due:
+        if self._tells:
+            log.look()
+            if not first.gate.compares_at_end:
+                log.tell(self._communicator, first.device)
+        elif log.folded + len(log.entries) >= self._due:
             log.fold()
             if not first.gate.compares_at_end:
                 self._due = log.folded + (self._compare_every or _FOLD_EVERY)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .parameters import own_modules, released_in
+from .wrappers import refuse_wrappers
 
 __all__: list[str] = []
 
@@ -46,8 +47,11 @@ class Override:
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """As of a bound method. torch.compile asks whether `named_parameters` is torch's own: then it takes addresses for fixed."""
-        return self
+        """As of a bound method: a function that takes the module first. Tools that put a function around a method ask for it.
+
+        So does torch.compile: where `named_parameters` is torch's own it takes addresses for fixed.
+        """
+        return lambda module, *args, **kwargs: self(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self._own or MethodType(self._plain, memo[id(self._module())])
@@ -61,7 +65,9 @@ def guard(module: nn.Module, is_layer: IsLayer, *, lists_chunks: bool = False) -
     Override(module, "_apply", _guarded_apply)
     module.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(_before_load_state_dict)  # type: ignore[no-untyped-call]
-    if not lists_chunks:
+    if lists_chunks:
+        Override(module, "named_modules", _named_modules)
+    else:
         Override(module, "named_parameters", functools.partial(_named_parameters, is_layer))
 
 
@@ -88,6 +94,12 @@ def _guarded_apply(module: nn.Module, apply: Callable[..., nn.Module], fn: Any, 
     return apply(fn, recurse)
 
 
+def _named_modules(module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A wrapper that goes from module to module would change the model's own chunks before it comes to a layer."""
+    refuse_wrappers(lambda: f"the root ({type(module).__name__})")
+    return method(*args, **kwargs)
+
+
 def _named_parameters(
     is_layer: IsLayer,
     module: nn.Module,
@@ -97,6 +109,7 @@ def _named_parameters(
     remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Released ones too, and first: a loop that freezes them, or an optimizer, raises with their names, and not over nothing in silence."""
+    refuse_wrappers(lambda: next((parameter.zero3_name for _, parameter in released_in(module)), type(module).__name__))
     seen: set[int] = set()
     for name, inner in own_modules(module, is_layer, prefix) if recurse else [(prefix, module)]:
         for attribute, parameter in released_in(inner):

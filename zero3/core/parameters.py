@@ -170,6 +170,11 @@ def check_parameters(parameters: list[ParameterSites], dtype: torch.dtype | None
                 f"parameter {sites.name!r} of {label} is already sharded, as {parameter.zero3_name}. Wrap a module once; if the "
                 "parameter is tied across layers, put both into one Zero3Layer, or use zero3.shard(model)."
             )
+        if hasattr(parameter, "ds_id"):
+            raise ValueError(
+                f"parameter {sites.name!r} of {label} has been partitioned by DeepSpeed (zero.Init), which keeps its values: build the "
+                'model without it, on torch.device("meta") if it does not fit'
+            )
         if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:
             raise ValueError(
                 f"parameter {sites.name!r} is a {type(parameter).__name__} (data: {type(parameter.data).__name__}), expected a "

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from ..core.autograd import as_plain_tensors
 from ..core.gradient_types import reduce_deferred
+from ..core.layer_state import LayerState
 
 __all__: list[str] = []
 
@@ -49,19 +49,20 @@ class GradScaler(torch.amp.GradScaler):
         agreed = found_inf
         for other in found.values():
             agreed = torch.maximum(agreed, other.to(agreed.device))
-        for communicator in _communicators(optimizer):
-            with NamingFailures(communicator, "comparing", Subject("whether the gradients are finite")):
-                communicator.all_reduce(agreed, maximum=True)
+        for state in _one_layer_of_each_group(optimizer):
+            state.log.look()
+            with NamingFailures(state.communicator, "comparing", Subject("whether the gradients are finite")):
+                state.communicator.all_reduce(agreed, maximum=True)
         return {device: agreed.to(device) for device in [*found, agreed.device]}
 
 
-def _communicators(optimizer: torch.optim.Optimizer) -> list[Communicator]:
-    """Of all parameters that know their layer, once each: most often one."""
-    found: list[Communicator] = []
+def _one_layer_of_each_group(optimizer: torch.optim.Optimizer) -> list[LayerState]:
+    """Of the process groups that share the optimizer's parameters: most often it is one."""
+    found: list[LayerState] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             owner = getattr(parameter, "zero3_state", None)
             state = owner() if owner is not None else None
-            if state is not None and not any(known.same_ranks(state.communicator) for known in found):
-                found.append(state.communicator)
+            if state is not None and not any(known.communicator.same_ranks(state.communicator) for known in found):
+                found.append(state)
     return found

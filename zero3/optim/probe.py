@@ -127,10 +127,10 @@ def _step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], prob
 
     takes_closure = "closure" in inspect.signature(optimizer.step).parameters
     for _ in range(STEPS):
+        closure()  # for those that ignore theirs, too
         if takes_closure:
             optimizer.step(closure)  # type: ignore[arg-type]  # torch's own take and return tensors
         else:
-            closure()
             optimizer.step()
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from math import nan
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..access import states_of
+from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
 from ..core.coordination import Action, ungated
 from ..core.gradient_types import TOKENS, DeferredGradient
@@ -33,8 +36,10 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
         The mean loss over this micro-batch's tokens of all ranks, 0-dim, detached, the same on all ranks; 0 if there are none.
 
     Raises:
-        ValueError: Nothing in `model` is sharded; the loss is not 0-dim or has no graph; the number of tokens is negative; or
-            there are gradients of another backward, whose number of tokens is unknown.
+        ValueError: The loss is not 0-dim or has no graph; the number of tokens is negative; or there are gradients of another
+            backward, whose number of tokens is unknown. On every rank; on a GPU, where the host does not wait for the other ranks,
+            only on the one that has found it. Or nothing in `model` is sharded.
+        TypeError: The loss or the number of tokens is no number; likewise.
 
     Example::
 
@@ -46,9 +51,9 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
         optimizer.step()
     """
     states = states_of(model)
-    _check(loss_sum, num_tokens, states)
+    error = _mistake(loss_sum, num_tokens, states)
     with states[0].gate.passing(Action.TOKENS, states[0]):
-        weights = weigh(states, num_tokens, loss_sum.detach())
+        weights = weigh(states, num_tokens, loss_sum.detach()) if error is None else weigh(states, 0, 0, error)
     try:
         _without_ranks(loss_sum, weights.share, states).backward()  # type: ignore[no-untyped-call]
     except BaseException:
@@ -59,20 +64,28 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
     return torch.where(weights.tokens > 0, weights.loss / weights.tokens, 0).to(loss_sum.dtype)
 
 
-def _check(loss_sum: Tensor, num_tokens: int | Tensor, states: list[LayerState]) -> None:
-    communicator = states[0].communicator
+def _mistake(loss_sum: Any, num_tokens: Any, states: list[LayerState]) -> Exception | None:
+    """What this rank can see by itself."""
+    if not isinstance(loss_sum, Tensor):
+        return TypeError(f"loss_sum is a {type(loss_sum).__name__}, expected a 0-dim tensor with a graph")
     if loss_sum.ndim or not loss_sum.requires_grad:
-        raise ValueError(
-            f"rank {communicator.rank}: loss_sum has shape {tuple(loss_sum.shape)} and requires_grad={loss_sum.requires_grad}, expected "
-            "a 0-dim tensor with a graph: a rank without tokens runs the model too, and sums over nothing (reduction='sum')"
+        return ValueError(
+            f"loss_sum has shape {tuple(loss_sum.shape)} and requires_grad={loss_sum.requires_grad}, expected a 0-dim tensor with a graph: "
+            "a rank without tokens runs the model too, and sums over nothing (reduction='sum')"
         )
-    if not isinstance(num_tokens, Tensor) and num_tokens < 0:
-        raise ValueError(f"rank {communicator.rank}: num_tokens must be 0 or more, found {num_tokens}")
+    if isinstance(num_tokens, Tensor):
+        if num_tokens.numel() != 1:
+            return ValueError(f"num_tokens has shape {tuple(num_tokens.shape)}, expected an integer or a 0-dim tensor")
+    elif not isinstance(num_tokens, Real):
+        return TypeError(f"num_tokens is a {type(num_tokens).__name__}, expected an integer or a 0-dim tensor")
+    elif not float(num_tokens) >= 0:
+        return ValueError(f"num_tokens must be 0 or more, found {num_tokens}")
     if any(reducer.undecided for reducer in reducers_of(states)):
-        raise ValueError(
-            f"rank {communicator.rank}: a second zero3.backward inside one zero3.step_guard: of how many tokens the first one's gradients "
-            "are the mean counts when the guard ends. Give each micro-batch a guard of its own."
+        return ValueError(
+            "a second zero3.backward inside one zero3.step_guard: of how many tokens the first one's gradients are the mean counts when "
+            "the guard ends. Give each micro-batch a guard of its own."
         )
+    return None
 
 
 class Weights(NamedTuple):
@@ -84,15 +97,25 @@ class Weights(NamedTuple):
     share: Tensor  # of one of them
 
 
-def weigh(states: list[LayerState], tokens: int | Tensor, loss: float | Tensor) -> Weights:
-    """Counts with the other ranks, and makes room in the gradients that there are for those to come."""
+def weigh(states: list[LayerState], tokens: int | Tensor, loss: float | Tensor, error: Exception | None = None) -> Weights:
+    """Counts with the other ranks, and makes room in the gradients that there are for those to come.
+
+    `error`: what this rank has found to be wrong; every rank raises it, and nothing has changed.
+    """
     counts = torch.zeros(4, dtype=torch.float64, device=states[0].device)  # tokens, their loss, tokens so far, ranks that know these
     counts[0] = tokens
     counts[1] = loss
-    counts[2:] = _so_far(states, counts.new_zeros(2))
+    known = _so_far(states, counts.new_zeros(2))
+    if isinstance(known, Tensor):
+        counts[2:] = known
+    else:
+        error = error or known
+    if error is not None:
+        counts.fill_(nan)
     communicator = ungated(states[0].communicator)
     with NamingFailures(communicator, "counting", Subject("the tokens of the micro-batch")):
         communicator.all_reduce(counts)
+    agree_where_nan(communicator, states[0].device, "zero3.backward", counts[3:], error)
     so_far = counts[2] / counts[3].clamp(min=1)
     total = counts[0] + so_far
     share = torch.where(total > 0, 1 / total, 0)
@@ -118,14 +141,14 @@ def _gradients(states: list[LayerState]) -> list[Tensor]:
     return [gradient for gradient in parts if gradient is not None]
 
 
-def _so_far(states: list[LayerState], nothing: Tensor) -> Tensor:
+def _so_far(states: list[LayerState], nothing: Tensor) -> Tensor | ValueError:
     """How many tokens the gradients are the mean of, and 1 if this rank knows; zeros if they were zeroed since."""
     gradients = _gradients(states)
     known = [(gradient, *noted) for gradient in gradients if (noted := getattr(gradient, TOKENS, None)) is not None]
     if len(known) < len(gradients):
-        raise ValueError(
-            f"rank {states[0].communicator.rank}: there are gradients that loss.backward() has left, and their weight among tokens is "
-            "unknown. Use zero3.backward for every backward of a step, and begin it with optimizer.zero_grad()."
+        return ValueError(
+            "there are gradients that loss.backward() has left, and their weight among tokens is unknown. Use zero3.backward for every "
+            "backward of a step, and begin it with optimizer.zero_grad()."
         )
     if not known:
         return nothing

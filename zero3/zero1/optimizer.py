@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..comm.ddp import Joinable, Shadow, still_here
-from ..comm.factory import any_device_of, communicator_for, process_group_of
+from ..comm.factory import process_group_of
 from .buckets import Entry
 from .check import check_divisible
 from .ddp_overlap import DDPOverlap
-from .groups import MISTAKES, agree_on, check_addition, checked, entries_of, line_of, line_of_group, listed, mistake_in, options_of
+from .groups import agree_on, check_addition, checked, communicators_of, entries_of, line_of, line_of_group, listed, mistake_in, options_of
 from .shards import Shards
 from .state import consolidate, local_state
 from .step import step
@@ -40,8 +40,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         defaults: Options for `optimizer_class`.
 
     Raises:
-        ValueError: No parameters, one twice, or others on other ranks; an `optimizer_class` that makes no torch optimizer, or
-            whose updates of parts are not parts of its updates. On every rank.
+        ValueError: No parameters, one twice, or one of a sharded model; ranks with other parameters, options or flags; an
+            `optimizer_class` that makes no torch optimizer, or whose updates of parts are not parts of its updates. On every rank.
         TypeError: `params` is no iterable of tensors or dicts. On every rank.
 
     Example::
@@ -65,6 +65,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._defaults = {key: value for key, value in defaults.items() if key != "whole"}
         self._whole_by_default = bool(defaults.get("whole"))
         self._whole: list[bool] = []  # of each group
+        self._untried = False  # whether a class can be judged only at the first step, whose keywords it needs
         self._consolidated: dict[Tensor, dict[str, Any]] | None = None
         self._consolidated_at = 0  # the shards' count of updates
         error = mistake_in(lambda: Optimizer.__init__(self, listed(params), self._defaults))
@@ -73,14 +74,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _open(self, process_group: Any, overlapping: bool, viewed: bool, error: Exception | None) -> None:
         groups = [] if error else self.param_groups
-        entries = [self._entries_of(number) for number in range(len(groups))]
-        devices = dict.fromkeys(entry.parameter.device for group in entries for entry in group) or {any_device_of(process_group): None}
-        shards = Shards({d: communicator_for(process_group, d) for d in devices}, apart=overlapping, viewed=viewed and not overlapping)
+        entries = [entries_of(group, number, whole=self._whole[number]) for number, group in enumerate(groups)]
+        communicators, mistake = communicators_of(process_group, dict.fromkeys(e.parameter.device for group in entries for e in group))
+        shards = Shards(communicators, apart=overlapping, viewed=viewed and not overlapping)
         self.process_group = process_group_of(shards.communicator)
         self.rank, self.world_size = shards.communicator.rank, shards.communicator.world_size
         self._overlap = DDPOverlap(shards, self) if overlapping else None
-        lines = [line_of(entry) for group in entries for entry in group]
-        agree_on(shards, lines + self._options(groups), error or mistake_in(lambda: self._check(range(len(groups)))))
+        flags = f"overlap_with_ddp={bool(overlapping)}, parameters_as_bucket_view={bool(viewed)}"
+        lines = [flags, *(line_of(entry) for group in entries for entry in group), *self._options(groups)]
+        agree_on(shards, lines, error or mistake or mistake_in(self._check_all))
         divided = [(held, options_of(group)) for held, group in zip(entries, groups, strict=True)]
         agree_on(shards, [], mistake_in(lambda: shards.create(self._make, divided, self._defaults)))
         self._shards = shards
@@ -93,7 +95,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Args:
             closure: Computes the loss and the gradients anew. It is called once.
-            kwargs: For the local optimizer's `step`.
+            kwargs: For the local optimizer's `step`. A class that needs some is judged at the first step.
 
         Returns:
             What `closure` returned, or None. With `overlap_with_ddp=True` everything is done already.
@@ -101,13 +103,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             RuntimeError: Ranks have gradients of different parameters, or a sparse one; on every rank.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         if self._overlap is None:
             still_here(self)
-            step(self._opened, self.param_groups, kwargs)
+            error = mistake_in(lambda: self._check_all(kwargs)) if self._untried else None
+            step(self._opened, self.param_groups, kwargs, loss=loss, error=error)
             self._consolidated = None
         elif not self._overlap.hooked:
             raise RuntimeError(
@@ -129,11 +130,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             A communication hook for `ddp`.
 
         Raises:
-            ValueError: `overlap_with_ddp` is not set, `ddp` lacks a parameter, or it has `find_unused_parameters=True`.
+            ValueError: `overlap_with_ddp` is not set, `ddp` lacks a parameter, or it has `find_unused_parameters=True`; on every rank.
         """
-        if self._overlap is None:
-            raise ValueError("hook() is for ZeroRedundancyOptimizer(..., overlap_with_ddp=True); without it, call step()")
-        return self._overlap.hook(ddp, reduction)
+        if self._overlap is not None:
+            return self._overlap.hook(ddp, reduction)
+        raise ValueError("hook() is for ZeroRedundancyOptimizer(..., overlap_with_ddp=True); without it, call step()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, for example of layers that were frozen so far; the others' state stays. Every rank calls it.
@@ -150,13 +151,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return
         before = len(self.param_groups)
         if (error := mistake_in(lambda: self._append(param_group))) is None:
-            hooked = self._overlap is not None and self._overlap.hooked
-            error = mistake_in(lambda: check_addition(self.param_groups[before], self._opened, hooked=hooked))
-            error = error or mistake_in(lambda: self._check([before]))
-        entries = self._entries_of(before) if len(self.param_groups) > before else []
+            error = mistake_in(lambda: self._check_addition(before))
+        added = self.param_groups[before:]
+        entries = entries_of(added[0], before, whole=self._whole[before]) if added else []
         try:
-            agree_on(self._shards, [line_of(entry) for entry in entries] + self._options(self.param_groups[before:], before), error)
-        except MISTAKES:
+            agree_on(self._shards, [line_of(entry) for entry in entries] + self._options(added, before), error)
+        except Exception:
             del self.param_groups[before:], self._whole[before:]
             raise
         self._shards.add(entries, options_of(self.param_groups[before]))
@@ -173,7 +173,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             TypeError: A state that could only be pickled; on every rank, by name.
         """
         shards = self._opened
-        wrong = None if 0 <= to < self.world_size else ValueError(f"to={to}, expected a rank from 0 to {self.world_size - 1}")
+        known = isinstance(to, int) and 0 <= to < self.world_size
+        wrong = None if known else ValueError(f"to={to!r}, expected a rank from 0 to {self.world_size - 1}")
         agree_on(shards, [f"consolidate_state_dict(to={to})"], wrong)
         self._consolidated, self._consolidated_at = consolidate(shards, to), shards.updates
 
@@ -199,10 +200,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.state = defaultdict(dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state dict of a plain optimizer, or one from here at any world size. Every rank calls it, and keeps its part.
+        """Loads the state dict of a plain optimizer, or one from here at any world size. Each rank keeps its part.
 
         Args:
-            state_dict: It is not changed. Every rank passes the same.
+            state_dict: The same on every rank. It is not changed.
 
         Raises:
             ValueError: Groups or shapes differ from the optimizer's; on every rank, before anything changes.
@@ -210,8 +211,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         shards, groups = self._opened, self.param_groups
         taken: dict[Entry, list[dict[str, Any]]] = {}
 
-        def keep_own_part(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            """Runs after the user's hooks; all that torch gets to copy is the options."""
+        def keep_own_part(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:  # after the user's hooks; torch copies options only
             taken.update(local_state(shards, [group["params"] for group in given["param_groups"]], given["state"]))
             return {**given, "state": {}}
 
@@ -220,7 +220,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         handle.remove()
         try:
             agree_on(shards, self._options(self.param_groups) if error is None else [], error)
-        except MISTAKES:
+        except Exception:
             self.param_groups = groups
             raise
         shards.load(taken, [options_of(group) for group in self.param_groups])
@@ -240,9 +240,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: `divide_by_initial_world_size=False` with `overlap_with_ddp=True`.
         """
         if self._overlap is not None and not kwargs.get("divide_by_initial_world_size", True):
-            raise ValueError(
-                "divide_by_initial_world_size=False has no effect on DDP with a communication hook: use overlap_with_ddp=False"
-            )
+            text = "divide_by_initial_world_size=False has no effect on DDP with a communication hook: use overlap_with_ddp=False"
+            raise ValueError(text)
         return Shadow(self._shadow)
 
     @property
@@ -252,12 +251,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """The device of the context's collectives."""
+        """Of the context's collectives."""
         return self._opened.device
 
     @property
     def join_process_group(self) -> Any:
-        """The process group of the context's collectives."""
+        """Of the context's collectives."""
         return process_group_of(self._opened.communicator)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -269,32 +268,33 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def _opened(self) -> Shards:
-        if self._shards is None:
-            raise RuntimeError("this ZeroRedundancyOptimizer's constructor did not end")
-        return self._shards
+        if self._shards is not None:
+            return self._shards
+        raise RuntimeError("this ZeroRedundancyOptimizer's constructor did not end")
 
     def _shadow(self) -> None:
-        """An iteration of the other ranks. With overlap all happens in DDP's shadow of it."""
         if self._overlap is None:
             step(self._opened, self.param_groups, {}, joined=True)
             self._consolidated = None
 
     def _append(self, group: dict[str, Any]) -> None:
-        """As torch does, after what it lets pass."""
         group = checked(group, len(self.param_groups))
         whole = bool(group.pop("whole", self._whole_by_default))
         super().add_param_group(group)
         self._whole.append(whole)
 
-    def _entries_of(self, number: int) -> list[Entry]:
-        return entries_of(self.param_groups[number], number, whole=self._whole[number])
-
     def _options(self, groups: list[dict[str, Any]], first: int = 0) -> list[str]:
         return [line_of_group(self._make, number, group) for number, group in enumerate(groups, first)]
 
-    def _check(self, numbers: Iterable[int]) -> None:
-        one_by_one = self._overlap is not None
-        for number in numbers:
-            group, whole = self.param_groups[number], self._whole[number]
-            if group["params"]:
-                check_divisible(self._make, self._defaults, options_of(group), group["params"], whole=whole, one_by_one=one_by_one)
+    def _check_all(self, keywords: dict[str, Any] | None = None) -> None:
+        self._untried = True  # also if the check raises
+        self._untried = not all(self._tried(number, keywords) for number in range(len(self.param_groups)))
+
+    def _tried(self, number: int, keywords: dict[str, Any] | None = None) -> bool:
+        group, how = self.param_groups[number], {"whole": self._whole[number], "one_by_one": self._overlap is not None}
+        held, options = group["params"], options_of(group)
+        return not held or check_divisible(self._make, self._defaults, options, held, **how, keywords=keywords)
+
+    def _check_addition(self, number: int) -> None:
+        check_addition(self.param_groups[number], self._opened.communicators, hooked=self._overlap is not None and self._overlap.hooked)
+        self._untried |= not self._tried(number)

@@ -2,7 +2,8 @@
 
 Each process has one anonymous file a process group, which the others map by way of `/proc`. So nothing has a name that
 could be left behind, and no limit of /dev/shm counts. The file is as long as could ever be needed, and takes the memory that was
-written; that is free when the group is destroyed, or the process and all that it forked have ended.
+written. A transfer takes the place of one that all have read, so the file stays as large as what was under way at once; `trim`
+gives that back, and so does the end of the group, or of the process and all that it forked.
 
     header     token | closed | places in use | of each place: number, tag, turn, (offset, nbytes) and receipt of each rank
     data       what lies in the places, close together
@@ -132,9 +133,7 @@ class HostMemory:
     def _room(self, nbytes: int) -> tuple[int, int]:
         """A free place, and where `nbytes` can lie: in the smallest gap, so that the file takes little more than what is under way."""
         header = self._header(self._rank)
-        for place in list(self._lying):
-            if all(header[self._receipt(place, rank)] == header[self._at(place)] for rank in self.near):
-                del self._lying[place]
+        self._forget_what_all_have_read()
         place = next(number for number in count() if number not in self._lying)
         if place == _PLACES:
             raise RuntimeError(f"{_PLACES} transfers are under way, and none has been waited for: wait for earlier ones")
@@ -151,6 +150,29 @@ class HostMemory:
         self._end = max(self._end, start + nbytes)
         self._lying[place] = start, start + nbytes
         return place, start
+
+    def _forget_what_all_have_read(self) -> None:
+        header = self._header(self._rank)
+        for place in list(self._lying):
+            if all(header[self._receipt(place, rank)] == header[self._at(place)] for rank in self.near):
+                del self._lying[place]
+
+    def trim(self) -> None:
+        """Gives back the memory behind what others have yet to read. Waits for nobody, and may be called at any time.
+
+        This is not done after each transfer: the next one would have to ask for every page anew, in training step for step.
+        """
+        if not self.near:
+            return
+        memory = self._memories[self._rank]
+        with self._putting:
+            self._forget_what_all_have_read()
+            first = max((stop for _, stop in self._lying.values()), default=self._begin)
+            last, self._end = self._end, first
+            first, last = _aligned(first, mmap.PAGESIZE), _aligned(last, mmap.PAGESIZE)
+            if first < last:
+                with suppress(OSError):  # some sandboxes don't know how: then it is given back with the group
+                    memory.madvise(mmap.MADV_REMOVE, first, last - first)
 
     def expect(self, source: int, tag: int, turn: int) -> Expected:
         """What rank `source` puts down for this one in that transfer."""
