@@ -114,6 +114,7 @@ class Machine(TorchDispatchMode):
         self.recorded = Recorded()
         self.doing, self.layer = "forward", None
         self.moving: int | None = None  # the layer that is fetched or backed up
+        self.link_free = 0.0  # when the transfers that were issued are over
         self._storages: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._count = 0
 
@@ -210,10 +211,13 @@ class Ranks(SoloCommunicator):
 
 
 class Lane:
-    """Like a stream: its transfers run one after another, and none before computation has come to where it was issued."""
+    """Like a stream: no transfer begins before computation has come to where it was issued.
+
+    Both lanes share a communicator, as they do by default: it makes one transfer after another.
+    """
 
     def __init__(self, name: str, machine: Machine) -> None:
-        self._name, self._machine, self._free = name, machine, 0.0
+        self._name, self._machine = name, machine
 
     @contextmanager
     def issue(self) -> Iterator[None]:
@@ -222,10 +226,10 @@ class Lane:
     def complete(self, pending: Moved, then: Callable[[], None] | None = None) -> Landing:
         machine = self._machine
         if machine.on:
-            begin = max(self._free, machine.now)
-            self._free = begin + pending.nbytes / RECEIVED
-            machine.recorded.bars.append(Bar(self._name, self._name, machine.moving, begin, self._free))
-        return Landing(self._free, machine, [pending.wait, *([then] if then is not None else [])])
+            begin = max(machine.link_free, machine.now)
+            machine.link_free = begin + pending.nbytes / RECEIVED
+            machine.recorded.bars.append(Bar(self._name, self._name, machine.moving, begin, machine.link_free))
+        return Landing(machine.link_free, machine, [pending.wait, *([then] if then is not None else [])])
 
 
 class Landing(NamedTuple):

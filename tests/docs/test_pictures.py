@@ -64,10 +64,12 @@ def test_the_steps_picture_shows_transfers_beside_the_computation_that_the_page_
     fetches = [bar for bar in recorded.bars if bar.what == "fetch"]
     order = [*range(last + 1), *reversed(range(last))]  # the last layer is fetched once
     assert [bar.layer for bar in fetches] == order
+    backups = {bar.layer: bar for bar in recorded.bars if bar.what == "backup"}
     for fetch, before in zip(fetches[1:], [*order[:last], *range(last, 0, -1)], strict=True):
         phase = "forward" if fetch in fetches[: last + 1] else "backward"
-        assert fetch.begin == begins[phase, before], "it begins when the layer before does"
-        assert fetch.end <= begins[phase, fetch.layer], "it ends before its own does"
+        behind = backups.get(before + 1) if phase == "backward" else None  # issued just before, by the same communicator
+        assert fetch.begin == (behind.end if behind is not None else begins[phase, before]), "it is issued when the layer before begins"
+        assert fetch.end <= begins[phase, fetch.layer], "it ends before its own layer begins"
     for layer in range(1, last + 1):
         assert begins["backup", layer] == begins["backward", layer - 1], "a layer is backed up when the next one opens"
     compute = sorted((bar for bar in recorded.bars if bar.lane == "compute"), key=lambda bar: bar.begin)
