@@ -143,7 +143,7 @@ class LayerState:
         self.finish_fetch()
 
     def start_fetch(self) -> None:
-        """Starts to gather the layer, if it is released."""
+        """[fetch 1] Starts to gather the layer, if it is released."""
         if self.presence is not Presence.RELEASED:
             return
         self._check_loaded()
@@ -172,7 +172,7 @@ class LayerState:
             chunk.take_part_in_fetch()
 
     def finish_fetch(self) -> None:
-        """Waits for the gather, and shows the parameters. Then the current stream may compute with them."""
+        """[fetch 4] Waits for the gather, and shows the parameters. Then the current stream may compute with them."""
         if self.presence in (Presence.FETCHING, Presence.KEPT):
             with self.wait_span:
                 try:
@@ -187,7 +187,7 @@ class LayerState:
                     self._follow_requires_grad(chunk)
             show_all(self.parameters, self.versions)
         for chunk in self.chunks:
-            if chunk.changed():  # older graphs hold old values: with a new version, torch's own check raises for them
+            if chunk.changed():  # [S2] older graphs hold old values: with a new version, torch's own check raises for them
                 increment_version([sharded.sites.parameter for sharded in self.parameters if sharded.chunk is chunk])
         self.versions = [sharded.sites.parameter._version for sharded in self.parameters]
 

@@ -72,7 +72,7 @@ class ParameterSites:
             module._parameters[attribute] = self.parameter
 
     def hide(self, stand_in: Tensor) -> None:
-        """Makes the parameter a released one: metadata can be read, values raise, `model.parameters()` leaves it out.
+        """[release 1] Makes the parameter a released one: metadata can be read, values raise, `model.parameters()` leaves it out.
 
         It may be called again on a hidden parameter.
         """
@@ -111,7 +111,7 @@ class ShardedParameter:
 
 
 def show_all(sharded: Iterable[ShardedParameter], versions: Iterable[int]) -> None:
-    """Shows each parameter, and sets its version: graphs that saved the parameter at this version stay valid."""
+    """[fetch 5] Shows each parameter, and sets its version: graphs that saved the parameter at this version stay valid."""
     saved, saved_at = [], []
     for each, version in zip(sharded, versions, strict=True):
         each.sites.show(each.chunk.full.views[each.index])
