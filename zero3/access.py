@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from .comm.agreement import agree
+from .core.chunk import Chunk
 from .core.layer_state import LayerState
+from .core.parameters import ShardedParameter, named
 from .layer import Zero3Layer, layers_of
 
 __all__: list[str] = []
@@ -43,23 +46,25 @@ def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]
         RuntimeError: at the end, if `requires_grad` of a parameter was changed: only whole chunks can be frozen; or if a
             module was given another parameter. Both are undone.
     """
-    with _pinned(module, f"full_params(writeback={writeback})", writeback=writeback):
+    with pinned(states_of(module), f"full_params(writeback={writeback})", writeback=writeback):
         yield
 
 
 @contextmanager
-def _pinned(module: nn.Module, caller: str, *, writeback: bool = False, to_compute: bool = False) -> Iterator[None]:
-    states = states_of(module)
+def pinned(states: list[LayerState], caller: str, *, writeback: bool = False, to_compute: bool = False) -> Iterator[None]:
+    """Inside, `states` are fetched: as they are stored, or as they compute. `caller`: what the ranks compare before they gather."""
     rank = states[0].communicator.rank
     agree_to_gather(states, caller)
-    pinned: list[LayerState] = []
+    pins: list[_Pin] = []
+    written: list[str] = []
     try:
         for state in states:
             state.pin(to_compute=to_compute)
-            pinned.append(state)
+            pins.append(_Pin(state))
         error: BaseException | None = None
         try:
             yield
+            written = [name for pin in pins for name in pin.written()] if to_compute else []
         except BaseException as caught:
             error = caught
             raise
@@ -67,20 +72,78 @@ def _pinned(module: nn.Module, caller: str, *, writeback: bool = False, to_compu
             if writeback:
                 _write_back(states, error)
     finally:
-        toggled = [name for state in pinned for name in _undo_toggles(state)]
-        replaced = [f"{b.sites.name!r} of layer {state.label}" for state in pinned for b in state.parameters if b.sites.replaced()]
-        for state in pinned:
-            state.unpin()
+        toggled = [name for pin in pins for name in pin.undo_toggles()] if not to_compute else []
+        replaced = [f"{b.sites.name!r} of layer {pin.state.label}" for pin in pins for b in pin.state.parameters if b.sites.replaced()]
+        for pin in pins:
+            pin.state.unpin()
     if toggled:
         raise RuntimeError(
-            f"rank {rank}: requires_grad was changed inside full_params, of {', '.join(toggled)}. A chunk is "
+            f"rank {rank}: requires_grad was changed inside {caller}, of {', '.join(toggled)}. A chunk is "
             "trained or frozen as a whole, so this was undone: freeze parameters before sharding, or use requires_grad_ of a layer's chunk."
         )
     if replaced:
         raise RuntimeError(
-            f"rank {rank}: inside full_params, {', '.join(replaced)} was replaced by another object. A sharded parameter stays one object "
+            f"rank {rank}: inside {caller}, {', '.join(replaced)} was replaced by another object. A sharded parameter stays one object "
             "for life, so this was undone: give it other values (parameter.data = values), with writeback=True."
         )
+    if written:
+        raise RuntimeError(
+            f"rank {rank}: inside {caller}, the values of {named(written)} were changed, and that "
+            "is undone: the chunks on all ranks hold the old ones. A module that notes the change (as RWKV does "
+            "in eval, or peft's merge_adapter) is wrong from now on. Make such changes, and take them back, inside `with "
+            "zero3.full_params(model, writeback=True):`, where they stay."
+        )
+
+
+class _Pin:
+    """A layer that has just been pinned, and what its parameters were like then."""
+
+    def __init__(self, state: LayerState) -> None:
+        self.state = state
+        parameters = [sharded.sites.parameter for sharded in state.parameters]
+        self._before = [(parameter.requires_grad, parameter._version) for parameter in parameters]
+
+    def undo_toggles(self) -> list[str]:
+        """The parameters whose `requires_grad` was changed meanwhile; it is again what it was."""
+        toggled = [each for each, (trained, _) in self._with_before() if each.sites.parameter.requires_grad != trained]
+        for each in toggled:
+            each.sites.parameter.requires_grad_(not each.sites.parameter.requires_grad)
+        return [self._name(each) for each in toggled]
+
+    def written(self) -> list[str]:
+        """The parameters that were given other values, and will lose them, as far as this rank can tell."""
+        found = []
+        for each, (_, version) in self._with_before():
+            parameter, chunk = each.sites.parameter, each.chunk
+            if parameter.data_ptr() != each.value.data_ptr() or (parameter._version != version and not chunk.resident):
+                found.append(self._name(each))
+        rank = self.state.communicator.rank
+        slots = [] if found else [name for chunk in self.state.chunks for name in _slots_written(chunk, rank)]
+        return found or [f"{name!r} of layer {self.state.label}" for name in slots]
+
+    def _with_before(self) -> Iterator[tuple[ShardedParameter, tuple[bool, int]]]:
+        return zip(self.state.parameters, self._before, strict=True)
+
+    def _name(self, sharded: ShardedParameter) -> str:
+        return f"{sharded.sites.name!r} of layer {self.state.label}"
+
+
+def _slots_written(chunk: Chunk, rank: int) -> list[str]:
+    """The parameters whose values in this rank's slice of the full buffer are not its chunk's: writes by `.data` leave no other trace."""
+    if chunk.resident:  # the chunk itself was written, and stays so
+        return []
+    low, high = chunk.layout.chunk_range(rank)
+    shown = chunk.full.tensor[low:high]
+    home = chunk.shard.data.to(shown.dtype)
+    if torch.equal(_bits(shown), _bits(home)):
+        return []
+    spans = [(piece.slot.name, slice(piece.offset, piece.offset + piece.stop - piece.start)) for piece in chunk.layout.pieces(rank)]
+    return [name for name, span in spans if not torch.equal(_bits(shown[span]), _bits(home[span]))]
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Comparable whatever they are: NaN is unequal to itself."""
+    return values.contiguous().view(torch.uint8)
 
 
 @contextmanager
@@ -94,11 +157,11 @@ def resident(model: nn.Module) -> Iterator[None]:
     the dtypes they compute in.
 
     Raises:
-        RuntimeError: a backward through what was computed inside.
+        RuntimeError: a backward through what was computed inside; at the end, if parameters were changed inside, for that is undone.
         ValueError: nothing in `model` is sharded.
     """
     states = states_of(model)
-    with _pinned(model, "resident", to_compute=True):
+    with pinned(states, "resident", to_compute=True):
         for state in states:
             state.resident += 1
         try:
@@ -146,14 +209,6 @@ def agree_to_gather(states: list[LayerState], caller: str, error: Exception | No
         agree(first.communicator, first.device, caller, [state.name_among_ranks for state in states], error)
     elif error is not None:
         raise error
-
-
-def _undo_toggles(state: LayerState) -> list[str]:
-    """The parameters whose `requires_grad` is no longer that of their chunk; it is again afterwards."""
-    toggled = [sharded for sharded in state.parameters if sharded.sites.parameter.requires_grad != sharded.chunk.trains]
-    for sharded in toggled:
-        sharded.sites.parameter.requires_grad_(sharded.chunk.trains)
-    return [f"{sharded.sites.name!r} of layer {state.label}" for sharded in toggled]
 
 
 def _write_back(states: list[LayerState], error: BaseException | None) -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .access import pinned
 from .auto_wrap import CONTAINERS, Layers, choose, tied_across
 from .core.construction import Request, agree_on, build_state, device_of
 from .core.layer_state import LayerState
@@ -153,6 +154,8 @@ class _Root:
             guard(module, is_layer, lists_chunks=module is model)
             if not isinstance(module, CONTAINERS):
                 Override(module, "forward", self._forward)
+            if callable(getattr(type(module), "generate", None)):
+                Override(module, "generate", self._generate)
 
     def _forward(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state, runtime = self._state(), self._runtime()
@@ -161,6 +164,14 @@ class _Root:
         if runtime.is_running(state):
             return forward(*args, **kwargs)
         return run_sharded(runtime, state, module, forward, args, kwargs)
+
+    def _generate(self, module: nn.Module, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Between its forwards generation reads parameters (image tokens, say): so the root's own layer stays fetched through all of it."""
+        state = self._state()
+        if state is None:
+            raise RuntimeError(f"the sharded model that this {type(module).__name__} belongs to is gone")
+        with pinned([state], "generate", to_compute=True):
+            return generate(*args, **kwargs)
 
 
 def _report(model: nn.Module, root: LayerState) -> None:

@@ -56,7 +56,7 @@ class LayerGradients:
         """From now on, what autograd accumulates into the parameter goes to its chunk's flat gradient."""
         parameter, key, gradients = sharded.sites.parameter, id(sharded.sites.parameter), weakref.ref(self)
         known = key in self._hooked
-        if not parameter.requires_grad:
+        if not sharded.chunk.trains:
             return
         self._hooked[key] = sharded
         if known:

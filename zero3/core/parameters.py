@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,41 @@ class Owner(weakref.ref[Any]):
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
+
+
+class _Method:
+    """A function of one parameter alone, as its attribute. It does not hold the parameter."""
+
+    __slots__ = ("_function", "_parameter")
+
+    def __init__(self, function: Callable[..., Any], parameter: nn.Parameter) -> None:
+        self._function = function
+        self._parameter = weakref.ref(parameter)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._parameter(), *args, **kwargs)
+
+
+def mark_sharded(parameter: nn.Parameter, name: str, state: object) -> None:
+    """What a sharded parameter carries: its name for errors, its layer (`state`, not held), and two methods of its own."""
+    attributes = {"zero3_name": name, "zero3_state": Owner(state)}
+    attributes |= {"set_": _Method(_set_unless_itself, parameter), "__getstate__": _Method(_own_attributes, parameter)}
+    parameter.__dict__.update(attributes)
+
+
+def _set_unless_itself(parameter: nn.Parameter, *source: Any, **options: Any) -> Tensor:
+    """`parameter.set_(parameter)` changes nothing, and so it must not count as a write.
+
+    torch's `register_parametrization` does it, and peft registers one in every forward of fused experts.
+    """
+    itself = len(source) == 1 and source[0] is parameter and not isinstance(parameter, ReleasedParameter)
+    return parameter if itself else Tensor.set_(parameter, *source, **options)
+
+
+def _own_attributes(parameter: nn.Parameter) -> dict[str, Any]:
+    """What a pickle of the parameter holds beside its values: the user's own marks."""
+    ours = ("zero3_name", "zero3_state", "set_", "__getstate__")
+    return {name: value for name, value in vars(parameter).items() if name not in ours}
 
 
 @dataclass(eq=False)
@@ -96,6 +131,16 @@ def show_all(sharded: Iterable[ShardedParameter], versions: Iterable[int]) -> No
             saved.append(each.sites.parameter)
             saved_at.append(version)
     restore_versions(saved, saved_at)
+
+
+def named(names: Sequence[str], most: int = 6) -> str:
+    """For errors: the first of many names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def is_callable(module: nn.Module) -> bool:
+    """Whether it has a forward. Lists and dicts of modules or parameters have none, nor has a bare `nn.Module()`."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def own_modules(

@@ -21,6 +21,7 @@ from .autograd import graph_clock, inside_backward, nodes_since
 from .backward import Backward, Frame, LayerTrace
 from .coordination import Action, Activity
 from .layer_state import LayerState, Presence
+from .requires_grad import check_requires_grad
 from .schedule import CallTrace, Event, ForwardOrder, StaticOrder
 from .tree import tensors_in
 
@@ -111,6 +112,7 @@ class Runtime:
             ahead = self._ahead()
         self._release_lingering(keep=[state, *ahead])
         state.fetch()
+        check_requires_grad(state, self.layers)
         for following in ahead:
             following.start_fetch()
         self._backward.frames.append(Frame(state, tape.begin(), graph_clock(), recomputes=False, fetched_here=True))
