@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from .access import pinned
-from .auto_wrap import CONTAINERS, Layers, choose, tied_across
+from .auto_wrap import Layers, choose, tied_across
 from .core.construction import Request, agree_on, build_state, device_of
 from .core.layer_state import LayerState
 from .core.layout import megabytes
 from .core.module_overrides import Override, guard
-from .core.parameters import check_parameters, find_parameters, own_modules
+from .core.parameters import check_parameters, find_parameters, is_callable, own_modules
 from .core.runtime import Runtime
 from .layer import Zero3Layer, adopt, is_layer, layers_of, run_sharded
 from .policy import ShardingPolicy
@@ -51,9 +51,12 @@ def shard(
             A match inside a match becomes an inner layer, and is not held while the rest of the outer one computes. None:
 
             * blocks: the elements of every `ModuleList` that lies in no other and holds a tenth of the parameters or more
-              (so an encoder's and a decoder's); of the largest one if none does;
+              (of the largest one if none does), and then of all that hold a tenth as much as the largest block: an encoder's,
+              a decoder's, a vision tower's. An element that is never called itself, such as a list, gives what it holds;
             * ends: what `get_input_embeddings()` and `get_output_embeddings()` return, or without these every
-              `nn.Embedding`; and each `nn.Linear` right under the model. Unless they are in a block, or tied.
+              `nn.Embedding`; every one of half a block's size; and each `nn.Linear` right under the model. Unless they are in
+              a block, or tied;
+            * further modules, the largest first, until the root's own layer is no larger than the largest block.
 
         policy: one for all layers, of which the root alone casts its output; or `(name, module) -> ShardingPolicy`, asked
             for every layer, and for the root with the name "" (its prefetch_depth and separate_backup_group count for all).
@@ -152,7 +155,7 @@ class _Root:
         self._runtime: weakref.ref[Runtime] = weakref.ref(adopt(model, ordered=False, outer=[state]))  # its layers hold it
         for _, module in own_modules(model, is_layer):
             guard(module, is_layer, lists_chunks=module is model)
-            if not isinstance(module, CONTAINERS):
+            if is_callable(module):
                 Override(module, "forward", self._forward)
             if callable(getattr(type(module), "generate", None)):
                 Override(module, "generate", self._generate)
