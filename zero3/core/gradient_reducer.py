@@ -164,7 +164,7 @@ class LayerGradients:
         """From now on, the gradients that autograd accumulates into the parameter go to its chunk's reducer."""
         parameter, key, layer = sharded.sites.parameter, id(sharded.sites.parameter), weakref.ref(self)
         known = key in self._hooked
-        if not parameter.requires_grad:
+        if not sharded.chunk.trains:
             return
         self._hooked[key] = sharded
         if known:

@@ -20,7 +20,8 @@ from .chunk import Chunk, registered
 from .coordination import Gate, gate_for
 from .flat import not_a_number
 from .gradient_reducer import GradientReducer, LayerGradients
-from .parameters import ParameterSites, ShardedParameter, mark, remember_order, show_all
+from .marks import mark
+from .parameters import ParameterSites, ShardedParameter, remember_order, show_all
 from .policy_facts import keeps_until_backward, shards_parameters
 from .transactions import TransactionalReducer
 
@@ -59,6 +60,7 @@ class LayerState:
         self.presence = Presence.RELEASED
         self.stays_whole = not shards_parameters(policy)  # stages 1 and 2: the layer is kept from step to step
         self.keeps_until_backward = keeps_until_backward(policy)
+        self.toggled = False  # whether a parameter's `requires_grad` may differ from its chunk's: see `requires_grad`
         self.resident = 0  # the number of `resident` contexts that the layer is in
         self.registry: dict[str, nn.Parameter | None] = {}  # the `_parameters` of the module that lists the chunks
         self.meta_buffers: list[tuple[nn.Module, str, str]] = []  # (owner, attribute, name) of buffers without values

@@ -24,6 +24,7 @@ from .coordination import Action, Activity
 from .dynamic import DynamicOrder
 from .forward_order import LearnedOrder
 from .layer_state import LayerState, Presence
+from .requires_grad import check_requires_grad
 from .schedule import CallStack, CallTrace, ForwardOrder, Frame
 
 __all__: list[str] = []
@@ -222,6 +223,8 @@ class Runtime:
         ahead = self._order.enter(state, self)
         self._release_lingering(keep=[state, *ahead])
         state.fetch()
+        if state.toggled:
+            check_requires_grad(state, self.layers)
         for following in ahead:
             following.start_fetch()
         self._stack.frames.append(Frame(state, self._trace.begin(), graph_clock()))
