@@ -1,4 +1,4 @@
-"""Parameters outside compute, and the way back after an exception."""
+"""Functions for parameters outside forward and backward: chunks, full_params, resident, no_sync and reset."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__: list[str] = []
 
 
 def get_trainable_chunk(model: nn.Module) -> list[nn.Parameter]:
-    """This rank's trainable chunks of every layer in a model: the parameters for the optimizer.
+    """This rank's trainable chunks of every layer in a model. They are the parameters for the optimizer.
 
-    An optimizer of chunks is exact if it treats each element by itself, as AdamW and SGD do. `param_groups` gives options by
-    parameter and whole matrices, and `check_optimizer` says whether an optimizer is exact.
+    An optimizer on chunks is exact if it updates each element by itself, as AdamW and SGD do. `check_optimizer` tells whether an
+    optimizer is exact. `param_groups` gives options by parameter, and whole matrices.
 
     Args:
         model: Any model that contains zero3 layers.
 
     Returns:
-        One 1-D tensor `[S]` for each dtype of each layer or, after `param_groups`, the parts of these that it made.
+        One 1-D tensor `[S]` for each dtype of each layer or, after `param_groups`, the parts of chunks that it made.
 
     Raises:
         ValueError: Nothing in `model` is sharded.
@@ -39,21 +39,21 @@ def get_trainable_chunk(model: nn.Module) -> list[nn.Parameter]:
 
 @contextmanager
 def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
-    """Context in which the parameters of a module are whole, and readable under their own names.
+    """Context in which the full parameters of a module can be read under their own names.
 
-    Every rank enters and leaves it, since it gathers. All layers of `module` are held at once, in the dtypes in which chunks are
-    stored, and `parameters()` yields parameters instead of chunks. With `param_dtype` a forward inside is an error; `resident` is
-    for computing. Changes are lost at the end unless `writeback` is set. (On one rank the parameters are the chunks, so changes
-    stay.) Views and state dicts that are kept stay readable.
+    Every rank enters and leaves it, because it gathers. It holds all layers of `module` at once, in the dtypes of the chunks, and
+    `parameters()` yields parameters instead of chunks. To compute inside, use `resident`: with `param_dtype`, a forward inside
+    this context is an error. Changes are lost at the end unless `writeback` is set. (On one rank the parameters are the chunks,
+    so changes stay.) Views and state dicts that the caller keeps stay readable.
 
     Args:
-        module: A sharded model, a layer, or any module inside one, whose whole layer is gathered.
-        writeback: Rank 0's values become everybody's, if the block ends without an exception on all ranks.
+        module: A sharded model, a layer, or any module inside a layer, which is gathered as a whole.
+        writeback: At the end, rank 0's values are written to the chunks of all ranks, unless a rank has raised.
 
     Raises:
         ValueError: Nothing in `module` is sharded.
-        RuntimeError: At the end, if `requires_grad` of a parameter was changed, since only whole chunks can be frozen, or if a
-            module was given another parameter. Both are undone.
+        RuntimeError: At the end, if the caller changed `requires_grad` of a parameter (only whole chunks can be frozen), or
+            replaced a parameter by another object. Both are undone.
 
     Example::
 
@@ -106,9 +106,9 @@ def _pinned(module: nn.Module, caller: str, *, writeback: bool = False, to_compu
 def resident(model: nn.Module) -> Iterator[None]:
     """Context for inference, in which all layers stay fetched and forwards make no collectives.
 
-    So every rank may go its own way: generate from other prompts, at other lengths, or call the model a different number of times.
-    Every rank enters and leaves it. The whole model is held meanwhile. Parameters are readable under their own names, in the
-    dtypes in which they compute.
+    So ranks may do different things inside: generate from other prompts, generate other lengths, or call the model more often.
+    Every rank enters and leaves it, and holds the whole model inside. Parameters can be read under their own names, in the compute
+    dtypes.
 
     Args:
         model: Any model that contains zero3 layers.
@@ -135,12 +135,13 @@ def resident(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Context for gradient accumulation, in which backwards communicate no gradients.
+    """Context for gradient accumulation, in which backwards do not reduce gradients.
 
-    The first backward after it reduces all that was accumulated. Every rank enters and leaves it. It saves all reductions but one,
-    and costs memory: every layer in it keeps its full gradient, `W * S` elements in `reduce_dtype`, until then. (Without it
-    micro-batches add up in the chunk's gradient.) The numbers are the same but for the order of sums. Zeroing the gradients drops
-    those that were kept. It may cover any module inside a model, and any part of a step. With one rank it does nothing.
+    The first backward after it reduces the accumulated gradients. Every rank enters and leaves it. It saves all reductions except
+    one, and costs memory: until that backward, every layer keeps its full gradient, `W * S` elements in `reduce_dtype`. (Without
+    it, micro-batches add up in the chunk's gradient.) The results differ only by the order of sums. If the gradients are zeroed,
+    the kept gradients are dropped too. The context may cover any module inside a model, and any part of a step. With one rank it
+    does nothing.
 
     Args:
         model: Any model, or part of one, that contains zero3 layers.
@@ -167,12 +168,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def agree_to_gather(states: list[LayerState], caller: str, error: Exception | None = None) -> None:
-    """Compares before a gather outside a forward: one that a rank makes alone could meet another layer's on the others.
+    """Compares the ranks before a gather outside a forward, so that no rank gathers alone, or another layer than the others.
 
     Raises:
-        ValueError, RuntimeError: ranks are elsewhere, or want other layers; the `error` of one of them.
+        ValueError, RuntimeError: Ranks call different functions, or want different layers, or one passes an `error`.
     """
-    if not all(state.pinned for state in states):  # else all is here, and a rank may look at it by itself
+    if not all(state.pinned for state in states):  # pinned layers need no gather, so one rank may call this alone
         first = states[0]
         agree(first.communicator, first.device, caller, [state.name_among_ranks for state in states], error)
     elif error is not None:
@@ -180,7 +181,7 @@ def agree_to_gather(states: list[LayerState], caller: str, error: Exception | No
 
 
 def _undo_toggles(state: LayerState) -> list[str]:
-    """The parameters whose `requires_grad` is no longer that of their chunk; it is again afterwards."""
+    """Restores the `requires_grad` of parameters that differ from their chunk. Returns the names of these parameters."""
     toggled = [sharded for sharded in state.parameters if sharded.sites.parameter.requires_grad != sharded.chunk.trains]
     for sharded in toggled:
         sharded.sites.parameter.requires_grad_(sharded.chunk.trains)
@@ -194,17 +195,17 @@ def _write_back(states: list[LayerState], error: BaseException | None) -> None:
         agree(first.communicator, first.device, "the end of full_params", [], cause)
     except RuntimeError:
         if error is not None:
-            return  # the user's own exception is on its way
+            return  # the caller's own exception is raised anyway
         raise
     for state in states:
         write_back(state)
 
 
 def reset(model: nn.Module) -> None:
-    """Makes a model clean after an exception: releases every layer, and drops the step that broke.
+    """Cleans a model up after an exception: releases every layer, and drops the step that failed.
 
-    The next forward does so by itself; call this to have the memory back at once. If a backward broke, gradients that were
-    accumulated before are dropped too (set to None).
+    The next forward does the same by itself. Call this to free the memory at once. If a backward failed, the gradients accumulated
+    before are dropped too (set to None).
 
     Args:
         model: Any model that contains zero3 layers.
@@ -226,8 +227,8 @@ def reset(model: nn.Module) -> None:
 
 
 def states_of(module: nn.Module) -> list[LayerState]:
-    """The layers in `module`; if it has none, the layers that its own parameters belong to."""
-    if not isinstance(module, nn.Module):  # torch's own clip_grad_norm_ takes parameters
+    """The states of the layers in `module`, and of the layers that the parameters in `module` belong to."""
+    if not isinstance(module, nn.Module):  # callers may pass parameters, as to torch's own clip_grad_norm_
         raise TypeError(f"expected the sharded model, an nn.Module, found a {type(module).__name__}: pass the model, not its parameters")
     states = [layer._state for layer in layers_of(module)]
     for inner in module.modules():

@@ -1,4 +1,4 @@
-"""What a user may choose about sharding."""
+"""ShardingPolicy: every choice about sharding."""
 
 from __future__ import annotations
 
@@ -14,40 +14,42 @@ __all__: list[str] = []
 class ShardingPolicy:
     """Every choice about sharding. It is the same on every rank.
 
-    A bad value is refused when the policy is made. Chunks keep the dtype that the model was wrapped in: this is the master copy,
-    which the optimizer updates and checkpoints hold. A chunk is cast before it travels, so `param_dtype=torch.bfloat16` halves
+    A wrong value raises when the policy is made. Chunks keep the dtype that the model was wrapped in. They are the master copy,
+    which the optimizer updates and checkpoints hold. A chunk is cast before it is sent, so `param_dtype=torch.bfloat16` halves
     the bytes of every gather.
 
     Attributes:
         param_dtype: The dtype in which floating parameters, trainable and frozen, are gathered and computed with. None: as stored.
-        reduce_dtype: The dtype in which gradients are added up within a backward and over ranks. Micro-batches add up in it too
-            where `chunk.grad` is narrower. None: `param_dtype` or, without it, the chunk's dtype.
+        reduce_dtype: The dtype in which gradients are added up within a backward and over ranks. If `chunk.grad` is narrower,
+            micro-batches are added up in `reduce_dtype` too. None: `param_dtype` or, without it, the chunk's dtype.
         output_dtype: The dtype that floating tensors of the outputs are cast to. Under `shard` the root alone casts. None: no cast.
         cast_forward_inputs: Floating tensors among the arguments are cast to `param_dtype`, if there is one.
-        stage: How much is divided by the number of ranks beside the optimizer's state (ZeRO's stages). 3: parameters and
-            gradients. 2: gradients; parameters stay whole, and are gathered once after they have changed, for which each forward
-            compares one byte a layer between ranks, and the host waits. 1: neither; backwards add whole gradients up, which are
-            reduced on every rank when clipping or the optimizer first looks at one. Stages 1 and 2 pay memory for communication.
-        dynamic: Ranks may leave out layers that others call (layer drop, early exit, layers that are experts). Every rank then
-            takes part in every layer's transfers, in the order in which layers stand in the model, and adds zeros to gradients
-            of layers that it did not call. A layer may be called once in a forward, and in that order. Every rank that trains
-            calls at least one layer. Ranks compare 16 bytes at the end of each forward.
+        stage: What is divided by the number of ranks, besides the optimizer's state (ZeRO's stages). 3: parameters and
+            gradients. 2: gradients only. Parameters stay whole, and are gathered again only after they have changed; to find
+            that out, each forward compares one byte for each layer between ranks, and the host waits. 1: neither. Backwards
+            add up whole gradients, and all of them are reduced when clipping or the optimizer first reads one. Stages 1 and 2
+            take more memory and need less communication.
+        dynamic: Ranks may leave out layers that others call (layer drop, early exit, experts as layers). Every rank then takes
+            part in the transfers of all layers, in the order of layers in the model, and adds zeros to the gradients of layers
+            that it did not call. A forward calls each layer at most once, and in that order. Every rank that trains calls at
+            least one layer. Ranks compare 16 bytes at the end of each forward.
         gradient_reduction: `"mean"` over ranks, as DDP and FSDP reduce, or `"sum"`.
         reshard_after_forward: Release a layer's full parameters after its forward, and gather them again for its backward.
-            False keeps them until then: one gather in a step instead of two, for the memory of a whole layer each.
+            False keeps them until then. A step has one gather instead of two, but holds the full parameters of all layers.
         prefetch_depth: How many layers may be gathered ahead of the one that computes, and how many gradient reductions may be
-            under way (one at least). 0 gathers each layer when it is needed, and waits for it.
-        separate_backup_group: Reductions have a communicator of their own, so that on NCCL they do not queue behind gathers. It
-            costs one more communicator's buffers, and NCCL's authors warn that two communicators at work at once may deadlock.
-        transactional: A backward that raises takes back its own gradients, and leaves those of earlier micro-batches. Otherwise
-            all are dropped. Micro-batches after the first hold one more gradient shard. For a failure of one rank alone see
+            under way (at least one). 0 gathers each layer when it is needed, and waits for it.
+        separate_backup_group: Reductions have their own communicator, so that on NCCL they do not queue behind gathers. It costs
+            one more communicator's buffers. NCCL's authors warn that two communicators at work at once may deadlock.
+        transactional: If a backward raises, only its own gradients are dropped, and those of earlier micro-batches stay. Without
+            it all are dropped. Micro-batches after the first hold one more gradient shard. If only one rank may fail, see
             `step_guard`.
-        compare_every: After so many transfers ranks compare a rolling hash of them, at the next forward. 0: never. 1: before
-            every gather, to find where ranks part. Under `step_guard` the hash travels with the end of each micro-batch instead.
+        compare_every: After this many transfers, ranks compare a rolling hash of them at the next forward. 0: never. 1: before
+            every gather, to find the first transfer that differs. Under `step_guard` the hash is sent at the end of each
+            micro-batch instead.
 
     Raises:
-        ValueError: A value that is not one of those named above, or options that exclude each other.
-        TypeError: A value of another type.
+        ValueError: A value is not allowed, or two options exclude each other.
+        TypeError: A value has the wrong type.
 
     Example::
 
@@ -69,7 +71,7 @@ class ShardingPolicy:
     compare_every: int = 1000
 
     def __post_init__(self) -> None:
-        if repr(self.stage) not in ("1", "2", "3"):  # neither True nor 2.0
+        if repr(self.stage) not in ("1", "2", "3"):  # refuses True and 2.0 too
             raise ValueError(f"stage must be 1, 2 or 3, found {self.stage!r}")
         if self.gradient_reduction not in ("mean", "sum"):
             raise ValueError(f"gradient_reduction must be 'mean' or 'sum', found {self.gradient_reduction!r}")
@@ -92,6 +94,6 @@ class ShardingPolicy:
                 raise ValueError(f"{name} must be 0 or more, found {number}")
 
     def __repr__(self) -> str:
-        """Names only the fields that differ from their defaults."""
+        """Shows only the fields that differ from their defaults."""
         chosen = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
         return f"ShardingPolicy({', '.join(chosen)})"

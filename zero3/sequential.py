@@ -17,13 +17,13 @@ __all__: list[str] = []
 
 
 class Zero3Sequential(nn.Module):
-    """Calls layers one after another, and gathers each layer's parameters while the one before it computes.
+    """Calls layers one after another, and gathers each layer's parameters while the layer before it computes.
 
-    The input goes through the layers in their order. Parameters have the names that they have in an `nn.Sequential` of the
-    unwrapped modules (`0.weight`, ...). `len`, iteration and indexing give the layers.
+    Parameters have the same names as in an `nn.Sequential` of the unwrapped modules (`0.weight`, ...). `len`, iteration and
+    indexing give the layers.
 
     Args:
-        modules: The layers in the order in which they are called: at least one, all with the same process group and device.
+        modules: The layers in the order of their calls: at least one, all with the same process group and device.
 
     Raises:
         TypeError: An item is no `Zero3Layer`.
@@ -50,7 +50,7 @@ class Zero3Sequential(nn.Module):
             return x
 
     def _shared_runtime(self) -> Runtime:
-        """The runtime of all its layers, which is made at the first call."""
+        """The runtime that all layers share. It is made at the first call."""
         runtime = self._layers[0]._runtime
         if runtime is None or any(layer._runtime is not runtime for layer in self._layers):
             nested = len(layers_of(self)) > len(self._layers)
@@ -58,7 +58,7 @@ class Zero3Sequential(nn.Module):
         return runtime
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
-        """This rank's trainable chunks of all layers, in their order: the parameters for the optimizer.
+        """This rank's trainable chunks of all layers, in their order. They are the parameters for the optimizer.
 
         Returns:
             One 1-D tensor `[S]` for each dtype of each layer.
@@ -67,7 +67,7 @@ class Zero3Sequential(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the first floating chunk is stored and updated. `report` tells what is computed in which dtype."""
+        """The dtype in which the first floating chunk is stored and updated. `report` tells the dtypes of compute."""
         return floating_dtype(self)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""shard(): any model, in place. Its blocks become layers, what is left becomes the root's own layer."""
+"""shard(): shards any model in place. Its blocks become layers, and all other parameters the root's own layer."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ def shard(
     policy: ShardingPolicy | PolicyOf = ShardingPolicy(),  # noqa: B008 (frozen)
     process_group: Any = None,
 ) -> M:
-    """Shards any model in place. It keeps its class, and is called, generates and is configured as before.
+    """Shards any model in place. The model keeps its class, its configuration and its methods, such as `generate`.
 
-    Some submodules become layers, each a `Zero3Layer`. All other parameters, and those that stand in several layers (tied ones),
-    belong to the root's own layer. It is fetched when the model, or a module outside the layers, is called, and is kept to the end
-    of backward. The logger "zero3" tells at level INFO what became what, and warns if the root's own layer is larger than any
-    other.
+    Some submodules become layers, each a `Zero3Layer`. All other parameters, and tied parameters of several layers, belong to the
+    root's own layer. This layer is fetched when the model, or a module outside the layers, is called, and is kept to the end of
+    backward. The logger "zero3" lists the layers at level INFO, and warns if the root's own layer is larger than any other.
 
     Args:
         model: Any module that is not sharded yet, with values or on the meta device.
-        layers: Which submodules become layers: a class, several classes or modules, or a predicate `(name, module) -> bool`. A
-            match inside a match becomes an inner layer, which is not held while the rest of the outer one computes. None chooses:
+        layers: The submodules that become layers: a class, several classes or modules, or a predicate `(name, module) -> bool`. A
+            match inside a match becomes an inner layer, which is released while the rest of the outer layer computes. None takes:
 
-            * blocks: the elements of every `ModuleList` that lies in no other and holds at least a tenth of the parameters, or of
-              the largest one if none does;
+            * blocks: the elements of each outermost `ModuleList` that holds at least a tenth of the parameters, or of the largest
+              one if none does;
             * embeddings and heads, unless they are tied or part of a block: the modules that `get_input_embeddings()` and
-              `get_output_embeddings()` return, or else every `nn.Embedding`; and each `nn.Linear` right under the model.
+              `get_output_embeddings()` return, or else every `nn.Embedding`; and each `nn.Linear` directly in the model.
         rank: This process's number in the group. It is only checked; None takes the group's.
         world_size: The number of ranks in the group. It is only checked; None takes the group's.
         device: Where the whole model computes and the chunks live. None: where the model's tensors are.
-        dtype: The dtype that every trainable parameter must have. It is only checked. None: any.
-        policy: One for all layers; the root alone casts outputs. Or a function `(name, module) -> ShardingPolicy`, which is asked
-            for every layer, and for the root by the name `""`, whose prefetch_depth and separate_backup_group count for all.
-        process_group: The ranks that share the model. None: the default group, or this process alone where there is none.
+        dtype: The dtype that every trainable parameter must have. It is only checked. None: any dtype.
+        policy: One policy for all layers, where only the root casts outputs. Or a function `(name, module) -> ShardingPolicy` that
+            is called for every layer, and for the root with the name `""`. The root's prefetch_depth and separate_backup_group
+            count for all layers.
+        process_group: The ranks that share the model. None: the default group, or this process alone if there is no group.
 
     Returns:
         `model`, the same object.
@@ -68,7 +68,7 @@ def shard(
     Raises:
         ValueError: No layers are found or matched, the model is sharded already, or `Zero3Layer` would refuse a part of it. All
             ranks raise the same error, and nothing has changed.
-        TypeError: `layers`, `policy` or `model` has a wrong type; likewise.
+        TypeError: `layers`, `policy` or `model` has the wrong type. Again all ranks raise it, and nothing has changed.
         RuntimeError: A launcher started several processes, but there is no process group.
 
     Example::
@@ -97,7 +97,7 @@ class _Plan:
 
 
 def _agreed_plan(common: Request, layers: Layers, policy: ShardingPolicy | PolicyOf) -> _Plan:
-    """What becomes of each part of the model, found to be possible on every rank before anything changes."""
+    """Plans which part of the model becomes which layer. All ranks check the plan before anything changes."""
     error: Exception | None = None
     plan = _Plan([], common)
     try:
@@ -116,14 +116,14 @@ def _plan(common: Request, layers: Layers) -> _Plan:
         raise ValueError(
             f"this {type(model).__name__} is sharded already, or holds Zero3Layers: shard a model once, before wrapping any part of it"
         )
-    everything = find_parameters(model, lambda module: False)  # for parameters may overlap across layers
+    everything = find_parameters(model, lambda module: False)  # all together, because parameters of two layers may overlap
     check_parameters(everything, common.dtype, type(model).__name__)
     chosen = choose(model, layers)
     ids = {id(module) for _, module in chosen}
     tied = tied_across(model, chosen)
     elsewhere = frozenset(tied)
     parts = [replace(common, module=m, label=f"{name!r} ({type(m).__name__})", elsewhere=elsewhere) for name, m in chosen]
-    parts.sort(key=lambda part: sum(id(inner) in ids for inner in part.module.modules()))  # a shared one may lie in several
+    parts.sort(key=lambda part: sum(id(inner) in ids for inner in part.module.modules()))  # inner before outer
     return _Plan(parts, replace(common, borrowed=tuple(tied.values())))
 
 
@@ -141,7 +141,7 @@ def _with_policies(plan: _Plan, policy: ShardingPolicy | PolicyOf) -> _Plan:
 
 
 def _put(model: nn.Module, module: nn.Module, layer: Zero3Layer) -> None:
-    """`layer` takes every place in the model that `module` has (several, if it is shared)."""
+    """Puts `layer` into every place in the model that has `module`. A shared module has several places."""
     for owner in list(model.modules()):
         for name, child in owner._modules.items():
             if child is module and owner is not layer:
@@ -149,10 +149,9 @@ def _put(model: nn.Module, module: nn.Module, layer: Zero3Layer) -> None:
 
 
 def _enter_through_root(state: LayerState, model: nn.Module) -> None:
-    """Gives the model its own layer, and makes every module outside the layers an entry to the model.
+    """Gives the model the root's own layer, and makes every module outside the layers fetch that layer when it is called.
 
-    Models are not only called as a whole: generation calls an encoder by itself, users call `model.get_decoder()`. So each
-    of these modules runs with the root's own layer fetched.
+    Not all calls come through the model: generation calls an encoder by itself, and users call `model.get_decoder()`.
     """
     state.registry = model._parameters
     model._parameters.update(state.chunk_names())

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 QUOTES = [" ".join(quote.split()) for quote in re.findall(r"^```text\n(.*?)^```$", (ROOT / "docs/faq.md").read_text(), re.M | re.S)]
-CAUSES = ("ValueError", "TypeError", "RuntimeError", "OSError", "refuse", "_of_transfer", "warning")
+CAUSES = ("ValueError", "TypeError", "RuntimeError", "NotReducedError", "OSError", "refuse", "_of_transfer", "warning")
 
 
 def pattern_of(node: ast.expr, constants: dict[str, ast.expr]) -> str:

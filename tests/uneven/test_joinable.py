@@ -190,7 +190,7 @@ def test_what_ranks_with_data_disagree_about_is_raised_by_those_without() -> Non
         (lambda trial: zero3.full_state_dict(trial.model), "save, load and read whole parameters after the context"),
         (lambda trial: (trial.loss().backward(), trial.optimizer.step(), trial.loss()), "Call joinable.step() in place of"),
         (lambda trial: (trial.loss().backward(), scale(trial), trial.uneven.step()), "have changed chunks or gradients"),
-        (lambda trial: (trial.loss().backward(), trial.model[1].zero_grad(), trial.loss()), "zeroed some gradients and not all"),
+        (lambda trial: (trial.loss().backward(), trial.model[1].zero_grad(), trial.loss()), "have zeroed only some of the gradients"),
     ],
 )
 def test_what_ranks_without_data_could_not_follow_is_refused(mistake: Callable[[Trial], Any], text: str) -> None:

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from ..access import states_of
 from ..comm.agreement import agree, exchange_texts
-from ..comm.plain_values import decode_scalar, dtype_named, encode_scalar, name_of
+from ..comm.plain_values import decode_scalar, dtype_named
 from ..optim.check_optimizer import warn_if_inexact
 from ..optim.several import Optimizers, Together
 from .contents import Contents, Span
-from .optimizer_contents import Held, NamedState, OptimizerContents, contents_of, held_by, options_of
+from .full_optimizer_reading import read_full
+from .optimizer_contents import Held, NamedState, OptimizerContents, contents_of, held_by
 from .optimizer_placing import Placing, Target, place
 
 __all__: list[str] = []
@@ -102,9 +103,10 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizers, stat
         state_dict: As `full_optimizer_state_dict` returns it. Only rank 0's counts; other ranks may pass `{}` or None.
 
     Raises:
-        ValueError: Unknown or missing names, wrong shapes, or options or steps that differ within one parameter of this optimizer:
-            all in one error, on every rank, before anything changes.
-        TypeError: An option or a state is neither a number nor a tensor.
+        ValueError: Unknown or missing names, wrong shapes, tensors without values, options or steps that differ within one parameter
+            of this optimizer, or state that an optimizer of this class and with these options does not keep: all in one error, on
+            every rank, before anything changes.
+        TypeError: `state_dict` is no such dict, or an option or a state is neither a number nor a tensor; likewise.
 
     Example::
 
@@ -114,21 +116,23 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizers, stat
     contents, together, held = _look(model, optimizer, "load_full_optimizer_state_dict")
     error: Exception | None = None
     text = ""
+    given: dict[str, Mapping[str, Any]] = {}
     if contents.rank == 0:
         try:
-            text = json.dumps(_described(state_dict or {}, contents).to_json())
-        except (ValueError, TypeError) as caught:
+            described, given = read_full(state_dict, contents)
+            text = json.dumps(described.to_json())
+        except Exception as caught:  # whatever it is, the others wait to hear of it
             error = caught
     own = contents_of(together, held, contents, error, with_state=False)
     source = OptimizerContents.from_json(json.loads(exchange_texts(contents.communicator, contents.device, text)[0]))
     placing: Placing | None = None
     try:
         placing = place(together, held, own, source, contents)
-    except ValueError as caught:
+    except Exception as caught:
         error = caught
     agree(contents.communicator, contents.device, "load_full_optimizer_state_dict", [], error)
     if placing is not None:
-        _deal_out(contents, placing, source, _by_first_name((state_dict or {}).get("state", {}), contents) if contents.rank == 0 else {})
+        _deal_out(contents, placing, source, given)
         placing.commit()
 
 
@@ -150,40 +154,6 @@ def _look(model: nn.Module, optimizer: Optimizers, caller: str) -> tuple[Content
     if contents is None or together is None:
         raise RuntimeError("agree returned though there was an error")
     return contents, together, held
-
-
-def _by_first_name(found: Mapping[Any, Any], contents: Contents) -> dict[Any, Any]:
-    """A tied parameter may stand under any of its names."""
-    first = {name: names[0] for names in contents.names.values() for name in names}
-    return {first.get(name, name): value for name, value in found.items()}
-
-
-def _described(state_dict: Mapping[str, Any], contents: Contents) -> OptimizerContents:
-    """What rank 0 was given, without its values."""
-    if not {"state", "param_groups"} <= set(state_dict):
-        raise ValueError(f"expected a dict with 'state' and 'param_groups', found the keys {list(state_dict)}")
-    groups = []
-    for number, group in enumerate(state_dict["param_groups"]):
-        if not all(isinstance(name, str) for name in group["params"]):
-            raise ValueError(
-                f"group {number} has {group['params'][:3]} as params; expected parameters' names, as "
-                "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict writes them (optimizer.state_dict() has numbers)"
-            )
-        groups.append((options_of(group, f"param_groups[{number}]"), list(_by_first_name(dict.fromkeys(group["params"]), contents))))
-    given = _by_first_name(state_dict["state"], contents)
-    shapes = {name: contents.shape(name) for name in given if contents.knows(name)}
-    numbers = {k for n, values in given.items() if shapes.get(n) for k, v in values.items() if isinstance(v, Tensor) and not v.dim()}
-    state = {}
-    for name, values in given.items():
-        state[name] = named = NamedState()
-        for key, value in values.items():
-            if not isinstance(value, Tensor) or (not value.dim() and (shapes.get(name) or key in numbers or key == "step")):
-                named.scalars[key] = encode_scalar(value, f"{key!r} of {name}")
-            elif tuple(value.shape) == shapes.get(name):
-                named.elements[key] = name_of(value.dtype)
-            else:
-                named.whole[key] = name_of(value.dtype), list(value.shape)
-    return OptimizerContents(groups, state)
 
 
 def _deal_out(contents: Contents, placing: Placing, source: OptimizerContents, given: Mapping[str, Mapping[str, Tensor]]) -> None:

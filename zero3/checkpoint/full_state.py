@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 from ..access import agree_to_gather, states_of
 from ..comm.agreement import agree
+from ..comm.plain_values import kind_of, unreadable
 from ..core.layer_state import LayerState
+from ..core.parameters import own_name
 from ..core.pinning import pin, pin_unloaded, unpin, write_back
-from ..names import named_tensors
+from ..names import named_entries, named_tensors
+from .extra_state import copied, encoded, extra_states_of, sent_from_rank_0, set_extra_states, takers_of
 from .meta_buffers import initialise, put
 
 __all__: list[str] = []
@@ -22,22 +25,23 @@ __all__: list[str] = []
 _LONG = 2**30  # bytes of a model that takes long enough to be watched
 
 
-def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """The state dict of the unwrapped model, on the CPU: its own names, shapes and order.
 
-    Every rank calls it. One layer at a time is gathered and copied. A tied parameter stands under each of its names.
+    Every rank calls it. One layer at a time is gathered and copied. A tied parameter stands under each of its names. Names have
+    no prefixes of activation checkpointing's and torch.compile's wrappers. Rank 0's extra state (`get_extra_state`) is in it too.
 
     Args:
         model: Any model that contains zero3 layers.
         rank0_only: Only rank 0 keeps the tensors; the others get `{}`.
-        dtype: Floating tensors are converted to it. None: as they are stored.
+        dtype: A floating dtype of 16 bits or more; floating tensors are converted to it. None: as they are stored.
 
     Returns:
         Name to tensor.
 
     Raises:
-        ValueError: Nothing in `model` is sharded.
-        TypeError: `dtype` is no dtype; on every rank.
+        ValueError: Nothing in `model` is sharded, or `dtype` is not such a dtype.
+        TypeError: `dtype` is no dtype, or extra state could only be pickled with `rank0_only=False`; on every rank.
 
     Example::
 
@@ -46,8 +50,17 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
             torch.save(weights, f"{directory}/weights.pt")
     """
     states = states_of(model)
-    keeps = not rank0_only or states[0].communicator.rank == 0
-    agree_to_gather(states, "full_state_dict", not_a_dtype(dtype))
+    first = states[0]
+    keeps = not rank0_only or first.communicator.rank == 0
+    extra: dict[str, Any] = {}
+    error = not_a_dtype(dtype)
+    try:
+        extra = copied(extra_states_of(model)) if keeps else {}
+    except Exception as caught:  # whatever a module raises: the other ranks have to hear of it
+        error = error or caught
+    agree_to_gather(states, "full_state_dict", error)
+    if not rank0_only and first.communicator.world_size > 1 and extra and not all(state.pinned for state in states):
+        extra = sent_from_rank_0(first.communicator, first.device, extra)
     values: dict[int, Tensor] = {}
     for state in _watched(states, "gathering layers"):
         pin(state)
@@ -58,21 +71,30 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
             unpin(state)
     if not keeps:
         return {}
-    return {name: values[id(tensor)] if id(tensor) in values else _copy(tensor, dtype) for name, tensor in named_tensors(model)}
+    found: dict[str, Any] = {}
+    for name, entry in named_entries(model):
+        if isinstance(entry, Tensor):
+            found[name] = values[id(entry)] if id(entry) in values else _copy(entry, dtype)
+        else:
+            found[name] = extra[name]
+    return found
 
 
-def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | None, *, strict: bool = True) -> None:
+def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True) -> None:
     """Fills a model from rank 0's state dict, which has the names of the unwrapped model. The inverse of `full_state_dict`.
 
-    Every rank calls it. One layer at a time is gathered, changed and scattered.
+    Every rank calls it. One layer at a time is gathered, changed and scattered. Names may have the prefixes of activation
+    checkpointing's and torch.compile's wrappers. Modules take their extra state (`set_extra_state`) on every rank, at the end.
 
     Args:
         model: Any model that contains zero3 layers, with values or built on the meta device.
-        state_dict: Name to tensor. Only rank 0's counts; other ranks may pass `{}` or None.
+        state_dict: Name to tensor, or to a module's extra state. Only rank 0's counts; other ranks may pass `{}` or None.
         strict: Missing and unknown names are an error; otherwise they are left alone.
 
     Raises:
-        ValueError: Missing or unknown names, or other shapes: all in one error, on every rank, before anything changes.
+        ValueError: Missing or unknown names, other shapes, other kinds of numbers, or tensors without values: all in one error, on
+            every rank, before anything changes.
+        TypeError: `state_dict` is no mapping, a value is no tensor, or extra state could only be pickled; likewise.
 
     Example::
 
@@ -81,13 +103,23 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | No
     """
     states = states_of(model)
     first = states[0]
-    given: Mapping[str, Any] = state_dict if first.communicator.rank == 0 and state_dict is not None else {}
-    error = ValueError(problems) if first.communicator.rank == 0 and (problems := _problems(model, states, given, strict)) else None
-    agree(first.communicator, first.device, "load_full_state_dict", [], error)
+    given: dict[str, Any] = {}
+    takers: dict[str, nn.Module] = {}
+    error: Exception | None = None
+    try:
+        takers = takers_of(model)
+        if first.communicator.rank == 0:
+            given = _checked(model, states, state_dict, takers, strict)
+    except Exception as caught:  # whatever it is, the others wait to hear of it
+        error = caught
+    pinned = ", ".join(state.label for state in states if state.pinned)
+    agree(first.communicator, first.device, "load_full_state_dict", [f"inside full_params or resident: {pinned}"], error)
+    extra = sent_from_rank_0(first.communicator, first.device, {n: given[n] for n in takers if n in given}) if takers else {}
     values = {id(tensor): given[name] for name, tensor in named_tensors(model) if name in given}
     for state in _watched(states, "loading layers"):
         _load_layer(state, values)
     _load_others(model, states, values)
+    set_extra_states(model, extra, first.communicator, first.device, "load_full_state_dict")
 
 
 @torch.no_grad()
@@ -134,9 +166,13 @@ def _watched(states: list[LayerState], doing: str) -> Iterable[LayerState]:
     return bar(states, desc=f"zero3: {doing}", unit="layer", leave=False)  # type: ignore[no-any-return]
 
 
-def not_a_dtype(dtype: Any) -> TypeError | None:
-    """The mistake, to be raised where all ranks hear of it."""
-    return None if dtype is None or isinstance(dtype, torch.dtype) else TypeError(f"dtype must be a torch.dtype or None, found {dtype!r}")
+def not_a_dtype(dtype: Any) -> Exception | None:
+    """The mistake, to be raised where all ranks hear of it. Integers would truncate every weight, and 8 bits need scales."""
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        return None
+    if isinstance(dtype, torch.dtype):
+        return ValueError(f"floating tensors are converted to dtype, so it must be a floating dtype of 16 bits or more, found {dtype}")
+    return TypeError(f"dtype must be a torch.dtype or None, found {dtype!r}")
 
 
 def _copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -144,23 +180,45 @@ def _copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return torch.empty(tensor.shape, dtype=target).copy_(tensor.detach())
 
 
-def _problems(model: nn.Module, states: list[LayerState], given: Mapping[str, Any], strict: bool) -> str:
+def _checked(model: nn.Module, states: list[LayerState], state_dict: Any, takers: Mapping[str, nn.Module], strict: bool) -> dict[str, Any]:
+    """Rank 0's dict under the model's own names, found to fit.
+
+    Raises:
+        ValueError, TypeError: it does not; all that is wrong is in one error.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must map names to tensors on rank 0, found a {type(state_dict).__name__}; nothing was loaded")
+    if strangers := [key for key in state_dict if not isinstance(key, str)]:
+        raise TypeError(f"state_dict must have names as keys, found {strangers[0]!r:.80}; nothing was loaded")
+    given: dict[str, Any] = {}
+    for key, value in state_dict.items():
+        if given.setdefault(own_name(key), value) is not value:
+            raise ValueError(f"state_dict has {own_name(key)!r} twice, with and without the prefix of a wrapper; nothing was loaded")
     expected = dict(named_tensors(model))
+    problems = _misnamed(expected, states, given, takers, strict)
+    known = [(name, given[name], tensor) for name, tensor in expected.items() if name in given]
+    unread = {name: problem for name, value, _ in known if (problem := unreadable(value)) is not None}
+    problems += [f"not to be read: {'; '.join(f'{name} {problem}' for name, problem in unread.items())}"] if unread else []
+    for what, of in (("shape", lambda tensor: tuple(tensor.shape)), ("kind", lambda tensor: kind_of(tensor.dtype))):
+        other = [f"{n} has {of(v)}, expected {of(t)}" for n, v, t in known if n not in unread and of(v) != of(t)]
+        problems += [f"other {what}s: {'; '.join(other)}"] if other else []
+    if problems:
+        kind = TypeError if any(not isinstance(given[name], Tensor) for name in unread) else ValueError
+        raise kind(f"the state dict does not fit the model; nothing was loaded. {'. '.join(problems)}")
+    encoded({name: given[name] for name in takers if name in given}, [])  # so that what can't travel is found now
+    return given
+
+
+def _misnamed(
+    expected: Mapping[str, Tensor], states: list[LayerState], given: Mapping[str, Any], takers: Mapping[str, nn.Module], strict: bool
+) -> list[str]:
+    """What is missing, and what is unknown, in words. A tied parameter may stand under any of its names."""
     names: dict[int, list[str]] = {}
     for name, tensor in expected.items():
         names.setdefault(id(tensor), []).append(name)
     unloaded = {id(b.sites.parameter) for state in states for b in state.parameters if b.index in b.chunk.unloaded}
     missing = [ns[0] for key, ns in names.items() if not any(n in given for n in ns) and (strict or key in unloaded)]
-    found = []
-    if missing:
-        found.append(f"missing: {', '.join(missing)}")
-    if strict and (unknown := [name for name in given if name not in expected]):
-        found.append(f"unknown: {', '.join(unknown)}")
-    misshapen = [
-        f"{name} has {tuple(given[name].shape)}, expected {tuple(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in given and tuple(given[name].shape) != tuple(tensor.shape)
-    ]
-    if misshapen:
-        found.append(f"other shapes: {'; '.join(misshapen)}")
-    return f"the state dict does not fit the model; nothing was loaded. {'. '.join(found)}" if found else ""
+    missing += [name for name in takers if name not in given and strict]
+    unknown = [name for name in given if name not in expected and name not in takers] if strict else []
+    found = [f"missing: {', '.join(missing)}"] if missing else []
+    return found + ([f"unknown: {', '.join(unknown)}"] if unknown else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -12,17 +13,21 @@ from torch import Tensor, nn
 from ..access import states_of
 from ..comm.agreement import agree
 from ..comm.plain_values import decode
+from ..core.parameters import own_name
 from ..optim.several import Optimizers, Together
 from . import manifest, random_state
 from .contents import Contents, differences
+from .extra_state import extra_state_modules, set_extra_states
 from .manifest import Manifest
 from .meta_buffers import initialise, put
 from .optimizer_contents import Held, OptimizerContents, contents_of, held_by
 from .optimizer_placing import Placing, place
 from .ranges import Ranges
-from .safetensors_files import SafetensorsFiles
+from .safetensors_files import SafetensorsFiles, Stored
 
 __all__: list[str] = []
+
+_log = logging.getLogger("zero3")
 
 
 def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None = None) -> Any:
@@ -72,6 +77,7 @@ class _Loader:
         self._optimizer: Together | None = None
         self._first = states_of(model)[0]
         self._files: SafetensorsFiles | None = None
+        self._stored: dict[str, Stored] = {}
         self._placing: Placing | None = None
 
     def load(self) -> Any:
@@ -79,6 +85,7 @@ class _Loader:
         error: Exception | None = None
         try:
             self._files = SafetensorsFiles(found.data, [name for kind in self._kinds() for name in found.names(kind)])
+            self._stored = {own_name(name): stored for name, stored in self._files.tensors.items()}
             self._ranges = Ranges(self._files)
             self._check(found, contents)
         except Exception as caught:
@@ -105,6 +112,8 @@ class _Loader:
                 self._optimizer = Together(self._given)
                 held = held_by(self._optimizer, contents)
             found = manifest.read(self._path)
+            if isinstance(tensors := found.content.get("tensors"), dict):  # saved by a zero3 that kept the names of wrappers
+                found.content["tensors"] = {own_name(name): described for name, described in tensors.items()}
             if self._given is not None and found.content["optimizer"] is None:
                 raise ValueError(f"{self._path} was saved without an optimizer: load it without one, and begin with a fresh optimizer")
         except OSError as caught:
@@ -126,7 +135,7 @@ class _Loader:
     def _check(self, found: Manifest, contents: Contents) -> None:
         """That it fits the model."""
         saved, expected = found.content["tensors"], contents.description()
-        if problems := differences(expected, saved):
+        if problems := differences(expected, saved) + self._strange_extra_states(found):
             raise ValueError(f"the checkpoint does not fit this {type(self._model).__name__}; nothing was loaded. {'. '.join(problems)}")
         left_out = [name for name in contents.parameters if not saved[name]["stored"] and contents.trains(name)]
         if left_out:
@@ -135,6 +144,16 @@ class _Loader:
             if saved[name]["stored"]:
                 shape, dtype = saved[name]["shape"], saved[name]["dtype"]
                 self._ranges.check("parameter", name, torch.Size(shape).numel(), dtype)
+
+    def _strange_extra_states(self, found: Manifest) -> list[str]:
+        saved, here = found.content.get("extra_states"), extra_state_modules(self._model)
+        if saved is None:  # of a zero3 that left them out
+            if here and self._first.communicator.rank == 0:
+                _log.warning("%s holds no extra state, and these modules have one: %s. It stays as it is", self._path, ", ".join(here))
+            return []
+        missing, unknown = [name for name in here if name not in saved], [name for name in saved if name not in here]
+        problems = [f"missing: {', '.join(missing)}"] if missing else []
+        return problems + ([f"unknown: {', '.join(unknown)}"] if unknown else [])
 
     def _plan(self, found: Manifest, contents: Contents, held: list[Held], error: Exception | None) -> None:
         optimizer = self._optimizer
@@ -164,6 +183,8 @@ class _Loader:
                 tensor.copy_(self._tensor(f"whole:{key}:{name}"))
             others = {name: self._other(name, contents.rank) for name in contents.others}
             extra = decode(found.content["extra"], lambda number: self._tensor(f"extra:{number}"))
+            saved = found.content.get("extra_states") or {}
+            extra_states = {name: decode(value, lambda number: self._tensor(f"extra:{number}")) for name, value in saved.items()}
             self._fill_chunks(contents, set(stored))
             computed = initialise(self._model, contents.states)
         except Exception as caught:
@@ -182,6 +203,7 @@ class _Loader:
                 contents.communicator.broadcast(value)
         if self._placing is not None:
             self._placing.commit()
+        set_extra_states(self._model, extra_states, contents.communicator, contents.device, "load_checkpoint")
         self._restore_random(found, contents)
         return extra
 
@@ -197,17 +219,16 @@ class _Loader:
         torch.autograd.graph.increment_version([chunk.shard for chunk in contents.chunks()])  # graphs built before are stale
 
     def _tensor(self, name: str) -> Tensor:
-        files = self._opened()
-        if name not in files.tensors:
+        if (stored := self._stored.get(name)) is None:
             raise ValueError(f"there is no {name!r}")
-        value = torch.empty(files.tensors[name].shape, dtype=files.tensors[name].dtype)
-        files.read(files.tensors[name], 0, value.view(-1))
+        value = torch.empty(stored.shape, dtype=stored.dtype)
+        self._opened().read(stored, 0, value.view(-1))
         return value
 
     def _other(self, name: str, rank: int) -> Tensor:
         """This rank's own, if it had one that differed."""
         own = f"other:{rank}:{name}"
-        return self._tensor(own if own in self._opened().tensors else f"other:0:{name}")
+        return self._tensor(own if own in self._stored else f"other:0:{name}")
 
     def _opened(self) -> SafetensorsFiles:
         if self._files is None:

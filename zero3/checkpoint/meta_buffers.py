@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..core.layer_state import LayerState
 from ..core.module_overrides import Override
+from ..core.parameters import wrapped_in
 from ..layer import is_layer
 
 __all__: list[str] = []
@@ -32,27 +33,45 @@ def put(model: nn.Module, old: Tensor, value: Tensor) -> None:
                 setattr(module, attribute, new)
 
 
+class _Place(NamedTuple):
+    """What errors call a buffer, and where it belongs."""
+
+    name: str
+    device: torch.device
+
+
+Wanted = dict[nn.Module, dict[str, _Place]]  # of modules: their buffers, by attribute
+
+
 def initialise(model: nn.Module, states: list[LayerState]) -> list[tuple[str, Tensor]]:
     """Gives values to the non-persistent buffers on meta; returns those that it could compute, with their names.
 
     A checkpoint does not hold them (rotary frequencies, masks, positions). They come from the hook that sets a module's
-    values: `_init_weights` of the transformers model around it, else the module's own `reset_parameters`. It runs on
-    the CPU, as in `from_pretrained`, and on a twin of the module, where all that is not wanted is on meta.
+    values: `_init_weights` of the transformers model around it, else the module's own `reset_parameters`; or from that of a module
+    around it, which may set what it has registered further down. Hooks run on the CPU, as in `from_pretrained`, and on a twin
+    of the module, where all that is not wanted is on meta.
     """
     hooks = _hooks_of(model)
     filled: list[tuple[str, Tensor]] = []
+    for owner, attributes in _on_meta(states).items():
+        filled += _fill(owner, {owner: attributes}, hooks.get(owner))
+    left = _on_meta(states)
+    for around in reversed(list(model.modules()) if left else []):  # inner before outer
+        inside = {module: left[module] for module in around.modules() if module in left and module is not around}
+        if inside and not is_layer(around) and wrapped_in(around) is None:
+            filled += _fill(around, inside, hooks.get(around))
+            left = _on_meta(states)
+    return filled
+
+
+def _on_meta(states: list[LayerState]) -> Wanted:
+    wanted: Wanted = {}
     for state in states:
-        wanted: dict[nn.Module, dict[str, str]] = {}
         for owner, attribute, name in state.meta_buffers:
             buffer = owner._buffers.get(attribute)
             if buffer is not None and buffer.is_meta and attribute in owner._non_persistent_buffers_set:
-                wanted.setdefault(owner, {})[attribute] = name
-        for owner, attributes in wanted.items():
-            computed = _compute(owner, list(attributes), hooks.get(owner))
-            for attribute, value in computed.items():
-                owner._buffers[attribute] = value.to(state.device)
-                filled.append((f"{attributes[attribute]} of layer {state.label}", owner._buffers[attribute]))  # type: ignore[arg-type]
-    return filled
+                wanted.setdefault(owner, {})[attribute] = _Place(f"{name} of layer {state.label}", state.device)
+    return wanted
 
 
 def _hooks_of(model: nn.Module) -> dict[nn.Module, Callable[[nn.Module], Any]]:
@@ -71,32 +90,42 @@ def _hooks_of(model: nn.Module) -> dict[nn.Module, Callable[[nn.Module], Any]]:
     return hooks
 
 
-def _compute(owner: nn.Module, attributes: list[str], hook: Callable[[nn.Module], Any] | None) -> dict[str, Tensor]:
-    blank = {attribute: torch.empty_like(owner._buffers[attribute], device="cpu") for attribute in attributes}  # type: ignore[arg-type]
-    versions = {attribute: buffer._version for attribute, buffer in blank.items()}
+def _fill(root: nn.Module, wanted: Wanted, hook: Callable[[nn.Module], Any] | None) -> list[tuple[str, Tensor]]:
+    """What the hook of `root` makes of the `wanted` buffers, in place; returns those that it has written."""
+    copies: dict[nn.Module, nn.Module] = {}
+    blank: dict[tuple[nn.Module, str], Tensor] = {}
     try:
-        copy = twin(owner)
-        copy._buffers.update(blank)
+        copy = twin(root, copies)
+        for owner, attributes in wanted.items():
+            for attribute in attributes:
+                blank[owner, attribute] = torch.empty_like(owner._buffers[attribute], device="cpu")  # type: ignore[arg-type]
+                copies[owner]._buffers[attribute] = blank[owner, attribute]
+        versions = {place: buffer._version for place, buffer in blank.items()}
         initialise_twin = getattr(copy, "reset_parameters", None) if hook is None else lambda: hook(copy)
         if not callable(initialise_twin):
-            return {}
+            return []
         with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
             initialise_twin()
-    except Exception as error:  # it stays on meta, and the first forward says so by name
-        _log.warning("%s: its buffers %s could not be computed: %s", type(owner).__name__, ", ".join(attributes), error)
-        return {}
-    computed = {}
-    for attribute in attributes:
-        value = copy._buffers.get(attribute)
-        if value is not None and not value.is_meta and (value is not blank[attribute] or value._version != versions[attribute]):
-            computed[attribute] = value.to(blank[attribute].dtype)
-    return computed
+    except Exception as error:  # they stay on meta, and the first forward says so by name
+        names = [place.name for attributes in wanted.values() for place in attributes.values()]
+        _log.warning("%s: the buffers %s could not be computed: %s", type(root).__name__, ", ".join(names), error)
+        return []
+    filled: list[tuple[str, Tensor]] = []
+    for (owner, attribute), old in blank.items():
+        value, place = copies[owner]._buffers.get(attribute), wanted[owner][attribute]
+        if value is not None and not value.is_meta and (value is not old or value._version != versions[owner, attribute]):
+            owner._buffers[attribute] = own = value.to(device=place.device, dtype=old.dtype)
+            filled.append((place.name, own))
+    return filled
 
 
-def twin(module: nn.Module) -> nn.Module:
-    """The unwrapped module and those in it once more, with every tensor on meta: whoever is given it may write what he likes."""
-    if is_layer(module):
-        return twin(module.module)  # type: ignore[arg-type]
+def twin(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
+    """The unwrapped module and those in it once more, with every tensor on meta: whoever is given it may write what he likes.
+
+    `copies` takes the copy of each module. Layers, and torch's wrappers, are left out.
+    """
+    if (inner := module.module if is_layer(module) else wrapped_in(module)) is not None:
+        return twin(inner, copies)  # type: ignore[arg-type]
     copy = type(module).__new__(type(module))
     copy.__dict__ = {name: value for name, value in module.__dict__.items() if not isinstance(value, Override)}
     copy.__dict__["_state_dict_pre_hooks"] = OrderedDict()
@@ -111,5 +140,7 @@ def twin(module: nn.Module) -> nn.Module:
     copy.__dict__["_buffers"] = {
         name: None if value is None else torch.empty_like(value, device="meta") for name, value in module._buffers.items()
     }
-    copy.__dict__["_modules"] = {name: None if child is None else twin(child) for name, child in module._modules.items()}
+    copy.__dict__["_modules"] = {name: None if child is None else twin(child, copies) for name, child in module._modules.items()}
+    if copies is not None:
+        copies[module] = copy
     return copy

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..comm.agreement import agree, exchange_texts
 from ..comm.plain_values import encode_scalar, name_of
 from ..core.chunk import Chunk, Part
+from ..core.parameters import own_name
 from ..optim.several import Together
 from .contents import Contents, Span
 
@@ -64,7 +65,7 @@ class OptimizerContents:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> OptimizerContents:
-        groups = [(dict(options), list(names)) for options, names in found["groups"]]
+        groups = [(dict(options), list(map(own_name, names))) for options, names in found["groups"]]
         return cls(groups, named_states(found["state"]), list(found.get("classes", [])))
 
 
@@ -140,6 +141,7 @@ def contents_of(
     groups: list[list[str]] = [[] for _ in optimizer.param_groups] if error is None else []
     state: list[Any] = []
     options: list[dict[str, Any]] = []
+    kept: list[NamedState] = []  # one for each of `held`
     try:
         if error is None:
             options = [options_of(group, optimizer.label(number)) for number, group in enumerate(optimizer.param_groups)]
@@ -147,6 +149,7 @@ def contents_of(
                 names = [span.name for span in one.spans if span.start == 0 and one.mine]  # where it begins, once in all
                 groups[one.group] += names
                 found = state_of(optimizer, one, contents) if with_state else NamedState()
+                kept.append(found)
                 names = [name for name in names if not found.whole or name == one.filled[0].name]
                 if names and (found.elements or found.scalars or found.whole):
                     state.append([names, found.elements, found.scalars, found.whole])
@@ -164,13 +167,34 @@ def contents_of(
     for _, names in merged.groups:
         names.sort(key=order.__getitem__)
     merged.state = dict(sorted(merged.state.items(), key=lambda item: order[item[0]]))
+    if with_state:
+        _check_even(held, kept, contents, merged)
     return merged
+
+
+def _check_even(held: list[Held], kept: list[NamedState], contents: Contents, merged: OptimizerContents) -> None:
+    """That every rank keeps of its slice what the rank keeps where the parameter begins.
+
+    Raises:
+        ValueError: on every rank, if a rank has made no step, or one of another kind.
+    """
+    error: Exception | None = None
+    for one, own in zip(held, kept, strict=True):
+        for span in one.filled if one.mine else ():
+            first = merged.state.get(span.name, NamedState())
+            if {*own.elements, *own.whole, *own.scalars} != {*first.elements, *first.whole, *first.scalars}:
+                error = ValueError(
+                    f"the optimizer keeps {sorted([*own.elements, *own.whole, *own.scalars]) or 'nothing'} for this rank's slice of {span.name}, "
+                    f"and where that begins {sorted([*first.elements, *first.whole, *first.scalars]) or 'nothing'}: all ranks must make the "
+                    "same steps"
+                )
+    agree(contents.communicator, contents.device, "the optimizer's state", [], error)
 
 
 def named_states(listed: Iterable[Any]) -> dict[str, NamedState]:
     """From `[names, elements, scalars, whole]` each."""
     return {
-        name: NamedState(dict(elements), dict(scalars), {key: (dtype, shape) for key, (dtype, shape) in whole.items()})
+        own_name(name): NamedState(dict(elements), dict(scalars), {key: (dtype, shape) for key, (dtype, shape) in whole.items()})
         for names, elements, scalars, whole in listed
         for name in names
     }

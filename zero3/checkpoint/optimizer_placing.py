@@ -13,6 +13,7 @@ from ..comm.plain_values import decode_scalar, dtype_named
 from ..optim.several import Together
 from .contents import Contents, Span
 from .optimizer_contents import Held, NamedState, OptimizerContents, is_whole
+from .optimizer_keys import KeptKeys
 
 __all__: list[str] = []
 
@@ -49,9 +50,11 @@ def place(optimizer: Together, held: list[Held], own: OptimizerContents, source:
     """Where everything of `source` goes; allocates it, but for values.
 
     Raises:
-        ValueError: names that are missing or unknown, options or steps that differ within what is one here: all in one.
+        ValueError: names that are missing or unknown, options or steps that differ within what is one here, state that the optimizer
+            would not keep: all in one.
     """
     problems = _problems_of_groups(optimizer, own, source, contents) + _problems_of_kinds(own, source)
+    problems += KeptKeys(optimizer, source, contents).problems(held, source)
     by_name = _options(source)
     known = [[name for name in names if name in by_name] for _, names in own.groups]
     filled = [[name for name in names if 0 not in contents.shape(name)] or names for names in known]

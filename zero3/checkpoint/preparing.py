@@ -13,14 +13,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..comm.agreement import agree
-from ..comm.plain_values import encode
 from ..optim.several import Together
 from . import file_operations, manifest, random_state
 from .contents import Contents
+from .extra_state import encoded, extra_states_of
 from .numbered import next_number, prune
 from .optimizer_contents import Held, contents_of
 from .safetensors_files import bytes_of
-from .safetensors_writing import Entry, Written
+from .safetensors_writing import Entry, Written, header_of
 
 __all__: list[str] = []
 
@@ -34,6 +34,8 @@ class Prepared:
     def __init__(self, path: str | os.PathLike[str], model: nn.Module, extra: Any, frozen: bool, keep_last: int | None) -> None:
         if "://" in os.fspath(path):
             raise ValueError(f"{os.fspath(path)}: {_SCHEME}")
+        if keep_last is not None and (not isinstance(keep_last, int) or isinstance(keep_last, bool)):
+            raise TypeError(f"keep_last must be an integer of at least 1, or None; found {keep_last!r}")
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, found {keep_last}")
         self.directory = Path(os.path.abspath(path))
@@ -48,17 +50,18 @@ class Prepared:
         written = getattr(getattr(model, "config", None), "to_json_string", None)
         self.content["config"] = json.loads(written()) if callable(written) else None
         tensors: list[Tensor] = []
-
-        def put(tensor: Tensor) -> int:
-            tensors.append(tensor)
-            return len(tensors) - 1
-
-        self.content["extra"] = encode(extra, "extra", put) if self.contents.rank == 0 else None
+        first = self.contents.rank == 0
+        self.content["extra"] = encoded({"extra": extra}, tensors)["extra"] if first else None
+        self.content["extra_states"] = encoded(extra_states_of(model), tensors) if first else None
         self.model_entries += [Entry(f"extra:{number}", tensor, tuple(tensor.shape)) for number, tensor in enumerate(tensors)]
         self.content["tensors"] = {
             name: {**described, "stored": self.stores(name)} for name, described in self.contents.description().items()
         }
         self._check_loaded()
+        header_of(
+            ((entry.name, entry.tensor.dtype, entry.shape) for entry in self.model_entries), {}
+        )  # raises for dtypes that have no name
+        header_of(((name, self.contents.dtype(name), ()) for name in self.content["tensors"]), {})
 
     def stores(self, name: str) -> bool:
         return self.frozen or name in self.contents.others or self.contents.trains(name)

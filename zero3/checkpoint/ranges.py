@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..core.parameters import own_name
 from .safetensors_files import SafetensorsFiles, Stored
 
 __all__: list[str] = []
@@ -29,7 +30,7 @@ class Ranges:
         self._files = files
         self._ranges: dict[tuple[str, str], list[Range]] = {}
         for name, stored in files.tensors.items():
-            if (match := _RANGE.fullmatch(name)) is not None and name.startswith(("parameter:", "state:")):
+            if (match := _RANGE.fullmatch(own_name(name))) is not None and name.startswith(("parameter:", "state:")):
                 kind, _, rest = match[1].partition(":")
                 if kind == "state":
                     key, _, rest = rest.partition(":")

@@ -1,4 +1,4 @@
-"""What a failed transfer was for: torch's errors name sockets and sizes, ours the rank, the layer and what was being done."""
+"""Errors for failed transfers. torch's own errors name sockets and sizes; these name the rank, the layer and the operation."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _OWN_PACE = "Ranks that generate or evaluate different numbers of times do so in
 
 
 class Ranked(Protocol):
-    """One of several ranks."""
+    """An object that knows its rank."""
 
     rank: int
     world_size: int
 
 
 class Subject:
-    """What a transfer is for, by a name that may still change: a layer learns its place in the model at its first forward."""
+    """The name of what a transfer is for. The name may change: a layer learns its place in the model at its first forward."""
 
     __slots__ = ("log", "name")
 
     def __init__(self, name: str, log: TransferLog | None = None) -> None:
         self.name = name
-        self.log = log  # of its model
+        self.log = log  # the model's
 
 
 class NamingFailures:
-    """A context: a collective that fails or times out inside says what it was for, and on which rank. Made once, used often.
+    """Context in which the error of a failed collective tells the rank and the purpose. It is made once and used often.
 
-    Where the context would cost too much (every transfer of every step), `except RuntimeError` and `explain` do the same.
+    Code that runs for every transfer uses `except RuntimeError` and `explain` instead, because entering a context costs time.
     """
 
     __slots__ = ("_communicator", "_doing", "_subject")
@@ -53,7 +53,7 @@ class NamingFailures:
             self.explain(failure)
 
     def explain(self, failure: RuntimeError) -> None:
-        """Raises an error that says what `failure` was a failure of. Returns where there is nothing to add."""
+        """Raises an error that tells the rank and the purpose. Returns if `failure` is an out-of-memory error."""
         if isinstance(failure, torch.OutOfMemoryError):
             return
         where = advice = ""
@@ -67,11 +67,11 @@ class NamingFailures:
 
 
 def _of_transfer(text: str) -> RuntimeError:
-    error = RuntimeError(text)  # no frame that it passes may know it by name: a cycle would keep its tensors alive
+    error = RuntimeError(text)  # the caller must not bind it to a local name: that cycle would keep the frame's tensors alive
     error.__dict__[_OF_TRANSFER] = True
     return error
 
 
 def is_transfer_failure(error: BaseException | None) -> bool:
-    """Whether it was a collective that failed: then the ranks can't speak to each other any more."""
+    """Whether `error` comes from a failed collective. After one, the ranks can't communicate any more."""
     return error is not None and _OF_TRANSFER in vars(error)

@@ -1,4 +1,4 @@
-"""What a rank has asked of the others, in order: a rolling hash that must be theirs too, and the latest for errors to tell. No torch."""
+"""The log of a rank's transfers: a rolling hash, which must be the same on all ranks, and the latest ones for errors. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Named(Protocol):
 
 
 class Told(Protocol):
-    """What all ranks say, on its way: see `communicator`."""
+    """The result of an exchange that is under way. See `communicator`."""
 
     def ready(self) -> bool: ...
 
@@ -28,32 +28,32 @@ class Tells(Protocol):
 
 
 class Transfer(NamedTuple):
-    """A gather or a reduction that a layer makes. Made once a layer, noted every time."""
+    """The gather or the reduction of a layer. Each layer makes one object of each, and logs it for every transfer."""
 
     doing: str
     subject: Named
-    identity: int  # the same on all ranks, and of no other transfer
+    identity: int  # the same number on all ranks, and different for every layer and kind
 
 
 class TransferLog:
-    """One per model. Ranks that have made the same transfers have the same hash.
+    """The transfers of one model. Ranks that have made the same transfers have the same hash.
 
-    A transfer costs one append to `entries`; the hash is brought up to date when somebody asks for it.
+    A transfer costs only one append to `entries`. The hash is computed later, when it is needed.
     """
 
     __slots__ = ("_digest", "_latest", "_said", "_told", "entries", "folded", "passes")
 
     def __init__(self) -> None:
-        self.entries: list[Transfer] = []  # made since the hash was brought up to date
-        self.passes = 0  # forwards of the whole model; ranks may differ, inside `resident`
-        self.folded = 0  # transfers that the hash has
+        self.entries: list[Transfer] = []  # transfers that are not in the hash yet
+        self.passes = 0  # forwards of the whole model; inside `resident` ranks may differ
+        self.folded = 0  # the number of transfers in the hash
         self._digest = 14695981039346656037
         self._latest: deque[Transfer] = deque(maxlen=4)
-        self._told: Told | None = None  # what all ranks said of their logs at the last forward
-        self._said: tuple[int, list[Transfer]] = (0, [])  # the forward, and this rank's latest transfers then
+        self._told: Told | None = None  # the hashes of all ranks at the last `tell`
+        self._said: tuple[int, list[Transfer]] = (0, [])  # the forward of the last `tell`, and this rank's latest transfers then
 
     def fold(self) -> None:
-        """Brings the hash up to date."""
+        """Adds the new transfers to the hash."""
         for transfer in self.entries:
             self._digest = ((self._digest ^ transfer.identity) * _PRIME) & _MASK
         self.folded += len(self.entries)
@@ -62,27 +62,27 @@ class TransferLog:
 
     @property
     def count(self) -> int:
-        """How many transfers were made."""
+        """The number of transfers so far."""
         return self.folded + len(self.entries)
 
     @property
     def digest(self) -> int:
-        """64 bits."""
+        """The hash of all transfers so far, 64 bits."""
         self.fold()
         return self._digest
 
     def tell(self, communicator: Tells, device: Any) -> None:
-        """Sends count and hash to the other ranks. `look` compares them, later: nobody waits."""
+        """Sends the count and the hash to the other ranks, without a wait. `look` compares them later."""
         self.fold()
         payload = self._digest.to_bytes(8, "little") + self.folded.to_bytes(8, "little")
         self._said = (self.passes + 1, list(self._latest))
         self._told = communicator.exchange_later(payload, device)
 
     def look(self, *, wait: bool = True) -> None:
-        """Compares what ranks told each other last. Not `wait`: if the host need not wait for it.
+        """Compares the hashes of the last `tell`. With `wait=False` only if they are there already.
 
         Raises:
-            ValueError: ranks had made different transfers. They all see it.
+            ValueError: Ranks had made different transfers. All ranks raise it.
         """
         if self._told is None or not (wait or self._told.ready()):
             return
@@ -95,17 +95,17 @@ class TransferLog:
         raise ValueError(
             f"ranks differ in the transfers made before forward pass {passes}: {'; '.join(known)}. The latest of this rank were: "
             f"{_names(latest)}. Numbers may be wrong since then: load a checkpoint. All ranks must call the same layers in the same "
-            "order; an exception that one rank alone caught breaks that (zero3.step_guard is for those). "
+            "order. An exception that only one rank catches breaks this: use zero3.step_guard for that. "
             "ShardingPolicy(compare_every=1) finds the first transfer that differs."
         )
 
     def summary(self) -> str:
-        """For ranks to compare."""
+        """A text that ranks compare."""
         self.fold()
         return f"{self.folded} transfers, hash {self._digest:016x}, the latest: {self._recently()}"
 
     def where(self) -> str:
-        """For errors."""
+        """A sentence for errors."""
         self.fold()
         return f"This was in forward pass {self.passes} (or its backward), transfer {self.folded}; the latest: {self._recently()}."
 

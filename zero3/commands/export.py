@@ -13,16 +13,20 @@ import argparse
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from ..checkpoint import file_operations, manifest
+from ..checkpoint.full_state import not_a_dtype
 from ..checkpoint.ranges import Ranges
 from ..checkpoint.safetensors_files import STAGE_BYTES, SafetensorsFiles, bytes_of
 from ..checkpoint.safetensors_writing import header_of
 from ..comm.plain_values import dtype_named
+from ..core.parameters import own_name
+from ..huggingface.index_maps import Whole
 from ..huggingface.outputs import Output, bytes_in, index_of, shards_of
 from .progress import progress
 
@@ -42,61 +46,92 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    """Everything that can be found wrong is, before the first byte is written; what fails then leaves nothing."""
+    _check_places(options)
     found = manifest.read(options.checkpoint)
-    if left_out := [name for name, described in found.content["tensors"].items() if not described["stored"]]:
-        raise ValueError(f"{options.checkpoint} was saved with frozen=False, without {len(left_out)} parameters ({left_out[0]}, ...)")
-    if file_operations.names_in(options.output):
-        raise ValueError(f"{options.output} is not empty")
-    dtype = dtype_named(options.dtype) if options.dtype is not None else None
-    outputs = []
-    for name, described in found.content["tensors"].items():
-        own = dtype_named(described["dtype"])
-        to = dtype if dtype is not None and own.is_floating_point else own
-        outputs.append(Output(name.removeprefix(options.strip), to, tuple(described["shape"]), name, 0))
-    shards = shards_of(outputs, bytes_in(options.max_shard_size), "model")
+    shards = _planned(found, options)
     names = found.names("model")
-    total = sum(found.files[name].nbytes for name in names)
-    with progress(total, "verifying") as advance:
+    with progress(sum(found.files[name].nbytes for name in names), "verifying") as advance:
         for name in names:
             advance(manifest.verify(found, [name], 0, 1))
     temporary = options.output.with_name(f"{options.output.name}.unfinished")
-    file_operations.remove(temporary)
-    file_operations.make_directory(temporary)
-    files = SafetensorsFiles(found.data, names)
+    file_operations.remove(temporary)  # of an export that was killed
     try:
-        with progress(sum(output.nbytes for output in outputs), "writing") as advance:
+        file_operations.make_directory(temporary)
+        _write_all(found, shards, temporary, options.beside)
+        if options.output.is_dir():
+            options.output.rmdir()
+        os.replace(temporary, options.output)
+    except BaseException:
+        file_operations.remove(temporary)
+        raise
+    if extra := found.content.get("extra_states"):
+        print(f"zero3: safetensors files hold tensors only, so this was left out: {', '.join(extra)}", file=sys.stderr)
+    tensors = sum(len(shard) for shard in shards.values())
+    print(f"{options.output}: {tensors} tensors in {len(shards)} file{'s' if len(shards) > 1 else ''}")
+
+
+def _check_places(options: argparse.Namespace) -> None:
+    output, beside = options.output, options.beside
+    if os.path.lexists(output) and not output.is_dir():
+        raise ValueError(f"{output} is there already and no directory: OUT must be a directory that is not there yet, or is empty")
+    if file_operations.names_in(output):
+        raise ValueError(f"{output} is not empty")
+    parent = next(path for path in output.absolute().parents if os.path.lexists(path))
+    if not parent.is_dir():
+        raise ValueError(f"{output} can't be made: {parent} is no directory")
+    if beside is not None and not beside.is_dir():
+        raise ValueError(f"--beside {beside}: there is no such directory")
+
+
+def _planned(found: manifest.Manifest, options: argparse.Namespace) -> dict[str, list[Output]]:
+    """The files that will be, by what the command line asks for."""
+    if left_out := [name for name, described in found.content["tensors"].items() if not described["stored"]]:
+        raise ValueError(f"{options.checkpoint} was saved with frozen=False, without {len(left_out)} parameters ({left_out[0]}, ...)")
+    dtype = dtype_named(options.dtype) if options.dtype is not None else None
+    if (wrong := not_a_dtype(dtype)) is not None:
+        raise ValueError(f"--dtype {options.dtype}: {wrong}")
+    outputs: dict[str, Output] = {}
+    for key, described in found.content["tensors"].items():
+        name, own = own_name(key), dtype_named(described["dtype"])  # a zero3 before this one kept the names of wrappers
+        to = dtype if dtype is not None and own.is_floating_point else own
+        output = Output(name.removeprefix(options.strip), to, tuple(described["shape"]), Whole(name, described["shape"]))
+        if (other := outputs.setdefault(output.name, output)) is not output:
+            raise ValueError(f"--strip {options.strip} makes one name, {output.name!r}, of {other.index_map.sources[0]!r} and {name!r}")
+    return shards_of(outputs.values(), bytes_in(options.max_shard_size), "model")
+
+
+def _write_all(found: manifest.Manifest, shards: dict[str, list[Output]], directory: Path, beside: Path | None) -> None:
+    files = SafetensorsFiles(found.data, found.names("model"))
+    try:
+        with progress(sum(output.nbytes for shard in shards.values() for output in shard), "writing") as advance:
             for file, shard in shards.items():
-                _write(files, temporary / file, shard, advance)
+                _write(files, directory / file, shard, advance)
     finally:
         files.close()
     if len(shards) > 1:
-        (temporary / "model.safetensors.index.json").write_text(index_of(shards))
+        (directory / "model.safetensors.index.json").write_text(index_of(shards))
     if found.content["config"] is not None:
-        (temporary / "config.json").write_text(json.dumps(found.content["config"], indent=2, sort_keys=True) + "\n")
-    if options.beside is not None:
-        for path in sorted(options.beside.iterdir()):
-            if path.is_file() and not path.name.endswith((".safetensors", ".bin", ".index.json", ".pt", ".pth")):
-                shutil.copyfile(path, temporary / path.name)
-    if options.output.is_dir():
-        options.output.rmdir()
-    os.replace(temporary, options.output)
-    print(f"{options.output}: {len(outputs)} tensors in {len(shards)} file{'s' if len(shards) > 1 else ''}")
+        (directory / "config.json").write_text(json.dumps(found.content["config"], indent=2, sort_keys=True) + "\n")
+    for path in sorted(beside.iterdir()) if beside is not None else []:
+        if path.is_file() and not path.name.endswith((".safetensors", ".bin", ".index.json", ".pt", ".pth")):
+            shutil.copyfile(path, directory / path.name)
 
 
 def _write(files: SafetensorsFiles, path: Path, shard: list[Output], advance: Callable[[int], object]) -> None:
-    ranges = Ranges(files)
+    ranges, stored = Ranges(files), {own_name(key): tensor for key, tensor in files.tensors.items()}
     header = header_of(((output.name, output.dtype, output.shape) for output in shard), {"format": "pt"})
     stage = torch.empty(STAGE_BYTES, dtype=torch.uint8)
     with file_operations.create(path) as opened:
         file_operations.write(opened, [memoryview(header)])
         for output in shard:
-            step = STAGE_BYTES // 8
+            step, (source,) = STAGE_BYTES // 8, output.index_map.sources
             for start in range(0, output.numel, step):
                 values = stage[: step * output.dtype.itemsize].view(output.dtype)[: output.numel - start]
-                if (whole := files.tensors.get(f"other:0:{output.source}")) is not None:
+                if (whole := stored.get(f"other:0:{source}")) is not None:
                     files.read(whole, start, values)
                 else:
-                    ranges.read("parameter", output.source, start, values)
+                    ranges.read("parameter", source, start, values)
                 file_operations.write(opened, [bytes_of(values)])
                 advance(values.nbytes)
         file_operations.sync(opened)

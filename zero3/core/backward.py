@@ -1,9 +1,9 @@
-"""One model's backward: walks the traces of its forwards from their ends, fetches, backs up and releases.
+"""One model's backward. It walks over the traces of forwards from their ends, and fetches, backs up and releases layers.
 
     backward of layer i    back up and release i+1; wait fetch(i); start fetch(i-1); autograd
-    end of backward        compute waits for all backups; nothing is fetched, nothing in flight
+    end of backward        wait for all backups; then no layer is fetched, and no transfer is under way
 
-The numbers in comments, [B1] and so on, are those of "a step, call by call" in docs/design.md.
+The numbers in comments, such as [B1], are those of "a step, call by call" in docs/design.md.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ LayerCall = Call[LayerState]
 
 
 class Backward:
-    """What backward does with the layers of a model, whichever hook of the graph calls first."""
+    """Moves a model's layers through a backward. Hooks on the graph call it, in any order."""
 
     def __init__(
         self, stack: CallStack[LayerState], communicator: Communicator, backup_communicator: Communicator, device: torch.device, depth: int
     ) -> None:
-        # of the traces, with what is done with each layer's gradients; nested backwards have their own
+        # the order of traces, each with its layers and what is done with their gradients
         self.order: ForwardOrder[tuple[tuple[LayerState, ...], tuple[str, ...]]] = ForwardOrder()
         self._stack = stack
         self._communicator = communicator
         self._backup_communicator = backup_communicator
         self._device = device
         self._depth = depth
-        self._touched: list[LayerTrace] = []  # the traces that this backward has come to
+        self._touched: list[LayerTrace] = []  # the traces that this backward has reached
         self._backups: deque[Backup] = deque()
-        self._reduces = False  # whether this backward reduces anything: `autograd.grad` does not
-        self._owes = False  # whether `no_sync` was ever used
-        self._activity: AbstractContextManager[Any] | None = None  # what the gate was told
-        self._ending = EndOfBackward()  # of the present one
-        self._outer_ending = EndOfBackward()  # of one that recomputes layers and runs backwards of its own through them
+        self._reduces = False  # whether this backward reduces gradients; `autograd.grad` does not
+        self._owes = False  # whether gradients were ever kept for later (`no_sync`, stage 1)
+        self._activity: AbstractContextManager[Any] | None = None  # the gate's context for this backward, entered
+        self._ending = EndOfBackward()  # the end of the present backward
+        self._outer_ending = EndOfBackward()  # the end of a backward that runs others inside (reentrant checkpointing)
 
     def watch(self, state: LayerState) -> None:
-        """Takes charge of `state`: whatever gradient it gets, by whatever way, is reduced by the end of the backward."""
+        """Adds a layer: from now on, any gradient that it gets is reduced by the end of the backward."""
         state.gradients.backward = weakref.ref(self)
 
     def follow(self, trace: LayerTrace, call: LayerCall, nodes: Iterable[Node], mark: object) -> None:
@@ -80,7 +80,7 @@ class Backward:
         return self._stack.layers[0].gate
 
     def take_part_in_backup(self, state: LayerState) -> None:
-        """Joins a reduction that other ranks make, and this one would not: it has no data, or its micro-batch has failed."""
+        """Takes part in a reduction of the other ranks, if this rank has no data, or its micro-batch has failed."""
         for backup in state.gradients.back_up(state.lanes.backup, self._backup_communicator):
             backup.wait()
 
@@ -89,7 +89,7 @@ class Backward:
         return self._ending.awaited
 
     def is_recomputing(self, state: LayerState) -> bool:
-        """Whether a forward of `state` now is a checkpoint's recomputation of a call that this backward has on a trace."""
+        """Whether a forward of `state` is now a checkpoint's recomputation of a call on one of this backward's traces."""
         return self.running and any(trace.holds(state) for trace in self._touched)
 
     def release(self, state: LayerState) -> None:
@@ -100,26 +100,25 @@ class Backward:
             state.release_or_keep()
 
     def recompute(self) -> None:
-        """Before a forward inside a backward. If it belongs to a reentrant checkpoint, its own backward ends before this one."""
+        """Called before a recomputation. Under reentrant checkpointing the recomputed layers get a backward inside this one."""
         if not self._ending.awaited and not self._outer_ending.awaited:
             self._outer_ending.wait(then=self._end_outer)
         self._tell_gate()
         self._finish_nested()
 
     def _finish_nested(self) -> None:
-        """Ends the walk over traces of backwards that ran inside this one and are over (reentrant checkpointing)."""
+        """Ends the walks of backwards inside this one that are over (reentrant checkpointing)."""
         task = backward_task()
         for nested in [trace for trace in self._touched if trace.task > task]:
             self._finish(nested)
 
     def reset(self, *, broken: bool = False) -> None:
-        """Releases everything. If the last backward raised, the gradients accumulated so far are dropped with it,
-        or, in a transaction, are again what they were."""
+        """Releases all layers. If the last backward raised, all gradients are dropped; in a transaction, only that backward's."""
         broken_backward = self._ending.missed or self._outer_ending.missed
         while self._backups:
             try:
                 self._backups.popleft().wait()
-            except RuntimeError:  # a transfer that failed is over
+            except RuntimeError:  # after a failed transfer there is nothing more to wait for
                 broken_backward = True
         for trace in self._touched:
             trace.rewind()
@@ -137,7 +136,10 @@ class Backward:
         self._forget_zeroed()
 
     def _forget_zeroed(self) -> None:
-        """Drops what `no_sync` kept, and the user has given up since. Where nothing shows that, what was given up elsewhere does."""
+        """Drops kept gradients if the caller has zeroed the chunks' gradients since they were kept.
+
+        A rank without any part of a chunk can't see this for that chunk. It goes by the other chunks.
+        """
         if not self._owes:
             return
         reducers = reducers_of(self._stack.layers)
@@ -150,7 +152,7 @@ class Backward:
     # -- the walk
 
     def begin(self) -> None:
-        """[B1] At the first that is heard of a backward. It may be a gradient that came by a way outside the layers' calls."""
+        """[B1] Called by the first hook of a backward. This may be the hook of a parameter used outside the layers' calls."""
         if self.running or not inside_backward():
             return
         if self._ending.missed:
@@ -188,7 +190,7 @@ class Backward:
             names = [f"{state.name_among_ranks}, {how}" for state, how in zip(signature, reductions, strict=True)]
             with self.gate.compare(signature[0], _BACKWARD, names):
                 agree(self._communicator, self._device, _BACKWARD, names)
-        # `autograd.grad` writes no parameter's gradient: then nothing is reduced
+        # `autograd.grad` may compute no parameter's gradient: then nothing is reduced
         trace.reduces = accumulates_everywhere() or any(state.gradients.expected() for state in dict.fromkeys(reversed(signature)))
         self._reduces = self._reduces or trace.reduces
         trace.task = backward_task()
@@ -201,7 +203,7 @@ class Backward:
             for following in trace.upcoming(self._depth):
                 following.start_fetch()
             return
-        state.check_unwritten()  # an optimizer that steps in hooks of parameters would train nothing
+        state.check_unwritten()  # an optimizer that steps in parameters' hooks would change nothing but the full buffer
         if step.reduce and trace.reduces:
             self._back_up(state)
         self.release(state)
@@ -212,7 +214,7 @@ class Backward:
         self._touched.remove(trace)
 
     def _back_up(self, state: LayerState, *, whole: bool = False) -> None:
-        """[B5] Reduces a layer's gradients, or keeps them where reductions wait; `whole`: those that were kept so too."""
+        """[B5] Reduces a layer's gradients, or keeps them if reductions are deferred. `whole`: reduces kept ones even then."""
         if state.gradients.deferred and not whole:
             self._owes = True
             state.gradients.keep()
@@ -225,7 +227,7 @@ class Backward:
             self._drain_backups()
 
     def reduce_deferred(self) -> None:
-        """Somebody looks at a gradient that has stayed whole (stage 1): now all of them are reduced, on every rank."""
+        """Reduces all kept gradients, on every rank. At stage 1, the first read of a gradient calls it."""
         if inside_backward():
             raise RuntimeError("with stage=1 gradients are reduced after backward: don't look at them in hooks")
         self._forget_zeroed()
@@ -234,7 +236,7 @@ class Backward:
             if state.gradients.owed():
                 self._back_up(state, whole=True)
         self._drain_backups()
-        for reducer, total in tokens:  # nothing new has come: what it is the mean of is as it was
+        for reducer, total in tokens:  # the reduction adds no new gradients, so the number of tokens stays the same
             if total is not None:
                 reducer.note_tokens(total)
 
@@ -272,7 +274,7 @@ class Backward:
 
 
 def _reduction_of(state: LayerState) -> str:
-    """What a backward makes of the layer's gradients: what ranks have to do alike."""
+    """What a backward does with the layer's gradients. All ranks have to do the same, so they compare this text."""
     if not any(chunk.shard.requires_grad for chunk in state.chunks):
         return "frozen"
     return "gradients kept (as under no_sync)" if state.gradients.deferred else "gradients reduced"

@@ -1,4 +1,4 @@
-"""Casts what goes into a layer and comes out of it, as its policy says."""
+"""Casts the inputs and outputs of a layer, as its policy says."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__: list[str] = []
 
 
 def caller_for(policy: ShardingPolicy) -> Callable[..., Any]:
-    """`caller_for(policy)(module, *args, **kwargs)` calls the module, and casts its floating inputs and outputs.
+    """Returns a function `(module, *args, **kwargs)` that calls the module, and casts its floating inputs and outputs.
 
-    Autograd records the casts: gradients come back in the dtypes that the tensors had.
+    Autograd records the casts, so gradients have the dtypes of the original tensors.
     """
     inputs = policy.param_dtype if policy.cast_forward_inputs else None
     if inputs is None and policy.output_dtype is None:
@@ -40,9 +40,9 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same nest of lists, tuples, dicts and dataclasses with `function` of every tensor; what has none stays the same object.
+    """Applies `function` to every tensor in nested lists, tuples, dicts and dataclasses.
 
-    Other objects (caches, configurations) are left as they are, with what they hold: they are not ours to copy.
+    A container without a changed tensor stays the same object. Other objects (caches, configurations) are not copied or changed.
     """
     if isinstance(value, Tensor):
         return function(value)

@@ -1,4 +1,4 @@
-"""From a module to a LayerState: check on every rank, agree, then flatten and scatter rank 0's values."""
+"""Makes a LayerState from a module: each rank checks its module, all ranks agree, and rank 0's values are scattered."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__: list[str] = []
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a user asked for when wrapping a module, not yet checked."""
+    """A user's arguments for one layer, not yet checked."""
 
     module: nn.Module
     rank: int | None
@@ -35,14 +35,14 @@ class Request:
     dtype: torch.dtype | None
     policy: ShardingPolicy
     process_group: object
-    label: str | None = None  # what errors call the layer; None: the module's type
+    label: str | None = None  # the layer's name in errors; None: the module's type
     elsewhere: frozenset[int] = frozenset()  # ids of parameters that another layer owns
     borrowed: tuple[ParameterSites, ...] = ()  # parameters inside other layers that this one owns
 
 
 @dataclass(frozen=True, slots=True)
 class _Examined:
-    """A request, looked at on this rank alone."""
+    """A request, checked on this rank alone."""
 
     request: Request
     device: torch.device
@@ -54,7 +54,7 @@ class _Examined:
 
     @property
     def on_meta(self) -> dict[str, bool]:
-        """By name, of every parameter and buffer."""
+        """The name of every parameter and buffer -> whether it is on the meta device."""
         return {b.name: b.parameter.is_meta for b in self.parameters} | {b.name: b.tensor.is_meta for b in self.buffers}
 
     @property
@@ -62,16 +62,16 @@ class _Examined:
         return self.request.label or type(self.request.module).__name__
 
     def agree(self) -> bytes:
-        """Rank 0's note: the number by which ranks will know the layer, and whether anything is on meta there."""
+        """Compares the ranks. Returns rank 0's note: the layer's number among ranks, and whether rank 0 has any tensor on meta."""
         subject = "a new layer" if self.error is not None else f"a new layer ({self.label})"
         note = secrets.token_bytes(IDENTITY_BYTES) + bytes([any(self.on_meta.values())])
         return agree(self.communicator, self.device, subject, self.lines, self.error, note=note)[0]
 
 
 def agree_on(requests: Sequence[Request], is_layer: Callable[[nn.Module], bool], error: Exception | None) -> None:
-    """Every rank raises the first mistake in any of `requests`, or `error`, or none does. Changes nothing.
+    """Checks all `requests`. Every rank raises the first mistake, or a rank's `error`, or none raises. Changes nothing.
 
-    `is_layer`: also says of modules that are yet to become layers that they do, unless it is the request's own.
+    `is_layer` is also True for modules that other requests will make layers.
     """
     examined = [_examine(request, _all_but(request.module, is_layer)) for request in requests]
     first = examined[0]
@@ -85,13 +85,13 @@ def _all_but(own: nn.Module, is_layer: Callable[[nn.Module], bool]) -> Callable[
 
 
 def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> LayerState:
-    """Shards `request.module`. Every rank raises the same error, or none does; before that nothing has changed.
+    """Shards `request.module`. All ranks raise the same error before anything has changed, or none raises.
 
     Raises:
-        ValueError: rank or world_size that the process group denies, a parameter or buffer that can't be sharded,
-            ranks whose models or policies differ.
-        TypeError: arguments of the wrong type.
-        RuntimeError: no process group under a launcher of several processes.
+        ValueError: `rank` or `world_size` differ from the process group's, a parameter or buffer can't be sharded, or ranks have
+            different modules or policies.
+        TypeError: An argument has the wrong type.
+        RuntimeError: A launcher started several processes, but there is no process group.
     """
     examined = _examine(request, is_layer)
     note = examined.agree()
@@ -118,10 +118,10 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
     try:
         device = device_of(request, is_layer)
     except (TypeError, ValueError) as caught:
-        device, error = any_device_of(request.process_group), caught  # the error has to travel
+        device, error = any_device_of(request.process_group), caught  # a device is needed to send the error to the other ranks
     try:
         communicator = communicator_for(request.process_group, device)
-    except TypeError as caught:  # no group to tell the others by: most likely they use the default one
+    except TypeError as caught:  # the argument is no group; the other ranks most likely use the default group
         communicator, error = communicator_for(None, device), error or caught
     parameters: list[ParameterSites] = []
     buffers: list[_Buffer] = []
@@ -144,7 +144,7 @@ def device_of(request: Request, is_layer: Callable[[nn.Module], bool]) -> torch.
     if request.device is not None:
         try:
             device = torch.device(request.device)
-            return _not_meta(torch.empty(0, device=device).device)  # with its index, and known to exist
+            return _not_meta(torch.empty(0, device=device).device)  # a tensor's device has an index, and exists
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"device={request.device!r} is not to be had here: {error}") from None
     found: dict[torch.device, str] = {}
@@ -202,7 +202,7 @@ def _digest(request: Request, device: torch.device, parameters: list[ParameterSi
 
 
 def _chunk_groups(parameters: list[ParameterSites]) -> list[list[ParameterSites]]:
-    """One group, so one chunk, per (trainable or frozen, dtype); in the order in which their first members come."""
+    """Groups parameters by (trainable or frozen, dtype): one chunk for each group, in the order of the groups' first parameters."""
     groups: dict[tuple[bool, torch.dtype], list[ParameterSites]] = {}
     for sites in parameters:
         groups.setdefault((sites.parameter.requires_grad, sites.parameter.dtype), []).append(sites)
@@ -213,16 +213,16 @@ def _chunk_groups(parameters: list[ParameterSites]) -> list[list[ParameterSites]
 def _scatter(
     group: list[ParameterSites], communicator: Communicator, device: torch.device, unloaded: set[str], policy: ShardingPolicy
 ) -> tuple[Chunk, list[ParameterSites]]:
-    """Deals one group out from rank 0: beside the module, a rank holds its chunk of it.
+    """Makes one group's chunk from rank 0's values. A rank holds no more memory than its module and this chunk.
 
-    Those whose names are in `unloaded` have no values on rank 0, and wait for a loader; if all have none, nothing is dealt.
+    Parameters in `unloaded` have no values on rank 0, and are loaded later. If all are unloaded, nothing is sent.
     """
     layout = ChunkLayout.build([(b.name, tuple(b.parameter.shape)) for b in group], communicator.world_size)
     by_name = {sites.name: sites for sites in group}
     ordered = [by_name[slot.name] for slot in layout.slots]
     dtype, trainable = group[0].parameter.dtype, group[0].parameter.requires_grad
     shard = torch.empty(layout.shard_numel, dtype=dtype, device=device)
-    if unloaded.issuperset(by_name):  # its loader is the first to touch it, but for the padding
+    if unloaded.issuperset(by_name):  # the loader will write everything except the padding
         shard[max(0, layout.numel - communicator.rank * layout.shard_numel) :].zero_()
     else:
         blank = torch.zeros((), dtype=dtype)
@@ -248,7 +248,7 @@ class _Buffer:
         return self.owner._buffers[self.attribute]  # type: ignore[return-value]
 
     def broadcast(self, communicator: Communicator, device: torch.device, *, unloaded: bool) -> None:
-        """Rank 0's values on the layer's device; where rank 0 has none, the buffer waits on meta for its loader."""
+        """Copies rank 0's values to all ranks, on the layer's device. A buffer that is `unloaded` stays on meta for a loader."""
         if unloaded:
             self.owner._buffers[self.attribute] = self.tensor.to("meta")
             return

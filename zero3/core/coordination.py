@@ -1,4 +1,4 @@
-"""What a model tells before it makes a collective. Nobody has to hear it, unless some ranks have no data, or one has to repeat it."""
+"""Gates. A model starts each collective inside a context of its gate. `Join` and `step_guard` need that; the usual gate does nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 
 class Activity(IntEnum):
-    """What a rank does with its model. Ranks meet at the first collective of each."""
+    """A phase of a rank's work with its model. Under `Join`, ranks meet at the first collective of each phase."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -26,46 +26,46 @@ class Activity(IntEnum):
 
 
 class Action(IntEnum):
-    """What all ranks do next. The highest that any rank says counts."""
+    """A collective that ranks make together. If ranks announce different ones, the highest counts."""
 
-    END = 1  # nothing more of what they met for
-    GATHER = 2  # a layer's chunks
-    REDUCE = 3  # a layer's gradients
-    AGREE = 4  # compare what they are about to do
-    LOOK = 5  # whether layers that stay whole have changed
+    END = 1  # none: the activity is over
+    GATHER = 2  # gather a layer's chunks
+    REDUCE = 3  # reduce a layer's gradients
+    AGREE = 4  # compare what ranks will do next
+    LOOK = 5  # find the layers that stay whole and whose chunks have changed
     TOKENS = 6  # count the tokens of a micro-batch
-    OTHER = 7  # what a rank without data can't take part in
-    ABORT = 8  # a rank has raised
+    OTHER = 7  # a collective that a rank without data can't take part in
+    ABORT = 8  # none: a rank has raised
 
 
 class Gate(Protocol):
-    """Every collective of a model passes its gate, inside one of these contexts."""
+    """Contexts of a model. Each of its collectives is started inside one of them."""
 
-    compares_at_end: bool  # of what is under way: then ranks need not compare their transfers before
+    compares_at_end: bool  # whether ranks compare their transfers at the end of each activity, and need not do so before
 
     def doing(self, activity: Activity) -> AbstractContextManager[Any]:
-        """Around a forward or a backward. It does not count if this rank is within another one already."""
+        """Context for a forward or a backward. Inside another one it does nothing."""
         ...
 
     def gather(self, layer: Any) -> AbstractContextManager[Any]:
-        """Around the gathers of a layer's chunks, where they are issued."""
+        """Context in which the gathers of a layer's chunks are started."""
         ...
 
     def reduce(self, layer: Any) -> AbstractContextManager[Any]:
-        """Around the reductions of a layer's gradients, where they are issued."""
+        """Context in which the reductions of a layer's gradients are started."""
         ...
 
     def compare(self, layer: Any, place: str, names: list[str]) -> AbstractContextManager[Any]:
-        """Around a comparison of `names`, which ranks make at `place`."""
+        """Context in which ranks compare `names`. `place` is the name of the comparison."""
         ...
 
     def passing(self, action: Action, layer: Any = None) -> AbstractContextManager[Any]:
-        """Around any other collective."""
+        """Context for any other collective."""
         ...
 
 
 class OpenGate:
-    """Nobody hears of anything: the standard library's null context stands for every context of a step."""
+    """The usual gate, whose contexts do nothing."""
 
     compares_at_end = False
     doing = gather = reduce = nullcontext
@@ -78,7 +78,7 @@ class OpenGate:
 
 
 class ComparingGate(OpenGate):
-    """For debugging (`compare_every=1`): before each gather ranks compare all transfers that they have made."""
+    """A gate for debugging (`compare_every=1`): before each gather, ranks compare all transfers so far."""
 
     def gather(self, layer: Any) -> AbstractContextManager[Any]:  # type: ignore[override]
         if layer.chunks:
@@ -87,12 +87,12 @@ class ComparingGate(OpenGate):
 
 
 def gate_for(compare_every: int) -> Gate:
-    """The gate of a layer as long as nothing else is asked for."""
+    """A layer's gate outside `Join` and `step_guard`."""
     return ComparingGate() if compare_every == 1 else OpenGate()
 
 
 class GatedCommunicator:
-    """In place of a layer's communicator, for all but its own gathers and reductions: its collectives pass the gate."""
+    """A layer's communicator under `Join`, whose collectives go through the gate. The layer's own gathers and reductions don't use it."""
 
     def __init__(self, inner: Communicator, gate: Gate) -> None:
         self.inner = inner

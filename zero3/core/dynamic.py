@@ -1,4 +1,4 @@
-"""ShardingPolicy(dynamic=True): ranks leave out different layers, and each takes part in the transfers of those that it leaves out."""
+"""ShardingPolicy(dynamic=True): ranks may leave out different layers. They still take part in the transfers of these layers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ L = TypeVar("L", bound=Hashable)
 
 
 class Event(NamedTuple, Generic[L]):
-    """A layer's call begins, or ends."""
+    """The begin or the end of a layer's call."""
 
     layer: L
     begins: bool
 
 
 class StaticOrder(Generic[L]):
-    """The one order in which a forward may call layers, any of which it may leave out: that in which they stand in the model.
+    """The order of layers in the model. A forward may leave out layers, but must call the others in this order.
 
-    For ranks that leave out different ones: what a rank passes over, it still takes part in.
+    It tells which calls a forward has passed over, so that the rank can take part in their transfers.
     """
 
     def __init__(self, nested: Iterable[tuple[L, int]]) -> None:
@@ -46,7 +46,7 @@ class StaticOrder(Generic[L]):
         self._next = 0
 
     def until(self, layer: L, *, begins: bool) -> list[Event[L]] | None:
-        """What is passed over before `layer` begins or ends; None if that lies behind."""
+        """The events that are passed over before `layer` begins or ends. None if that event is already over."""
         try:
             at = self._events.index(Event(layer, begins), self._next)
         except ValueError:
@@ -64,24 +64,24 @@ class StaticOrder(Generic[L]):
 
 
 class DynamicOrder:
-    """Calls in the order in which layers stand in the model; any of them may be left out."""
+    """Calls in the order of layers in the model, where each rank may leave out any of them."""
 
-    counts_every_call = True  # also one that this rank's backward will not reach
+    counts_every_call = True  # also calls that this rank's backward will not reach
 
     def __init__(self, nested: Iterable[tuple[LayerState, int]], depth: int) -> None:
-        self.calls: ForwardOrder[LayerState | None] = ForwardOrder()  # nothing is learned
+        self.calls: ForwardOrder[LayerState | None] = ForwardOrder()  # stays empty: the order is known
         self._order = StaticOrder(nested)
         self._depth = depth
-        self._passed_over: dict[LayerState, int] = {}  # layers that this rank has not called: when they began
+        self._passed_over: dict[LayerState, int] = {}  # layer that this rank leaves out -> the tick at which its call began
 
     def forget_pass(self) -> None:
         self._passed_over.clear()
 
     def adopt(self, state: LayerState) -> None:
-        """A layer that was found to follow in the graph.
+        """Refuses a layer that was found in the graph, behind this runtime's layers.
 
         Raises:
-            ValueError: always.
+            ValueError: Always.
         """
         raise ValueError(
             f"layer {state.label} is called by a plain module, after others with ShardingPolicy(dynamic=True): a rank that leaves it "
@@ -92,7 +92,7 @@ class DynamicOrder:
         self._order.begin()
 
     def enter(self, state: LayerState, passes: Passes) -> list[LayerState]:
-        """`state` is called: makes the transfers of those before it. Returns the layers to prefetch."""
+        """Called before a layer's forward: makes the transfers of the layers left out before it. Returns the layers to prefetch."""
         if inside_backward():
             raise RuntimeError(
                 f"layer {state.label}: reentrant checkpointing does not go together with ShardingPolicy(dynamic=True), for ranks would "
@@ -102,28 +102,28 @@ class DynamicOrder:
         return self._order.upcoming(self._depth)
 
     def leave(self, state: LayerState, passes: Passes) -> None:
-        """The call of `state` is over."""
+        """Called after a layer's forward: makes the transfers of inner layers that it left out."""
         if not inside_backward():
             self._pass_over(self._order.until(state, begins=False), passes, state)
 
     def finish(self, first: LayerState, passes: Passes) -> None:
-        """The outermost module is through: makes the transfers of the layers behind, and compares all with the other ranks."""
+        """Called at the end of a pass: makes the transfers of the remaining layers, and compares all transfers between ranks."""
         self._pass_over(self._order.rest(), passes)
         agree(first.communicator, first.device, "the end of a forward", [first.log.summary()])
 
     def fail(self, first: LayerState, passes: Passes, error: BaseException) -> None:
-        """The others wait for this rank's part in the rest of the forward; then they hear why it ends."""
+        """Called if a pass raises: makes the other ranks' transfers up to the end of the forward, and then tells them the error."""
         if not isinstance(error, Exception):
             return
         try:
             self._pass_over(self._order.rest(), passes)
             cause = RuntimeError(f"its forward failed with {type(error).__name__}: {error}")
             agree(first.communicator, first.device, "the end of a forward", [], cause)
-        except (RuntimeError, ValueError, TypeError) as told:  # this rank's own error is on its way
-            told.__traceback__ = None  # a cycle: it would keep the forward's tensors alive
+        except (RuntimeError, ValueError, TypeError) as told:  # the caller raises this rank's own error
+            told.__traceback__ = None  # its frames would form a cycle and keep the forward's tensors alive
 
     def _pass_over(self, passed: list[Event[LayerState]] | None, passes: Passes, state: LayerState | None = None) -> None:
-        """Takes part in transfers of layers that this rank passes over, and others may call; a backward will make theirs too."""
+        """Takes part in the transfers of layers that this rank leaves out. They are recorded, so that its backward does the same."""
         if passed is None:
             label = state.label if state is not None else ""
             raise ValueError(
@@ -133,5 +133,5 @@ class DynamicOrder:
         for layer, begins in passed:
             if begins:
                 self._passed_over[layer] = passes.begin_call(layer)
-            elif (start := self._passed_over.pop(layer, None)) is not None:  # else a call of this rank's own that raised
+            elif (start := self._passed_over.pop(layer, None)) is not None:  # None: this rank called the layer, and the call raised
                 passes.end_call(layer, start)

@@ -1,4 +1,4 @@
-"""Which layers a forward calls, in which order: learned, and the same on all ranks."""
+"""The order in which forwards call layers. It is learned, and is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from .schedule import ForwardOrder
 
 __all__: list[str] = []
 
-_FOLD_EVERY = 1000  # transfers, where they are not compared: what is noted of them does not pile up
+_FOLD_EVERY = 1000  # transfers; if they are not compared, the log is folded this often, so that it stays short
 
 
 class Passes(Protocol):
-    """What a forward under way does with layers: the runtime."""
+    """The part of the runtime that an order uses for layers that this rank leaves out."""
 
     def begin_call(self, state: LayerState) -> int:
-        """Fetches a layer that this rank does not call; the tick of its beginning."""
+        """Fetches the layer. Returns the tick at which its call begins."""
         ...
 
     def end_call(self, state: LayerState, start: int) -> object:
-        """Its end: backward will come to it too, or it is released."""
+        """Records the call for the backward. Without gradients it releases the layer."""
         ...
 
 
 class LearnedOrder:
-    """Calls in any order: learned from forwards, and compared between ranks before anybody relies on it."""
+    """Calls in any order. The order is learned from forwards. Ranks compare each call that the order does not predict."""
 
     counts_every_call = False
 
     def __init__(self, expected: Iterable[LayerState], communicator: Communicator, policy: ShardingPolicy) -> None:
-        self.calls: ForwardOrder[LayerState | None] = ForwardOrder(expected)  # None: between outermost modules
+        self.calls: ForwardOrder[LayerState | None] = ForwardOrder(expected)  # None: the next outermost module begins
         self._communicator = communicator
         self._depth = policy.prefetch_depth
         self._compare_every = policy.compare_every
-        self._due = policy.compare_every or _FOLD_EVERY  # at so many transfers the log is looked at
-        self._tells = policy.compare_every > 1 and not communicator.tags_messages  # at every forward
+        self._due = policy.compare_every or _FOLD_EVERY  # the number of transfers at which the log is folded or compared
+        self._tells = policy.compare_every > 1 and not communicator.tags_messages  # whether ranks exchange hashes at every forward
 
     def forget_pass(self) -> None: ...
 
     def adopt(self, state: LayerState) -> None: ...
 
     def begin(self, first: LayerState, *, continues: bool) -> None:
-        """An outermost module is called, and ranks compare the transfers that they have made.
+        """Called before an outermost module's forward. Ranks compare their transfers so far.
 
-        Where messages carry no tag, transfers of two layers may meet: there ranks tell each other at every forward, and look at it one
-        forward later. Elsewhere they compare after every `compare_every` transfers.
+        If messages carry no tag, transfers of two different layers could be matched by mistake. So ranks send their hashes at every
+        forward, and compare them one forward later. Otherwise they compare after every `compare_every` transfers.
         """
         if continues:
             self.calls.advance(None)
@@ -69,14 +69,14 @@ class LearnedOrder:
                 self._compare(first)
 
     def _compare(self, first: LayerState) -> None:
-        if self._compare_every > 1:  # at 1 they are compared one by one
+        if self._compare_every > 1:  # at 1, `ComparingGate` compares before each gather
             with first.gate.passing(Action.AGREE, first):
                 agree(self._communicator, first.device, "the transfers made so far", [first.log.summary()])
 
     def enter(self, state: LayerState, passes: Passes) -> list[LayerState]:
-        """`state` is called, as the other ranks foresee, or are asked. Returns the layers to prefetch.
+        """Called before a layer's forward. Ranks compare the layer if their order did not predict it. Returns the layers to prefetch.
 
-        Never beyond the outermost module that runs: what follows it may come after a step.
+        Layers after the present outermost module are not prefetched, because an optimizer may step before them.
         """
         if inside_backward():
             return []

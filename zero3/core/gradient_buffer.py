@@ -1,4 +1,4 @@
-"""The gradients of a chunk's parameters, one sum a slot: as autograd made them, and, once it is asked for, in one flat buffer."""
+"""The gradients of a chunk's parameters: one sum for each slot, and all of them in one flat buffer when it is needed."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__: list[str] = []
 
 
 class GradientBuffer:
-    """Nothing is counted: a slot that got no gradient is zero, one that got several holds their sum.
+    """Takes any number of gradients for each slot: a slot without a gradient is zero, a slot with several holds their sum.
 
-    The buffer is allocated as late as possible, so that layers behind have given theirs back by then. Only a slot's second
-    gradient needs it before, because sums are made in its dtype.
+    The flat buffer is allocated as late as possible, when the layers behind have freed theirs. It is needed earlier only for a
+    slot's second gradient, because sums are made in the buffer's dtype.
     """
 
     __slots__ = ("_came", "_dtype", "_layout", "_like", "_written", "full")
 
     def __init__(self, layout: ChunkLayout, like: Tensor, dtype: torch.dtype) -> None:
         self._layout = layout
-        self._like = like  # on the device where the buffer is to be
+        self._like = like  # a tensor on the buffer's device
         self._dtype = dtype
-        self._came: dict[int, Tensor] = {}  # by slot; not in the buffer yet
-        self._written: set[int] = set()  # slots of the buffer
+        self._came: dict[int, Tensor] = {}  # slot -> gradient that is not in the buffer yet
+        self._written: set[int] = set()  # slots that are in the buffer
         self.full: Tensor | None = None  # 1-D [W*S]
 
     @property
@@ -32,7 +32,7 @@ class GradientBuffer:
         return self.full is None and not self._came
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """Takes in the gradient of slot number `index`, and keeps it."""
+        """Adds a gradient of slot number `index`. The tensor is kept until the buffer is made."""
         if index in self._came:
             self.flat()
         if index in self._written:
@@ -41,7 +41,7 @@ class GradientBuffer:
             self._came[index] = gradient
 
     def flat(self) -> Tensor:
-        """The buffer, with all that has come in; the gradients themselves are let go of. Slots without one are not written."""
+        """Makes the buffer with all gradients so far, and frees these. Slots without a gradient are not written."""
         if self.full is None:
             self.full = self._like.new_empty(self._layout.padded_numel, dtype=self._dtype)
         while self._came:
@@ -49,9 +49,9 @@ class GradientBuffer:
         return self.full
 
     def pieces(self) -> list[list[Tensor]] | None:
-        """For every rank the pieces of its slice `[S]`, 1-D, side by side, as autograd made them.
+        """For each rank the 1-D pieces of its slice `[S]`, as views of autograd's gradients.
 
-        None where there is a buffer already, or has to be: on a device, where a transfer takes one buffer.
+        None if a buffer exists or is needed. A transfer on a GPU needs one.
         """
         if self.full is not None or self._like.device.type != "cpu" or not all(map(self._fits, self._came.values())):
             return None
@@ -62,14 +62,14 @@ class GradientBuffer:
         ]
 
     def _fits(self, gradient: Tensor) -> bool:
-        lazy = gradient.is_conj() or gradient.is_neg()  # its bytes are not its values
+        lazy = gradient.is_conj() or gradient.is_neg()  # then the bytes in memory are not the values
         return gradient.dtype == self._dtype and gradient.layout == torch.strided and gradient.device.type == "cpu" and not lazy
 
     def _zeros(self, numel: int) -> Tensor:
         return self._like.new_zeros(numel, dtype=self._dtype)
 
     def complete(self) -> Tensor:
-        """The buffer `[W*S]`, with zeros where nothing came. The caller takes it over."""
+        """The buffer `[W*S]`, with zeros for slots without a gradient. From now on the buffer is the caller's."""
         full = self.flat()
         for index in range(len(self._layout.slots)):
             if index not in self._written:
@@ -79,7 +79,7 @@ class GradientBuffer:
         return full
 
     def merge(self, other: GradientBuffer, factor: Tensor | None) -> None:
-        """Adds the sums of `other`, times `factor`, 0-dim."""
+        """Adds the sums of `other`, multiplied by the 0-dim `factor`."""
         full, others = self.flat(), other.flat()
         for index in other._written:
             found = self._slot(others, index)

@@ -1,4 +1,4 @@
-"""From autograd's gradients to a chunk's: hooks bring them, a chunk's reducer adds them up, and backs them up to the rank's slice."""
+"""Reduces gradients: hooks take them from autograd, a reducer for each chunk adds them up, and a backup sums them over ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__: list[str] = []
 
 
 class Backup(NamedTuple):
-    """A reduction under way. It holds its buffers until compute has waited for it: only then may they be handed out again."""
+    """A reduction under way. It holds its buffers until the compute stream has waited for it: then they may be freed."""
 
     mark: Mark
     held: tuple[Tensor | None, ...]
@@ -41,29 +41,28 @@ class Backup(NamedTuple):
 
 
 class GradientReducer(KeptGradients):
-    """Adds up the gradients of a chunk's parameters until `back_up`, which reduces them into the chunk's own gradient.
+    """Adds up the gradients of a chunk's parameters. `back_up` then reduces the sum over ranks into the chunk's own gradient.
 
-    `keep` in place of `back_up` leaves the sum for a later backward to add to and to reduce, unless the chunk's gradient is
-    zeroed meanwhile.
+    `keep`, instead of `back_up`, leaves the sum for a later reduction. If the chunk's gradient is zeroed before, the sum is dropped.
     """
 
     def __init__(self, chunk: Chunk, communicator: Communicator, policy: ShardingPolicy, naming: NamingFailures) -> None:
         self.communicator = communicator
-        self.averaged_over = communicator.world_size  # ranks; fewer where some have run out of data
+        self.averaged_over = communicator.world_size  # the number of ranks for the mean: fewer if some have no data left
         super().__init__(chunk, gradient_dtype(policy, chunk.shard.dtype))
         self._mean = policy.gradient_reduction == "mean"
         self._narrows = self._dtype.itemsize > chunk.shard.dtype.itemsize
-        # fp16 overflows at 65504: there a part of the mean's division comes before the sum
+        # fp16 overflows at 65504, so a part of the division for the mean is done before the sum
         self._divide_first = 1 << (communicator.world_size.bit_length() - 1) // 2 if self._mean and self._dtype == torch.float16 else 1
         self._naming = naming
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """Takes in the gradient of slot number `index`."""
+        """Adds a gradient of slot number `index`."""
         self.pending = True
         self._buffer.add(index, gradient)
 
     def back_up(self, lane: Lane, communicator: Communicator) -> Backup:
-        """[backup 1] Begins to reduce what has come in (zeros, if nothing has) into this rank's slice, and gives its buffer away."""
+        """[backup 1] Starts to reduce the gradients into this rank's slice, zeros for slots without one. The `Backup` owns the buffer."""
         pieces = self._buffer.pieces() if communicator.takes_pieces and self._divide_first == 1 else None
         full = self._buffer.complete() if pieces is None else None
         self._buffer, self._kept = GradientBuffer(self._chunk.layout, self._chunk.shard, self._dtype), []
@@ -82,8 +81,8 @@ class GradientReducer(KeptGradients):
         return Backup(mark, (full, summed, landed), self._naming)
 
     def _land(self, summed: Tensor, landed: Tensor) -> None:
-        """[backup 3] `summed` `[S]`, over ranks, becomes or joins the chunk's gradient, by way of `landed`, which has its dtype."""
-        if torch.is_grad_enabled():  # not in a backward, where this is called most
+        """[backup 3] Adds `summed` `[S]`, the sum over ranks, to the chunk's gradient. `landed` takes the mean in the chunk's dtype."""
+        if torch.is_grad_enabled():  # in a backward it is off already, and entering no_grad costs time
             with torch.no_grad():
                 return self._land(summed, landed)
         divisor = self.averaged_over / self._divide_first if self._mean else 1
@@ -105,19 +104,19 @@ class GradientReducer(KeptGradients):
         kind = WholeGradient if part.whole else PieceGradient if self._chunk.divided else ShardGradient
         return gradient if self.communicator.world_size == 1 else kind.of(gradient, self.communicator)
 
-    # -- the end of a backward, or of what is left of it
+    # -- the end of a backward, also of one that raised
 
-    undecided = False  # whether gradients came that nobody has decided on: see `transactions`
+    undecided = False  # whether there are gradients that a transaction has neither committed nor rolled back
 
     def end_backward(self, layer: LayerGradients) -> None:
-        """The backward is over: what it brought counts."""
+        """Called when a backward has ended without an error. `TransactionalReducer` commits here."""
 
     def abandon(self) -> None:
-        """A backward did not end: what it brought is dropped. With it goes what was kept, because the two are one sum."""
+        """Drops the gradients of a backward that did not end. Kept gradients go too, because both are in one sum."""
         self.drop()
 
     def give_up(self) -> None:
-        """A backward broke: what it brought is dropped, and the chunk's gradient too."""
+        """Drops the gradients of a backward that raised, and the chunk's gradient."""
         self.drop_all()
 
     def drop_all(self) -> None:
@@ -127,22 +126,22 @@ class GradientReducer(KeptGradients):
 
 
 class LayerGradients:
-    """A layer's reducers, one a chunk, and the hooks that bring them gradients.
+    """A layer's reducers, one for each chunk, and the hooks that give them autograd's gradients.
 
-    Autograd's hooks and deferred gradients refer to this object weakly, and this one to the model's backward: a model that
-    is deleted is freed at once, and not when the cycle collector runs.
+    Hooks and deferred gradients refer to this object weakly, and this object refers weakly to the model's `Backward`. So there are
+    no cycles, and a deleted model is freed at once.
     """
 
     def __init__(
         self, communicator: Communicator, policy: ShardingPolicy, subject: Subject, reducer: type[GradientReducer] = GradientReducer
     ) -> None:
         self.reducers: dict[Chunk, GradientReducer] = {}
-        self.reducer = reducer  # what a chunk gets
-        self.backward: Callable[[], Any] = lambda: None  # a weak reference to the `Backward` of its model
-        self.log = TransferLog()  # of the model
-        self.averaged_over = communicator.world_size  # ranks
-        self.deferrals = 0  # `no_sync` contexts that it is in
-        self.holds = 0  # `step_guard` contexts that it is in
+        self.reducer = reducer  # the class of new reducers
+        self.backward: Callable[[], Any] = lambda: None  # a weak reference to the model's `Backward`
+        self.log = TransferLog()  # the model's
+        self.averaged_over = communicator.world_size  # the number of ranks for the mean
+        self.deferrals = 0  # the number of `no_sync` contexts that the layer is in
+        self.holds = 0  # the number of `step_guard` contexts that the layer is in
         self._stay_whole = not shards_gradients(policy)
         self._entry = Transfer("reducing", subject, 2 * communicator.channel)
         self._communicator, self._policy = communicator, policy
@@ -153,7 +152,7 @@ class LayerGradients:
         self.reducers[chunk] = self.reducer(chunk, self._communicator, self._policy, self._naming)
 
     def replace_chunks(self, chunks: Iterable[Chunk], parameters: Iterable[ShardedParameter]) -> None:
-        """The same parameters in other chunks."""
+        """Takes other chunks for the same parameters."""
         before, self.reducers = self.reducers, {}
         for chunk in chunks:
             self.add_chunk(chunk)
@@ -162,7 +161,7 @@ class LayerGradients:
             self.hook(sharded)
 
     def hook(self, sharded: ShardedParameter) -> None:
-        """From now on, what autograd accumulates into the parameter goes to its chunk's reducer."""
+        """From now on, the gradients that autograd accumulates into the parameter go to its chunk's reducer."""
         parameter, key, layer = sharded.sites.parameter, id(sharded.sites.parameter), weakref.ref(self)
         known = key in self._hooked
         if not parameter.requires_grad:
@@ -171,8 +170,8 @@ class LayerGradients:
         if known:
             return
 
-        def take(leaf: Tensor) -> None:  # [B4] holds neither the parameter nor us: the cycle collector does not see into hooks
-            with as_plain_tensors():  # it may be released by now
+        def take(leaf: Tensor) -> None:  # [B4] holds no strong reference, because the cycle collector can't see into hooks
+            with as_plain_tensors():  # the parameter may be released already
                 gradient, leaf.grad = leaf.grad, None
             if gradient is not None and (gradients := layer()) is not None:
                 gradients.add(key, gradient)
@@ -184,28 +183,28 @@ class LayerGradients:
         sharded = self._hooked[key]
         reducer = self.reducers[sharded.chunk]
         if not reducer.pending and (backward := self.backward()) is not None:
-            backward.begin()  # perhaps it came by a way outside the layer's calls: somebody has to end this backward
+            backward.begin()  # the gradient may come from outside the layer's calls, so no other hook may have begun the backward
         reducer.add(sharded.index, gradient)
 
     @property
     def deferred(self) -> bool:
-        """Whether reductions wait: under `no_sync`, at stage 1. On one rank there are none to save, and memory to lose."""
+        """Whether reductions are left for later: under `no_sync` and at stage 1. On one rank that would only cost memory."""
         return (self.deferrals > 0 or self._stay_whole) and self._communicator.world_size > 1
 
     def pending(self) -> bool:
-        """Whether gradients have come in, in this backward, that no backup has taken."""
+        """Whether this backward has added gradients that are not backed up yet."""
         return any(reducer.pending for reducer in self.reducers.values())
 
     def owed(self) -> bool:
-        """Whether an earlier backward, under `no_sync`, has left its reduction to a later one."""
+        """Whether an earlier backward has kept gradients that are not reduced yet."""
         return any(reducer.owed for reducer in self.reducers.values())
 
     def expected(self) -> bool:
-        """Whether the backward that runs now writes gradients of this layer's parameters."""
+        """Whether the present backward computes gradients of this layer's parameters."""
         return accumulates_into(sharded.sites.parameter for sharded in self._hooked.values())
 
     def back_up(self, lane: Lane, communicator: Communicator) -> list[Backup]:
-        """Begins to reduce the gradients of all trainable chunks."""
+        """Starts to reduce the gradients of all trainable chunks."""
         self.log.entries.append(self._entry)
         try:
             return [reducer.back_up(lane, communicator) for chunk, reducer in self.reducers.items() if chunk.shard.requires_grad]
@@ -219,7 +218,7 @@ class LayerGradients:
                 reducer.keep(self)
 
     def reduce_deferred(self) -> bool:
-        """Somebody needs a gradient that has stayed whole (stage 1): reduces those of the model. False under `no_sync`."""
+        """Reduces all deferred gradients of the model (stage 1). Returns False if that is not allowed yet, under `no_sync`."""
         backward = self.backward()
         if not self._stay_whole or self.deferrals or backward is None:
             return False

@@ -1,4 +1,4 @@
-"""A chunk's gradient: its type, which refuses what needs all of the model's gradients, and how it grows."""
+"""The types of a chunk's gradient, which refuse operations that need the gradients of all ranks, and how gradients accumulate."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _IS_SPARSE = Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 
 
 class ShardGradient(Tensor):
-    """A gradient `[S]` of one rank's chunk; every operation but those below sees a plain tensor.
+    """The gradient `[S]` of one rank's chunk. It behaves as a plain tensor, with two exceptions.
 
-    * A norm is this rank's alone: `torch.nn.utils.clip_grad_norm_` on chunks would clip each rank by another factor.
-      It raises and names `zero3.clip_grad_norm_`; also by way of `.data` or `.detach()`.
-    * `torch.amp.GradScaler` looks for inf and nan in it: what one rank finds, all ranks are told, or they would step
-      differently. (One scalar all-reduce; every rank unscales.)
+    * A norm would be the norm of this rank's slice, so `torch.nn.utils.clip_grad_norm_` would clip each rank by another factor.
+      It raises an error that names `zero3.clip_grad_norm_`, also for `.data` and `.detach()`.
+    * `torch.amp.GradScaler` looks for inf and nan in the gradient. If one rank finds any, all ranks must skip the step, so the
+      finding is reduced over ranks (one scalar; every rank unscales).
     """
 
     communicator: Communicator
@@ -76,11 +76,11 @@ class ShardGradient(Tensor):
 
     @classmethod
     def _before_unscale(cls, gradients: Sequence[Tensor]) -> None:
-        """Nothing to say of chunks: every rank has the same number of them, so each joins in the all-reduce."""
+        """Chunks need no check: every rank has the same number of them, so every rank takes part in the all-reduce."""
 
 
 class PieceGradient(ShardGradient):
-    """That of a part of a chunk. Ranks have different numbers of them, some none: an all-reduce in here would wait for ever."""
+    """The gradient of a part of a chunk. Some ranks have no part, so they would not take part in GradScaler's all-reduce."""
 
     @classmethod
     def _before_unscale(cls, gradients: Sequence[Tensor]) -> None:
@@ -91,7 +91,7 @@ class PieceGradient(ShardGradient):
 
 
 class WholeGradient(PieceGradient):
-    """That of a parameter in its own shape: an optimizer's norm of it is right. A total over parameters is still one rank's."""
+    """The gradient of a parameter in its own shape. Its norm is right, but a total over parameters is still one rank's."""
 
     @classmethod
     def _before_norm(cls, caller: FrameType | None) -> None:
@@ -100,35 +100,35 @@ class WholeGradient(PieceGradient):
 
 
 class NotReducedError(RuntimeError):
-    """A gradient was needed that is not known yet: the caller's mistake, and no failure of a micro-batch."""
+    """A gradient was used before it was reduced. This is the caller's mistake; `step_guard` does not catch it."""
 
 
 class DefersReductions(Protocol):
-    """A layer whose gradients wait to be reduced."""
+    """A layer that may keep gradients for a later reduction."""
 
     def reduce_deferred(self) -> bool:
-        """Reduces what is deferred; False where that may not be yet."""
+        """Reduces the deferred gradients. Returns False if that is not allowed yet."""
         ...
 
 
 class DeferredGradient(Tensor):
-    """Stands for a chunk's gradient while a part of what it will be is kept unreduced. It shows its shape, not its values.
+    """A chunk's gradient while a part of it is kept unreduced. It has a shape and no values, and takes no memory.
 
-    Optimizers may drop it or zero it, and then what was kept is dropped; it takes no memory. Whoever asks for its values has
-    all deferred gradients reduced, and it becomes the result. Under `no_sync` that is an error, which comes before an
-    optimizer changes anything: optimizers first ask whether a gradient is sparse.
-    (`zero_grad` asks too, but after it has detached the gradient.)
+    It may be dropped or zeroed; then the kept gradients are dropped. Any operation that needs its values reduces all deferred
+    gradients first, and the object becomes the reduced gradient. Under `no_sync` this is an error. The error comes before an
+    optimizer changes anything, because optimizers begin with `gradient.is_sparse`. (`zero_grad` reads `is_sparse` too, but
+    detaches the gradient first.)
     """
 
-    zeroed: bool  # or about to be
-    layer: Callable[[], DefersReductions | None]  # a weak reference: it would keep a deleted model alive
-    reduced: Tensor | None  # what was there before, for the rest to join
+    zeroed: bool  # whether it is zeroed, or detached, which `zero_grad` does before it zeroes
+    layer: Callable[[], DefersReductions | None]  # a weak reference, which does not keep a deleted model alive
+    reduced: Tensor | None  # the reduced gradient of earlier backwards
 
     @classmethod
     def like(cls, parameter: Tensor, layer: Callable[[], DefersReductions | None]) -> DeferredGradient:
-        """For `parameter`, which may have a gradient already."""
+        """A deferred gradient for `parameter`, which may have a gradient already."""
         nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        deferred = torch.Tensor._make_subclass(cls, nothing.expand(parameter.shape))  # no view: that would hold `nothing` for life
+        deferred = torch.Tensor._make_subclass(cls, nothing.expand(parameter.shape))  # as_subclass would make a view of `nothing`
         deferred.zeroed, deferred.layer = False, layer
         before = parameter.grad
         deferred.reduced = before.earlier if isinstance(before, DeferredGradient) else before
@@ -139,10 +139,10 @@ class DeferredGradient(Tensor):
         return None if self.zeroed else self.reduced
 
     def reduce_now(self) -> None:
-        """Has it reduced: from now on it is an ordinary gradient.
+        """Reduces this and all other deferred gradients of the model. This object becomes an ordinary gradient.
 
         Raises:
-            RuntimeError: under `no_sync`, where it has no values yet.
+            NotReducedError: It can't be reduced yet, under `no_sync`.
         """
         layer = self.layer()
         if layer is None or not layer.reduce_deferred() or isinstance(self, DeferredGradient):
@@ -153,7 +153,7 @@ class DeferredGradient(Tensor):
             )
 
     def become(self, gradient: Tensor) -> None:
-        """The same object from now on is `gradient`: an optimizer may have it in hand already."""
+        """Makes this very object the same as `gradient`, because an optimizer may hold a reference to it already."""
         with as_plain_tensors():
             self.data = gradient
         vars(self).clear()
@@ -161,7 +161,7 @@ class DeferredGradient(Tensor):
         self.__class__ = type(gradient)  # type: ignore[assignment]
 
     def leave(self, parameter: Tensor, typed: Callable[[Tensor], Tensor]) -> None:
-        """Nothing is deferred any more: the parameter has what it had before, or zeros."""
+        """Ends the deferral, after kept gradients were dropped: the parameter gets its earlier gradient back, or zeros."""
         if self.zeroed:
             self.become(typed(torch.zeros_like(parameter)))
         else:
@@ -188,9 +188,9 @@ class DeferredGradient(Tensor):
 
 
 def accumulate_beside(parameter: nn.Parameter) -> Node | None:
-    """From now on, while `parameter.grad` is deferred, autograd adds to what was there before: a penalty over chunks does that.
+    """Lets autograd add to `parameter.grad` while it is deferred, as a penalty over chunks does: it adds to the reduced part.
 
-    It lasts as long as the caller keeps what is returned.
+    This works as long as the caller keeps the returned node.
     """
     reference, put_aside = weakref.ref(parameter), list[DeferredGradient]()
 
@@ -211,10 +211,10 @@ def accumulate_beside(parameter: nn.Parameter) -> Node | None:
 
 
 def reduce_deferred(gradients: Iterable[Tensor | None]) -> None:
-    """Before somebody reads `gradients`: those that are deferred are reduced, on every rank.
+    """Reduces those of `gradients` that are deferred, so that their values can be read. All ranks call it.
 
     Raises:
-        RuntimeError: under `no_sync`, where they have no values yet.
+        NotReducedError: They can't be reduced yet, under `no_sync`.
     """
     for gradient in gradients:
         if isinstance(gradient, DeferredGradient):
@@ -225,17 +225,17 @@ def _flat(values: Any) -> list[Any]:
     return [inner for value in values for inner in (_flat(value) if isinstance(value, (list, tuple)) else [value])]
 
 
-# -- how a chunk's gradient grows
+# -- accumulation
 
-TOKENS = "_zero3_tokens"  # on a gradient: over how many tokens it is the mean, 0-dim, and its version then
-_EXACT = "_zero3_exact"  # on a gradient: what it was rounded from, and its version then
+TOKENS = "_zero3_tokens"  # attribute of a gradient: (the number of tokens it is the mean over, 0-dim; its version then)
+_EXACT = "_zero3_exact"  # attribute of a gradient: (the wider tensor that it was rounded from; its version then)
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None) -> None:
-    """[backup 4] Adds `gradient` to the parameter's, as autograd would. The parameter is in no graph, so its hooks are called here.
+    """[backup 4] Adds `gradient` to the parameter's gradient, and calls the parameter's hooks, as autograd would.
 
-    `exact`: the gradient in a wider dtype. It stays with the parameter's gradient, and sums are made in it, so that
-    micro-batches round once and not each. It dies with that gradient, and does not count if somebody changed it.
+    `exact` is the gradient in a wider dtype. It stays with the parameter's gradient, and later micro-batches are added to it, so
+    that the sum is rounded only once. It is freed with that gradient. If the caller changes the gradient, it is not used again.
     """
     for hook in (parameter._backward_hooks or {}).values():
         changed = hook(gradient)
@@ -249,7 +249,7 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None) 
         parameter.grad.add_(gradient)
     else:
         earlier, version = getattr(parameter.grad, _EXACT, (exact, -1))
-        # The sum stays in the older tensor: the newer one is held by its backup until compute has waited for it.
+        # The sum is made in the older tensor, because the newer one belongs to a backup that is still waited for.
         exact = earlier.add_(exact) if version == parameter.grad._version else exact.add_(parameter.grad)
         parameter.grad.copy_(exact)
     if deferred is not None:
@@ -263,7 +263,7 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None) 
 
 
 def scale_gradient(gradient: Tensor, factor: Tensor) -> None:
-    """Multiplies it, and what it was rounded from, by `factor`, 0-dim."""
+    """Multiplies a gradient, and the wider tensor that it was rounded from, by the 0-dim `factor`."""
     exact, version = getattr(gradient, _EXACT, (None, -1))
     if exact is not None and version == gradient._version:
         gradient.copy_(exact.mul_(factor))

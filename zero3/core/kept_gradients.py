@@ -1,4 +1,4 @@
-"""Gradients that wait for a later backward: under `no_sync`, and at stage 1. What is done to them meanwhile."""
+"""Gradients that are kept for a later reduction, under `no_sync` and at stage 1."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ __all__: list[str] = []
 
 
 class KeptGradients:
-    """The gradients of a chunk's parameters that no backward has reduced yet."""
+    """The gradients of a chunk's parameters that are not reduced yet."""
 
     def __init__(self, chunk: Chunk, dtype: torch.dtype) -> None:
-        self.pending = False  # gradients have come in, in this backward, that no backup has taken
-        self.owed = False  # an earlier backward has left its reduction to a later one
+        self.pending = False  # whether this backward has added gradients that are not backed up yet
+        self.owed = False  # whether an earlier backward has kept gradients that are not reduced yet
         self._chunk = chunk
-        self._dtype = dtype  # of sums
+        self._dtype = dtype  # the dtype of sums
         self._buffer = self._new_buffer()
-        self._kept: list[Part] = []  # those with a gradient when the sum was kept: it goes with theirs
-        self._accumulators: dict[int, Node | None] = {}  # of parts whose gradient was ever deferred
+        self._kept: list[Part] = []  # parts that had a gradient at the last `keep`: if it is zeroed, the kept sum is dropped
+        self._accumulators: dict[int, Node | None] = {}  # by id of the part's parameter, if its gradient was ever deferred
 
     def _new_buffer(self) -> GradientBuffer:
         return GradientBuffer(self._chunk.layout, self._chunk.shard, self._dtype)
 
     def keep(self, layer: DefersReductions) -> None:
-        """Leaves what has come in for a later backward. Until then the chunk's gradient is one that an optimizer can't use."""
+        """Keeps the gradients for a later reduction. Until then the chunk's gradient is a `DeferredGradient`, which has no values."""
         if not self._buffer.empty:
             self._buffer.flat()
         self.pending, self.owed = False, True
@@ -47,11 +47,11 @@ class KeptGradients:
 
     @property
     def unseen(self) -> bool:
-        """Whether what is kept belongs to gradients of other ranks only, so that nobody here could zero them."""
+        """Whether gradients are kept, but this rank has no part of the chunk that the caller could zero."""
         return self.owed and not self._kept
 
     def forget_zeroed(self) -> bool:
-        """Between backwards: drops what was kept, if the gradients that it belongs to have been zeroed since."""
+        """Drops kept gradients if the caller has zeroed the chunk's gradient since. Returns whether it did. For between backwards."""
         for part in self._kept:
             now = part.parameter.grad
             if now is None or (isinstance(now, DeferredGradient) and now.zeroed):
@@ -60,7 +60,7 @@ class KeptGradients:
         return False
 
     def scale(self, factor: Tensor) -> None:
-        """Multiplies the chunk's gradient, and what is kept for it, by `factor`, 0-dim."""
+        """Multiplies the chunk's gradient, and the kept gradients, by the 0-dim `factor`."""
         self._scale(factor, self._buffer.full)
 
     def _scale(self, factor: Tensor, kept: Tensor | None) -> None:
@@ -73,18 +73,18 @@ class KeptGradients:
                 scale_gradient(gradient, factor)
 
     def noted_tokens(self) -> Tensor | None:
-        """Over how many tokens the chunk's gradient is the mean, as far as `note_tokens` has told; 0-dim."""
+        """The number of tokens that the chunk's gradient is the mean over, 0-dim. None if `note_tokens` has not set it."""
         notes = (getattr(part.parameter.grad, TOKENS, None) for part in self._chunk.parts)
         return next((note[0] for note in notes if note is not None), None)
 
     def note_tokens(self, total: Tensor) -> None:
-        """The chunk's gradient is now the mean over `total` tokens, 0-dim."""
+        """Notes that the chunk's gradient is the mean over `total` tokens, 0-dim."""
         for part in self._chunk.parts:
             if part.parameter.grad is not None:
                 setattr(part.parameter.grad, TOKENS, (total, part.parameter.grad._version))
 
     def drop(self) -> None:
-        """What has come in or was kept, and is not reduced."""
+        """Drops all gradients that are not reduced yet."""
         self._buffer, self._kept = self._new_buffer(), []
         self.pending = self.owed = False
         for part in self._chunk.parts:
@@ -92,5 +92,5 @@ class KeptGradients:
                 deferred.leave(part.parameter, partial(self._typed, part=part))
 
     def _typed(self, gradient: Tensor, part: Part) -> Tensor:
-        """As the gradient of `part` has to be: see `gradient_types`."""
+        """`gradient` in the type that the gradient of `part` has. See `gradient_types`."""
         raise NotImplementedError

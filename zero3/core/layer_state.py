@@ -1,4 +1,4 @@
-"""A layer without its module: chunks, parameters, gradients, and whether they are fetched."""
+"""The state of one layer: its chunks, parameters and gradients, and whether it is fetched."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .chunk import Chunk, registered
 from .coordination import Gate, gate_for
 from .flat import not_a_number
 from .gradient_reducer import GradientReducer, LayerGradients
-from .parameters import Owner, ParameterSites, ShardedParameter, remember_order, show_all
+from .parameters import ParameterSites, ShardedParameter, mark, remember_order, show_all
 from .policy_facts import keeps_until_backward, shards_parameters
 from .transactions import TransactionalReducer
 
@@ -29,52 +29,53 @@ __all__: list[str] = []
 
 class Presence(Enum):
     RELEASED = "released"  # chunks only
-    FETCHING = "fetching"  # full buffer filling, parameters still hidden
+    FETCHING = "fetching"  # the gather is under way, parameters are still hidden
     FETCHED = "fetched"  # parameters shown
-    KEPT = "kept"  # full buffer filled, parameters hidden again: the forward is over, a backward may come at once
+    KEPT = "kept"  # full buffer filled, parameters hidden: the forward is over, and its backward may begin at once
 
 
 class LayerState:
-    """Moves a layer between released and fetched. Knows neither what comes next nor why: the runtime does.
+    """Fetches and releases a layer. The runtime decides when.
 
-    presence  | parameters in the modules        | full buffer    | next
+    presence  | parameters in the modules        | full buffer    | next call
     released  | hidden: metadata yes, values no  | no storage     | start_fetch
     fetching  | hidden                           | being written  | finish_fetch
-    fetched   | shown, views of the full buffer  | all values     | keep (then as fetching, but written), release
+    fetched   | shown, views of the full buffer  | all values     | release or keep
+    kept      | hidden                           | all values     | release or finish_fetch
     """
 
     def __init__(self, label: str, communicator: Communicator, device: torch.device, policy: ShardingPolicy) -> None:
         self.subject = Subject(f"layer {label}")
-        self.identity = communicator.channel  # a random number, the same on all ranks: labels may differ, if ranks wrap equal modules
+        self.identity = communicator.channel  # a random number, the same on all ranks; labels may differ between ranks
         self.communicator = communicator
         self.device = device
         self.policy = policy
-        self.call = caller_for(policy)  # of the layer's module
+        self.call = caller_for(policy)  # calls the layer's module
         self.chunks: list[Chunk] = []
         self.parameters: list[ShardedParameter] = []
         reducer = TransactionalReducer if policy.transactional else GradientReducer
         self.gradients = LayerGradients(communicator, policy, self.subject, reducer)
         self.gate: Gate = gate_for(policy.compare_every)
         self.presence = Presence.RELEASED
-        self.stays_whole = not shards_parameters(policy)  # from step to step
+        self.stays_whole = not shards_parameters(policy)  # stages 1 and 2: the layer is kept from step to step
         self.keeps_until_backward = keeps_until_backward(policy)
-        self.resident = 0  # contexts in which ranks go their own ways
-        self.registry: dict[str, nn.Parameter | None] = {}  # where the module tree finds the chunks
-        self.meta_buffers: list[tuple[nn.Module, str, str]] = []  # owner, attribute, name: to be filled before use
-        self.unfinished: Callable[[], None] | None = None  # waits for a checkpoint of the model that is still being written
+        self.resident = 0  # the number of `resident` contexts that the layer is in
+        self.registry: dict[str, nn.Parameter | None] = {}  # the `_parameters` of the module that lists the chunks
+        self.meta_buffers: list[tuple[nn.Module, str, str]] = []  # (owner, attribute, name) of buffers without values
+        self.unfinished: Callable[[], None] | None = None  # waits for a checkpoint that is still being written
         self._lanes: Lanes | None = None
         self._gathering = NamingFailures(communicator, "gathering", self.subject)
         self._entry = Transfer("gathering", self.subject, 2 * self.identity + 1)
         self.pins = 0
-        self.as_stored = False  # while pinned: parameters are shown in the chunks' dtypes, although they compute in another
-        self.versions: list[int] = []  # of the parameters, as graphs know them
+        self.as_stored = False  # while pinned: whether parameters are shown in the chunks' dtype and not in the compute dtype
+        self.versions: list[int] = []  # the parameters' versions while the layer was fetched; graphs save these
         self.log = TransferLog()
         self.label = label
 
     def add_chunk(self, chunk: Chunk, parameters: list[ParameterSites]) -> None:
-        """Takes over the parameters of `parameters` (in the order of the slots); they are hidden from now on."""
+        """Adds a chunk and its parameters, which are in the order of its slots. They are hidden from now on."""
         self.chunks.append(chunk)
-        chunk.shard.zero3_state = Owner(self)  # type: ignore[attr-defined]
+        mark(chunk.shard, self)
         self.gradients.add_chunk(chunk)
         empty = not_a_number(chunk.compute_dtype, chunk.shard.device)
         remember_order(parameters)
@@ -101,7 +102,7 @@ class LayerState:
 
     @property
     def log(self) -> TransferLog:
-        """The runtime gives all its layers the same."""
+        """The transfer log, which all layers of a runtime share."""
         return self._log
 
     @log.setter
@@ -114,7 +115,7 @@ class LayerState:
 
     @property
     def lanes(self) -> Lanes:
-        """The runtime gives all its layers the same; a layer that is read before any forward makes its own."""
+        """The lanes, which all layers of a runtime share. A layer that is fetched before it has a runtime makes its own."""
         self._lanes = self._lanes or self.communicator.lanes(self.device)
         return self._lanes
 
@@ -123,11 +124,11 @@ class LayerState:
         self._lanes = lanes
 
     def trainable(self) -> list[nn.Parameter]:
-        """What an optimizer takes: the trainable chunks, or the parts that stand in for them."""
+        """The parameters for an optimizer: the trainable chunks, or their parts."""
         return [part.parameter for chunk in self.chunks for part in chunk.parts if part.parameter.requires_grad]
 
     def full_nbytes(self) -> int:
-        """Bytes of the layer's full buffers while it is fetched."""
+        """The bytes of the layer's full buffers while it is fetched."""
         return sum(chunk.layout.padded_numel * chunk.compute_dtype.itemsize for chunk in self.chunks)
 
     # -- fetch and release
@@ -142,7 +143,7 @@ class LayerState:
         self.finish_fetch()
 
     def start_fetch(self) -> None:
-        """[fetch 1] Begins to gather the layer, unless it is here or on its way."""
+        """[fetch 1] Starts to gather the layer, if it is released."""
         if self.presence is not Presence.RELEASED:
             return
         self._check_loaded()
@@ -160,7 +161,7 @@ class LayerState:
                 raise
 
     def take_part_in_fetch(self) -> None:
-        """Joins a fetch that other ranks make, and this one has no use for."""
+        """Takes part in a fetch that only other ranks need."""
         if self.stays_whole:
             self.fetch()
             self.release_or_keep()
@@ -171,7 +172,7 @@ class LayerState:
             chunk.take_part_in_fetch()
 
     def finish_fetch(self) -> None:
-        """[fetch 4] After this, compute on the current stream may use the parameters."""
+        """[fetch 4] Waits for the gather, and shows the parameters. Then the current stream may compute with them."""
         if self.presence in (Presence.FETCHING, Presence.KEPT):
             with self.wait_span:
                 try:
@@ -180,18 +181,18 @@ class LayerState:
                 except RuntimeError as failure:
                     self._gathering.explain(failure)
                     raise
-            self.presence = Presence.FETCHED  # first: an interrupt between two parameters must find all to hide
+            self.presence = Presence.FETCHED  # set first: after an interrupt in between, release must hide every parameter
             for chunk in self.chunks:
                 if chunk.trains != chunk.shard.requires_grad:
                     self._follow_requires_grad(chunk)
             show_all(self.parameters, self.versions)
         for chunk in self.chunks:
-            if chunk.changed():  # [S2] then what older graphs saved is stale: torch's own version check has to see it
+            if chunk.changed():  # [S2] older graphs hold old values: with a new version, torch's own check raises for them
                 increment_version([sharded.sites.parameter for sharded in self.parameters if sharded.chunk is chunk])
         self.versions = [sharded.sites.parameter._version for sharded in self.parameters]
 
     def _follow_requires_grad(self, chunk: Chunk) -> None:
-        """A chunk that was frozen or unfrozen as a whole takes its parameters along."""
+        """Gives the chunk's parameters the chunk's `requires_grad`, after the caller has changed that."""
         chunk.trains = chunk.shard.requires_grad
         for sharded in self.parameters:
             if sharded.chunk is chunk:
@@ -200,8 +201,8 @@ class LayerState:
                 self.gradients.hook(sharded)
 
     def keep(self) -> None:
-        """Nobody finds the parameters, as if the layer were released, but a backward need not gather it again."""
-        if any(chunk.left for chunk in self.chunks):  # views of them are about: they are left to whoever has them
+        """Hides the parameters as `release` does, but keeps the full buffer, so that a backward need not gather the layer again."""
+        if any(chunk.left for chunk in self.chunks):  # views of the buffer are in use, so the layer can't keep it
             self.release()
         elif self.presence is Presence.FETCHED and not self.pins:
             self._hide()
@@ -209,14 +210,14 @@ class LayerState:
             self._invalidate_saved()
 
     def release_or_keep(self) -> None:
-        """Where layers are released as a matter of course: those that the policy keeps whole are only hidden."""
+        """Releases the layer, or keeps it if the policy keeps layers whole (stages 1 and 2)."""
         if self.stays_whole and self.presence is not Presence.FETCHING:
             self.keep()
         else:
             self.release()
 
     def is_stale(self) -> Tensor:
-        """Whether a layer that was kept has to be gathered anew, on this rank, 0-dim."""
+        """Whether a kept layer has to be gathered again because of this rank's chunks, as a 0-dim tensor."""
         if self.presence is not Presence.KEPT:
             return torch.ones((), dtype=torch.bool, device=self.device)
         return torch.stack([chunk.is_stale() for chunk in self.chunks if not chunk.resident]).any()
@@ -233,14 +234,14 @@ class LayerState:
             self._invalidate_saved()
 
     def let_escape(self, tensors: Iterable[Tensor]) -> None:
-        """Tensors that are views of parameters keep the memory they look at. (A parameter itself is hidden wherever it is.)"""
+        """Keeps the memory of those `tensors` that are views of parameters. A parameter itself is hidden wherever it is."""
         for tensor in tensors:
             if not isinstance(tensor, nn.Parameter):
                 for chunk in self.chunks:
                     chunk.let_escape(tensor)
 
     def check_unwritten(self) -> None:
-        """Raises if a parameter was changed in place since it was shown: with the full buffer, the change would be lost."""
+        """Raises if a parameter was changed in place since it was shown, because a release would lose the change."""
         for sharded, version in zip(self.parameters, self.versions, strict=True):
             if sharded.sites.parameter._version != version and not self.pins and not sharded.chunk.resident:
                 raise RuntimeError(
@@ -255,11 +256,11 @@ class LayerState:
             sharded.sites.hide(sharded.value if sharded.chunk.resident else sharded.stand_in)
 
     def _invalidate_saved(self) -> None:
-        """A graph that comes to a hidden parameter must raise torch's error, not read what it finds."""
+        """Gives hidden parameters a new version, so that torch raises its own error if a backward would read one."""
         increment_version([sharded.sites.parameter for sharded in self.parameters if sharded.chunk.tracks_versions])
 
     def reset(self, *, broken: bool = True) -> None:
-        """Whatever was under way is dropped. Transfers are waited for first (their buffers must not be written later)."""
+        """Drops all that was under way. It waits for transfers first, because they write into the buffers."""
         for reducer in self.gradients.reducers.values():
             if reducer.pending:
                 reducer.abandon()
@@ -273,11 +274,11 @@ class LayerState:
 
     @property
     def pinned(self) -> bool:
-        """Whether it is fetched until somebody unpins it: see `pinning`."""
+        """Whether the layer stays fetched until it is unpinned. See `pinning`."""
         return self.pins > 0
 
     def chunk_names(self) -> dict[str, nn.Parameter | None]:
-        """The names under which chunks, or their parts, are parameters."""
+        """The chunks, or their parts, by parameter name."""
         return registered(self.chunks)
 
     def _check_loaded(self) -> None:
@@ -294,5 +295,5 @@ class LayerState:
 
 
 def reducers_of(states: Iterable[LayerState]) -> list[GradientReducer]:
-    """Of all chunks of the layers."""
+    """The gradient reducers of all chunks of the layers."""
     return [reducer for state in states for reducer in state.gradients.reducers.values()]

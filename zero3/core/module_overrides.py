@@ -1,4 +1,4 @@
-"""What modules answer while their parameters are released: methods that would find nothing, or a slice, say so instead."""
+"""Replaces methods of modules that would silently leave out released parameters: these methods raise instead."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ IsLayer = Callable[[nn.Module], bool]
 
 
 class Override:
-    """Stands in one module for its method `name`: `around(module, method, *args, **kwargs)` is called instead.
+    """Replaces the method `name` of one module: a call runs `around(module, method, *args, **kwargs)`.
 
-    It holds no module (a cycle would keep a deleted model's memory), and a copy of the module has the plain method.
+    It refers to the module weakly, because a cycle would keep a deleted model's memory. A copy of the module has the plain method.
+    `default` is the plain method of classes that have none.
     """
 
-    def __init__(self, module: nn.Module, name: str, around: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, name: str, around: Callable[..., Any], *, default: Callable[..., Any] | None = None) -> None:
         self._own: Callable[..., Any] | None = vars(module).get(name)
-        self._plain: Callable[..., Any] = getattr(type(module), name)
+        self._plain: Callable[..., Any] = getattr(type(module), name, default) if default else getattr(type(module), name)
         self._name = name
         self._module = weakref.ref(module)
         self._around = around
@@ -37,7 +38,7 @@ class Override:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._own or functools.partial(self._plain, None))  # without self
+        return inspect.signature(self._own or functools.partial(self._plain, None))  # leaves out `self`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
@@ -47,9 +48,9 @@ class Override:
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """As of a bound method: a function that takes the module first. Tools that put a function around a method ask for it.
+        """An attribute of bound methods: a function that takes the module first. Tools that wrap methods read it.
 
-        So does torch.compile: where `named_parameters` is torch's own it takes addresses for fixed.
+        torch.compile reads it too: it takes parameters' addresses as fixed only if `named_parameters` is torch's own function.
         """
         return lambda module, *args, **kwargs: self(*args, **kwargs)
 
@@ -61,8 +62,13 @@ class Override:
 
 
 def guard(module: nn.Module, is_layer: IsLayer, *, lists_chunks: bool = False) -> None:
-    """Makes `module` refuse what would leave its released parameters out in silence. `lists_chunks`: its `parameters()` are the chunks."""
+    """Replaces methods of `module` that would silently leave out released parameters.
+
+    `lists_chunks`: the module's `parameters()` are the chunks, and stay as they are.
+    """
     Override(module, "_apply", _guarded_apply)
+    # torch.distributed.checkpoint.state_dict asks every module for it, before anything else
+    Override(module, "_fqn_modifiers", _before_distributed_state_dict, default=lambda module: {})
     module.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(_before_load_state_dict)  # type: ignore[no-untyped-call]
     if lists_chunks:
@@ -76,7 +82,7 @@ def refuse(what: str, why: str, instead: str) -> NoReturn:
 
 
 def check_conversion(probe: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor], what: str) -> None:
-    """Raises if `fn`, of `nn.Module._apply`, would give `what`, of the dtype and on the device of `probe`, another of either."""
+    """Raises if `fn`, an argument of `nn.Module._apply`, would change the dtype or the device of `what`. `probe` has both."""
     result = fn(probe)
     moved = result.is_shared() != result.is_cuda  # type: ignore[no-untyped-call]
     if moved or (result.dtype, result.device) != (probe.dtype, probe.device):
@@ -88,14 +94,14 @@ def check_conversion(probe: torch.Tensor, fn: Callable[[torch.Tensor], torch.Ten
 
 
 def _guarded_apply(module: nn.Module, apply: Callable[..., nn.Module], fn: Any, recurse: bool = True) -> nn.Module:
-    for inner in module.modules():  # all of them before the first is converted
+    for inner in module.modules():  # check all before the first is converted
         for _, parameter in released_in(inner):
             check_conversion(torch.empty(1, dtype=parameter.dtype, device=parameter.device), fn, parameter.zero3_name)
     return apply(fn, recurse)
 
 
 def _named_modules(module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A wrapper that goes from module to module would change the model's own chunks before it comes to a layer."""
+    """Refuses wrappers here too, because one that visits modules in turn would change the root's chunks before it finds a layer."""
     refuse_wrappers(lambda: f"the root ({type(module).__name__})")
     return method(*args, **kwargs)
 
@@ -108,7 +114,7 @@ def _named_parameters(
     recurse: bool = True,
     remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Released ones too, and first: a loop that freezes them, or an optimizer, raises with their names, and not over nothing in silence."""
+    """Yields released parameters first, then the others. So a loop that freezes parameters raises with a name, and is not empty."""
     refuse_wrappers(lambda: next((parameter.zero3_name for _, parameter in released_in(module)), type(module).__name__))
     seen: set[int] = set()
     for name, inner in own_modules(module, is_layer, prefix) if recurse else [(prefix, module)]:
@@ -122,6 +128,17 @@ def _named_parameters(
 def _before_state_dict(module: nn.Module, *_: object) -> None:
     if released_in(module):
         refuse("state_dict()", "a state dict of chunks has neither the names nor the shapes of the model", "zero3.full_state_dict(model)")
+
+
+def _before_distributed_state_dict(module: nn.Module, method: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """Of an optimizer over chunks it would take each rank's slice for a replica of the whole, under one name."""
+    if any(released_in(inner) for inner in module.modules()):
+        refuse(
+            "get_optimizer_state_dict, set_optimizer_state_dict, get_state_dict and the like (torch.distributed.checkpoint.state_dict)",
+            "every rank's chunk has the same name, so one rank's values would stand for all",
+            "zero3.full_optimizer_state_dict(model, optimizer) and zero3.full_state_dict(model), their load_ twins, or save_checkpoint",
+        )
+    return method()
 
 
 def _before_load_state_dict(module: nn.Module, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""A layer outside of compute: fetched until it is unpinned, written back, given other chunks."""
+"""Changes of a layer's state outside forward and backward: pin it (keep it fetched), write values back, replace its chunks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__: list[str] = []
 
 
 def pin(state: LayerState, *, to_compute: bool = False) -> None:
-    """Fetched until unpinned: parameters stand in the modules, and the chunks do not.
+    """Fetches a layer until it is unpinned. `parameters()` yields its parameters, and not its chunks.
 
-    `to_compute`: as in a forward; otherwise in the dtypes they are stored in.
+    `to_compute`: parameters are in the compute dtype, as in a forward. Otherwise they are in the chunks' dtype.
     """
-    state.release()  # a layer kept for a backward may be older than the last optimizer step
+    state.release()  # the values of a kept layer may be older than the last optimizer step
     stored = not to_compute and any(chunk.casts for chunk in state.chunks)
     if state.pins and stored != state.as_stored:
         raise RuntimeError(
@@ -36,7 +36,7 @@ def pin(state: LayerState, *, to_compute: bool = False) -> None:
 
 
 def pin_unloaded(state: LayerState) -> None:
-    """As `pin`, for a loader: chunks that have no values yet count as loaded, for it is about to fill them."""
+    """Pins a layer for a loader, which will fill it: chunks without values count as loaded."""
     for chunk in state.chunks:
         chunk.unloaded.clear()
     meta_buffers, state.meta_buffers = state.meta_buffers, []
@@ -55,7 +55,7 @@ def unpin(state: LayerState) -> None:
 
 
 def replace_chunks(state: LayerState, chunks: list[Chunk]) -> None:
-    """The same parameters in other chunks, while released; graphs made before are stale."""
+    """Puts a released layer's parameters into other chunks. A backward through older graphs is an error."""
     places = {slot.name: (chunk, index) for chunk in chunks for index, slot in enumerate(chunk.layout.slots)}
     moved = [ShardedParameter(sharded.sites, *places[sharded.sites.name], sharded.stand_in) for sharded in state.parameters]
     state.parameters = sorted(moved, key=lambda sharded: (chunks.index(sharded.chunk), sharded.index))
@@ -65,9 +65,9 @@ def replace_chunks(state: LayerState, chunks: list[Chunk]) -> None:
 
 
 def write_back(state: LayerState) -> None:
-    """Rank 0's values of the fetched parameters become everybody's."""
+    """Scatters rank 0's values of the fetched parameters into the chunks of all ranks."""
     for sharded in state.parameters:
-        if sharded.sites.parameter.data_ptr() != sharded.value.data_ptr():  # given other data: that is what was meant
+        if sharded.sites.parameter.data_ptr() != sharded.value.data_ptr():  # the caller has set parameter.data
             sharded.value.copy_(sharded.sites.parameter.data)
     for chunk in state.chunks:
         chunk.scatter()

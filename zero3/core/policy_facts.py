@@ -1,4 +1,4 @@
-"""What follows from a policy: for the code that carries it out, not for users."""
+"""Facts that follow from a policy. They are not part of the public class."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__: list[str] = []
 
 
 def shards_parameters(policy: ShardingPolicy) -> bool:
-    """Whether a layer's full parameters are given back between its computations."""
+    """Whether a layer's full parameters are released between its computations."""
     return policy.stage == 3
 
 
 def shards_gradients(policy: ShardingPolicy) -> bool:
-    """Whether each backward reduces gradients to chunks."""
+    """Whether each backward reduces gradients into chunks."""
     return policy.stage > 1
 
 
@@ -25,10 +25,10 @@ def keeps_until_backward(policy: ShardingPolicy) -> bool:
 
 
 def compute_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:
-    """The dtype of a full buffer whose chunk is stored in `stored`."""
+    """The dtype of the full buffer for a chunk of dtype `stored`."""
     return policy.param_dtype if policy.param_dtype is not None and stored.is_floating_point else stored
 
 
 def gradient_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:
-    """The dtype of the full gradient of a chunk that is stored in `stored`, and of its reduction."""
+    """The dtype of the full gradient, and of its reduction, for a chunk of dtype `stored`."""
     return policy.reduce_dtype if policy.reduce_dtype is not None and stored.is_floating_point else compute_dtype(policy, stored)

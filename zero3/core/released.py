@@ -1,7 +1,7 @@
-"""The guard that stands for a parameter while its layer is released: metadata is answered, values are refused.
+"""The class of a parameter while its layer is released: its metadata can be read, its values can't.
 
-A parameter stays one object for life. While it is released its class is `ReleasedParameter`, so that every operation
-of Python on it comes through `__torch_function__`, whoever kept the object; its data is a NaN stretched to its shape.
+A parameter stays one object for life. While it is released, its class is `ReleasedParameter`, and its data is one NaN expanded to
+its shape. So every operation on the object comes through `__torch_function__`, even if user code kept the object.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _METADATA_PROPERTIES = (
 _METADATA = frozenset(getattr(Tensor, name).__get__ for name in _METADATA_PROPERTIES if hasattr(Tensor, name)) | {
     Tensor.numel, Tensor.nelement, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.element_size, Tensor.__len__,
     Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__, Tensor.type, torch.numel, torch.is_floating_point,
-    torch.is_complex, torch.is_tensor, Tensor.untyped_storage,  # the last for whoever counts live memory: it is the stand-in's
+    torch.is_complex, torch.is_tensor, Tensor.untyped_storage,  # untyped_storage lets tools count memory: it is the stand-in's
 }  # fmt: skip
 
 
 class ReleasedParameter(nn.Parameter):
-    """A parameter whose values live in chunks on all ranks. Made only by switching a parameter's class."""
+    """A parameter whose values are in the chunks of all ranks. An object gets this class by an assignment to `__class__`."""
 
-    zero3_name: str  # "weight of layer '0' (Linear)": set on the instance when its layer is made
+    zero3_name: str  # "weight of layer '0' (Linear)", set when the layer is made
 
     @classmethod
     def __torch_function__(
@@ -78,7 +78,7 @@ def _first_released(arguments: Any) -> ReleasedParameter | None:
 
 def _name_of(func: Callable[..., Any]) -> str:
     name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__"):  # of a property: `data`, not the accessor
+    if name in ("__get__", "__set__"):  # take the property's name, such as `data`
         return str(getattr(getattr(func, "__self__", None), "__name__", name))
     return name
 

@@ -1,10 +1,10 @@
-"""One per model: decides when its layers are fetched and released in forward, and hands them to backward.
+"""The runtime of one model. It decides when layers are fetched and released in forward, and records calls for backward.
 
-    forward of layer i     release what the last call left; wait fetch(i); start fetch(i+1); module(x)
+    forward of layer i     release layer i-1; wait fetch(i); start fetch(i+1); module(x)
 
-Every rank makes the same collectives in the same order, whatever its data: forward by the order of calls, which is
-compared before it is first relied on, backward by walking the trace of that forward from its end. The numbers in comments,
-[F1] and so on, are those of "a step, call by call" in docs/design.md.
+Every rank makes the same collectives in the same order, whatever its data is. In forward they follow the order of calls, which
+ranks have compared. In backward they follow the trace of the forward, from its end. The numbers in comments, such as [F1], are
+those of "a step, call by call" in docs/design.md.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__: list[str] = []
 
 class Runtime:
     def __init__(self, layers: Sequence[LayerState], policy: ShardingPolicy, *, ordered: bool, depths: Sequence[int]) -> None:
-        """`ordered`: layers are called in this order. `depths`: in how many layers each lies."""
+        """`ordered`: the layers are called in this order. `depths`: for each layer, how many layers it is inside of."""
         first = layers[0]
         self.communicator = first.communicator
-        self.replays: dict[object, Any] = {}  # what `step_guard` knows of micro-batches
+        self.replays: dict[object, Any] = {}  # the collectives of micro-batches, for `step_guard`
         self._device = first.device
         self._stack = CallStack(layers)
         self._order: LearnedOrder | DynamicOrder = (
@@ -44,13 +44,13 @@ class Runtime:
         )
         backups = first.communicator.duplicate() if policy.separate_backup_group else first.communicator
         self._backward = Backward(self._stack, first.communicator, backups, first.device, policy.prefetch_depth)
-        self._trace: LayerTrace | None = None  # of the forward under way
-        self._open_trace: LayerTrace | None = None  # of a forward that another module may continue
-        self._pass_is_over = False  # nobody may continue it: ranks have gone their own ways since
+        self._trace: LayerTrace | None = None  # the trace of the forward under way
+        self._open_trace: LayerTrace | None = None  # the trace of the last pass, which another outermost module may continue
+        self._pass_is_over = False  # whether no module may continue that pass, because ranks ran inside `resident` since
         self._any_stays_whole = False
         self._passes = 0
-        self._lingering: list[LayerState] = []  # forward is over, backward may need them at once
-        self._called: set[int] = set()  # outermost modules of the present pass, by id: a reference would keep them alive
+        self._lingering: list[LayerState] = []  # layers whose call is over and that are not released yet
+        self._called: set[int] = set()  # ids of the outermost modules called in this pass; references would keep them alive
         for state in layers:
             self._watch(state)
 
@@ -60,17 +60,17 @@ class Runtime:
 
     @property
     def orders(self) -> tuple[ForwardOrder[Any], ForwardOrder[Any]]:
-        """Of forwards and of backwards."""
+        """The learned orders of forwards and of backwards."""
         return self._order.calls, self._backward.order
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether there is a forward that no backward has been through."""
+        """Whether the last pass has calls that no backward has reached."""
         return self._open_trace is not None and bool(self._open_trace.calls) and not self._open_trace.walked
 
     @property
     def _at_own_pace(self) -> bool:
-        """Inside `resident`: the ranks may be at different points, or at none."""
+        """Whether the model is inside `resident`, where ranks may do different things."""
         return all(state.resident for state in self.layers)
 
     def is_running(self, state: LayerState) -> bool:
@@ -81,7 +81,7 @@ class Runtime:
         return self.communicator.same_ranks(communicator) and self._device == device
 
     def take_in(self, state: LayerState) -> None:
-        """A layer that was found to follow this runtime's in a graph."""
+        """Adds a layer whose inputs come from this runtime's layers."""
         self._order.adopt(state)
         self.layers.append(state)
         self._watch(state)
@@ -98,7 +98,7 @@ class Runtime:
     # -- the call of an outermost module
 
     def forward_pass(self, module: object) -> ForwardPass:
-        """The context of any zero3 module's forward."""
+        """The context around the forward of a zero3 module."""
         return ForwardPass(self, module)
 
     @property
@@ -112,14 +112,14 @@ class Runtime:
         return len(self._stack.frames)
 
     def unwind(self, depth: int) -> None:
-        """After an exception: no more than `depth` of them are."""
+        """Drops all but the outer `depth` frames, after an exception."""
         del self._stack.frames[depth:]
 
     def begin_pass(self, module: object) -> AbstractContextManager[Any] | None:
-        """[F1] An outermost module is called. Returns what the gate was told, if this is no recomputation.
+        """[F1] An outermost module is called. Returns the gate's context, which is entered, or None in a recomputation.
 
-        It continues the pass of the module before (a plain container calls one layer after another), unless it has been
-        called in that pass, or a backward has ended since: then a new pass begins.
+        The module continues the last pass, because a plain container may call one layer after another. A new pass begins if the
+        module was called in the last pass already, or if a backward has ended since.
         """
         if inside_backward():
             self._backward.recompute()
@@ -129,7 +129,7 @@ class Runtime:
         activity = first.gate.doing(Activity.FORWARD)
         activity.__enter__()
         if self._at_own_pace:
-            self._pass_is_over = True  # and this rank alone knows how many there were
+            self._pass_is_over = True  # other ranks may run no forward here, so the next pass must be a new one on all ranks
             self._trace = self._new_trace()
             return activity
         before = self._open_trace
@@ -140,13 +140,13 @@ class Runtime:
             self.drop_stale()
         self._order.begin(first, continues=continues)
         if continues:
-            self._release_lingering(keep=())  # an optimizer may have stepped between two modules
+            self._release_lingering(keep=())  # an optimizer may have stepped since the last module
         self._trace = before if continues else self._new_trace()
         self._called.add(id(module))
         return activity
 
     def end_pass(self, activity: AbstractContextManager[Any] | None, error: BaseException | None) -> None:
-        """[F5] It is over, or has ended with `error`."""
+        """[F5] The outermost module's forward is over, or has raised `error`."""
         try:
             if error is None:
                 self._finish_pass()
@@ -185,7 +185,7 @@ class Runtime:
         return CallTrace(serial=self._passes)
 
     def drop_stale(self) -> None:
-        """Layers that stayed whole are gathered anew where any rank's chunk has changed since."""
+        """Releases kept layers (stages 1 and 2) whose chunk has changed on any rank, so that they are gathered again."""
         whole = [state for state in self.layers if state.chunks and state.stays_whole and not state.resident]
         if not whole or self.communicator.world_size == 1:
             return
@@ -197,9 +197,9 @@ class Runtime:
                 state.release()
 
     def reset(self, *, broken: bool = True) -> None:
-        """Releases everything and forgets the pass under way. See `Backward.reset` for the gradients.
+        """Releases all layers and drops the present pass. See `Backward.reset` for the gradients.
 
-        `broken`: layers that stay whole are released as well.
+        `broken`: layers that stay whole are released too.
         """
         self._lingering.clear()
         self._called.clear()
@@ -211,8 +211,8 @@ class Runtime:
     # -- the call of a layer
 
     def pre_forward(self, state: LayerState) -> None:
-        """[F2] Releases what the call before left, waits for the layer's parameters, and begins to fetch those that follow."""
-        if state.resident or self._backward.is_recomputing(state):  # resident: ranks may be at different points, so no word to them
+        """[F2] Releases the layer of the last call, waits for this layer's parameters, and starts to fetch the next layers."""
+        if state.resident or self._backward.is_recomputing(state):  # ranks do not compare: they may do different things here
             released = state.presence not in (Presence.FETCHED, Presence.KEPT) and not state.resident
             state.fetch()
             self._stack.frames.append(Frame(state, 0, graph_clock(), recomputes=True, fetched_here=released))
@@ -227,9 +227,9 @@ class Runtime:
         self._stack.frames.append(Frame(state, self._trace.begin(), graph_clock()))
 
     def post_forward(self, state: LayerState, output: Any, kept: Any) -> Any:
-        """[F4] Hooks the backward's way to the layer onto the graph. The layer lingers until the next call.
+        """[F4] Puts hooks on the graph, by which backward finds the layer. The layer is released at the next call.
 
-        `kept`: wherever else the layer may have left tensors: arguments that it changed, attributes of its modules.
+        `kept`: other places where the layer may have left tensors, such as its arguments and its modules' attributes.
         """
         frame = self._stack.frames.pop()
         outputs = tensors_in(output)
@@ -245,7 +245,7 @@ class Runtime:
                 self._backward.release(state)
             return output
         self._order.leave(state, self)
-        # Whether it is recorded must not depend on what this rank's data made it do: its input may be its output.
+        # All ranks must record the same calls. A layer's output may be its input on one rank only, so `nodes` can't decide alone.
         takes_part = nodes or state.trainable() or any(tensor.requires_grad for tensor in outputs) or self._order.counts_every_call
         if not takes_part:
             self._backward.release(state)
@@ -254,13 +254,13 @@ class Runtime:
         return output
 
     def begin_call(self, state: LayerState) -> int:
-        """Of a layer that this rank passes over, for those that call it."""
+        """Begins the call of a layer that this rank leaves out, because other ranks may call it."""
         self._release_lingering(keep=[state])
         state.fetch()
         return self._trace.begin() if self._trace is not None else 0
 
     def end_call(self, state: LayerState, start: int) -> LayerCall | None:
-        """Backward will come to the call; None, and the layer is released, where there will be none."""
+        """Records a call for the backward. Without gradients it releases the layer and returns None."""
         if self._trace is None or not torch.is_grad_enabled():
             self._backward.release(state)
             return None
@@ -276,7 +276,7 @@ class Runtime:
 
 
 class ForwardPass:
-    """Entered by every zero3 module's forward. Restores what it found, so that an exception anywhere leaves no trace."""
+    """Context around the forward of a zero3 module. At its end the runtime has the same frames as before, also after an exception."""
 
     __slots__ = ("_activity", "_depth", "_module", "_outermost", "_runtime")
 

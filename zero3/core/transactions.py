@@ -1,4 +1,4 @@
-"""Backwards that can be taken back: what they bring is staged, and joins the chunk's gradient when somebody decides that it counts."""
+"""Backwards that can be rolled back: their gradients are staged, and join the chunk's gradient at a commit."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ __all__: list[str] = []
 
 @dataclass(slots=True)
 class _Before:
-    """What a transaction found, to be put back if it fails. Nothing in it is written to until then."""
+    """The state before a transaction, for a rollback. The transaction does not write into these tensors."""
 
     buffer: GradientBuffer
     kept: list[Part]
     owed: bool
-    tokens: list[object]  # a part
-    factor: Tensor | None = None  # what `scale` asked for
-    total: Tensor | None = None  # what `note_tokens` did
-    merged: bool = False  # `buffer` has been added to the transaction's own sum
+    tokens: list[object]  # one for each part
+    factor: Tensor | None = None  # the argument of `scale`, applied at the commit
+    total: Tensor | None = None  # the argument of `note_tokens`, noted at the commit
+    merged: bool = False  # whether `buffer` has been added to the transaction's own sum
 
 
 class TransactionalReducer(GradientReducer):
-    """A reducer whose first gradient, after a commit, begins a transaction, which `commit` or `roll_back` ends.
+    """A reducer with transactions. The first gradient after a commit begins one, and `commit` or `roll_back` ends it.
 
-    Until then the chunk's gradient, and what earlier backwards have left for later ones, stay as they are.
+    Until the commit, the chunk's gradient and the kept gradients of earlier backwards do not change.
     """
 
-    _before: _Before | None = None  # of the transaction under way
-    _staged: tuple[tuple[Tensor, Tensor], ...] = ()  # landed and summed
+    _before: _Before | None = None  # the state before the present transaction
+    _staged: tuple[tuple[Tensor, Tensor], ...] = ()  # the arguments of `_take`, for the commit
 
     @property
     def undecided(self) -> bool:  # type: ignore[override]
@@ -51,7 +51,7 @@ class TransactionalReducer(GradientReducer):
             self._buffer = self._new_buffer()
 
     def _merge_earlier(self) -> None:
-        """Adds what the transaction found to its own sum so far."""
+        """Adds the kept gradients of earlier backwards to the transaction's own sum."""
         self._begin()
         before = self._before
         if before is not None and not before.merged and not before.buffer.empty:
@@ -96,11 +96,11 @@ class TransactionalReducer(GradientReducer):
 
     @torch.no_grad()
     def commit(self) -> None:
-        """The transaction's gradients join the chunk's."""
+        """Adds the transaction's gradients to the chunk's gradient, and ends it."""
         before, self._before = self._before, None
         if before is None:
             return
-        if not before.merged:  # no backward came to this chunk, or there was nothing to merge
+        if not before.merged:  # no backward reached this chunk, or there was nothing to merge
             self._buffer = before.buffer if self._buffer.empty else self._buffer
         if before.factor is not None:
             self._scale(before.factor, None if before.merged else before.buffer.full)
@@ -114,13 +114,13 @@ class TransactionalReducer(GradientReducer):
         if not layer.holds:
             self.commit()
             return
-        # until the `step_guard` decides, the chunk's gradient is one that an optimizer can't use
+        # an optimizer must not use the chunk's gradient until the `step_guard` has decided
         for part in self._chunk.parts if self._before is not None else ():
             if part.parameter.requires_grad and not isinstance(part.parameter.grad, DeferredGradient):
                 part.parameter.grad = DeferredGradient.like(part.parameter, weakref.ref(layer))
 
     def roll_back(self) -> None:
-        """As if nothing had come in since the transaction began."""
+        """Restores the state before the transaction, and ends it."""
         before, self._before, self._staged = self._before, None, ()
         if before is None:
             return
@@ -134,13 +134,13 @@ class TransactionalReducer(GradientReducer):
 
 
 def hold(gradients: LayerGradients) -> None:
-    """From now on a `step_guard` decides on what backwards bring."""
+    """From now on a `step_guard` commits or rolls back the gradients of backwards."""
     gradients.holds += 1
     _exchange(gradients, TransactionalReducer)
 
 
 def let_go(gradients: LayerGradients) -> None:
-    """It has decided: what is left counts."""
+    """Called when the `step_guard` is over: the gradients that it did not roll back are committed."""
     gradients.holds -= 1
     if not gradients.holds:
         gradients.end_backward()
@@ -148,7 +148,7 @@ def let_go(gradients: LayerGradients) -> None:
 
 
 def _exchange(gradients: LayerGradients, kind: type[GradientReducer]) -> None:
-    """Between backwards: other reducers go on with what those so far have."""
+    """Replaces the reducers by reducers of class `kind` with the same state. For between backwards."""
     for chunk, before in gradients.reducers.items():
         if type(before) is not kind:
             after = kind.__new__(kind)

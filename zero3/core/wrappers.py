@@ -1,8 +1,7 @@
-"""Wrappers of other libraries would broadcast, reduce or shard a sharded model once more. They are refused by name.
+"""Refuses wrappers of other libraries, which would broadcast, reduce or shard a sharded model a second time.
 
-Such a wrapper first asks the model for its modules or its parameters, and only then exchanges or changes anything. The
-question comes through a method of ours, which looks at who asks. So nothing of torch is patched, and it makes no
-difference whether the sharded model is what is wrapped or a part of it.
+Before a wrapper changes anything, it asks the model for its modules or parameters. These methods are replaced, and look at their
+caller in the call stack. So nothing in torch is patched, and a sharded model is also found inside another model.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import nn
 
 __all__: list[str] = []
 
-# The file that asks, or that defines the wrapper's class (as the name of a module, or its beginning), and the wrapper's name.
+# Name of the Python module, or its beginning, that calls these methods or defines the wrapper's class -> the wrapper's name.
 _WRAPPERS = MappingProxyType(
     {
         "torch.nn.parallel.distributed": "DistributedDataParallel",
@@ -31,26 +30,26 @@ _WRAPPERS = MappingProxyType(
         "torch.distributed.tensor.parallel.": "parallelize_module (tensor parallelism)",
         "deepspeed.runtime.": "DeepSpeed",
         "deepspeed.inference.": "DeepSpeed",
-        "deepspeed.utils.debug": "DeepSpeed",  # deepspeed.initialize asks here first
+        "deepspeed.utils.debug": "DeepSpeed",  # the first caller inside deepspeed.initialize
     }
 )
 _BEGINNINGS = tuple(_WRAPPERS)
 _ASKING = frozenset(
     {"named_modules", "modules", "named_parameters", "parameters", "named_buffers", "buffers", "_named_members", "<listcomp>"}
     | {"<dictcomp>", "<setcomp>", "<genexpr>", "_named_parameters", "_named_modules", "__call__"}
-)  # functions that only pass a question on
+)  # functions that pass the call on; the caller is the first frame that is none of these
 
 
 def refuse_wrappers(name_of: Callable[[], str]) -> None:
-    """For the methods that `_ASKING` names: raises if it is a wrapper that asks for modules or parameters.
+    """Called by the methods in `_ASKING`. Raises if their caller is a wrapper.
 
     Args:
-        name_of: says whose they are.
+        name_of: Returns the name of the sharded model or layer, for the error.
 
     Raises:
-        RuntimeError: on every rank that wraps, and nothing has changed.
+        RuntimeError: A wrapper asks for modules or parameters. Every rank that wraps raises it, and nothing has changed.
     """
-    if torch.compiler.is_compiling():  # what is traced is a forward or a step, and frames can't be
+    if torch.compiler.is_compiling():  # torch.compile can't trace frames, and traces no wrapper
         return
     frame = sys._getframe(1)
     while frame.f_code.co_name in _ASKING and frame.f_back is not None:
@@ -67,7 +66,7 @@ def refuse_wrappers(name_of: Callable[[], str]) -> None:
 
 
 def wrapper_in(modules: Iterable[tuple[str, nn.Module]]) -> str | None:
-    """What the first wrapper among named modules is called, with its name; None if there is none."""
+    """The first wrapper among named modules, as a text with its place in the model. None if there is none."""
     for name, module in modules:
         for kind in type(module).__mro__:
             if kind.__module__.startswith(_BEGINNINGS):

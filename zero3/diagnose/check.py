@@ -1,4 +1,4 @@
-"""check(): one training step sharded and unsharded, side by side, for who suspects the sharding."""
+"""check(): runs one training step with and without sharding, and compares the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..shard import shard
 
 __all__: list[str] = []
 
-_OF_DOUBLE, _OF_SINGLE, _OF_HALF = 1e-9, 1e-3, 5e-2  # tolerances
+_OF_DOUBLE, _OF_SINGLE, _OF_HALF = 1e-9, 1e-3, 5e-2  # tolerances for float64, float32 and narrower dtypes
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `check` found: the same on every rank, but for the loss. `str(report)` tells it in words.
+    """What `check` found. It is the same on every rank, except for the loss. `str(report)` tells it in words.
 
     Attributes:
-        differences: Those beyond the tolerance, the loss first, then in the order of the model's parameters.
+        differences: The differences beyond the tolerance: the loss first, then in the order of the model's parameters.
         compared: How many tensors were compared.
         worst: The largest difference of a tensor, relative to its scale.
     """
@@ -130,7 +130,7 @@ def check(
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Every trainable parameter's whole gradient under its own name; zeros where there is none. All ranks call it."""
+    """Every trainable parameter's full gradient by name, with zeros for a parameter without one. All ranks call it."""
     with full_params(model):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
     reduce_deferred(part.grad for part in get_trainable_chunk(model))

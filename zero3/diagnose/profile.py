@@ -1,7 +1,7 @@
-"""profile(): what of the communication computation has to wait for, layer by layer, without torch's profiler.
+"""profile(): how long each layer computes, and how long the computation waits for its transfers.
 
-Nothing of it is in the way of a step that is not profiled: while the context is open, the objects where computation
-meets transfers have methods of their own in place of their class's.
+A step outside the context pays nothing. Inside the context, the methods that start and await transfers are replaced on the model's
+own objects.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def profile(model: nn.Module) -> Iterator[Profile]:
 
 @dataclass(eq=False, slots=True)
 class _Timed:
-    """A transfer, and moments of it as the clock gave them."""
+    """A transfer, and its moments by the clock. The attributes are those of `Transfer`."""
 
     layer: str
     kind: Kind
@@ -78,14 +78,14 @@ class _Timed:
 
 
 class _TimedLane:
-    """A lane that notes when the transfers of one layer begin and end."""
+    """A lane that records when the transfers of one layer begin and end."""
 
     def __init__(self, lane: Lane, recorder: _Recorder, state: LayerState, kind: Kind, sizes: Iterator[int]) -> None:
         self._lane = lane
         self._recorder = recorder
         self._state = state
         self._kind = kind
-        self._sizes = sizes  # of the transfers to come
+        self._sizes = sizes  # the bytes of each transfer that follows
 
     @contextmanager
     def issue(self) -> Iterator[None]:
@@ -121,19 +121,19 @@ class _TimedMark:
 
 
 class _Recorder:
-    """Stands where computation meets transfers. Computation belongs to the layer that was fetched last and is not over."""
+    """Records computation and transfers. Computation counts for the layer that was fetched last, until that layer's call is over."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.transfers: list[_Timed] = []
         self._spans: list[tuple[str, Phase, object, object]] = []
         self._running: tuple[str, Phase, object] | None = None
-        self._forwards: list[str] = []  # under way, outer before inner
+        self._forwards: list[str] = []  # the layers whose forwards are under way, outer before inner
         self._undo: list[Callable[[], object]] = []
         self._start: object = None
         self._stop: object = None
 
-    # -- coming and going
+    # -- begin and end
 
     def attach(self, model: nn.Module, states: list[LayerState]) -> None:
         for state in states:
@@ -168,7 +168,7 @@ class _Recorder:
         ]
         result._finish(at(self._stop), spans, transfers, prefetch_depth)
 
-    # -- in place of methods
+    # -- replacements of methods
 
     def _fetch(self, state: LayerState, fetch: Callable[[], None]) -> None:
         self._close()
@@ -188,7 +188,7 @@ class _Recorder:
         sizes = [_received(chunk, gradient_dtype(state.policy, chunk.shard.dtype).itemsize) for chunk in trained]
         return back_up(_TimedLane(lane, self, state, "backup", iter(sizes)), communicator)
 
-    # -- around forwards
+    # -- forward hooks
 
     def _leave(self, *_: object) -> None:
         if not inside_backward():
@@ -203,7 +203,7 @@ class _Recorder:
             self._close()
             self._forwards.clear()
 
-    # -- the computation that runs
+    # -- spans of computation
 
     def _open(self, name: str, phase: Phase) -> None:
         self._running = (name, phase, self.clock.now())
@@ -219,5 +219,5 @@ def _phase() -> Phase:
 
 
 def _received(chunk: Chunk, itemsize: int) -> int:
-    """Bytes that a rank receives in a gather or a reduction: everything but its own slice."""
+    """The bytes that a rank receives in a gather or a reduction: the full buffer without the rank's own slice."""
     return (chunk.layout.padded_numel - chunk.shard.numel()) * itemsize

@@ -1,4 +1,4 @@
-"""What a sharded model holds, in which dtypes, in one line."""
+"""report(): how much memory a sharded model takes, by dtype, in one line."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ __all__: list[str] = []
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank holds of a model, in bytes. `str(report)` is one line to print; the optimizer's state comes on top.
+    """The memory that one rank holds for a model, in bytes, without the optimizer's state. `str(report)` is one line to print.
 
     Attributes:
-        rank: The rank that this is about.
+        rank: The rank that made the report.
         world_size: The number of ranks.
         layers: The number of layers, the root's own included.
         parameters: Elements of the whole model, trainable and frozen.
         chunks: Bytes by kind and dtype, such as `"trainable float32"`.
         gradients: Bytes of the trainable chunks' gradients.
-        gathered: Bytes of all layers' full buffers by dtype; a step holds `full_parameters` of them at once.
-        full_parameters: The most bytes of full buffers that a step may hold: those of the largest layers, were they neighbours.
-        full_gradients: The most bytes of full gradients that a step holds.
+        gathered: Bytes of all layers' full buffers by dtype. A step holds only `full_parameters` of them at once.
+        full_parameters: The most bytes of full buffers that a step may hold at once. It assumes that the largest layers follow
+            each other.
+        full_gradients: The most bytes of full gradients that a step may hold at once.
         policies: The distinct policies, as text.
     """
 
@@ -57,7 +58,7 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """What this rank holds of a model, and what a step adds: print it once at the start. It makes no collective.
+    """Tells how much memory this rank holds for a model, and how much a step adds. It makes no collective.
 
     Args:
         model: Any model that contains zero3 layers.
@@ -107,7 +108,7 @@ def _gradient_nbytes(state: LayerState) -> int:
 
 
 def _at_once(states: list[LayerState], sizes: list[int], sharded: Callable[[ShardingPolicy], bool]) -> int:
-    """The most that `d + 1` layers take, and all of those that stay whole."""
+    """The sizes of the largest layers that are held at once (one more than the prefetch depth), and of all layers that stay whole."""
     whole = [not sharded(state.policy) for state in states]
     moving = sorted(size for size, stays in zip(sizes, whole, strict=True) if not stays)
     return sum(moving[-(states[0].policy.prefetch_depth + 1) :]) + sum(compress(sizes, whole))

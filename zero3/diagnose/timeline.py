@@ -1,4 +1,4 @@
-"""What a profiled run did and when: spans of computation, transfers, waits; their sums, advice, and a picture. No torch."""
+"""The result of a profile: spans of computation, transfers and waits, with totals, advice and a picture. No torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__: list[str] = []
 
 Phase = Literal["forward", "backward"]
 Kind = Literal["fetch", "backup"]
-SEEN = 2e-4  # seconds: compute that waited as long as this saw the transfer end
+SEEN = 2e-4  # seconds; after a wait of this length the end of the transfer is known exactly
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One layer's computation: from its begin to its end.
+    """One stretch of a layer's computation.
 
     Attributes:
         layer: The layer's name in the model.
@@ -43,8 +43,8 @@ class Transfer:
         kind: "fetch" or "backup".
         phase: "forward" or "backward".
         nbytes: The bytes that the rank receives.
-        begin: When it was asked for.
-        end: When it is known to be over.
+        begin: When it was started.
+        end: When it was over. On the CPU: when the computation saw that it was over.
         stopped: When the computation began to wait for it.
         resumed: When the computation went on.
     """
@@ -60,7 +60,7 @@ class Transfer:
 
     @property
     def exposed(self) -> float:
-        """How many seconds the computation waited for it."""
+        """How many seconds the computation waited for the transfer."""
         return self.resumed - self.stopped
 
 
@@ -70,12 +70,12 @@ class LayerProfile:
 
     Attributes:
         label: The layer's name in the model.
-        compute_ms: How long it computed.
+        compute_ms: How long the layer computed.
         fetches: The number of its fetches.
         fetch_wait_ms: How long the computation waited for its parameters.
         backups: The number of its backups.
         backup_wait_ms: How long the computation waited until its gradients were reduced.
-        nbytes: The bytes that the rank received for it.
+        nbytes: The bytes that the rank received for the layer.
     """
 
     label: str
@@ -88,7 +88,7 @@ class LayerProfile:
 
     @property
     def exposed_ms(self) -> float:
-        """How long the computation waited for its transfers."""
+        """How many milliseconds the computation waited for the layer's transfers."""
         return self.fetch_wait_ms + self.backup_wait_ms
 
 
@@ -130,7 +130,7 @@ class Profile:
 
     @property
     def exposed_ms(self) -> float:
-        """How long the computation waited for transfers, in all."""
+        """How many milliseconds the computation waited for transfers, in all."""
         return sum(layer.exposed_ms for layer in self.layers)
 
     @property
@@ -140,13 +140,13 @@ class Profile:
 
     @property
     def bytes_per_second(self) -> float:
-        """The speed of the transfers whose end was seen because the computation waited for them; of all, if none was."""
+        """The speed of the transfers that the computation waited for, since only their ends are exact. Without any, of all transfers."""
         seen = [transfer for transfer in self.transfers if transfer.exposed >= SEEN] or self.transfers
         return sum(t.nbytes for t in seen) / busy if (busy := _union((t.begin, t.end) for t in seen)) else 0.0
 
     @property
     def advice(self) -> list[str]:
-        """Changes that would make the wait shorter, the most effective first; `[]` if there is next to none."""
+        """Changes that would make the waits shorter, the most effective first. `[]` if the waits are short already."""
         exposed, seconds = self.exposed_ms / 1e3, self.seconds
         if not seconds or exposed < 0.05 * seconds:
             return []
@@ -236,7 +236,7 @@ def _draw(axes: Any, profile: Profile, begin: float, end: float) -> None:
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of what the intervals cover together."""
+    """The length of the union of the intervals."""
     covered, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         covered += max(0.0, end - max(begin, reached))

@@ -9,13 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from ..access import states_of
+from ..checkpoint.extra_state import set_extra_states
 from ..checkpoint.meta_buffers import initialise, put
-from ..checkpoint.safetensors_files import STAGE_BYTES, SafetensorsFiles
+from ..checkpoint.safetensors_files import STAGE_BYTES, SafetensorsFiles, Stored
 from ..comm.agreement import agree
 from ..core.layer_state import LayerState
 from ..core.layout import Piece
 from ..core.parameters import ShardedParameter
-from .key_mapping import Fit, Part, fit
+from .index_maps import IndexMap
+from .key_mapping import Fit, fit
+from .reading import SliceReader
 
 __all__: list[str] = []
 
@@ -71,6 +74,8 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
         agree(first.communicator, first.device, "the files that load_pretrained found", files.listing() if files else [], error)
         if files is not None and found is not None:
             _load(model, states, files, found)
+            if found.used is not None:
+                found.owner._weight_conversions = found.used  # type: ignore[assignment]  # as from_pretrained does, for who saves it
     finally:
         if files is not None:
             files.close()
@@ -86,12 +91,17 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
     first = states[0]
     error: Exception | None = None
     values: dict[int, Tensor] = {}
+    extra: dict[str, Tensor] = {}
     computed: list[tuple[str, Tensor]] = []
+    reader = SliceReader(files)
     try:
         for state in states:
             state.release()  # what is still fetched, after a forward, is about to be old
-            _fill_chunks(state, files, found)
-        values = _new_values(states, files, found)
+            _fill_chunks(state, reader, found)
+        values = _new_values(states, reader, found)
+        for name, stored in found.extra.items():
+            extra[name] = torch.empty(stored.shape, dtype=stored.dtype)
+            files.read(stored, 0, extra[name].view(-1))
         computed = initialise(model, states)
     except Exception as caught:
         error = RuntimeError(f"reading {files.directory} failed: {caught}. What it was to fill is unloaded now: load again.")
@@ -100,7 +110,7 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
     except (RuntimeError, ValueError):
         for state in states:
             for sharded in state.parameters:
-                if id(sharded.sites.parameter) in found.parts:
+                if id(sharded.sites.parameter) in found.maps:
                     sharded.chunk.unloaded.add(sharded.index)
         raise
     for value in [*values.values(), *(value for _, value in computed)]:
@@ -108,16 +118,15 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
             first.communicator.broadcast(value)
     for key, value in values.items():
         put(model, found.tensors[key], value)
+    set_extra_states(found.owner, extra, first.communicator, first.device, "load_pretrained")
 
 
-def _fill_chunks(state: LayerState, files: SafetensorsFiles, found: Fit) -> None:
+def _fill_chunks(state: LayerState, reader: SliceReader, found: Fit) -> None:
     for sharded, piece in _pieces(state):
-        parts = found.parts.get(id(sharded.sites.parameter))
-        if parts is not None:
-            target = sharded.chunk.shard.data[piece.offset : piece.offset + piece.stop - piece.start]
-            _read(files, parts, piece.start, target)
+        if (index_map := found.maps.get(id(sharded.sites.parameter))) is not None:
+            reader.read(index_map, piece.start, sharded.chunk.shard.data[piece.offset : piece.offset + piece.stop - piece.start])
     for sharded in state.parameters:
-        if id(sharded.sites.parameter) in found.parts:
+        if id(sharded.sites.parameter) in found.maps:
             sharded.chunk.unloaded.discard(sharded.index)
             torch.autograd.graph.increment_version(sharded.chunk.shard)  # graphs built before are stale
 
@@ -131,26 +140,17 @@ def _pieces(state: LayerState) -> Iterator[tuple[ShardedParameter, Piece]]:
                 yield sharded, pieces[sharded.sites.name]
 
 
-def _read(files: SafetensorsFiles, parts: list[Part], start: int, target: Tensor) -> None:
-    """Elements `[start, start + n)` of the flattened tensor that `parts` make up, into `target` `[n]`."""
-    stop = start + target.numel()
-    for part in parts:
-        low, high = max(start, part.offset), min(stop, part.offset + part.stored.numel)
-        if low < high:
-            files.read(part.stored, low - part.offset, target[low - start : high - start])
-
-
-def _new_values(states: list[LayerState], files: SafetensorsFiles, found: Fit) -> dict[int, Tensor]:
+def _new_values(states: list[LayerState], reader: SliceReader, found: Fit) -> dict[int, Tensor]:
     """What no layer owns (buffers, mostly), read by rank 0 for all."""
     first = states[0]
     owned = {id(sharded.sites.parameter) for state in states for sharded in state.parameters}
     values = {}
-    for key in found.parts:
+    for key, index_map in found.maps.items():
         if key not in owned:
             like = found.tensors[key]
             values[key] = torch.empty(like.shape, dtype=like.dtype, device=first.device)
             if first.communicator.rank == 0:
-                _read(files, found.parts[key], 0, values[key].view(-1))
+                reader.read(index_map, 0, values[key].view(-1))
     return values
 
 
@@ -158,17 +158,22 @@ def _check_repeated(states: list[LayerState], files: SafetensorsFiles, found: Fi
     """A tied parameter that is stored under several of its names: fine if they agree. Each rank compares what it holds."""
     if not found.again:
         return
+    one, other = SliceReader(files), SliceReader(files)
     for state in states:
         for sharded, piece in _pieces(state):
             key = id(sharded.sites.parameter)
-            for other in found.again.get(key, []):
+            for again in found.again.get(key, []):
                 for start in range(piece.start, piece.stop, STAGE_BYTES // 8):
                     first, second = torch.empty(2, min(STAGE_BYTES // 8, piece.stop - start), dtype=sharded.chunk.shard.dtype)
-                    _read(files, found.parts[key], start, first)
-                    files.read(other, start, second)
+                    one.read(found.maps[key], start, first)
+                    other.read(again, start, second)
                     if not torch.equal(first.view(torch.uint8), second.view(torch.uint8)):
                         raise ValueError(
                             f"{' and '.join(found.names[key])} are one parameter in this model, but {files.directory} has two values "
-                            f"for it, as {found.parts[key][0].stored.name} and as {other.name}. "
+                            f"for it, as {_name(found.maps[key])} and as {_name(again)}. "
                             "Untie them (config.tie_word_embeddings=False), or remove one."
                         )
+
+
+def _name(index_map: IndexMap[Stored]) -> str:
+    return index_map.sources[0].name

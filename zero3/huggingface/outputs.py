@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..checkpoint.contents import Contents
 from ..checkpoint.meta_buffers import twin
-from ..checkpoint.safetensors_files import Stored
-from .key_mapping import fit
+from .conversions import reverted
+from .index_maps import IndexMap, Whole
+from .tracing import TracedTensor, traced
 
 __all__: list[str] = []
 
+_log = logging.getLogger("zero3")
 _UNITS = (("B", 1), ("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("TB", 10**12), ("KIB", 2**10), ("MIB", 2**20), ("GIB", 2**30))
 _EMBEDDINGS = ("embed_tokens", "lm_head")  # peft's names for what it saves whole
 
 
 class Output(NamedTuple):
-    """A tensor as others know it: `shape` elements of our flattened tensor `source`, from `offset` on."""
+    """A tensor as others know it, and which elements of which of our tensors (by their names) its elements are."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    source: str
-    offset: int
+    index_map: IndexMap[str]
 
     @property
     def numel(self) -> int:
@@ -41,27 +42,28 @@ class Output(NamedTuple):
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    @property
+    def line(self) -> str:
+        """What ranks compare."""
+        return f"{self.name}: {tuple(self.shape)}, {self.dtype}, made of {', '.join(self.index_map.sources)}"
 
-def outputs_of_model(model: nn.Module, contents: Contents, dtype: torch.dtype | None) -> list[Output]:
-    """As `transformers` writes it: a tied tensor once, experts one by one where its files have them so."""
-    kept = _kept_names(model, contents)
-    meta = {name: torch.empty(contents.shape(source), dtype=contents.dtype(source), device="meta") for name, source in kept.items()}
-    reverted = _reverted(model, meta)
-    if reverted is not None:
-        stored = {name: Stored(name, "", value.dtype, tuple(value.shape), 0) for name, value in reverted.items()}
-        try:
-            found = fit(model, stored, strict=False)
-        except ValueError:  # what these files have is no range of what the model has: then they get the model's own
-            reverted = None
-        else:
-            parts = [
-                Output(part.stored.name, _converted(part.stored.dtype, dtype), part.stored.shape, contents.names[key][0], part.offset)
-                for key, placed in found.parts.items()
-                for part in placed
-            ]
-            if len(parts) == len(reverted) and sum(part.numel for part in parts) == sum(value.numel() for value in meta.values()):
-                return parts
-    return [Output(name, _converted(contents.dtype(source), dtype), contents.shape(source), source, 0) for name, source in kept.items()]
+
+def outputs_of_model(model: nn.Module, contents: Contents, extra: Iterable[str], dtype: torch.dtype | None) -> list[Output]:
+    """As `transformers` writes it: a tied tensor once, and experts one by one, matrices fused or transposed where its files have them so.
+
+    `extra`: names of what modules keep beside their tensors.
+    """
+    kept = _kept_names(model, contents) | {name: name for name in extra}
+    own = {name: traced(Whole(source, contents.shape(source)), contents.dtype(source)) for name, source in kept.items()}
+    found: Mapping[str, TracedTensor] = own
+    try:
+        found = reverted(model, own) or own
+    except Exception as reason:  # whatever stands in the way
+        _log.warning(
+            "%s: transformers' names of files can't be had (%s), so they are the model's own, which from_pretrained reads too",
+            type(model).__name__, reason,
+        )  # fmt: skip
+    return [Output(name, _converted(tensor.dtype, dtype), tuple(tensor.shape), tensor.index_map) for name, tensor in found.items()]
 
 
 def outputs_of_adapter(model: Any, adapter: str, contents: Contents, dtype: torch.dtype | None) -> list[Output]:
@@ -75,7 +77,7 @@ def outputs_of_adapter(model: Any, adapter: str, contents: Contents, dtype: torc
     for name, value in chosen.items():
         if id(value) not in sources:
             raise ValueError(f"peft computes {name} of adapter {adapter!r} anew when it saves it, so it can't be written from chunks")
-        outputs.append(Output(name, _converted(value.dtype, dtype), tuple(value.shape), sources[id(value)], 0))
+        outputs.append(Output(name, _converted(value.dtype, dtype), tuple(value.shape), Whole(sources[id(value)], value.shape)))
     return outputs
 
 
@@ -127,19 +129,6 @@ def _kept_names(model: nn.Module, contents: Contents) -> dict[str, str]:
         if not any(pattern.fullmatch(name) for pattern in ignored):
             kept[name] = names[0]
     return kept
-
-
-def _reverted(model: nn.Module, meta: dict[str, Tensor]) -> dict[str, Tensor] | None:
-    """The names of the model's files, where transformers gives its models other ones."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-        return None
-    try:
-        loading = importlib.import_module("transformers.core_model_loading")
-        found = loading.revert_weight_conversion(model, dict(meta))
-    except (ImportError, AttributeError, RuntimeError, ValueError, NotImplementedError):
-        return None
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 
 def _converted(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:

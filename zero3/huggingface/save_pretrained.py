@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +15,18 @@ from torch import Tensor, nn
 from ..access import states_of
 from ..checkpoint import file_operations
 from ..checkpoint.contents import Contents
+from ..checkpoint.extra_state import extra_states_of
 from ..checkpoint.full_state import not_a_dtype
 from ..checkpoint.safetensors_files import STAGE_BYTES, bytes_of
 from ..checkpoint.safetensors_writing import header_of
 from ..comm.agreement import agree
+from ..comm.plain_values import unreadable
 from .outputs import Output, bytes_in, index_of, outputs_of_adapter, outputs_of_model, shards_of
 
 __all__: list[str] = []
 
+_log = logging.getLogger("zero3")
+_AT_ONCE = 1 << 20  # elements looked up one by one together
 _METADATA = (("format", "pt"),)
 _BESIDE = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
@@ -44,7 +49,7 @@ def save_pretrained(
         path: A directory of a file system that all ranks see. Parents are created, files of the same names replaced.
         max_shard_size: The largest size of one file, in bytes or as in "5GB". A larger tensor has a file of its own. Adapters are
             one file.
-        dtype: Floating tensors are converted to it. None: as they are stored.
+        dtype: A floating dtype of 16 bits or more; floating tensors are converted to it. None: as they are stored.
 
     Raises:
         ValueError: Nothing in `model` is sharded, `max_shard_size` is no size, or ranks save different things.
@@ -67,7 +72,7 @@ def save_pretrained(
         plans = list(_plans(model, Path(path), bytes_in(max_shard_size), dtype))
     except Exception as caught:  # whatever it is, the others wait to hear of it
         error = caught
-    lines = [f"{plan.directory / file}: {output}" for plan in plans for file, shard in plan.shards.items() for output in shard]
+    lines = [f"{plan.directory / file}: {output.line}" for plan in plans for file, shard in plan.shards.items() for output in shard]
     agree(first.communicator, first.device, "save_pretrained", lines, error)
     for plan in plans:
         plan.write()
@@ -77,12 +82,24 @@ def _plans(model: nn.Module, directory: Path, max_bytes: int, dtype: torch.dtype
     contents = Contents(model, "save_pretrained")
     adapters = getattr(model, "peft_config", None)
     if not isinstance(adapters, dict) or not hasattr(model, "get_base_model"):
-        yield _Plan(model, contents, directory, shards_of(outputs_of_model(model, contents, dtype), max_bytes, "model"), None)
+        extra = _extra_tensors(model, contents)
+        contents.others |= extra
+        yield _Plan(model, contents, directory, shards_of(outputs_of_model(model, contents, extra, dtype), max_bytes, "model"), None)
         return
     for adapter in adapters:
         outputs = outputs_of_adapter(model, adapter, contents, dtype)
         place = directory if adapter == "default" else directory / adapter
         yield _Plan(model, contents, place, {"adapter_model.safetensors": outputs}, adapter)
+
+
+def _extra_tensors(model: nn.Module, contents: Contents) -> dict[str, Tensor]:
+    """The extra state of modules that files of tensors can hold."""
+    found = extra_states_of(model)
+    tensors = {name: value for name, value in found.items() if unreadable(value) is None}
+    if contents.rank == 0 and len(tensors) < len(found):
+        left_out = ", ".join(name for name in found if name not in tensors)
+        _log.warning("save_pretrained: safetensors files hold tensors only, so this extra state of modules is not in them: %s", left_out)
+    return tensors
 
 
 class _Plan:
@@ -96,7 +113,7 @@ class _Plan:
         self._adapter = adapter
         self._token = ""
         self._headers = {file: header_of(((o.name, o.dtype, o.shape) for o in shard), dict(_METADATA)) for file, shard in shards.items()}
-        needed = {output.source for shard in shards.values() for output in shard}
+        needed = {source for shard in shards.values() for output in shard for source in output.index_map.sources}
         missing = [n for n in needed if n in contents.parameters and contents.parameters[n].index in contents.parameters[n].chunk.unloaded]
         missing += [name for name, tensor in contents.others.items() if name in needed and tensor.is_meta]
         if missing:
@@ -135,25 +152,72 @@ class _Plan:
                 file_operations.write_at(opened, 0, memoryview(self._headers[file]))
                 file_operations.sync(opened)
 
-    def _fill(self) -> None:
-        held: dict[str, list[tuple[int, Tensor]]] = {}  # source: first element and values, flattened
+    def _held(self) -> dict[str, list[tuple[int, Tensor]]]:
+        """What this rank has of each of our tensors: first element, and values, flattened."""
+        held: dict[str, list[tuple[int, Tensor]]] = {}
         for chunk in self.contents.chunks():
             chunk.adopt_values()
             for name, start, stop, offset in self.contents.spans(chunk):
                 held.setdefault(name, []).append((start, chunk.shard.data[offset : offset + stop - start]))
         if self.contents.rank == 0:
             held |= {name: [(0, tensor.detach().reshape(-1))] for name, tensor in self.contents.others.items()}
+        return held
+
+    def _fill(self) -> None:
+        """Every rank writes what it has. What is rearranged within a matrix is put together, one tensor at a time, and rank 0 writes it."""
+        held = self._held()
+        scattered: list[tuple[str, int, Output]] = []
+        error: Exception | None = None
         for file, shard in self.shards.items():
-            with file_operations.reopen(self._temporary(file)) as opened:
-                place = len(self._headers[file])
-                for output in shard:
-                    for start, values in held.get(output.source, []):
-                        low, high = max(start, output.offset), min(start + values.numel(), output.offset + output.numel)
+            place = len(self._headers[file])
+            for output in shard:
+                if not output.index_map.is_by_ranges:
+                    scattered.append((file, place, output))
+                place += output.nbytes
+            try:
+                self._fill_file(file, shard, held)
+            except Exception as caught:  # the others go on: what they put together below needs this rank
+                error = error or caught
+        for file, place, output in scattered:
+            values = self._put_together(output, held)
+            if self.contents.rank == 0 and error is None:
+                try:
+                    with file_operations.reopen(self._temporary(file)) as opened:
+                        _write(opened, place, values, output.dtype)
+                        file_operations.sync(opened)
+                except Exception as caught:
+                    error = caught
+        if error is not None:
+            raise error
+
+    def _fill_file(self, file: str, shard: list[Output], held: dict[str, list[tuple[int, Tensor]]]) -> None:
+        with file_operations.reopen(self._temporary(file)) as opened:
+            place = len(self._headers[file])
+            for output in shard:
+                for run in output.index_map.runs(0, output.numel) if output.index_map.is_by_ranges else ():
+                    for start, values in held.get(run.source, []):
+                        low, high = max(start, run.at), min(start + values.numel(), run.at + run.length)
                         if low < high:
-                            where = place + (low - output.offset) * output.dtype.itemsize
+                            where = place + (run.start + low - run.at) * output.dtype.itemsize
                             _write(opened, where, values[low - start : high - start], output.dtype)
-                    place += output.nbytes
-                file_operations.sync(opened)
+                place += output.nbytes
+            file_operations.sync(opened)
+
+    def _put_together(self, output: Output, held: dict[str, list[tuple[int, Tensor]]]) -> Tensor:
+        """The flattened tensor, on the CPU of every rank. All ranks call it."""
+        contents, index_map = self.contents, output.index_map
+        result = torch.empty(output.numel, dtype=contents.dtype(index_map.sources[0]))
+        for number, source in enumerate(index_map.sources):
+            full = torch.zeros(torch.Size(contents.shape(source)).numel(), dtype=contents.dtype(source), device=contents.device)
+            for start, values in held.get(source, []):
+                full[start : start + values.numel()] = values
+            contents.communicator.all_reduce(full.view(torch.uint8))  # as bytes: no value is rounded
+            full = full.cpu()
+            for low in range(0, output.numel, _AT_ONCE):
+                numbers, at = index_map.locate(torch.arange(low, min(low + _AT_ONCE, output.numel)))
+                mine = numbers == number
+                result[low : low + len(at)][mine] = full[at[mine]]
+        return result
 
     def _finish(self) -> None:
         """Rank 0's: the names, and what stands beside the values."""

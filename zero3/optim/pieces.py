@@ -11,7 +11,7 @@ from torch import nn
 from ..core.chunk import Chunk, Part
 from ..core.layer_state import LayerState
 from ..core.layout import Slot
-from ..core.parameters import Owner
+from ..core.parameters import mark
 from ..core.released import ReleasedParameter
 
 __all__: list[str] = []
@@ -46,12 +46,6 @@ def retire(chunk: Chunk, label: str) -> None:
     for parameter in [chunk.shard, *(part.parameter for part in chunk.parts)]:
         supersede(parameter, f"a chunk of layer {label}")
         parameter.data = parameter.data.new_empty(0)
-
-
-def mark(parameter: nn.Parameter, state: LayerState) -> nn.Parameter:
-    """So that whoever holds the parameter finds its layer, and with it the other ranks."""
-    parameter.zero3_state = Owner(state)  # type: ignore[attr-defined]
-    return parameter
 
 
 class Choice(NamedTuple):

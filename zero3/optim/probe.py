@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ..comm.plain_values import kind_of
 
 __all__: list[str] = []
 
@@ -82,6 +84,27 @@ def builder(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Build
     return build
 
 
+def state_keys(build: Build, device: torch.device, shapes: Iterable[tuple[int, ...]]) -> list[dict[str, str]]:
+    """What an optimizer keeps for a parameter of one of these shapes after each of its first steps: keys, and the kinds of their numbers.
+
+    Some keys come with a later step, or for large tensors only, so there may be several answers. None of them: it can't be tried out.
+    """
+    found: list[dict[str, str]] = []
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
+        for shape in shapes:
+            problem = Problem.of(torch.Size(shape).numel(), device)
+            parameter = nn.Parameter(problem.start.clone().view(shape))
+            try:
+                optimizer = build([parameter])
+                for _ in _steps(optimizer, [parameter], problem, _spans([shape])):
+                    state = optimizer.state.get(parameter, {})
+                    found.append({k: kind_of(v.dtype) if isinstance(v, Tensor) else "number" for k, v in state.items()})
+            except Exception:  # whatever an optimizer asks for that is not here
+                return []
+    return [kept for number, kept in enumerate(found) if kept not in found[:number]]
+
+
 def _compare(build: Build, problem: Problem, reference: Spans, spread: Sequence[Spans]) -> str | None:
     devices = [problem.start.device] if problem.start.is_cuda else []
     with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
@@ -105,13 +128,15 @@ def _trained(build: Build, problem: Problem, spread: Sequence[Spans]) -> Tensor:
     result = problem.start.clone()
     for spans in spread:
         parameters = [nn.Parameter(problem.start[low:high].clone().view(shape)) for low, high, shape in spans]
-        _step(build(parameters), parameters, problem, spans)
+        for _ in _steps(build(parameters), parameters, problem, spans):
+            pass
         for parameter, (low, high, _) in zip(parameters, spans, strict=True):
             result[low:high] = parameter.detach().reshape(-1)
     return result
 
 
-def _step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], problem: Problem, spans: Spans) -> None:
+def _steps(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], problem: Problem, spans: Spans) -> Iterator[int]:
+    """Yields after each step."""
     looks = 0
 
     def closure() -> Tensor:
@@ -126,12 +151,13 @@ def _step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], prob
         return loss
 
     takes_closure = "closure" in inspect.signature(optimizer.step).parameters
-    for _ in range(STEPS):
+    for number in range(STEPS):
         closure()  # for those that ignore theirs, too
         if takes_closure:
             optimizer.step(closure)  # type: ignore[arg-type]  # torch's own take and return tensors
         else:
             optimizer.step()
+        yield number
 
 
 def _spans(shapes: Sequence[tuple[int, ...]]) -> Spans:

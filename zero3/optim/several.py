@@ -42,6 +42,7 @@ class Together:
         self.param_groups: list[dict[str, Any]] = [group for member in self.members for group in member.param_groups]
         self.state: dict[Tensor, dict[str, Any]] = {key: state for member in self.members for key, state in member.state.items()}
         self.kinds = [type(member).__name__ for member in self.members for _ in member.param_groups]
+        self.owners = [member for member in self.members for _ in member.param_groups]  # of each group
         self._labels = [f"group {n} of the {type(m).__name__}" for m in self.members for n in range(len(m.param_groups))]
         self._owners: dict[Tensor, Any] = {}
         for member in self.members:

@@ -1,8 +1,8 @@
-"""A rank whose micro-batch fails makes the rest of its collectives all the same, and all ranks drop the micro-batch.
+"""If a micro-batch fails on one rank, that rank still makes the rest of its collectives, and then all ranks drop the micro-batch.
 
-A rank that fails leaves the others waiting in their next collective. So it makes the collectives that they make, as it knows
-them from earlier micro-batches: it computes nothing, and its gradients are zeros. At the end all ranks tell each other who
-failed. Gradients are staged until then, so dropping them costs nothing.
+Without this, the other ranks would wait in their next collective for the failed rank. The failed rank knows the collectives from
+earlier micro-batches. It repeats them without computing, with zeros as gradients. At the end all ranks tell each other who
+failed. Gradients are staged until then, so nothing has to be undone.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ..layer import layers_of
 
 __all__: list[str] = []
 
-_Operation = tuple[Any, ...]  # what is done, the number of the layer, what ranks compare
+_Operation = tuple[Any, ...]  # (operation, number of the layer, texts that ranks compare)
 
-MAX_KNOWN = 8
+MAX_KNOWN = 8  # sequences of collectives that are remembered
 
 
 class _RecordingGate:
-    """Notes every collective that passes it, and lets it pass."""
+    """A gate that notes every collective, and passes it on to the inner gate."""
 
     compares_at_end = True
 
@@ -68,18 +68,18 @@ class _RecordingGate:
 
 @dataclass
 class _Script:
-    """What all ranks know of guarded micro-batches of one kind. They begin it with the same expectations every time."""
+    """The collectives of earlier guarded micro-batches of one kind. It is the same on all ranks."""
 
-    expectations: list[tuple[Any, ...]]
-    known: list[tuple[_Operation, ...]]  # what ranks did in it, the latest first
+    expectations: list[tuple[Any, ...]]  # the known orders with which each of these micro-batches begins
+    known: list[tuple[_Operation, ...]]  # sequences of collectives, the latest first
 
     def after(self, done: Sequence[_Operation]) -> tuple[_Operation, ...] | None:
-        """What comes next in the last one that began like this."""
+        """The rest of the latest sequence that begins with `done`. None if there is none."""
         return next((known[len(done) :] for known in self.known if known[: len(done)] == tuple(done)), None)
 
 
 class CollectiveReplay:
-    """What this rank does in one guarded micro-batch and, as far as it knows, all ranks do."""
+    """Records this rank's collectives in one guarded micro-batch, and can repeat the rest of them after a failure."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -120,11 +120,12 @@ class CollectiveReplay:
             done, known = tuple(self._done), self._script.known
             known[:] = [done, *(other for other in known if other != done)][:MAX_KNOWN]
         elif runtimes := self._runtimes():
-            known_ground = tuple(operation for operation in self._done if operation[0] != "agree")  # as it will be next time
+            # without the comparisons: the next micro-batch calls layers in a known order, so it needs none
+            known_ground = tuple(operation for operation in self._done if operation[0] != "agree")
             runtimes[0].replays[self._kind] = _Script(self._expectations(), [known_ground])
 
     def make_the_rest(self) -> None:
-        """Makes the collectives that the others are going to make."""
+        """Makes the remaining collectives of this micro-batch, together with the other ranks."""
         following = (self._script.after(self._done) if self._script is not None else None) or ()
         reset(self._model)
         runtimes = {state: runtime for runtime in self._runtimes() for state in runtime.layers}
@@ -142,7 +143,7 @@ class CollectiveReplay:
                 state.communicator.all_reduce(torch.zeros(4, dtype=torch.float64, device=state.device))
 
     def end(self, failure: str) -> dict[int, str]:
-        """Tells the others of this rank's failure, if there is one; what failed, by ranks."""
+        """Ends the micro-batch: tells the other ranks this rank's `failure` ("": none). Returns rank -> failure."""
         first = self._states[0]
         told = tell_all(first.communicator, first.device, "the end of a guarded micro-batch", failure, first.log.digest)
         errors = {rank: what for rank, what in enumerate(told) if what}
@@ -154,7 +155,7 @@ class CollectiveReplay:
         if errors:
             logging.getLogger("zero3").warning("a micro-batch was dropped on all ranks: %s", errors)
             reset(self._model)
-            self._expect(self._found)  # a rank that failed has not learned what the others have
+            self._expect(self._found)  # the failed rank has not learned the orders that the others have learned
         else:
             self._learn()
         return errors

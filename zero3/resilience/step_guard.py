@@ -1,4 +1,4 @@
-"""step_guard(): a micro-batch that fails on any rank is dropped on all, and training goes on."""
+"""step_guard(): if a micro-batch fails on any rank, all ranks drop it, and training goes on."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__: list[str] = []
 
 @dataclass
 class GuardedStep:
-    """How a guarded micro-batch ended: the same on every rank.
+    """How a guarded micro-batch ended. It is the same on every rank.
 
     Attributes:
-        errors: Rank to the text of what failed there; empty if nothing did.
+        errors: The text of the error by rank, for each rank that failed. Empty if none did.
     """
 
     errors: dict[int, str] = field(default_factory=dict)
@@ -35,25 +35,27 @@ class GuardedStep:
 def step_guard(model: nn.Module, catch: type[Exception] | tuple[type[Exception], ...] = Exception) -> Iterator[GuardedStep]:
     """Context for one micro-batch: if it fails on any rank, all ranks drop it and go on.
 
-    Every rank enters and leaves it. Inside belong the forward and the backward of one micro-batch. Gradients of earlier
-    micro-batches stay, on every rank; buffers (of BatchNorm) and random generators stay as the micro-batch left them. The
-    exception is swallowed and logged ("zero3", WARNING). It costs one exchange of nine bytes a rank at the end, for which the host
-    waits, and one more gradient shard, as `ShardingPolicy(transactional=True)` does.
+    Every rank enters and leaves it. It contains the forward and the backward of one micro-batch. Gradients of earlier micro-batches
+    stay on every rank. Buffers (of BatchNorm) and random generators stay as the micro-batch left them. The exception is caught and
+    logged (logger "zero3", WARNING). The context costs one exchange of nine bytes for each rank at the end, for which the host
+    waits, and one more gradient shard, as with `ShardingPolicy(transactional=True)`.
 
-    A rank that fails alone makes the rest of the transfers that the others make. It knows them from earlier micro-batches under a
-    guard, and takes the last one that began alike. Before the first one, or if none began alike, it raises, and the others raise
-    when the group's timeout ends. So does every rank whose transfer fails: ranks that can't speak can't agree.
+    A rank that fails makes the rest of the transfers, because the other ranks wait for them. It knows them from the latest guarded
+    micro-batch that began with the same transfers. If there is none, as in the first micro-batch, the rank raises its error, and
+    the other ranks raise at the group's timeout. If a transfer itself fails, every rank raises, because the ranks can't communicate
+    any more.
 
     Args:
         model: Any model that contains zero3 layers, with `stage=3` and without `dynamic`.
-        catch: The exceptions that count as a failed micro-batch. Others pass, and the other ranks wait for the group's timeout.
+        catch: The exceptions that count as a failed micro-batch. Another exception is raised, and the other ranks raise at the
+            group's timeout.
 
     Yields:
         A `GuardedStep`, which is complete when the context is left.
 
     Raises:
         RuntimeError: An optimizer stepped inside, or a transfer failed.
-        ValueError: Nothing in `model` is sharded, or its policy has another `stage` than 3, or `dynamic`.
+        ValueError: Nothing in `model` is sharded, or its policy has a `stage` other than 3, or `dynamic=True`.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""What ranks with data say before each of their collectives, so that the others can take part."""
+"""Ranks with data announce each of their collectives, so that ranks without data can take part."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..core.layer_state import LayerState
 
 __all__: list[str] = []
 
-_SILENT = -(2**62)  # below whatever a rank can say
-_LAYER_BITS = 32  # of what is said: the layer's number
+_SILENT = -(2**62)  # what a rank that only listens sends: less than any announcement
+_LAYER_BITS = 32  # the low bits of an announcement are the layer's number, the others the action
 
 
 class Announcements:
-    """One all-reduce of two numbers each: ranks that only listen hear what the others say, and those hear if they differ."""
+    """An announcement is an all-reduce of two numbers. Listening ranks hear it, and announcing ranks hear whether they differ."""
 
     def __init__(self, states: Sequence[LayerState], control: Communicator) -> None:
         self._states = states
@@ -29,13 +29,13 @@ class Announcements:
         self._naming = NamingFailures(control, "keeping step with", Subject("ranks that have more or less data"))
 
     def exchange(self, action: Action | None, layer: object = None) -> tuple[Action, LayerState]:
-        """Says what comes next, or (None) hears it.
+        """Announces `action`, or listens (None). Returns the action and the layer that were announced.
 
         Raises:
-            RuntimeError: on all ranks: one has raised, or they are about to do different things.
+            RuntimeError: A rank has raised, or ranks announce different actions. All ranks raise it.
         """
         mine = _SILENT if action is None else action << _LAYER_BITS | (0 if layer is None else self._numbers[layer])
-        opposite = _SILENT if action is None else -mine  # of the lowest
+        opposite = _SILENT if action is None else -mine  # its maximum gives the lowest announcement
         both = torch.tensor([mine, opposite], dtype=torch.int64, device=self._states[0].device)
         with self._naming:
             self._control.all_reduce(both, maximum=True)
@@ -68,7 +68,7 @@ class EntersActivities(Protocol):
 
 
 class Doing:
-    """A forward or a backward of this rank. A backward that raises never leaves it."""
+    """Context for a forward or a backward of this rank. A backward that raises does not leave it."""
 
     def __init__(self, coordinator: EntersActivities, activity: Activity) -> None:
         self._coordinator = coordinator

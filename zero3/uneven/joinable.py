@@ -1,4 +1,4 @@
-"""What stands for a sharded model in torch's context for uneven inputs."""
+"""joinable(): a sharded model in torch's `Join`, its context for uneven inputs."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class JoinableModel(Joinable):
 
 
 def runtimes_of(model: nn.Module) -> list[Runtime]:
-    """Made now, on all ranks: one without data would never come to make its own."""
+    """The runtimes of all layers in `model`. They are made here, because a rank without data runs no forward to make its own."""
     layers = layers_of(model)
     if isinstance(model, Zero3Sequential):
         return [model._shared_runtime()]

@@ -1,4 +1,4 @@
-"""What a rank without data does in the collectives of those that have some. See `shadow`."""
+"""How a rank without data takes part in the collectives of the other ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__: list[str] = []
 
 
 def help_with(action: Action, state: LayerState, runtime: Runtime) -> None:
-    """Takes part: in a gather with its chunks, in a reduction with zeros, in a comparison by listening.
+    """Takes part in an announced collective: in a gather with its chunks, in a reduction with zeros, in a comparison as a listener.
 
     Raises:
-        ValueError, TypeError, RuntimeError: what the others raise.
+        ValueError, TypeError, RuntimeError: The same error as on the other ranks.
     """
     if action is Action.GATHER:
         state.take_part_in_fetch()

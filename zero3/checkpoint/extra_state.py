@@ -1,0 +1,106 @@
+"""What modules keep beside their tensors (`get_extra_state`), into state dicts and checkpoints and back. Rank 0's counts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.agreement import agree, exchange_texts
+from ..comm.communicator import Communicator
+from ..comm.plain_values import decode, dtype_named, encode, name_of, unreadable
+from ..names import named_entries
+
+__all__: list[str] = []
+
+
+def extra_states_of(model: nn.Module) -> dict[str, Any]:
+    """What every module's `get_extra_state` returns on this rank, by its name in the unwrapped model's state dict."""
+    return {name: module.get_extra_state() for name, module in extra_state_modules(model).items()}
+
+
+def copied(value: Any) -> Any:
+    """The same, with copies on the CPU in place of tensors in dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if type(value) is dict:
+        return {key: copied(held) for key, held in value.items()}
+    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
+
+
+def extra_state_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that have extra state, by the same names."""
+    return {name: entry for name, entry in named_entries(model) if isinstance(entry, nn.Module)}
+
+
+def takers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Those of them whose class says what `set_extra_state` does: torch's own raises."""
+    modules = extra_state_modules(model)
+    return {name: module for name, module in modules.items() if type(module).set_extra_state is not nn.Module.set_extra_state}
+
+
+def encoded(values: Mapping[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
+    """As JSON has it; tensors go to the end of `tensors`, and their numbers stand for them.
+
+    Raises:
+        TypeError: a value that could only be pickled, or a tensor that has no values, by its name.
+    """
+
+    def put(tensor: Tensor) -> int:
+        if (problem := unreadable(tensor)) is not None:
+            raise TypeError(f"a tensor of {name} {problem}")
+        tensors.append(tensor.detach())
+        return len(tensors) - 1
+
+    found = {}
+    for name, value in values.items():
+        found[name] = encode(value, name, put)
+    return found
+
+
+def sent_from_rank_0(communicator: Communicator, device: torch.device, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Rank 0's `values` on every rank, tensors on the CPU. Every rank calls it.
+
+    Raises:
+        TypeError: on every rank, if a value could only be pickled.
+    """
+    tensors: list[Tensor] = []
+    text, error = "", None
+    if communicator.rank == 0:
+        try:
+            found = encoded(values, tensors)
+            text = json.dumps([found, [[name_of(tensor.dtype), list(tensor.shape)] for tensor in tensors]])
+        except (TypeError, ValueError) as caught:
+            error = caught
+    agree(communicator, device, "the extra state of modules", [], error)
+    found, described = json.loads(exchange_texts(communicator, device, text)[0] if communicator.world_size > 1 else text)
+    received = []
+    for number, (dtype, shape) in enumerate(described):
+        value = torch.empty(shape, dtype=dtype_named(dtype), device=device)
+        if communicator.rank == 0:
+            value.copy_(tensors[number])
+        if value.numel():
+            communicator.broadcast(value.view(-1).view(torch.uint8))
+        received.append(value.cpu())
+    return {name: decode(value, received.__getitem__) for name, value in found.items()}
+
+
+def set_extra_states(model: nn.Module, values: Mapping[str, Any], communicator: Communicator, device: torch.device, caller: str) -> None:
+    """Each module takes its own. Every rank calls it, with the same `values`, after everything else has been loaded.
+
+    Raises:
+        RuntimeError, ...: what a module says to its value, on every rank.
+    """
+    takers = takers_of(model)
+    error: Exception | None = None
+    try:
+        for name, value in values.items():
+            if name in takers:
+                takers[name].set_extra_state(value)
+    except Exception as caught:  # whatever a module raises: the other ranks have to hear of it
+        error = caught
+    if takers:
+        agree(communicator, device, f"the extra state that {caller} sets", [], error)

@@ -1,0 +1,131 @@
+"""What transformers does with names and tensors between its models' files and its models: asked of transformers itself."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..core.parameters import own_name
+
+__all__: list[str] = []
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+class Unwrapped:
+    """A model as transformers' conversions are to see it: names without torch's wrappers, and shapes of released parameters."""
+
+    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        self._model = model
+        self._tensors = tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in self._model.named_modules():
+            yield own_name(f"{name}.").removesuffix("."), module
+
+    def get_parameter(self, name: str) -> Any:
+        return self._tensors[name] if name in self._tensors else self._model.get_parameter(name)
+
+
+class Conversions:
+    """From the keys of a file to the names of a model: as transformers renames (if the model is one of its), and by the base prefix."""
+
+    def __init__(self, model: nn.Module, expected: Mapping[str, Tensor], more: Iterable[str] = ()) -> None:
+        self._expected = {*expected, *more}
+        self._prefix = getattr(model, "base_model_prefix", "") or ""
+        self._model = Unwrapped(model, expected)
+        self._loading: Any = None  # transformers' module that loads; None: names are the model's own
+        self._transforms: list[Any] = []
+        self._renamings: list[Any] = []
+        self._converters: list[Any] = []
+        ignored = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+        for name, _ in model.named_buffers():  # buffers that were stored once and are computed now
+            if name.endswith("rotary_emb.inv_freq"):
+                ignored.append(r"rotary_emb\.inv_freq")
+            if name.endswith("position_ids"):
+                ignored.append(r"(^|\.)position_ids$")
+        self._ignored = [re.compile(pattern) for pattern in ignored]
+        if is_of_transformers(model):
+            self._follow_transformers()
+
+    def _follow_transformers(self) -> None:
+        try:
+            conversion_mapping = importlib.import_module("transformers.conversion_mapping")
+            self._loading = importlib.import_module("transformers.core_model_loading")
+        except ImportError:  # before transformers 5 files and models had the same names
+            return
+        self._transforms = conversion_mapping.get_model_conversion_mapping(self._model)
+        self._renamings = [t for t in self._transforms if isinstance(t, self._loading.WeightRenaming)]
+        self._converters = [t for t in self._transforms if isinstance(t, self._loading.WeightConverter)]
+
+    def __call__(self, key: str) -> tuple[str, Any, str]:
+        """The model's name, or what comes nearest; the converter that makes it out of several keys, and the key's place in it."""
+        key = own_name(key)
+        if self._loading is not None:
+            renamed, pattern = self._loading.rename_source_key(key, self._renamings, self._converters)
+            name = self._with_prefix(renamed)
+            if name in self._expected or self._with_prefix(key) not in self._expected:
+                return name, self._converter_of(pattern), pattern or ""
+        return self._with_prefix(key), None, ""
+
+    def _converter_of(self, pattern: str | None) -> Any:
+        return next((converter for converter in reversed(self._converters) if pattern in converter.source_patterns), None)
+
+    def convert(self, converter: Any, name: str, collected: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+        """What `converter` makes of tensors by its patterns: by names of the model, `name` being the first."""
+        own = copy.deepcopy(converter)
+        for pattern, tensors in collected.items():
+            for tensor in tensors:
+                own.add_tensor(name, name, pattern, tensor)
+        made = own.convert(name, model=self._model, config=self._model.config)
+        return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
+
+    def sorted(self, keys: Iterable[str]) -> list[str]:
+        """In the order in which transformers takes them, on which the order of experts depends."""
+        return sorted(keys, key=getattr(self._loading, "dot_natural_key", None) or _natural)
+
+    @property
+    def used(self) -> list[Any] | None:
+        """What transformers notes on a model that it has loaded, so that it saves the names that it has found; None: it notes nothing."""
+        return [t for t in self._transforms if t.was_used()] if self._loading is not None else None
+
+    def _with_prefix(self, key: str) -> str:
+        dotted = f"{self._prefix}."
+        variants = (key, dotted + key, key.removeprefix(dotted)) if self._prefix else (key,)
+        return next((name for name in variants if name in self._expected), key)
+
+    def ignores(self, key: str) -> bool:
+        return any(pattern.search(key) for pattern in self._ignored)
+
+
+def reverted(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`tensors` as transformers writes them into files; None: as they are.
+
+    Raises:
+        Exception: whatever transformers, or a tensor, says to a conversion that has no way back.
+    """
+    if not is_of_transformers(model):
+        return None
+    try:
+        loading = importlib.import_module("transformers.core_model_loading")
+    except ImportError:  # before transformers 5
+        return None
+    made = loading.revert_weight_conversion(Unwrapped(model, tensors), dict(tensors))
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _natural(key: str) -> list[tuple[int, str]]:
+    """Numbers in names by their value."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in key.split(".")]

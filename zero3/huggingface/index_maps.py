@@ -1,0 +1,197 @@
+"""Where each element of a tensor comes from, if it was cut, joined, reshaped and transposed from others: integers, no values.
+
+A map answers for any elements of the flattened tensor: which source, and which element of it. So a rank finds what its slice
+needs, however a checkpoint's tensors are rearranged into a model's, and nothing has to be whole for that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__: list[str] = []
+
+Key = TypeVar("Key")
+_AT_ONCE = 1 << 18  # grains looked up together, so that tables of indices stay small
+LONG_RUN = 1 << 10  # elements: below it, looking up one by one beats reading by ranges
+
+
+class Run(NamedTuple, Generic[Key]):
+    """Elements `[start, start + length)` of the flattened tensor are elements `[at, at + length)` of `source`."""
+
+    start: int
+    source: Key
+    at: int
+    length: int
+
+
+class IndexMap(Generic[Key]):
+    """A tensor of `shape`, made of `sources`.
+
+    `grain`: so many elements, counted from any multiple of it on, lie side by side in one source. Large where whole matrices are
+    stacked, 1 where something is transposed.
+    """
+
+    def __init__(self, shape: Sequence[int], sources: Sequence[Key], grain: int) -> None:
+        self.shape = tuple(shape)
+        self.numel = math.prod(self.shape)
+        self.sources = list(sources)
+        self.grain = max(1, grain)
+
+    def locate(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """For int64 indices `[n]` into the flattened tensor: numbers of sources `[n]`, and indices into the flattened sources `[n]`."""
+        raise NotImplementedError
+
+    @property
+    def is_by_ranges(self) -> bool:
+        """Whether it is best read, or written, by ranges of its sources."""
+        return self.grain >= min(LONG_RUN, self.numel)
+
+    def runs(self, start: int, stop: int) -> Iterator[Run[Key]]:
+        """What makes up elements `[start, stop)`, in order, neighbours together."""
+        first, last = start // self.grain, -(-stop // self.grain)
+        for low in range(first, last, _AT_ONCE):
+            begins = torch.arange(low, min(low + _AT_ONCE, last), dtype=torch.int64) * self.grain
+            numbers, at = self.locate(begins)
+            new = torch.ones(len(begins), dtype=torch.bool)
+            new[1:] = (numbers[1:] != numbers[:-1]) | (at[1:] != at[:-1] + self.grain)
+            edges = [*new.nonzero().flatten().tolist(), len(begins)]
+            for left, right in zip(edges[:-1], edges[1:], strict=True):
+                begin, end = int(begins[left]), min(int(begins[right - 1]) + self.grain, stop)
+                skipped = max(0, start - begin)
+                yield Run(begin + skipped, self.sources[int(numbers[left])], int(at[left]) + skipped, end - begin - skipped)
+
+    # -- what can be made of it
+
+    def reshaped(self, *shape: int) -> IndexMap[Key]:
+        """One size may be -1."""
+        sizes = list(shape)
+        if -1 in sizes:
+            sizes[sizes.index(-1)] = self.numel // max(1, math.prod(size for size in sizes if size != -1))
+        if math.prod(sizes) != self.numel:
+            raise ValueError(f"a tensor {self.shape} can't be reshaped to {tuple(sizes)}")
+        return _Reshaped(self, sizes)
+
+    def narrowed(self, dim: int, start: int, length: int) -> IndexMap[Key]:
+        dim = self._dim(dim)
+        if not 0 <= start <= start + length <= self.shape[dim]:
+            raise ValueError(f"{start} to {start + length} are not in dimension {dim} of {self.shape}")
+        return _Narrowed(self, dim, start, length)
+
+    def permuted(self, order: Sequence[int]) -> IndexMap[Key]:
+        order = [self._dim(dim) for dim in order]
+        if sorted(order) != list(range(len(self.shape))):
+            raise ValueError(f"{tuple(order)} is no order of the dimensions of {self.shape}")
+        return _Permuted(self, order)
+
+    def transposed(self, dim0: int, dim1: int) -> IndexMap[Key]:
+        order = list(range(len(self.shape)))
+        order[dim0], order[dim1] = order[dim1], order[dim0]
+        return self.permuted(order)
+
+    def _dim(self, dim: int) -> int:
+        if not -len(self.shape) <= dim < len(self.shape):
+            raise ValueError(f"there is no dimension {dim} in {self.shape}")
+        return dim % len(self.shape)
+
+
+class Whole(IndexMap[Key]):
+    """A source itself."""
+
+    def __init__(self, source: Key, shape: Sequence[int]) -> None:
+        super().__init__(shape, [source], math.prod(shape))
+
+    def locate(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(flat), flat
+
+
+class _Reshaped(IndexMap[Key]):
+    def __init__(self, inner: IndexMap[Key], shape: Sequence[int]) -> None:
+        super().__init__(shape, inner.sources, inner.grain)
+        self._inner = inner
+
+    def locate(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        return self._inner.locate(flat)
+
+
+class _Narrowed(IndexMap[Key]):
+    def __init__(self, inner: IndexMap[Key], dim: int, start: int, length: int) -> None:
+        self._inner = inner
+        below = math.prod(inner.shape[dim + 1 :])
+        self._own, self._all, self._skipped = length * below, inner.shape[dim] * below, start * below
+        grain = math.gcd(inner.grain, self._own, self._all, self._skipped)
+        super().__init__([*inner.shape[:dim], length, *inner.shape[dim + 1 :]], inner.sources, grain)
+
+    def locate(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        outer = flat.div(self._own, rounding_mode="floor")
+        return self._inner.locate(flat + outer * (self._all - self._own) + self._skipped)
+
+
+class _Permuted(IndexMap[Key]):
+    def __init__(self, inner: IndexMap[Key], order: Sequence[int]) -> None:
+        self._inner = inner
+        shape = [inner.shape[dim] for dim in order]
+        moved = [place for place, dim in enumerate(order) if place != dim]
+        kept = math.prod(shape[moved[-1] + 1 :]) if moved else inner.numel
+        strides = [math.prod(inner.shape[dim + 1 :]) for dim in order]
+        # of each dimension: its size, how far apart its steps are here and there
+        self._steps = [(shape[place], math.prod(shape[place + 1 :]), strides[place]) for place in range(len(shape))]
+        super().__init__(shape, inner.sources, math.gcd(inner.grain, kept))
+
+    def locate(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        there = torch.zeros_like(flat)
+        for size, here, step in self._steps:
+            there += flat.div(here, rounding_mode="floor").remainder_(size).mul_(step)
+        return self._inner.locate(there)
+
+
+class _Joined(IndexMap[Key]):
+    def __init__(self, parts: Sequence[IndexMap[Key]], dim: int) -> None:
+        self._parts = parts
+        shape = parts[0].shape
+        below = math.prod(shape[dim + 1 :])
+        self._own = [part.shape[dim] * below for part in parts]
+        self._ends = torch.tensor(self._own).cumsum(0)
+        self._firsts = [sum(len(part.sources) for part in parts[:number]) for number in range(len(parts))]
+        size = sum(part.shape[dim] for part in parts)
+        sources = [source for part in parts for source in part.sources]
+        grain = math.gcd(*(part.grain for part in parts), *self._own)
+        super().__init__([*shape[:dim], size, *shape[dim + 1 :]], sources, grain)
+
+    def locate(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        total = int(self._ends[-1])
+        outer, rest = flat.div(total, rounding_mode="floor"), flat.remainder(total)
+        which = torch.bucketize(rest, self._ends, right=True)
+        numbers, at = torch.empty_like(flat), torch.empty_like(flat)
+        for number in range(len(self._parts)):
+            if not (mine := which == number).any():
+                continue
+            own, end = self._own[number], int(self._ends[number])
+            found, there = self._parts[number].locate(outer[mine] * own + rest[mine] - (end - own))
+            numbers[mine], at[mine] = found + self._firsts[number], there
+        return numbers, at
+
+
+def joined(parts: Sequence[IndexMap[Key]], dim: int) -> IndexMap[Key]:
+    """End to end along a dimension.
+
+    Raises:
+        ValueError: nothing to join, or other sizes than along this dimension differ.
+    """
+    if not parts:
+        raise ValueError("there is nothing to join")
+    dim = parts[0]._dim(dim)
+    others = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
+    if len(others) > 1 or len({len(part.shape) for part in parts}) > 1:
+        raise ValueError(f"tensors {', '.join(str(part.shape) for part in parts[:4])} can't be joined along dimension {dim}")
+    return _Joined(parts, dim)
+
+
+def stacked(parts: Sequence[IndexMap[Key]], dim: int) -> IndexMap[Key]:
+    """Side by side along a new dimension."""
+    dim = dim + len(parts[0].shape) + 1 if parts and dim < 0 else dim
+    return joined([part.reshaped(*part.shape[:dim], 1, *part.shape[dim:]) for part in parts], dim)

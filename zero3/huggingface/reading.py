@@ -1,0 +1,53 @@
+"""Slices of the model's tensors, read from files that have them under other names, cut, joined or transposed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.safetensors_files import SafetensorsFiles, Stored
+from .index_maps import IndexMap
+
+__all__: list[str] = []
+
+_AT_ONCE = 1 << 20  # elements looked up one by one together
+_WASTE = 4  # a span that has so many times what is wanted of it: then the whole tensor is read, once
+
+
+class SliceReader:
+    """Reads by ranges where elements lie side by side; else through a buffer with a span of one stored tensor, or all of it."""
+
+    def __init__(self, files: SafetensorsFiles) -> None:
+        self._files = files
+        self._span: tuple[Stored, int, Tensor] | None = None  # what was read last: of which tensor, from which element on
+
+    def read(self, index_map: IndexMap[Stored], start: int, target: Tensor) -> None:
+        """Elements `[start, start + n)` of the flattened tensor into `target` `[n]`, in its dtype and on its device."""
+        stop = start + target.numel()
+        if index_map.is_by_ranges:
+            for run in index_map.runs(start, stop):
+                self._files.read(run.source, run.at, target[run.start - start : run.start - start + run.length])
+            return
+        for low in range(start, stop, _AT_ONCE):
+            numbers, at = index_map.locate(torch.arange(low, min(low + _AT_ONCE, stop), dtype=torch.int64))
+            found = torch.empty(len(at), dtype=target.dtype)
+            for number, source in enumerate(index_map.sources):
+                if not (mine := numbers == number).any():
+                    continue
+                first, values = self._span_of(source, at[mine])
+                found[mine] = values[at[mine] - first].to(found.dtype)
+            target[low - start : low - start + len(at)].copy_(found)
+
+    def _span_of(self, stored: Stored, wanted: Tensor) -> tuple[int, Tensor]:
+        first, last = int(wanted.min()), int(wanted.max())
+        if self._span is not None:
+            source, begin, values = self._span
+            if source is stored and begin <= first and last < begin + len(values):
+                return begin, values
+        if last - first >= _WASTE * len(wanted):
+            first, last = 0, stored.numel - 1
+        self._span = None  # given back before the next one is taken
+        values = torch.empty(last - first + 1, dtype=stored.dtype)
+        self._files.read(stored, first, values)
+        self._span = stored, first, values
+        return first, values
