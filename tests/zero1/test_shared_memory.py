@@ -70,6 +70,7 @@ def assert_trained_as_plain(module: nn.Module) -> None:
 
 def train(rank: Rank, options: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:
     """After each of three steps: what is left of the shared memory, and what when the others have done it too; its most meanwhile."""
+    before = bytes_resident()  # of an earlier run's groups in this process
     ddp = DistributedDataParallel(layers(), bucket_cap_mb=8)
     optimizer = zero3.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, **options)
     if "overlap_with_ddp" in options:
@@ -91,7 +92,7 @@ def train(rank: Rank, options: dict[str, Any]) -> tuple[list[int], list[int], li
             dist.barrier()  # now all have read all
             give_memory_back(mine)
             dist.barrier()
-            left_by_all.append(max(bytes_in_file(), bytes_resident()))
+            left_by_all.append(max(bytes_in_file(), bytes_resident() - before))
             dist.barrier()
     assert_trained_as_plain(ddp.module)
     return left, left_by_all, most[::2]

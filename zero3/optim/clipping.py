@@ -34,9 +34,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
 
     Raises:
         RuntimeError: The norm is nan or inf, and `error_if_nonfinite` is set; on every rank.
-        ValueError: `norm_type` is not positive, or `max_norm` is negative or nan; on every rank (on a GPU the others get nan). Or
-            nothing in `model` is sharded.
-        TypeError: `norm_type` or `max_norm` is no number; likewise.
+        ValueError: `norm_type` is not positive, or `max_norm` is negative or nan; on every rank (on a GPU the others get nan). Nothing
+            in `model` is sharded.
+        TypeError: One of the two is no number; on every rank.
 
     Example::
 
