@@ -44,7 +44,7 @@ class Communicator(Protocol):
         ...
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
-        """[backup 2] Sums `full` `[W*S]` over ranks, and writes this rank's slice of the sum into `shard` `[S]`. `full` may be overwritten."""
+        """[backup 2] Sums `full` `[W*S]` over ranks, and writes this rank's slice into `shard` `[S]`. `full` may be overwritten."""
         ...
 
     def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:

@@ -120,7 +120,7 @@ class Chunk:
             self.full = self._new_buffer()
 
     def start_fetch(self, lane: Lane) -> None:
-        """[fetch 2] Starts the gather. The lane waits for the compute stream: for the optimizer's step, and for the buffer's last reader."""
+        """[fetch 2] Starts the gather. The lane waits for the compute stream: for the optimizer's step and the buffer's last reader."""
         self.adopt_values()
         if self.resident:
             if self.full.tensor.data_ptr() != self.shard.data_ptr():  # the caller has set chunk.data
