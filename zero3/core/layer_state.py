@@ -54,8 +54,8 @@ class LayerState:
         self.call = caller_for(policy)  # calls the layer's module
         self.chunks: list[Chunk] = []
         self.parameters: list[ShardedParameter] = []
-        reducer = TransactionalReducer if policy.transactional else GradientReducer
-        self.gradients = LayerGradients(communicator, policy, self.subject, reducer)
+        kind = TransactionalReducer if policy.transactional else GradientReducer
+        self.gradients = LayerGradients(communicator, policy, self.subject, kind)
         self.gate: Gate = gate_for(policy.compare_every)
         self.presence = Presence.RELEASED
         self.stays_whole = not shards_parameters(policy)  # stages 1 and 2: the layer is kept from step to step
@@ -97,10 +97,8 @@ class LayerState:
     @label.setter
     def label(self, label: str) -> None:
         self.subject.name = f"layer {label}"
-        names = ("fetch", "wait", "forward", "backup", "release")
-        self.fetch_span, self.wait_span, self.forward_span, self.backup_span, self.release_span = (
-            profiler_label(f"zero3::{name} {self.subject.name}") for name in names
-        )
+        spans = (profiler_label(f"zero3::{name} layer {label}") for name in ("fetch", "wait", "forward", "backup", "release"))
+        self.fetch_span, self.wait_span, self.forward_span, self.backup_span, self.release_span = spans
 
     @property
     def log(self) -> TransferLog:
