@@ -217,3 +217,28 @@ def test_a_timeout_tells_the_layer_the_pass_and_what_came_before() -> None:
     ):
         assert words in waiting.text, waiting.text
     assert waiting.seconds < PROMPT
+
+
+def test_an_error_tells_the_latest_transfers_and_not_all() -> None:
+    """However long the model has trained: what is kept of the past is bounded."""
+
+    def body(group: ThreadCommunicator) -> list[tuple[int, int]]:
+        model = Zero3Sequential([Zero3Layer(nn.Linear(3, 3), process_group=group) for _ in range(6)])
+        told = []
+        for passes in (1, 1, 20, 100):
+            for _ in range(passes):
+                model(torch.ones(2, 3)).sum().backward()
+            group.before = fail
+            with pytest.raises(RuntimeError, match=r"gathering layer .* failed: cut off") as error:
+                model(torch.ones(2, 3))
+            group.before = lambda kind: None
+            latest = str(error.value).split("the latest: ")[1]
+            told.append((latest.count("gathering") + latest.count("reducing"), len(latest)))
+        return told
+
+    def fail(kind: str) -> None:
+        raise RuntimeError("cut off")
+
+    for told in run_ranks(2, body):
+        assert 1 <= told[0][0] <= 10
+        assert len(set(told)) == 1, "the same number of transfers after 1 and after 122 steps"

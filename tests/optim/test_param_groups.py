@@ -334,6 +334,33 @@ def test_a_call_at_the_wrong_time_is_refused(world_size: int) -> None:
 
 
 @WORLDS
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_call_of_param_groups_while_a_layer_computes_is_refused(when: str, number: int, world_size: int) -> None:
+    """Its full parameters are in use, so its chunk can't be cut anew."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model = as_layers(group, models[group.rank])
+        before, refused = snapshot(model), []
+
+        def divide(*_: object) -> None:
+            with pytest.raises(RuntimeError, match=r"param_groups while layer '\d'.* is fetched: call it outside of forward, backward"):
+                zero3.param_groups(model, all_whole)
+            refused.append(when)
+
+        module = list(model)[number].module
+        hook = module.register_forward_hook(divide) if when == "forward" else module.register_full_backward_pre_hook(divide)
+        loss_of(model, sentences(0)).backward()
+        hook.remove()
+        model.zero_grad()
+        assert refused == [when] and same_snapshot(before, snapshot(model))
+        zero3.param_groups(model, all_whole)
+
+    models = [build(rank) for rank in range(world_size)]
+    run_ranks(world_size, body)
+
+
+@WORLDS
 @pytest.mark.parametrize("first", [None, by_name, all_whole], ids=["chunks", "by name", "whole"])
 def test_an_optimizer_made_before_a_division_says_so(world_size: int, first: Options | None) -> None:
     def body(group: ThreadCommunicator) -> None:

@@ -180,7 +180,7 @@ class ThreadCommunicator:
 
     def duplicate(self) -> ThreadCommunicator:
         self._twins += 1
-        other = ThreadCommunicator(self.world, self.rank, f"{self._place}'{self._twins}")
+        other = type(self)(self.world, self.rank, f"{self._place}'{self._twins}")
         other.log, other.before = self.log, self.before
         return other
 

@@ -232,7 +232,7 @@ _EXACT = "_zero3_exact"  # attribute of a gradient: (the wider tensor that it wa
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None) -> None:
-    """Adds `gradient` to the parameter's gradient, and calls the parameter's hooks, as autograd would.
+    """[backup 4] Adds `gradient` to the parameter's gradient, and calls the parameter's hooks, as autograd would.
 
     `exact` is the gradient in a wider dtype. It stays with the parameter's gradient, and later micro-batches are added to it, so
     that the sum is rounded only once. It is freed with that gradient. If the caller changes the gradient, it is not used again.

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
 from .chunk import Chunk
 from .layer_state import LayerState
 from .parameters import ShardedParameter, restore_order
@@ -71,3 +76,54 @@ def write_back(state: LayerState) -> None:
             sharded.value.copy_(sharded.sites.parameter.data)
     for chunk in state.chunks:
         chunk.scatter()
+
+
+class Pin:
+    """A layer that has just been pinned, and what its parameters were like then."""
+
+    def __init__(self, state: LayerState) -> None:
+        self.state = state
+        parameters = [sharded.sites.parameter for sharded in state.parameters]
+        self._before = [(parameter.requires_grad, parameter._version) for parameter in parameters]
+
+    def undo_toggles(self) -> list[str]:
+        """The parameters whose `requires_grad` was changed meanwhile; it is again what it was."""
+        toggled = [each for each, (trained, _) in self._with_before() if each.sites.parameter.requires_grad != trained]
+        for each in toggled:
+            each.sites.parameter.requires_grad_(not each.sites.parameter.requires_grad)
+        return [self._name(each) for each in toggled]
+
+    def written(self) -> list[str]:
+        """The parameters that were given other values, and will lose them, as far as this rank can tell."""
+        found = []
+        for each, (_, version) in self._with_before():
+            parameter, chunk = each.sites.parameter, each.chunk
+            if parameter.data_ptr() != each.value.data_ptr() or (parameter._version != version and not chunk.resident):
+                found.append(self._name(each))
+        rank = self.state.communicator.rank
+        slots = [] if found else [name for chunk in self.state.chunks for name in _slots_written(chunk, rank)]
+        return found or [f"{name!r} of layer {self.state.label}" for name in slots]
+
+    def _with_before(self) -> Iterator[tuple[ShardedParameter, tuple[bool, int]]]:
+        return zip(self.state.parameters, self._before, strict=True)
+
+    def _name(self, sharded: ShardedParameter) -> str:
+        return f"{sharded.sites.name!r} of layer {self.state.label}"
+
+
+def _slots_written(chunk: Chunk, rank: int) -> list[str]:
+    """The parameters whose values in this rank's slice of the full buffer are not its chunk's: writes by `.data` leave no other trace."""
+    if chunk.resident:  # the chunk itself was written, and stays so
+        return []
+    low, high = chunk.layout.chunk_range(rank)
+    shown = chunk.full.tensor[low:high]
+    home = chunk.shard.data.to(shown.dtype)
+    if torch.equal(_bits(shown), _bits(home)):
+        return []
+    spans = [(piece.slot.name, slice(piece.offset, piece.offset + piece.stop - piece.start)) for piece in chunk.layout.pieces(rank)]
+    return [name for name, span in spans if not torch.equal(_bits(shown[span]), _bits(home[span]))]
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Comparable whatever they are: NaN is unequal to itself."""
+    return values.contiguous().view(torch.uint8)

@@ -222,14 +222,15 @@ class Exchange:
         communicator, full = self._communicators[bucket.entries[0].parameter.device], bucket.full
         runs = full.view(communicator.world_size, -1)
         in_pieces, length = shares_memory(communicator), PIECE_BYTES // full.element_size()
+        naming = named(communicator, "gathering", bucket.name)
         for start in range(0, runs.shape[1], length) if in_pieces else (0,):
             piece = runs[:, start : start + length] if in_pieces else runs
             own = piece[communicator.rank]
             while len(self._pending) == UNDER_WAY or (in_pieces and self._sent + own.nbytes > PIECES_BYTES):
                 self._pending.popleft()[1].wait()
-            with (naming := named(communicator, "gathering", bucket.name)):
+            with naming:
                 gather = communicator.all_gather(piece if in_pieces else full, own)
-                self._pending.append((own.nbytes, _Named(gather, naming)))
+            self._pending.append((own.nbytes, _Named(gather, naming)))
 
     @property
     def _sent(self) -> int:

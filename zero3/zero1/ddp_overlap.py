@@ -48,6 +48,14 @@ class DDPOverlap:
         # without annotations, which DDP would compare with its own
         return lambda state, bucket: self._reduce_and_update(reduce, group if reduction is None else state, bucket)
 
+    def check_hooked(self) -> None:
+        """Where updates should have happened."""
+        if not self.hooked:
+            raise RuntimeError(
+                "overlap_with_ddp=True updates parameters during DDP's backward, but DDP knows nothing of it: call "
+                "ddp.register_comm_hook(None, optimizer.hook(ddp)) once, before training"
+            )
+
     def _check(self, ddp: Any) -> None:
         if not hasattr(ddp, "find_unused_parameters"):
             raise TypeError(f"hook() takes the DistributedDataParallel model, found a {type(ddp).__name__}")
