@@ -24,7 +24,7 @@ __all__: list[str] = []
 LARGE_BYTES = 2**18  # from here on two copies cost more than one more message
 UNDER_WAY = 8  # transfers, of parameters that don't: what is on its way takes memory
 PIECE_BYTES = 2**20  # large transfers through shared memory are cut into pieces of this rank's slice,
-PIECES_BYTES = 2**22  # of which so much is under way: the memory stays small, and in the processor's cache
+PIECES_BYTES = 2**21  # of which so much is under way: the memory stays small, and in the processor's cache
 STAGED_BYTES = 2**22  # small parameters travel together, in no more memory than this
 VIEWED_BYTES = 25 * 2**20  # of a bucket that parameters become views of, but for a larger parameter
 
