@@ -245,7 +245,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] =
     ),
     "params that are a text": (lambda s: groups(s, params="norm.weight"), TypeError, r"'params' of param_groups\[0\] must be a list of"),
     "params that are numbers": (lambda s: groups(s, params=[0, 1]), ValueError, r"param_groups\[0\] has \[0, 1\] as params; expected par"),
-    "params twice": (lambda s: {**s, "param_groups": s["param_groups"] * 2}, ValueError, r"param_groups name these parameters twice: embed"),
+    "params twice": (lambda s: {**s, "param_groups": s["param_groups"] * 2}, ValueError, r"param_groups name these parameters twice"),
     "state that is a list": (lambda s: {**s, "state": list(s["state"].items())}, TypeError, "state must be a dict with a dict for each"),
     "state that is numbered": (lambda s: {**s, "state": dict(enumerate(s["state"].values()))}, ValueError, r"state has \[0, 1, 2\]"),
     "state of a name that is a tensor": (
@@ -254,8 +254,8 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] =
     "a moment on meta": (lambda s: first_moment(s, lambda m: m.to("meta")), ValueError, r"exp_avg of norm\.weight is on the meta device"),
     "a moment of numpy": (lambda s: first_moment(s, lambda m: m.numpy()), TypeError, r"'exp_avg' of norm\.weight is a numpy\.ndarray"),
     "a moment that is sparse": (lambda s: first_moment(s, lambda m: m.to_sparse()), ValueError, r"exp_avg of norm\.weight is sparse_coo"),
-    "a moment of another shape": (lambda s: first_moment(s, lambda m: m[:2]), ValueError, r"exp_avg of norm\.weight has \(2,\), expected \(5,\)"),
-    "an option that could only be pickled": (lambda s: groups(s, lr=object()), TypeError, r"'lr' of param_groups\[0\] is a builtins\.object"),
+    "a moment of another shape": (lambda s: first_moment(s, lambda m: m[:2]), ValueError, r"exp_avg of norm\.weight has \(2,\), exp"),
+    "an option that could only be pickled": (lambda s: groups(s, lr=object()), TypeError, r"'lr' of param_groups\[0\] is a builtins"),
 }  # fmt: skip
 
 
@@ -282,8 +282,8 @@ def _load_a_moment_on_meta(rank: Rank) -> str:
     optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model))
     train(model, optimizer, range(1))
     full = zero3.full_optimizer_state_dict(model, optimizer)
+    given = first_moment(full, lambda moment: moment.to("meta")) if rank.number == 0 else None
     with pytest.raises(ValueError, match="is on the meta device") as raised:
-        given = first_moment(full, lambda moment: moment.to("meta")) if rank.number == 0 else None
         zero3.load_full_optimizer_state_dict(model, optimizer, given)
     return str(raised.value)
 

@@ -158,9 +158,9 @@ WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], Any], type[Exception], str]
     "numpy": (lambda s: {k: v.numpy() for k, v in s.items()}, TypeError, r"not to be read: embed\.weight is a numpy\.ndarray, expected a"),
     "a number": (lambda s: {**s, "norm.weight": 1.5}, TypeError, r"not to be read: norm\.weight is a builtins\.float"),
     "None in it": (lambda s: {**s, "norm.weight": None}, TypeError, r"norm\.weight is a builtins\.NoneType"),
-    "meta": (lambda s: {**s, "norm.weight": s["norm.weight"].to("meta")}, ValueError, r"norm\.weight is on the meta device, so it has no val"),
+    "meta": (lambda s: {**s, "norm.weight": s["norm.weight"].to("meta")}, ValueError, r"norm\.weight is on the meta device, so it"),
     "sparse": (lambda s: {**s, "norm.weight": s["norm.weight"].to_sparse()}, ValueError, r"norm\.weight is sparse_coo, expected a dense"),
-    "integers for weights": (lambda s: {**s, "norm.weight": s["norm.weight"].int()}, ValueError, r"kinds: norm\.weight has integer, expected fl"),
+    "integers for weights": (lambda s: {**s, "norm.weight": s["norm.weight"].int()}, ValueError, r"kinds: norm\.weight has integer, exp"),
     "weights for integers": (
         lambda s: {**s, "blocks.0.calls": torch.tensor(1.5)}, ValueError, r"other kinds: blocks\.0\.calls has floating, expected integer",
     ),
@@ -170,7 +170,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], Any], type[Exception], str]
     "nothing": (lambda s: None, TypeError, "state_dict must map names to tensors on rank 0, found a NoneType"),
     "numbers as names": (lambda s: dict(enumerate(s.values())), TypeError, "state_dict must have names as keys, found 0"),
     "a name twice": (
-        lambda s: {**s, "_orig_mod.norm.weight": s["norm.weight"] + 1}, ValueError, r"has 'norm\.weight' twice, with and without the prefix",
+        lambda s: {**s, "_orig_mod.norm.weight": s["norm.weight"] + 1}, ValueError, r"has 'norm\.weight' twice, with and without",
     ),
 }  # fmt: skip
 
@@ -209,7 +209,7 @@ def test_load_full_state_dict_of_a_model_that_is_sharded_itself() -> None:
 def _load_numpy(rank: Rank) -> str:
     model = zero3.shard(odd())
     given = {name: np.asarray(value) for name, value in odd().state_dict().items()} if rank.number == 0 else None
-    with pytest.raises(TypeError, match="is a numpy.ndarray") as raised:
+    with pytest.raises(TypeError, match=r"is a numpy\.ndarray") as raised:
         zero3.load_full_state_dict(model, given)
     return str(raised.value)
 
