@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint requirements/lock.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune test lint types soak mutants clean
+.PHONY: help finetune test test-all lint types docs package soak mutants clean
 .NOTPARALLEL:  # two installations would get in each other's way
 
 help:  ## show this list
@@ -22,7 +22,10 @@ finetune: $(VENV)/.examples  ## fine-tune a small language model, on all GPUs or
 	@set -- $$($(BIN)/python -c 'import os, torch; n = int("$(NPROC)" or torch.cuda.device_count() or 2); print(n, max(1, os.cpu_count() // n))'); \
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$2} $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $$1 examples/finetune.py $(ARGS)
 
-test: $(VENV)/.examples $(VENV)/.tests  ## run the tests (ARGS go to pytest)
+test: $(VENV)/.examples $(VENV)/.tests  ## run the tests, but for those marked slow (ARGS go to pytest)
+	TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.examples $(VENV)/.tests  ## run all tests (ARGS go to pytest)
 	TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/.dev  ## check style and formatting
@@ -32,6 +35,16 @@ lint: $(VENV)/.dev  ## check style and formatting
 types: $(VENV)/.dev  ## check the types of zero3/
 	$(BIN)/mypy
 
+docs: $(VENV)/.docs  ## build the documentation's site, docs/_build/html; a warning is an error
+	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --nitpicky --quiet docs docs/_build/html $(ARGS)
+	@echo "Open docs/_build/html/index.html"
+
+package: $(VENV)/.tests $(VENV)/.package  ## build dist/: a wheel and a source distribution; are they whole, and do its tests run?
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python tests/package.py dist
+
 soak: $(VENV)/.tests  ## train MINUTES (30) while faults are injected (ARGS: --seed, --output), and draw some thousand lives of models at random
 	$(BIN)/python -m tests.soak $(or $(MINUTES),30) $(ARGS)
 	ZERO3_EXAMPLES=$(or $(EXAMPLES),3000) $(BIN)/python -m pytest -q -o timeout=0 -o faulthandler_timeout=0 tests/core/test_stateful.py tests/core/test_ordering_fuzz.py
@@ -40,7 +53,7 @@ mutants: $(VENV)/.tests  ## put faults into a copy of the package, one at a time
 	$(BIN)/python tests/mutants.py $(ARGS)
 
 clean:  ## remove the virtual environment and everything else that can be made again
-	rm -rf $(VENV) build dist finetuned *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build finetuned quickstart-run *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and by its exact version: any other request may bring another build, with gigabytes around it.

@@ -31,6 +31,7 @@ from torch.nn import functional
 
 import zero3
 
+MISSING = None
 try:
     from tqdm import tqdm
     from transformers import AutoTokenizer, GPTNeoXConfig, PreTrainedConfig, PreTrainedTokenizerBase
@@ -41,9 +42,8 @@ try:
     from finetuning.neox import NeoX, small_config
     from finetuning.ranks import Ranks, join_ranks
     from finetuning.report import Memory, Summary, draw_losses, live_memory, peak_memory, table
-except ModuleNotFoundError as missing:
-    raise SystemExit(f"this example needs the package {missing.name!r}: pip install 'zero3[examples]' brings it") from None
-
+except ModuleNotFoundError as error:
+    MISSING = error.name  # which `--help` does without
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DTYPE_HELP = """of the weights. bf16 halves the memory. With --lora it is the frozen model that is bf16, and the adapters stay fp32;
@@ -289,6 +289,8 @@ def present(summary: Summary, output: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(arguments)
+    if MISSING is not None:
+        raise SystemExit(f"this example needs the package {MISSING!r}: pip install 'zero3[examples]' brings it")
     with join_ranks(options.device, options.timeout) as ranks:
         summary = finetune(options, ranks)
         if ranks.rank == 0:

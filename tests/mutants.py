@@ -6,6 +6,7 @@ make mutants ARGS="padding"   those whose names contain a word
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -116,7 +117,7 @@ FAULTS = [
         "comm/gloo.py",
         "for summand in rest:",
         "for summand in rest[1:]:",
-        "core/processes comm/collectives",
+        "core/training_processes comm/collectives",
     ),
     Fault(
         "a place is used again before all have read it",
@@ -240,4 +241,6 @@ def _first_failure(test: str, copy: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="of the faults' names; all by default")
+    sys.exit(main(parser.parse_args().words))

@@ -34,7 +34,7 @@ def break_off(model: Any, error: Exception | None) -> None:
 
 
 @WORLDS
-def test_a_part_is_read_through_its_own_module(world_size: int) -> None:
+def test_full_params_of_a_part_through_its_own_module(world_size: int) -> None:
     plain = mlp()
 
     def body(model: Any, group: ThreadCommunicator) -> None:
@@ -53,7 +53,7 @@ def test_a_part_is_read_through_its_own_module(world_size: int) -> None:
 
 
 @WORLDS
-def test_rank_0s_changes_become_everybodys(world_size: int) -> None:
+def test_writeback_makes_rank_0s_changes_everybodys(world_size: int) -> None:
     def body(model: Any, group: ThreadCommunicator) -> None:
         with zero3.full_params(model, writeback=True), torch.no_grad():
             weight(model, 0).fill_(group.rank + 3)
@@ -69,7 +69,7 @@ def test_rank_0s_changes_become_everybodys(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_changes_that_are_not_written_back_are_lost(world_size: int) -> None:
+def test_full_params_without_writeback_lose_changes(world_size: int) -> None:
     """On one rank the parameters are the chunk, and stay changed."""
 
     def body(model: Any, group: ThreadCommunicator) -> None:
@@ -84,7 +84,7 @@ def test_changes_that_are_not_written_back_are_lost(world_size: int) -> None:
     on_ranks(world_size, mlp, body)
 
 
-def test_an_exception_on_one_rank_writes_nothing_anywhere() -> None:
+def test_writeback_after_an_exception_on_one_rank_writes_nothing_anywhere() -> None:
     def body(model: Any, group: ThreadCommunicator) -> None:
         before = full_parameters(model)
         mine = group.rank == 1
@@ -97,7 +97,7 @@ def test_an_exception_on_one_rank_writes_nothing_anywhere() -> None:
 
 
 @WORLDS
-def test_what_is_kept_of_it_stays_readable(world_size: int) -> None:
+def test_what_is_kept_of_full_params_stays_readable(world_size: int) -> None:
     """Also when the layer has been fetched and trained again. It is what it was, but on one rank the chunk itself."""
 
     def body(model: Any, group: ThreadCommunicator) -> None:
@@ -118,7 +118,7 @@ def test_what_is_kept_of_it_stays_readable(world_size: int) -> None:
 
 
 @WORLDS
-def test_a_new_parameter_in_the_place_of_one_is_refused(world_size: int) -> None:
+def test_writeback_refuses_a_new_parameter_in_the_place_of_one(world_size: int) -> None:
     def body(model: Any, group: ThreadCommunicator) -> None:
         before = full_parameters(model)
         says = r"rank \d.*'0.weight' of layer .*replaced.*\.data"
@@ -131,7 +131,7 @@ def test_a_new_parameter_in_the_place_of_one_is_refused(world_size: int) -> None
 
 
 @WORLDS
-def test_it_may_stand_between_forward_and_backward(world_size: int) -> None:
+def test_full_params_between_forward_and_backward(world_size: int) -> None:
     def program(model: nn.Module, turn: Turn) -> Any:
         loss = model(turn.tensor(3, WIDTH)).pow(2).mean()
         sharded = isinstance(model, zero3.Zero3Sequential)
@@ -143,7 +143,7 @@ def test_it_may_stand_between_forward_and_backward(world_size: int) -> None:
 
 
 @WORLDS
-def test_a_step_may_be_computed_inside_it(world_size: int) -> None:
+def test_full_params_around_a_step(world_size: int) -> None:
     """Nothing is gathered then, and gradients are reduced all the same."""
 
     def program(model: nn.Module, turn: Turn) -> Any:
@@ -187,7 +187,7 @@ def counted() -> nn.Sequential:
 
 
 @WORLDS
-def test_a_state_dict_goes_out_and_comes_back(world_size: int) -> None:
+def test_full_state_dict_goes_out_and_load_full_state_dict_takes_it_back(world_size: int) -> None:
     plain = counted()
 
     def body(model: Any, group: ThreadCommunicator) -> None:
@@ -209,7 +209,7 @@ def test_a_state_dict_goes_out_and_comes_back(world_size: int) -> None:
 
 
 @WORLDS
-def test_a_state_dict_that_does_not_fit_changes_nothing_and_says_all_that_is_wrong(world_size: int) -> None:
+def test_load_full_state_dict_that_does_not_fit_changes_nothing_and_says_all_that_is_wrong(world_size: int) -> None:
     def body(model: Any, group: ThreadCommunicator) -> None:
         before = zero3.full_state_dict(model, rank0_only=False)
         wrong = {name: value * 0 for name, value in before.items() if name != "0.bias"} | {"nobody": torch.ones(1)}
@@ -288,6 +288,7 @@ def test_nothing_piles_up_over_a_hundred_steps(world_size: int) -> None:
 
         for _ in range(3):
             step()
+        alive()  # whoever asks a tensor for its storage makes an object that stays
         before = alive()
         for _ in range(100):
             step()
@@ -304,7 +305,7 @@ def meet(group: ThreadCommunicator) -> None:
 
 
 @WORLDS
-def test_an_outer_layers_own_parameters_are_read_with_those_inside(world_size: int) -> None:
+def test_full_params_of_an_outer_layer_show_those_inside(world_size: int) -> None:
     plain = seeded(calls(lambda m, x: m.b(m.a(x))))[0]
 
     def body(model: Any, group: ThreadCommunicator) -> None:

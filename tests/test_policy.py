@@ -10,16 +10,16 @@ import pytest
 from zero3 import ShardingPolicy
 
 
-def test_defaults_are_what_zero_3_is() -> None:
+def test_shardingpolicy_defaults_are_what_zero_3_is() -> None:
     assert ShardingPolicy() == ShardingPolicy(
-        gradient_reduction="mean", reshard_after_forward=True, prefetch_depth=1, separate_backup_group=True
+        gradient_reduction="mean", reshard_after_forward=True, prefetch_depth=1, separate_backup_group=False
     )
 
 
 @pytest.mark.parametrize(
     "chosen", [{"gradient_reduction": "sum"}, {"reshard_after_forward": False}, {"prefetch_depth": 0}, {"prefetch_depth": 9}]
 )
-def test_a_choice_is_kept(chosen: dict[str, Any]) -> None:
+def test_shardingpolicy_keeps_a_choice(chosen: dict[str, Any]) -> None:
     assert dataclasses.asdict(ShardingPolicy(**chosen)) == {**dataclasses.asdict(ShardingPolicy()), **chosen}
 
 
@@ -37,13 +37,13 @@ def test_a_choice_is_kept(chosen: dict[str, Any]) -> None:
         ({"prefetch_depth": True}, TypeError, "prefetch_depth must be an integer, found True"),
     ],
 )
-def test_a_bad_value_is_refused_with_what_was_found(chosen: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_shardingpolicy_refuses_a_bad_value_with_what_was_found(chosen: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error) as caught:
         ShardingPolicy(**chosen)
     assert str(caught.value) == says
 
 
-def test_a_policy_never_changes() -> None:
+def test_shardingpolicy_never_changes() -> None:
     policy = ShardingPolicy()
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.prefetch_depth = 2  # type: ignore[misc]

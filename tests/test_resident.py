@@ -190,6 +190,7 @@ def out_of_step(rank: Rank) -> None:
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_ranks_out_of_step_are_told_of_resident() -> None:
     """One rank wants a third forward, the other is done: a timeout, soon and with the way out."""
     outcomes = try_on_ranks(2, out_of_step, fresh=True, group_timeout=3.0)

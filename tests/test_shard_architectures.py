@@ -26,6 +26,7 @@ def in_place(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.M
     return zero3.shard(model, process_group=group, policy=policy)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # the name that every script uses
 @architectures
 @pytest.mark.parametrize(("checkpointing", "world_size"), CHECKPOINTED)
@@ -43,7 +44,7 @@ def test_training_equals_the_unsharded_model(name: str, world_size: int, checkpo
 
 
 @architectures
-def test_the_state_dict_is_that_of_the_unsharded_model(name: str) -> None:
+def test_full_state_dict_is_that_of_the_unsharded_model(name: str) -> None:
     """Names, order, ties, buffers, values; saved by one model and loaded by another, whose own values are gone."""
     build = ARCHITECTURES[name].build
     plain = build()

@@ -125,7 +125,7 @@ def test_the_order_is_learned_used_and_learned_anew() -> None:
 # -- consolidation
 
 
-def test_consolidation_holds_one_layer_at_a_time() -> None:
+def test_full_state_dict_holds_one_layer_at_a_time() -> None:
     models = [stack(depth=4, words=200) for _ in range(3)]
     plain = stack(depth=4, words=200).state_dict()
 
@@ -142,7 +142,7 @@ def test_consolidation_holds_one_layer_at_a_time() -> None:
     run_ranks(3, body)
 
 
-def test_a_long_consolidation_shows_its_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_state_dict_shows_its_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tqdm")
     model = zero3.shard(stack())
     zero3.full_state_dict(model)
@@ -198,7 +198,7 @@ def test_full_params_of_a_part_gathers_that_part(part: str, writeback: bool) -> 
     assert all(torch.equal(saved[key], value) for key, value in expected.items())
 
 
-def test_a_load_that_does_not_fit_changes_nothing() -> None:
+def test_load_full_state_dict_that_does_not_fit_changes_nothing() -> None:
     models = [stack(tied=True) for _ in range(2)]
 
     def body(group: ThreadCommunicator) -> None:

@@ -50,7 +50,7 @@ class Tower(Stack):
         paths.fed_back,
         paths.forward_without_backward,
         paths.evaluation_between_forward_and_backward,
-        paths.retained_graph,
+        paths.retain_graph_twice,
         paths.gradient_of_the_input,
         paths.accumulated,
     ],
@@ -356,7 +356,7 @@ def test_an_exception_leaves_no_trace(mood: str, world_size: int) -> None:
     check_parity(lambda: built(lambda: Stack(Block(), Moody(3), Block())), program, world_size=world_size, shard=in_place, steps=3)
 
 
-def test_evaluation_leaves_nothing_fetched() -> None:
+def test_no_grad_and_inference_mode_leave_nothing_fetched() -> None:
     models = [stack() for _ in range(2)]
 
     def body(group: ThreadCommunicator) -> list[Tensor]:

@@ -25,6 +25,8 @@ from .shard import shard
 from .uneven.joinable import joinable
 from .zero1.optimizer import ZeroRedundancyOptimizer
 
+__version__ = "0.1.0"  # the one place: pyproject.toml reads it
+
 __all__ = [
     "GradScaler",
     "ParamInfo",

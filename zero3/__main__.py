@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from . import __version__
 from .commands import export, inspect
 
 __all__: list[str] = []
@@ -18,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m zero3", description="Sharded checkpoints, looked into and exported. One process, no GPU."
     )
+    parser.add_argument("--version", action="version", version=f"zero3 {__version__}")
     subcommands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in _COMMANDS:
         subparser = subcommands.add_parser(

@@ -1,4 +1,4 @@
-"""Parameters outside compute, and the way back after an exception."""
+"""Functions for parameters outside forward and backward: chunks, full_params, resident, no_sync and reset."""
 
 from __future__ import annotations
 
@@ -9,57 +9,79 @@ from torch import nn
 
 from .comm.agreement import agree
 from .core.layer_state import LayerState
+from .core.parameters import named
+from .core.pinning import Pin, pin, unpin, write_back
 from .layer import Zero3Layer, layers_of
 
 __all__: list[str] = []
 
 
 def get_trainable_chunk(model: nn.Module) -> list[nn.Parameter]:
-    """This rank's trainable chunks, 1-D `[S]`, of every layer in `model`: what any optimizer takes.
+    """This rank's trainable chunks of every layer in a model. They are the parameters for the optimizer.
+
+    An optimizer on chunks is exact if it updates each element by itself, as AdamW and SGD do. `check_optimizer` tells whether an
+    optimizer is exact. `param_groups` gives options by parameter, and whole matrices.
+
+    Args:
+        model: Any model that contains zero3 layers.
+
+    Returns:
+        One 1-D tensor `[S]` for each dtype of each layer or, after `param_groups`, the parts of chunks that it made.
 
     Raises:
-        ValueError: nothing in `model` is sharded.
+        ValueError: Nothing in `model` is sharded.
+
+    Example::
+
+        optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=3e-4)
     """
     return [chunk for state in states_of(model) for chunk in state.trainable()]
 
 
 @contextmanager
 def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
-    """Inside, the parameters of `module` are whole and readable under their own names, and there are no chunks.
+    """Context in which the full parameters of a module can be read under their own names.
+
+    Every rank enters and leaves it, because it gathers. It holds all layers of `module` at once, in the dtypes of the chunks, and
+    `parameters()` yields parameters instead of chunks. To compute inside, use `resident`: with `param_dtype`, a forward inside
+    this context is an error. Changes are lost at the end unless `writeback` is set. (On one rank the parameters are the chunks,
+    so changes stay.) Views and state dicts that the caller keeps stay readable.
+
+    Args:
+        module: A sharded model, a layer, or any module inside a layer, which is gathered as a whole.
+        writeback: At the end, rank 0's values are written to the chunks of all ranks, unless a rank has raised.
+
+    Raises:
+        ValueError: Nothing in `module` is sharded.
+        RuntimeError: At the end, if the caller changed `requires_grad` of a parameter (only whole chunks can be frozen), or
+            replaced a parameter by another object. Both are undone.
+
+    Example::
 
         with zero3.full_params(model.head):
             norm = model.head.weight.norm()
-
-    Every rank enters and leaves it (it gathers). All layers of `module` are held at once, in the dtypes that the chunks have
-    (with `param_dtype` a forward inside is an error: see `resident`). Changes are lost at the end,
-    unless `writeback`: then rank 0's values become everybody's, if the block ends without an exception on all ranks. (On
-    one rank the parameters are the chunks: changes stay.) What is kept of them, as views or state dicts, stays readable.
-
-    Args:
-        module: a sharded model, a layer, or any module inside one (whose whole layer is gathered).
-
-    Raises:
-        ValueError: nothing in `module` is sharded.
-        RuntimeError: at the end, if `requires_grad` of a parameter was changed: only whole chunks can be frozen; or if a
-            module was given another parameter. Both are undone.
+        with zero3.full_params(model.head, writeback=True):
+            model.head.weight.data.mul_(0.5)
     """
-    with _pinned(module, f"full_params(writeback={writeback})", writeback=writeback):
+    with pinned(states_of(module), f"full_params(writeback={writeback})", writeback=writeback):
         yield
 
 
 @contextmanager
-def _pinned(module: nn.Module, caller: str, *, writeback: bool = False, to_compute: bool = False) -> Iterator[None]:
-    states = states_of(module)
+def pinned(states: list[LayerState], caller: str, *, writeback: bool = False, to_compute: bool = False) -> Iterator[None]:
+    """Inside, `states` are fetched: as they are stored, or as they compute. `caller`: what the ranks compare before they gather."""
     rank = states[0].communicator.rank
     agree_to_gather(states, caller)
-    pinned: list[LayerState] = []
+    pins: list[Pin] = []
+    written: list[str] = []
     try:
         for state in states:
-            state.pin(to_compute=to_compute)
-            pinned.append(state)
+            pin(state, to_compute=to_compute)
+            pins.append(Pin(state))
         error: BaseException | None = None
         try:
             yield
+            written = [name for each in pins for name in each.written()] if to_compute else []
         except BaseException as caught:
             error = caught
             raise
@@ -67,38 +89,53 @@ def _pinned(module: nn.Module, caller: str, *, writeback: bool = False, to_compu
             if writeback:
                 _write_back(states, error)
     finally:
-        toggled = [name for state in pinned for name in _undo_toggles(state)]
-        replaced = [f"{b.sites.name!r} of layer {state.label}" for state in pinned for b in state.parameters if b.sites.replaced()]
-        for state in pinned:
-            state.unpin()
+        toggled = [name for each in pins for name in each.undo_toggles()] if not to_compute else []
+        replaced = [f"{p.sites.name!r} of layer {each.state.label}" for each in pins for p in each.state.parameters if p.sites.replaced()]
+        for each in pins:
+            unpin(each.state)
+            each.state.toggled = True  # perhaps: the next forward looks
     if toggled:
         raise RuntimeError(
-            f"rank {rank}: requires_grad was changed inside full_params, of {', '.join(toggled)}. A chunk is "
+            f"rank {rank}: requires_grad was changed inside {caller}, of {', '.join(toggled)}. A chunk is "
             "trained or frozen as a whole, so this was undone: freeze parameters before sharding, or use requires_grad_ of a layer's chunk."
         )
     if replaced:
         raise RuntimeError(
-            f"rank {rank}: inside full_params, {', '.join(replaced)} was replaced by another object. A sharded parameter stays one object "
+            f"rank {rank}: inside {caller}, {', '.join(replaced)} was replaced by another object. A sharded parameter stays one object "
             "for life, so this was undone: give it other values (parameter.data = values), with writeback=True."
+        )
+    if written:
+        raise RuntimeError(
+            f"rank {rank}: inside {caller}, the values of {named(written)} were changed, and that "
+            "is undone: the chunks on all ranks hold the old ones. A module that notes the change (as RWKV does "
+            "in eval, or peft's merge_adapter) is wrong from now on. Make such changes, and take them back, inside `with "
+            "zero3.full_params(model, writeback=True):`, where they stay."
         )
 
 
 @contextmanager
 def resident(model: nn.Module) -> Iterator[None]:
-    """For inference: inside, layers stay fetched and forwards make no collectives, so every rank may go its own way.
+    """Context for inference, in which all layers stay fetched and forwards make no collectives.
 
-        with zero3.resident(model), torch.no_grad():
-            ids = model.generate(**prompt)                      # another prompt and length on every rank
+    So ranks may do different things inside: generate from other prompts, generate other lengths, or call the model more often.
+    Every rank enters and leaves it, and holds the whole model inside. Parameters can be read under their own names, in the compute
+    dtypes.
 
-    Every rank enters and leaves it. The whole model is held meanwhile. Parameters are readable under their own names, in
-    the dtypes they compute in.
+    Args:
+        model: Any model that contains zero3 layers.
 
     Raises:
-        RuntimeError: a backward through what was computed inside.
-        ValueError: nothing in `model` is sharded.
+        RuntimeError: A backward runs through a forward that was made inside; or, at the end, parameters were changed inside, which
+            is undone.
+        ValueError: Nothing in `model` is sharded.
+
+    Example::
+
+        with zero3.resident(model), torch.no_grad():
+            ids = model.generate(**prompt, max_new_tokens=4)
     """
     states = states_of(model)
-    with _pinned(model, "resident", to_compute=True):
+    with pinned(states, "resident", to_compute=True):
         for state in states:
             state.resident += 1
         try:
@@ -110,20 +147,27 @@ def resident(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """For gradient accumulation: backwards inside communicate no gradients. They join the first backward after it.
+    """Context for gradient accumulation, in which backwards do not reduce gradients.
+
+    The first backward after it reduces the accumulated gradients. Every rank enters and leaves it. It saves all reductions except
+    one, and costs memory: until that backward, every layer keeps its full gradient, `W * S` elements in `reduce_dtype`. (Without
+    it, micro-batches add up in the chunk's gradient.) The results differ only by the order of sums. If the gradients are zeroed,
+    the kept gradients are dropped too. The context may cover any module inside a model, and any part of a step. With one rank it
+    does nothing.
+
+    Args:
+        model: Any model, or part of one, that contains zero3 layers.
+
+    Raises:
+        ValueError: Nothing in `model` is sharded.
+
+    Example::
 
         for micro_batch in micro_batches[:-1]:
             with zero3.no_sync(model):
-                loss(model(micro_batch)).backward()
-        loss(model(micro_batches[-1])).backward()
-
-    Every rank enters and leaves it. It saves all reductions but one, for memory: every layer that it covers keeps its full
-    gradient, `W * S` elements in `reduce_dtype`, until that backward. (Without it, micro-batches accumulate in the chunk.)
-    The same numbers, but for the order of sums. Zeroing the gradients drops what was kept. Any module inside a model, and any
-    part of a step, may be covered; at world size 1 it does nothing.
-
-    Raises:
-        ValueError: nothing in `model` is sharded.
+                loss_of(model, micro_batch).backward()
+        loss_of(model, micro_batches[-1]).backward()
+        optimizer.step()
     """
     gradients = [state.gradients for state in states_of(model)]
     for each in gradients:
@@ -136,24 +180,16 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def agree_to_gather(states: list[LayerState], caller: str, error: Exception | None = None) -> None:
-    """Compares before a gather outside a forward: one that a rank makes alone could meet another layer's on the others.
+    """Compares the ranks before a gather outside a forward, so that no rank gathers alone, or another layer than the others.
 
     Raises:
-        ValueError, RuntimeError: ranks are elsewhere, or want other layers; the `error` of one of them.
+        ValueError, RuntimeError: Ranks call different functions, or want different layers, or one passes an `error`.
     """
-    if not all(state.pinned for state in states):  # else all is here, and a rank may look at it by itself
+    if not all(state.pinned for state in states):  # pinned layers need no gather, so one rank may call this alone
         first = states[0]
         agree(first.communicator, first.device, caller, [state.name_among_ranks for state in states], error)
     elif error is not None:
         raise error
-
-
-def _undo_toggles(state: LayerState) -> list[str]:
-    """The parameters whose `requires_grad` is no longer that of their chunk; it is again afterwards."""
-    toggled = [sharded for sharded in state.parameters if sharded.sites.parameter.requires_grad != sharded.chunk.trains]
-    for sharded in toggled:
-        sharded.sites.parameter.requires_grad_(sharded.chunk.trains)
-    return [f"{sharded.sites.name!r} of layer {state.label}" for sharded in toggled]
 
 
 def _write_back(states: list[LayerState], error: BaseException | None) -> None:
@@ -163,19 +199,30 @@ def _write_back(states: list[LayerState], error: BaseException | None) -> None:
         agree(first.communicator, first.device, "the end of full_params", [], cause)
     except RuntimeError:
         if error is not None:
-            return  # the user's own exception is on its way
+            return  # the caller's own exception is raised anyway
         raise
     for state in states:
-        state.write_back()
+        write_back(state)
 
 
 def reset(model: nn.Module) -> None:
-    """After an exception: releases every layer and drops the step that broke. The next forward does it by itself too.
+    """Cleans a model up after an exception: releases every layer, and drops the step that failed.
 
-    Gradients accumulated before are dropped as well (set to None) if it was a backward that broke.
+    The next forward does the same by itself. Call this to free the memory at once. If a backward failed, the gradients accumulated
+    before are dropped too (set to None).
+
+    Args:
+        model: Any model that contains zero3 layers.
 
     Raises:
-        ValueError: nothing in `model` is sharded.
+        ValueError: Nothing in `model` is sharded.
+
+    Example::
+
+        try:
+            loss_of(model, batch).backward()
+        except torch.OutOfMemoryError:
+            zero3.reset(model)
     """
     for layer in _layers(model):
         if layer._runtime is not None:
@@ -184,8 +231,8 @@ def reset(model: nn.Module) -> None:
 
 
 def states_of(module: nn.Module) -> list[LayerState]:
-    """The layers in `module`; if it has none, the layers that its own parameters belong to."""
-    if not isinstance(module, nn.Module):  # torch's own clip_grad_norm_ takes parameters
+    """The states of the layers in `module`, and of the layers that the parameters in `module` belong to."""
+    if not isinstance(module, nn.Module):  # callers may pass parameters, as to torch's own clip_grad_norm_
         raise TypeError(f"expected the sharded model, an nn.Module, found a {type(module).__name__}: pass the model, not its parameters")
     states = [layer._state for layer in layers_of(module)]
     for inner in module.modules():

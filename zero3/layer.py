@@ -2,46 +2,60 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from .core.autograd import mark_upstream
+from .core.autograd import mark_upstream, tensors_in, uncached_autocast
 from .core.construction import Request, build_state
 from .core.layer_state import LayerState
-from .core.module_overrides import check_conversion, guard, refuse
+from .core.module_overrides import INSTEAD_OF_STATE_DICT, Override, check_conversion, guard, refuse
 from .core.parameters import own_modules
 from .core.runtime import Runtime
-from .core.tree import tensors_in
+from .core.wrappers import refuse_wrappers
 from .policy import ShardingPolicy
 
 __all__: list[str] = []
 
 
 class Zero3Layer(nn.Module):
-    """Shards one module, or a few consecutive ones, over the ranks of a process group (ZeRO stage 3).
+    """Shards one module over the ranks of a process group (ZeRO stage 3).
 
-    Every rank keeps 1/W of the parameters as flat chunks; the full parameters exist only around the layer's own
-    forward and backward. Rank 0's values win. Wrap every rank's module in the same order, freeze before wrapping.
+    Each rank keeps 1/W of the parameters, as flat *chunks*. The full parameters exist only while the layer itself computes, in
+    forward and in backward. All ranks wrap the same modules in the same order, and rank 0's values win. Freeze what should not
+    train (`requires_grad_(False)`) before wrapping.
 
-        layers = [Zero3Layer(block) for block in blocks]
-        model = Zero3Sequential(layers)
-        optimizer = torch.optim.AdamW(model.get_trainable_chunk())
+    A single layer works as a model. Attributes that the layer lacks are read from the wrapped module. `state_dict`, `deepcopy`,
+    pickle and conversions such as `.half()` would see only one rank's slice, so they raise RuntimeError, which names the function
+    to use instead.
 
     Args:
-        module: any module without sharded parameters of its own; one that holds `Zero3Layer`s keeps what they left.
-        rank, world_size: checked against the process group; None takes the group's.
-        device: where the layer computes and its chunks live; None: where the module's tensors are.
-        dtype: checks the dtype of the trainable parameters, which is that of the optimizer's master copy. Converts nothing.
-        policy: see `ShardingPolicy`.
-        process_group: the ranks that share the layer; None: the default group, or this process alone.
+        module: Any module that is not sharded itself. A `Zero3Layer` inside it keeps its own parameters; this layer takes the
+            others.
+        rank: This process's number in the group. It is only checked; None takes the group's.
+        world_size: The number of ranks in the group. It is only checked; None takes the group's.
+        device: Where the layer computes and its chunks live. None: where the module's tensors are.
+        dtype: The dtype that every trainable parameter must have, because the optimizer updates in it. It is only checked; nothing
+            is converted. None: any dtype.
+        policy: Every choice about sharding, see `ShardingPolicy`.
+        process_group: The ranks that share the layer. None: the default group, or this process alone if there is no group.
 
     Raises:
-        ValueError, TypeError: on every rank alike, before anything has changed; the text names the rank that is wrong.
-        RuntimeError: a launcher started several processes, but there is no process group.
+        ValueError: A value is wrong, or ranks have different modules or policies. All ranks raise the same error, which names the
+            wrong rank, and nothing has changed.
+        TypeError: An argument has the wrong type. Again all ranks raise it, and nothing has changed.
+        RuntimeError: A launcher started several processes, but there is no process group.
+
+    Example::
+
+        layers = [zero3.Zero3Layer(block) for block in blocks]
+        model = zero3.Zero3Sequential(layers)
+        optimizer = torch.optim.AdamW(model.get_trainable_chunk())
 
     Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
     """
@@ -61,8 +75,8 @@ class Zero3Layer(nn.Module):
         self._wrap(Request(module, rank, world_size, device, dtype, policy, process_group))
 
     @classmethod
-    def from_request(cls, request: Request) -> Zero3Layer:
-        """For `shard`, which says more about a layer than a user needs to."""
+    def _from_request(cls, request: Request) -> Zero3Layer:
+        """Makes a layer for `shard`, whose requests hold more than the constructor's arguments."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer._wrap(request)
@@ -78,12 +92,16 @@ class Zero3Layer(nn.Module):
             guard(module, is_layer)
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
-        """This rank's trainable chunks, 1-D `[S]`, one a dtype, of this layer and those inside it; [] if it has none."""
+        """This rank's trainable chunks of this layer and of the layers inside it. They are the parameters for the optimizer.
+
+        Returns:
+            One 1-D tensor `[S]` for each dtype of each layer, or `[]` if nothing is trainable.
+        """
         return [chunk for layer in layers_of(self) for chunk in layer._state.trainable()]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first floating chunk, in which values are stored and updated. See `report` for what is computed in what."""
+        """The dtype in which the first floating chunk is stored and updated. `report` tells the dtypes of compute."""
         return floating_dtype(self)
 
     # -- one call
@@ -95,20 +113,23 @@ class Zero3Layer(nn.Module):
         return run_sharded(runtime, self._state, self, self.module, args, kwargs)
 
     def _find_runtime(self, args: Any, kwargs: Any) -> Runtime:
-        """Layers called one by one, by a plain module, find each other through the graph; a layer that finds none is a model."""
+        """The layer's runtime. If the inputs come from another layer, in the graph, this layer joins that layer's runtime.
+
+        So layers that a plain module calls one by one share a runtime. Otherwise the layer is a model with its own runtime.
+        """
         upstream = mark_upstream(tensors_in((args, kwargs)))
         own = self._runtime or adopt(self, ordered=False)
         if not isinstance(upstream, Runtime) or upstream is own or not upstream.serves(self._state.communicator, self._state.device):
             return own
-        if own.awaits_backward:  # it has to walk that forward itself
+        if own.awaits_backward:  # that backward needs this runtime
             return own
         own.reset()
         for layer in layers_of(self):
-            upstream.join(layer._state)
+            upstream.take_in(layer._state)
             layer._runtime = upstream
         return upstream
 
-    # -- a module like the one it wraps
+    # -- attributes and names of the wrapped module
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -122,7 +143,8 @@ class Zero3Layer(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The wrapped module takes the wrapper's own name, so that parameters are called what they are unwrapped."""
+        """Gives the wrapped module the wrapper's name, so that parameters have the same names as without the wrapper."""
+        refuse_wrappers(lambda: self._state.subject.name)
         memo = set() if memo is None else memo
         if self in memo:
             return
@@ -130,6 +152,11 @@ class Zero3Layer(nn.Module):
             memo.add(self)
         yield prefix, self
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The chunks, and the parameters of modules inside. Raises if a wrapper of another library calls it."""
+        refuse_wrappers(lambda: self._state.subject.name)
+        return super().named_parameters(*args, **kwargs)
 
     def extra_repr(self) -> str:
         state = self._state
@@ -140,13 +167,11 @@ class Zero3Layer(nn.Module):
         )
         return f"rank {state.communicator.rank} of {state.communicator.world_size}, {chunks or 'no parameters'}"
 
-    # -- what would copy or convert a rank's slice as if it were the whole
+    # -- methods that would copy or convert one rank's slice as if it were the whole model
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         if not self._state.pinned:
-            refuse(
-                "state_dict()", "a state dict of chunks has neither the names nor the shapes of the model", "zero3.full_state_dict(model)"
-            )
+            refuse("state_dict()", "a state dict of chunks has neither the names nor the shapes of the model", INSTEAD_OF_STATE_DICT)
         return self.module.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -171,7 +196,7 @@ class Zero3Layer(nn.Module):
         refuse("pickle", "a pickle would hold one rank's slice only", "zero3.full_state_dict(model)")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Zero3Layer:
-        """`model.to()`, `.double()`, `.share_memory()`: passes what changes nothing, refuses the rest before it begins."""
+        """Called by `model.to()`, `.double()`, `.share_memory()`: raises if any chunk would change, before anything changes."""
         for layer in layers_of(self):
             for chunk in layer._state.chunks:
                 check_conversion(chunk.shard.new_empty(1), fn, f"layer {layer._state.label}")
@@ -181,21 +206,35 @@ class Zero3Layer(nn.Module):
 
 
 def run_sharded(runtime: Runtime, state: LayerState, entry: nn.Module, module: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """One forward of a sharded module: fetched before, released after. `entry`: what the user called, if it is the outermost."""
+    """Runs one forward of a sharded module, which is fetched before it and released after it. `entry`: the module that was called."""
     with runtime.forward_pass(entry):
         runtime.pre_forward(state)
-        args, kwargs = state.casting.inputs(args, kwargs)
-        with _uncached_autocast():
-            output = state.casting.output(module(*args, **kwargs))
+        with state.forward_span, uncached_autocast():
+            output = state.call(module, *args, **kwargs)  # [F3]
         holder = module if isinstance(module, nn.Module) else entry
         return runtime.post_forward(state, output, kept=(args, kwargs, _attributes(holder)))
 
 
-_PARTS = frozenset({bool, int, float, str, dict, OrderedDict, set, type(None)})  # of any module; by type, for that is told at once
+class RootEntry(Override):
+    """Replaces the `forward` of a module outside the layers of a sharded model. It fetches the root's own layer first."""
+
+    def __init__(self, module: nn.Module, root: LayerState, runtime: Runtime) -> None:
+        super().__init__(module, "forward", run_sharded)
+        self._root, self._runtime = weakref.ref(root), weakref.ref(runtime)  # the model holds the root, its layers the runtime
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, root, runtime = self._module(), self._root(), self._runtime()
+        if module is None or root is None or runtime is None:
+            raise RuntimeError(f"the sharded model that this {self._plain.__qualname__} belongs to is gone")
+        forward = self._own or partial(self._plain, module)
+        return forward(*args, **kwargs) if runtime.is_running(root) else run_sharded(runtime, root, module, forward, args, kwargs)
+
+
+_PARTS = frozenset({bool, int, float, str, dict, OrderedDict, set, type(None)})  # types of a module's ordinary attributes
 
 
 def _attributes(holder: nn.Module) -> list[Any]:
-    """What modules may keep of a forward as plain attributes: caches, auxiliary losses. (A long list is other data.)"""
+    """Attributes in which modules may keep tensors of a forward, such as caches and auxiliary losses. Long lists are left out."""
     found: list[Any] = []
     modules = [holder]
     for module in modules:
@@ -213,18 +252,18 @@ def is_layer(module: nn.Module) -> bool:
 
 
 def layers_of(model: nn.Module) -> list[Zero3Layer]:
-    """Every layer in `model`, outer before inner, once."""
+    """Every layer in `model`, each once, outer before inner."""
     return [module for module in model.modules() if isinstance(module, Zero3Layer)]
 
 
 def floating_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of the first floating parameter, as Hugging Face's `model.dtype`; torch's default if it has none."""
+    """The dtype of the first floating parameter, as Hugging Face's `model.dtype`, or torch's default dtype if there is none."""
     dtypes = (chunk.shard.dtype for layer in layers_of(model) for chunk in layer._state.chunks)
     return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.get_default_dtype())
 
 
 def adopt(root: nn.Module, *, ordered: bool, outer: Sequence[LayerState] = ()) -> Runtime:
-    """One runtime for all layers in `root`, in place of what they had. `ordered`: they are called in the order they stand in."""
+    """Gives all layers in `root` one new runtime. `ordered`: they are called in their order in the model."""
     layers = layers_of(root)
     for name, module in root.named_modules(remove_duplicate=False):
         if isinstance(module, Zero3Layer) and name:
@@ -239,7 +278,7 @@ def adopt(root: nn.Module, *, ordered: bool, outer: Sequence[LayerState] = ()) -
 
 
 def _depths(module: nn.Module, depth: int, seen: set[nn.Module] | None = None) -> Iterator[int]:
-    """In how many layers each layer in `module` lies, outer before inner."""
+    """For each layer in `module`, outer before inner: how many layers it is inside of."""
     seen = set() if seen is None else seen
     if module not in seen:
         seen.add(module)
@@ -249,18 +288,3 @@ def _depths(module: nn.Module, depth: int, seen: set[nn.Module] | None = None) -
         for child in module._modules.values():
             if child is not None:
                 yield from _depths(child, depth, seen)
-
-
-class _uncached_autocast:
-    """Within a layer, autocast keeps no cast copies: they would outlive the layer's full parameters, and a step."""
-
-    __slots__ = ("_enabled",)
-
-    def __enter__(self) -> None:
-        self._enabled = torch.is_autocast_cache_enabled()
-        if self._enabled:
-            torch.set_autocast_cache_enabled(False)
-
-    def __exit__(self, *exc: object) -> None:
-        if self._enabled:
-            torch.set_autocast_cache_enabled(True)

@@ -1,4 +1,4 @@
-"""The names that a model's tensors have when nothing is sharded, and nothing is wrapped by torch."""
+"""The names of a model's tensors, as in the unsharded model without torch's wrappers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _EXTRA_STATE = "_extra_state"  # how state dicts call what a module's `get_extra
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What the unwrapped model's state dict holds, in its order: parameters (released or not) and persistent buffers."""
+    """The parameters (also released ones) and persistent buffers, in the order of the unsharded model's state dict."""
     for name, entry in named_entries(model):
         if isinstance(entry, Tensor):
             yield name, entry
 
 
 def named_entries(model: nn.Module) -> Iterator[tuple[str, Tensor | nn.Module]]:
-    """As `named_tensors`, and in its place each module that has extra state, under the name that the state dict gives that."""
+    """As `named_tensors`, and each module that has extra state, under the name and at the place that the state dict gives it."""
     chunks = {id(part.parameter) for state in states_of(model) for chunk in state.chunks for part in chunk.parts}
     for prefix, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Zero3Layer):

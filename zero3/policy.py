@@ -1,4 +1,4 @@
-"""What a user may choose about sharding."""
+"""ShardingPolicy: every choice about sharding."""
 
 from __future__ import annotations
 
@@ -12,40 +12,49 @@ __all__: list[str] = []
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ShardingPolicy:
-    """How a layer is sharded; the same on every rank. Bad values are refused here, with ValueError or TypeError.
+    """Every choice about sharding. It is the same on every rank.
 
-    Mixed precision: chunks keep the dtype that the model was wrapped in (the master copy, which the optimizer updates and
-    checkpoints hold); a chunk is cast before it travels, so `param_dtype=torch.bfloat16` halves the bytes of every gather.
+    A wrong value raises when the policy is made. Chunks keep the dtype that the model was wrapped in. They are the master copy,
+    which the optimizer updates and checkpoints hold. A chunk is cast before it is sent, so `param_dtype=torch.bfloat16` halves
+    the bytes of every gather.
 
     Attributes:
-        param_dtype: floating parameters, trainable and frozen, are gathered and computed with in it; None: as they are.
-        reduce_dtype: of gradients while they are added up within a backward and over ranks, and of what `chunk.grad`
-            accumulates where that is narrower. None: `param_dtype`, or else the chunk's.
-        output_dtype: what floating tensors of the outputs are cast to. Under `shard` the root alone does it.
-        cast_forward_inputs: floating tensors among the arguments are cast to `param_dtype`, if that is given.
-        stage: what is divided by the number of ranks, beside the optimizer's state (ZeRO's stages). 3: parameters and
-            gradients too. 2: parameters stay whole from step to step, and are gathered once after they have changed; a
-            forward begins with a look whether they have (one byte a layer is reduced, and the host waits for it). 1: as 2,
-            and gradients stay whole: backwards add them up, and they are reduced when clipping or the optimizer first looks
-            at one, on every rank. Without 3, memory buys communication; at 1 most for accumulation.
-        dynamic: ranks may leave out layers that others call (layer drop, early exit, experts that are layers). Every rank
-            then takes part in every layer's transfers, called or not, in the order in which layers stand in the model, and
-            adds zeros to gradients; a layer that is called twice, or out of that order, and an exception in one rank's
-            forward, are errors on all ranks at the end of the forward, where 16 bytes a rank are compared. Every rank that
-            trains has to call at least one layer: backward begins there.
-        gradient_reduction: `"mean"` over ranks (as DDP and FSDP do) or `"sum"`.
-        reshard_after_forward: release a layer's full parameters after its forward and gather them again for
-            backward (ZeRO-3). `False` keeps them until its backward is over: one all-gather a step instead of two,
-            for the memory of a whole layer each.
-        prefetch_depth: how many layers may be gathered ahead of the one that computes, and how many gradient
-            reductions may be on the way (at least one). 0 gathers each layer when it is needed, and waits.
-        transactional: an exception in a backward takes back what that backward brought, and leaves the gradients of earlier
-            micro-batches (otherwise they are dropped with it). Gradients join the chunk's at the end of each backward, so
-            micro-batches after the first hold one more gradient shard. See `step_guard` for failures of one rank alone.
-        compare_every: ranks compare a rolling hash of their transfers when so many have been made, at the next forward; 0 never. 1 is
-            for debugging: before every gather. Under `step_guard` it travels with each micro-batch's end instead.
-        separate_backup_group: give reductions a communicator of their own, so that on NCCL they do not queue
-            behind gathers. Costs one more communicator's buffers.
+        param_dtype: The dtype in which floating parameters, trainable and frozen, are gathered and computed with. None: as stored.
+        reduce_dtype: The dtype in which gradients are added up within a backward and over ranks. If `chunk.grad` is narrower,
+            micro-batches are added up in `reduce_dtype` too. None: `param_dtype` or, without it, the chunk's dtype.
+        output_dtype: The dtype that floating tensors of the outputs are cast to. Under `shard` the root alone casts. None: no cast.
+        cast_forward_inputs: Floating tensors among the arguments are cast to `param_dtype`, if there is one.
+        stage: What is divided by the number of ranks, besides the optimizer's state (ZeRO's stages). 3: parameters and
+            gradients. 2: gradients only. Parameters stay whole, and are gathered again only after they have changed; to find
+            that out, each forward compares one byte for each layer between ranks, and the host waits. 1: neither. Backwards
+            add up whole gradients, and all of them are reduced when clipping or the optimizer first reads one. Stages 1 and 2
+            take more memory and need less communication.
+        dynamic: Ranks may leave out layers that others call (layer drop, early exit, experts as layers). Every rank then takes
+            part in the transfers of all layers, in the order of layers in the model, and adds zeros to the gradients of layers
+            that it did not call. A forward calls each layer at most once, and in that order. Every rank that trains calls at
+            least one layer. Ranks compare 16 bytes at the end of each forward.
+        gradient_reduction: `"mean"` over ranks, as DDP and FSDP reduce, or `"sum"`.
+        reshard_after_forward: Release a layer's full parameters after its forward, and gather them again for its backward.
+            False keeps them until then. A step has one gather instead of two, but holds the full parameters of all layers.
+        prefetch_depth: How many layers may be gathered ahead of the one that computes, and how many gradient reductions may be
+            under way (at least one). 0 gathers each layer when it is needed, and waits for it.
+        separate_backup_group: Reductions have their own communicator, so that on NCCL they do not queue behind gathers. It costs
+            one more communicator's buffers. NCCL's authors warn that two communicators at work at once may deadlock.
+        transactional: If a backward raises, only its own gradients are dropped, and those of earlier micro-batches stay. Without
+            it all are dropped. Micro-batches after the first hold one more gradient shard. If only one rank may fail, see
+            `step_guard`.
+        compare_every: After this many transfers, ranks compare a rolling hash of them at the next forward. 0: never. 1: before
+            every gather, to find the first transfer that differs. Under `step_guard` the hash is sent at the end of each
+            micro-batch instead.
+
+    Raises:
+        ValueError: A value is not allowed, or two options exclude each other.
+        TypeError: A value has the wrong type.
+
+    Example::
+
+        policy = zero3.ShardingPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        layers = [zero3.Zero3Layer(block, policy=policy) for block in blocks]
     """
 
     param_dtype: torch.dtype | None = None
@@ -57,12 +66,12 @@ class ShardingPolicy:
     gradient_reduction: Literal["mean", "sum"] = "mean"
     reshard_after_forward: bool = True
     prefetch_depth: int = 1
-    separate_backup_group: bool = True
+    separate_backup_group: bool = False
     transactional: bool = False
     compare_every: int = 1000
 
     def __post_init__(self) -> None:
-        if repr(self.stage) not in ("1", "2", "3"):  # neither True nor 2.0
+        if repr(self.stage) not in ("1", "2", "3"):  # refuses True and 2.0 too
             raise ValueError(f"stage must be 1, 2 or 3, found {self.stage!r}")
         if self.gradient_reduction not in ("mean", "sum"):
             raise ValueError(f"gradient_reduction must be 'mean' or 'sum', found {self.gradient_reduction!r}")
@@ -85,27 +94,6 @@ class ShardingPolicy:
                 raise ValueError(f"{name} must be 0 or more, found {number}")
 
     def __repr__(self) -> str:
-        """Only what was chosen: the rest is as in the documentation."""
+        """Shows only the fields that differ from their defaults."""
         chosen = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
         return f"ShardingPolicy({', '.join(chosen)})"
-
-    @property
-    def shards_parameters(self) -> bool:
-        return self.stage == 3
-
-    @property
-    def shards_gradients(self) -> bool:
-        return self.stage > 1
-
-    @property
-    def keeps_until_backward(self) -> bool:
-        """Whether full parameters stay between a layer's forward and its backward."""
-        return not self.reshard_after_forward or not self.shards_parameters
-
-    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """Of a full buffer whose chunk is stored in `stored`."""
-        return self.param_dtype if self.param_dtype is not None and stored.is_floating_point else stored
-
-    def gradient_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """Of the full gradient of a chunk that is stored in `stored`, and on the way."""
-        return self.reduce_dtype if self.reduce_dtype is not None and stored.is_floating_point else self.compute_dtype(stored)

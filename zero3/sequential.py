@@ -17,14 +17,22 @@ __all__: list[str] = []
 
 
 class Zero3Sequential(nn.Module):
-    """Threads its input through `Zero3Layer`s, and gathers each layer's parameters ahead of time.
+    """Calls layers one after another, and gathers each layer's parameters while the layer before it computes.
+
+    Parameters have the same names as in an `nn.Sequential` of the unwrapped modules (`0.weight`, ...). `len`, iteration and
+    indexing give the layers.
 
     Args:
-        modules: the layers, in the order in which they are called; at least one, all of one process group.
+        modules: The layers in the order of their calls: at least one, all with the same process group and device.
 
     Raises:
-        TypeError: an item that is no `Zero3Layer`.
-        ValueError: no items; items of different process groups or devices; ranks that have different numbers of layers.
+        TypeError: An item is no `Zero3Layer`.
+        ValueError: There are no items, items have different process groups or devices, or ranks have different numbers of layers.
+
+    Example::
+
+        model = zero3.Zero3Sequential([zero3.Zero3Layer(block) for block in blocks])
+        model(batch).mean().backward()
     """
 
     def __init__(self, modules: Iterable[Zero3Layer]) -> None:
@@ -36,13 +44,13 @@ class Zero3Sequential(nn.Module):
         self._layers = tuple(layers)
 
     def forward(self, x: Any) -> Any:
-        with self.shared_runtime().forward_pass(self):
+        with self._shared_runtime().forward_pass(self):
             for layer in self._layers:
                 x = layer(x)
             return x
 
-    def shared_runtime(self) -> Runtime:
-        """Of all its layers; made at the first call."""
+    def _shared_runtime(self) -> Runtime:
+        """The runtime that all layers share. It is made at the first call."""
         runtime = self._layers[0]._runtime
         if runtime is None or any(layer._runtime is not runtime for layer in self._layers):
             nested = len(layers_of(self)) > len(self._layers)
@@ -50,12 +58,16 @@ class Zero3Sequential(nn.Module):
         return runtime
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
-        """This rank's trainable chunks, 1-D `[S]`, of all layers in order: what any optimizer takes."""
+        """This rank's trainable chunks of all layers, in their order. They are the parameters for the optimizer.
+
+        Returns:
+            One 1-D tensor `[S]` for each dtype of each layer.
+        """
         return [chunk for layer in layers_of(self) for chunk in layer._state.trainable()]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first floating chunk, in which values are stored and updated. See `report` for what is computed in what."""
+        """The dtype in which the first floating chunk is stored and updated. `report` tells the dtypes of compute."""
         return floating_dtype(self)
 
     def __len__(self) -> int:

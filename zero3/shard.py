@@ -1,4 +1,4 @@
-"""shard(): any model, in place. Its blocks become layers, what is left becomes the root's own layer."""
+"""shard(): shards any model in place. Its blocks become layers, and all other parameters the root's own layer."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from .auto_wrap import CONTAINERS, Layers, choose, tied_across
+from .access import pinned
+from .auto_wrap import Layers, choose, tied_across
 from .core.construction import Request, agree_on, build_state, device_of
 from .core.layer_state import LayerState
 from .core.layout import megabytes
 from .core.module_overrides import Override, guard
-from .core.parameters import check_parameters, find_parameters, own_modules
-from .core.runtime import Runtime
-from .layer import Zero3Layer, adopt, is_layer, layers_of, run_sharded
+from .core.parameters import check_parameters, find_parameters, is_callable, own_modules
+from .layer import RootEntry, Zero3Layer, adopt, is_layer, layers_of
 from .policy import ShardingPolicy
 
 __all__: list[str] = []
@@ -40,40 +41,57 @@ def shard(
     policy: ShardingPolicy | PolicyOf = ShardingPolicy(),  # noqa: B008 (frozen)
     process_group: Any = None,
 ) -> M:
-    """Shards `model` in place, whatever its class; it goes on being called, and generating, as before.
+    """Shards any model in place. The model keeps its class, its configuration and its methods, such as `generate`.
 
-        model = zero3.shard(AutoModelForCausalLM.from_config(config))
-        optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model))
+    Some submodules become layers, each a `Zero3Layer`. All other parameters, and tied parameters of several layers, belong to the
+    root's own layer. This layer is fetched when the model, or a module outside the layers, is called, and is kept to the end of
+    backward. The logger "zero3" lists the layers at level INFO, and warns if the root's own layer is larger than any other.
 
     Args:
-        layers: which submodules become layers: a class, several classes or modules, or a predicate `(name, module) -> bool`.
-            A match inside a match becomes an inner layer, and is not held while the rest of the outer one computes. None:
+        model: Any module that is not sharded yet, with values or on the meta device.
+        layers: The submodules that become layers: a class, several classes or modules, or a predicate `(name, module) -> bool`. A
+            match inside a match becomes an inner layer, which is released while the rest of the outer layer computes. None takes:
 
-            * blocks: the elements of every `ModuleList` that lies in no other and holds a tenth of the parameters or more
-              (so an encoder's and a decoder's); of the largest one if none does;
-            * ends: what `get_input_embeddings()` and `get_output_embeddings()` return, or without these every
-              `nn.Embedding`; and each `nn.Linear` right under the model. Unless they are in a block, or tied.
+            * blocks: the elements of each outermost `ModuleList` that holds at least a tenth of the parameters, or of the largest
+              one if none does; then of every list with elements of a tenth of the largest block: an encoder's, a vision tower's.
+              An element that is never called itself, such as a list, stands for what it holds;
+            * embeddings and heads, unless they are tied or part of a block: the modules that `get_input_embeddings()` and
+              `get_output_embeddings()` return, or else every `nn.Embedding`; every embedding of half a block's size; and each
+              `nn.Linear` directly in the model;
+            * further modules, the largest first, until the root's own layer is no larger than the largest block.
+        rank: This process's number in the group. It is only checked; None takes the group's.
+        world_size: The number of ranks in the group. It is only checked; None takes the group's.
+        device: Where the whole model computes and the chunks live. None: where the model's tensors are.
+        dtype: The dtype that every trainable parameter must have. It is only checked. None: any dtype.
+        policy: One policy for all layers, where only the root casts outputs. Or a function `(name, module) -> ShardingPolicy` that
+            is called for every layer, and for the root with the name `""`. The root's prefetch_depth and separate_backup_group
+            count for all layers.
+        process_group: The ranks that share the model. None: the default group, or this process alone if there is no group.
 
-        policy: one for all layers, of which the root alone casts its output; or `(name, module) -> ShardingPolicy`, asked
-            for every layer, and for the root with the name "" (its prefetch_depth and separate_backup_group count for all).
-        rank, world_size, device, dtype, process_group: as for `Zero3Layer`; the whole model computes on one device.
-
-    A parameter that stands in several layers (tied), and everything outside of them, belongs to the root's own layer. It is
-    fetched when the model, or a module outside the layers, is called, and kept to the end of backward. One line of the log
-    ("zero3", INFO) says what became what; a warning, if the root's own layer is larger than any other.
+    Returns:
+        `model`, the same object.
 
     Raises:
-        ValueError: no layers found or matched; a model that is sharded already; what `Zero3Layer` refuses.
-        TypeError: `layers` is none of the above, or `model` no module.
-        RuntimeError: as for `Zero3Layer`. Every rank raises the same error, and then nothing has changed.
+        ValueError: No layers are found or matched, the model is sharded already, or `Zero3Layer` would refuse a part of it. All
+            ranks raise the same error, and nothing has changed.
+        TypeError: `layers`, `policy` or `model` has the wrong type. Again all ranks raise it, and nothing has changed.
+        RuntimeError: A launcher started several processes, but there is no process group.
+
+    Example::
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        model = zero3.shard(model, device=device)
+        zero3.load_pretrained(model, directory)
+        optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=1e-5)
     """
     one = policy if isinstance(policy, ShardingPolicy) else ShardingPolicy()
     common = Request(model, rank, world_size, device, dtype, one, process_group, label=f"the root ({type(model).__name__})")
     plan = _agreed_plan(common, layers, policy)
     for request in plan.layers:
-        _put(model, request.module, Zero3Layer.from_request(request))
+        _put(model, request.module, Zero3Layer._from_request(request))
     root = build_state(plan.root, is_layer)
-    _Root(root, model)
+    _enter_through_root(root, model)
     _report(model, root)
     return model
 
@@ -85,7 +103,7 @@ class _Plan:
 
 
 def _agreed_plan(common: Request, layers: Layers, policy: ShardingPolicy | PolicyOf) -> _Plan:
-    """What becomes of each part of the model, found to be possible on every rank before anything changes."""
+    """Plans which part of the model becomes which layer. All ranks check the plan before anything changes."""
     error: Exception | None = None
     plan = _Plan([], common)
     try:
@@ -104,14 +122,14 @@ def _plan(common: Request, layers: Layers) -> _Plan:
         raise ValueError(
             f"this {type(model).__name__} is sharded already, or holds Zero3Layers: shard a model once, before wrapping any part of it"
         )
-    everything = find_parameters(model, lambda module: False)  # for parameters may overlap across layers
+    everything = find_parameters(model, lambda module: False)  # all together, because parameters of two layers may overlap
     check_parameters(everything, common.dtype, type(model).__name__)
     chosen = choose(model, layers)
     ids = {id(module) for _, module in chosen}
     tied = tied_across(model, chosen)
     elsewhere = frozenset(tied)
     parts = [replace(common, module=m, label=f"{name!r} ({type(m).__name__})", elsewhere=elsewhere) for name, m in chosen]
-    parts.sort(key=lambda part: sum(id(inner) in ids for inner in part.module.modules()))  # a shared one may lie in several
+    parts.sort(key=lambda part: sum(id(inner) in ids for inner in part.module.modules()))  # inner before outer
     return _Plan(parts, replace(common, borrowed=tuple(tied.values())))
 
 
@@ -129,38 +147,37 @@ def _with_policies(plan: _Plan, policy: ShardingPolicy | PolicyOf) -> _Plan:
 
 
 def _put(model: nn.Module, module: nn.Module, layer: Zero3Layer) -> None:
-    """`layer` takes every place in the model that `module` has (several, if it is shared)."""
+    """Puts `layer` into every place in the model that has `module`. A shared module has several places."""
     for owner in list(model.modules()):
         for name, child in owner._modules.items():
             if child is module and owner is not layer:
                 owner._modules[name] = layer
 
 
-class _Root:
-    """The model's own layer, and what makes every module outside the layers an entry to the model.
+def _enter_through_root(state: LayerState, model: nn.Module) -> None:
+    """Gives the model the root's own layer, and makes every module outside the layers fetch that layer when it is called.
 
-    Models are not only called as a whole: generation calls an encoder by itself, users call `model.get_decoder()`. So each
-    of these modules runs with the root's own layer fetched.
+    Not all calls come through the model: generation calls an encoder by itself, and users call `model.get_decoder()`.
     """
+    state.registry = model._parameters
+    model._parameters.update(state.chunk_names())
+    model.__dict__["_zero3_root"] = state
+    runtime, generate = adopt(model, ordered=False, outer=[state]), partial(_generate, weakref.ref(state))
+    for _, module in own_modules(model, is_layer):
+        guard(module, is_layer, lists_chunks=module is model)
+        if is_callable(module):
+            RootEntry(module, state, runtime)
+        if callable(getattr(type(module), "generate", None)):
+            Override(module, "generate", generate)
 
-    def __init__(self, state: LayerState, model: nn.Module) -> None:
-        state.registry = model._parameters
-        model._parameters.update(state.chunk_names())
-        model.__dict__["_zero3_root"] = state
-        self._state = weakref.ref(state)
-        self._runtime: weakref.ref[Runtime] = weakref.ref(adopt(model, ordered=False, outer=[state]))  # its layers hold it
-        for _, module in own_modules(model, is_layer):
-            guard(module, is_layer, lists_chunks=module is model)
-            if not isinstance(module, CONTAINERS):
-                Override(module, "forward", self._forward)
 
-    def _forward(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        state, runtime = self._state(), self._runtime()
-        if state is None or runtime is None:
-            raise RuntimeError(f"the sharded model that this {type(module).__name__} belongs to is gone")
-        if runtime.is_running(state):
-            return forward(*args, **kwargs)
-        return run_sharded(runtime, state, module, forward, args, kwargs)
+def _generate(root: weakref.ref[LayerState], module: nn.Module, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Generation reads parameters between its forwards, such as image tokens. So the root's own layer stays fetched meanwhile."""
+    state = root()
+    if state is None:
+        raise RuntimeError(f"the sharded model that this {type(module).__name__} belongs to is gone")
+    with pinned([state], "generate", to_compute=True):
+        return generate(*args, **kwargs)
 
 
 def _report(model: nn.Module, root: LayerState) -> None:

@@ -19,18 +19,19 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anywhere
 import zero3
 from zero3.checkpoint import safetensors_files
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM  # elsewhere imported when it is needed: `--help` does without
 
 MEGABYTE = 2**20
 HIDDEN = 1024
@@ -38,6 +39,8 @@ HIDDEN = 1024
 
 def make_checkpoint(directory: Path, layers: int) -> int:
     """A Llama with random weights, in several files; its bytes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 16}
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32000, num_hidden_layers=layers)).save_pretrained(directory, max_shard_size="300MB")
@@ -45,6 +48,8 @@ def make_checkpoint(directory: Path, layers: int) -> int:
 
 
 def on_meta(directory: str) -> LlamaForCausalLM:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     with torch.device("meta"):
         return LlamaForCausalLM(LlamaConfig.from_pretrained(directory))
 
@@ -65,12 +70,15 @@ def fully_sharded(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 def by_from_pretrained(directory: str) -> nn.Module:
     """What most scripts do: the whole model on every rank, then its slices."""
+    from transformers import LlamaForCausalLM
+
     return fully_sharded(LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32))
 
 
 def by_broadcast(directory: str) -> nn.Module:
     """The whole model on rank 0 only, and torch's own way to deal it out."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from transformers import LlamaForCausalLM
 
     values = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict() if dist.get_rank() == 0 else {}
     model = fully_sharded(on_meta(directory)).to_empty(device="cpu")
@@ -131,11 +139,17 @@ class Memory:
         return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
+def quieten() -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def one_rank(rank: int, world_size: int, rendezvous: str, system: str, directory: str, results: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quieten()
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timedelta(seconds=300))
     reads: list[int] = []
     read = safetensors_files.read_bytes
@@ -219,7 +233,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a JSON file for all that was measured")
     args = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    logging.disable_progress_bar()
+    quieten()
     reports: dict[str, list[list[dict[str, Any]]]] = {system: [] for system in args.systems}
     with tempfile.TemporaryDirectory() as directory:
         print(f"a checkpoint of {make_checkpoint(Path(directory), args.layers) / MEGABYTE:.0f} MB", file=sys.stderr, flush=True)

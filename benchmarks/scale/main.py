@@ -64,6 +64,7 @@ class Absent:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self.takes_pieces, self.tags_messages = False, True
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: object = None) -> Pending:
         return Done()

@@ -45,12 +45,14 @@ def test_each_explains_itself(name: str, monkeypatch: pytest.MonkeyPatch, capsys
     assert f"benchmarks/{name}/main.py" in (ROOT / "benchmarks" / name / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_construction(tmp_path: Path) -> None:
     found = run("construction", tmp_path, *TINY, "--repetitions", "1", "--systems", "FSDP2", "zero3, Zero3Sequential", "zero3, shard")
     for system, (ranks,) in found["systems"].items():
         assert len(ranks) == 2 and all(len(rank["seconds"]) == 2 for rank in ranks), system
 
 
+@pytest.mark.slow
 def test_peers(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     names = ["no communication", "DDP", "FSDP2", "zero3", "zero3 by sockets"]
@@ -76,6 +78,7 @@ def test_peers(tmp_path: Path) -> None:
     assert pictures(tmp_path) == {"time.png", "memory.png"}
 
 
+@pytest.mark.slow
 def test_fabric(tmp_path: Path) -> None:
     """Runs where it may; elsewhere it must say what it needs."""
     done = start(
@@ -93,6 +96,7 @@ def test_fabric(tmp_path: Path) -> None:
     assert held_up > 0 and point["seconds"][0] > 0.8 * held_up * 8 / 1e7, "the link is as slow as it was asked to be"
 
 
+@pytest.mark.slow
 def test_overhead(tmp_path: Path) -> None:
     counts = ["--layers", "4", "--steps", "2", "--repetitions", "1", "--growth-layers", "2", "--growth-ranks", "1024"]
     found = run("overhead", tmp_path, *counts)
@@ -100,6 +104,7 @@ def test_overhead(tmp_path: Path) -> None:
     assert set(found["growth"]["ranks"]) == {"1024"}
 
 
+@pytest.mark.slow
 def test_scale(tmp_path: Path) -> None:
     found = run("scale", tmp_path, *["--models", "tiny", "--ranks", "64"])["results"]["tiny"]
     for ranks, by_system in found["ranks"].items():
@@ -109,6 +114,7 @@ def test_scale(tmp_path: Path) -> None:
         assert by_system["zero3"]["peak"] > by_system["zero3"]["state"]
 
 
+@pytest.mark.slow
 def test_gpu_in_smoke_mode(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = run("gpu", tmp_path, "--smoke", "--steps", "1", "--repetitions", "1", "--minutes", "30")
@@ -122,6 +128,7 @@ def test_gpu_in_smoke_mode(tmp_path: Path) -> None:
     assert {"step-NVLink.png", "step-100-Gbit-s.png"} <= pictures(tmp_path)
 
 
+@pytest.mark.slow
 def test_optimizer(tmp_path: Path) -> None:
     """What goes over the wire is counted: cuts between parameters add nothing, padding and moving do."""
     found = run("optimizer", tmp_path, *TINY, "--repetitions", "1", "--padding-ranks", "2", "8")

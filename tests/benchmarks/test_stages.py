@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_its_numbers_are_those_of_the_formulas(tmp_path: Path) -> None:
     sizes = ["--width", "32", "--depth", "2", "--heads", "2", "--vocabulary", "64", "--sequence", "8", "--batch", "2"]
     command = [

@@ -161,8 +161,11 @@ def attempt(start: tuple[Path, dict[int, Any]], directory: Path) -> Iterator[Pat
     shutil.rmtree(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["killed", "no space", "input/output error"])
-def test_a_save_that_fails_at_any_file_operation(kind: str, faults: Faults, start: tuple[Path, dict[int, Any]], tmp_path: Path) -> None:
+def test_save_checkpoint_that_fails_at_any_file_operation(
+    kind: str, faults: Faults, start: tuple[Path, dict[int, Any]], tmp_path: Path
+) -> None:
     with attempt(start, tmp_path / "clean") as directory:
         assert save_again(directory, faults) == [None, None]
         assert zero3.latest_checkpoint(directory) == directory / "b"
@@ -191,7 +194,7 @@ def test_a_save_that_fails_at_any_file_operation(kind: str, faults: Faults, star
         assert failed > 20, "only what is cleaned up afterwards may fail without an error"
 
 
-def test_background_saves_fail_when_they_are_waited_for(
+def test_save_checkpoint_in_the_background_fails_when_it_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, start: tuple[Path, dict[int, Any]], tmp_path: Path
 ) -> None:
     """The write fails in its thread, the step goes on, and all ranks hear of it at `wait()`."""
@@ -241,8 +244,11 @@ def die_while_saving(rank: Rank, directory: str, victim: int, operation: str, co
     return "saved"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("victim", "operation", "count"), [(1, "write", 2), (0, "replace", 1), (0, "sync_directory", 4)])
-def test_a_killed_process(victim: int, operation: str, count: int, start: tuple[Path, dict[int, Any]], tmp_path: Path) -> None:
+def test_latest_checkpoint_of_a_process_killed_in_save_checkpoint(
+    victim: int, operation: str, count: int, start: tuple[Path, dict[int, Any]], tmp_path: Path
+) -> None:
     """The others get the process group's error, at once; what is there is complete."""
     with attempt(start, tmp_path / "run") as directory:
         outcomes = try_on_ranks(2, die_while_saving, str(directory), victim, operation, count, fresh=True)

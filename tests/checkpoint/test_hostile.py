@@ -50,7 +50,7 @@ def test_files_that_lie_elsewhere_are_refused(name: str, saved: Path, tmp_path: 
     refused(tmp_path / "one", r"is a link or a device", 2)
 
 
-def test_a_checkpoint_may_be_asked_for_by_a_link(saved: Path, tmp_path: Path) -> None:
+def test_load_checkpoint_may_be_given_a_link(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to(saved / "one")
 
     def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> Any:
@@ -59,7 +59,7 @@ def test_a_checkpoint_may_be_asked_for_by_a_link(saved: Path, tmp_path: Path) ->
     assert on_ranks(2, body, build=build, layers=is_linear) == [{"step": 0}] * 2
 
 
-def test_pruning_does_not_reach_through_links(saved: Path, tmp_path: Path) -> None:
+def test_keep_last_does_not_reach_through_links(saved: Path, tmp_path: Path) -> None:
     """Someone's favourite, kept elsewhere, and a name for the newest: neither is deleted, nor counted."""
     shutil.copytree(saved / "one", tmp_path / "best")
     shutil.copytree(saved / "two", tmp_path / "run" / "a")
@@ -76,7 +76,7 @@ def test_pruning_does_not_reach_through_links(saved: Path, tmp_path: Path) -> No
     assert (tmp_path / "best" / "manifest.json").is_file() and (tmp_path / "debris" / "data-0123456789abcdef").is_dir()
 
 
-def test_what_a_link_leads_to_is_not_removed_with_it(saved: Path, tmp_path: Path) -> None:
+def test_save_checkpoint_does_not_remove_what_a_link_leads_to(saved: Path, tmp_path: Path) -> None:
     """The data of what is saved over was put elsewhere."""
     shutil.copytree(saved / "one", tmp_path / "one")
     old = data(tmp_path / "one", "")
@@ -140,7 +140,7 @@ def test_the_command_line_on_a_manifest_that_was_made_to_harm(
         assert not (tmp_path / "out.unfinished").exists()
 
 
-def test_extra_that_is_none(saved: Path, tmp_path: Path) -> None:
+def test_load_checkpoint_of_extra_that_is_none(saved: Path, tmp_path: Path) -> None:
     """Found when it is read, which is after everything else: the model counts as unloaded then."""
     shutil.copytree(saved / "one", tmp_path / "one")
     rewrite(tmp_path / "one", lambda c: c.update(extra={"$items": [[{"$tensor": "../../x"}, 1]]}))
@@ -153,7 +153,7 @@ def test_extra_that_is_none(saved: Path, tmp_path: Path) -> None:
     on_ranks(2, body, build=build, layers=is_linear)
 
 
-def test_an_index_that_leads_elsewhere(tmp_path: Path) -> None:
+def test_load_pretrained_of_an_index_that_leads_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     for name in ("../secret.safetensors", "/etc/secret.safetensors", "a/b.safetensors", "a\\b.safetensors", "..", "", 3):
         (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"0.weight": name}}))

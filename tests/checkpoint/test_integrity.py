@@ -115,7 +115,7 @@ CHANGES: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("name", [MODEL, OPTIMIZER])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_file_that_was_changed(change: str, name: str, world_size: int, saved: Path, tmp_path: Path) -> None:
+def test_load_checkpoint_of_a_file_that_was_changed(change: str, name: str, world_size: int, saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved / "one", tmp_path / "one")
     CHANGES[change](data(tmp_path / "one", name))
     # of two swapped files either may be named
@@ -123,7 +123,7 @@ def test_a_file_that_was_changed(change: str, name: str, world_size: int, saved:
     refused(tmp_path / "one", rf"{named}\b.* (corrupt|bytes|missing)", world_size)
 
 
-def test_a_file_of_another_checkpoint(saved: Path, tmp_path: Path) -> None:
+def test_load_checkpoint_with_a_file_of_another_checkpoint(saved: Path, tmp_path: Path) -> None:
     """Well-formed, of the same names, shapes and size."""
     shutil.copytree(saved / "one", tmp_path / "one")
     target, source = data(tmp_path / "one", MODEL), data(saved / "two", MODEL)
@@ -133,7 +133,7 @@ def test_a_file_of_another_checkpoint(saved: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model-00002-of-00003.safetensors", "weights.pt"])
-def test_a_foreign_file(name: str, saved: Path, tmp_path: Path) -> None:
+def test_load_checkpoint_with_a_foreign_file(name: str, saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved / "one", tmp_path / "one")
     data(tmp_path / "one", name).write_bytes(b"")
     refused(tmp_path / "one", rf"{re.escape(name)} does not belong to this checkpoint", 2)
@@ -197,7 +197,7 @@ def test_a_manifest_can_not_lead_elsewhere(escape: str, saved: Path, tmp_path: P
     refused(tmp_path / "one", message, 2)
 
 
-def test_ranks_that_see_different_checkpoints(saved: Path) -> None:
+def test_load_checkpoint_by_ranks_that_see_different_ones(saved: Path) -> None:
     def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
         with pytest.raises(ValueError, match=r"ranks differ in the checkpoint that load_checkpoint found"):
             zero3.load_checkpoint(saved / ("one" if group.rank else "two"), model, optimizer)

@@ -53,7 +53,9 @@ def adamw(model: Any, options: Options) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(("world_size", "to"), [(1, 3), (2, 2), (3, 2), (2, 4)])
 @pytest.mark.parametrize(("first", "second"), [(by_decay, whole), (whole, by_decay), (all_whole, apart)])
-def test_between_pieces_and_whole_parameters(first: Options, second: Options, world_size: int, to: int, tmp_path: Path) -> None:
+def test_load_checkpoint_between_pieces_and_whole_parameters(
+    first: Options, second: Options, world_size: int, to: int, tmp_path: Path
+) -> None:
     reference = odd()
     optimizer = torch.optim.AdamW(plain_groups(reference), lr=0.05)
     train(reference, optimizer, range(5))

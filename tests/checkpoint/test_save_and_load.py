@@ -68,7 +68,7 @@ def plain_run(optimizer_name: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("to", [1, 2, 3, 4])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_any_number_of_ranks_to_any_other(world_size: int, to: int, tmp_path: Path) -> None:
+def test_load_checkpoint_from_any_number_of_ranks_to_any_other(world_size: int, to: int, tmp_path: Path) -> None:
     layers = list(LAYERS)[(world_size + to) % 3], list(LAYERS)[to % 3]
     saved, uninterrupted = on_ranks(world_size, partial(save, tmp_path / "runs" / "one"), layers=layers[0])[0]
     for loaded, after in on_ranks(to, partial(load, tmp_path / "runs" / "one"), layers=layers[1]):
@@ -81,7 +81,7 @@ def test_any_number_of_ranks_to_any_other(world_size: int, to: int, tmp_path: Pa
 
 @pytest.mark.parametrize(("world_size", "to"), [(2, 3), (3, 1)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer(name: str, world_size: int, to: int, tmp_path: Path) -> None:
+def test_load_checkpoint_of_every_optimizer(name: str, world_size: int, to: int, tmp_path: Path) -> None:
     saved, uninterrupted = on_ranks(world_size, partial(save, tmp_path), optimizer=name)[0]
     for loaded, after in on_ranks(to, partial(load, tmp_path), optimizer=name):
         assert_same(loaded, saved)
@@ -89,7 +89,7 @@ def test_every_optimizer(name: str, world_size: int, to: int, tmp_path: Path) ->
         assert_close(after["model"], plain_run(name), 1e-12, "five steps of plain torch")
 
 
-def test_every_rank_reads_its_own_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_checkpoint_reads_a_ranks_own_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte of the files once for its hash; then values: no rank reads what it does not hold."""
     on_ranks(3, partial(save, tmp_path))
     reads: list[int] = []
@@ -108,7 +108,7 @@ def test_every_rank_reads_its_own_ranges(tmp_path: Path, monkeypatch: pytest.Mon
     assert sum(reads) == parameters + sum(v.nbytes for of in optimizer.state.values() for k, v in of.items() if k != "step")
 
 
-def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_load_checkpoint_brings_extra_back_as_it_was(tmp_path: Path) -> None:
     """Rank 0's counts. Tensors, tuples, counters and numbers of all kinds keep their types; state dicts of torch's own classes go."""
 
     def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> tuple[Any, Any, dict[str, Any]]:
@@ -139,7 +139,7 @@ def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
     [object(), {1, 2}, lambda: 0, torch.float32, {"deep": [1, ({"er": b"x"},)]}, Path("a"), 1j],
     ids=lambda value: type(value).__name__,
 )
-def test_what_only_pickle_could_hold_is_refused(value: Any, tmp_path: Path) -> None:
+def test_save_checkpoint_refuses_what_only_pickle_could_hold(value: Any, tmp_path: Path) -> None:
     def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
         with pytest.raises(TypeError, match=r"extra.* is a .*never a pickle"):
             zero3.save_checkpoint(tmp_path / "a", model, optimizer, extra=value if group.rank == 0 else None)
@@ -148,7 +148,7 @@ def test_what_only_pickle_could_hold_is_refused(value: Any, tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
-def test_random_generators_go_on(tmp_path: Path) -> None:
+def test_load_checkpoint_lets_random_generators_go_on(tmp_path: Path) -> None:
     """One rank: threads would share them."""
 
     def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
@@ -164,7 +164,7 @@ def test_random_generators_go_on(tmp_path: Path) -> None:
         on_ranks(1, body)
 
 
-def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
+def test_save_checkpoint_may_leave_frozen_parameters_out(tmp_path: Path) -> None:
     """They stay as they are; a model where they are trained is refused."""
 
     def save_without(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> dict[str, Tensor]:
@@ -199,7 +199,7 @@ def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
     on_ranks(2, refused, build=thawed)
 
 
-def test_a_model_on_meta_is_filled(tmp_path: Path) -> None:
+def test_load_checkpoint_fills_a_model_on_meta(tmp_path: Path) -> None:
     """Buffers that no checkpoint holds come from the model's own initialiser; a missing one is named by the first forward."""
 
     def on_meta() -> nn.Module:
@@ -230,7 +230,7 @@ def test_a_model_on_meta_is_filled(tmp_path: Path) -> None:
     on_ranks(2, refused, build=on_meta, layers=LINEAR)
 
 
-def test_files_are_safetensors_and_nothing_is_pickled(tmp_path: Path) -> None:
+def test_save_checkpoint_writes_safetensors_and_no_pickle(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     on_ranks(2, partial(save, tmp_path))
@@ -242,7 +242,7 @@ def test_files_are_safetensors_and_nothing_is_pickled(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes()[:2] == b"\x80\x04"]
 
 
-def test_the_step_goes_on_while_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_checkpoint_in_the_background_while_steps_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is saved is what there was at the call. It appears at `wait()`, or when the model is next saved or loaded."""
     may_write = threading.Event()
     write_file = saving.write_file
@@ -270,7 +270,7 @@ def test_the_step_goes_on_while_files_are_written(tmp_path: Path, monkeypatch: p
         assert_same(loaded, saved)
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
+def test_keep_last_and_latest_checkpoint(tmp_path: Path) -> None:
     """Newest by their order, not by name; what is not ours is left alone, and so is what is saved elsewhere."""
     (tmp_path / "run" / "mine").mkdir(parents=True)
     (tmp_path / "run" / "mine" / "data.txt").write_text("precious")
@@ -308,14 +308,14 @@ def test_keep_last_is_refused_before_anything_is_written(keep_last: Any, kind: t
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
-def test_other_files_in_the_directory_are_left_alone(tmp_path: Path) -> None:
+def test_save_checkpoint_leaves_other_files_in_the_directory_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     on_ranks(2, partial(save, tmp_path))
     on_ranks(2, partial(save, tmp_path))
     assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == ["data", "manifest.json", "notes.txt"]
 
 
-def test_mistakes_are_everybodys(tmp_path: Path) -> None:
+def test_save_checkpoint_and_load_checkpoint_mistakes_are_everybodys(tmp_path: Path) -> None:
     def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
         with pytest.raises(ValueError, match=r"s3://bucket/run: fsspec paths are not taken"):
             zero3.save_checkpoint("s3://bucket/run", model)
@@ -332,7 +332,7 @@ def test_mistakes_are_everybodys(tmp_path: Path) -> None:
     on_ranks(2, body)
 
 
-def test_another_model_is_refused_by_all_names_at_once(tmp_path: Path) -> None:
+def test_load_checkpoint_refuses_another_model_by_all_names_at_once(tmp_path: Path) -> None:
     on_ranks(2, partial(save, tmp_path))
 
     def other() -> nn.Module:
@@ -387,7 +387,7 @@ def saved_memory(rank: Rank, directory: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of a process's memory")
-def test_memory_is_the_new_state_and_one_buffer(tmp_path: Path) -> None:
+def test_load_checkpoint_takes_memory_for_the_new_state_and_one_buffer(tmp_path: Path) -> None:
     for grown, loading, state in on_processes(2, saved_memory, str(tmp_path), fresh=True):
         assert state > 30 * 2**20
         assert grown < 4 * 2**20, grown / 2**20

@@ -118,7 +118,7 @@ def test_muon_and_adamw_go_on_at_another_number_of_ranks(given: str, world_size:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_from_plain_torch_and_back(world_size: int) -> None:
+def test_load_full_optimizer_state_dict_of_several_from_plain_torch_and_back(world_size: int) -> None:
     reference = build()
     optimizers = plain_optimizers(reference)
     train(reference, optimizers, range(2))
@@ -210,7 +210,7 @@ MISTAKES: dict[str, tuple[Callable[[nn.Module, list[torch.optim.Optimizer]], Any
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_of_one_rank_are_named_on_all(mistake: str, tmp_path: Path) -> None:
+def test_save_checkpoint_names_mistakes_of_one_rank_on_all(mistake: str, tmp_path: Path) -> None:
     wrong, kind, message = MISTAKES[mistake]
 
     def body(model: nn.Module, both: list[torch.optim.Optimizer], group: ThreadCommunicator) -> None:
@@ -233,7 +233,7 @@ def moments(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]
     return [dict(state) for optimizer in optimizers for state in optimizer.state.values()]
 
 
-def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
+def test_load_checkpoint_names_what_does_not_fit_and_changes_nothing(tmp_path: Path) -> None:
     def save(model: nn.Module, both: list[torch.optim.Optimizer], group: ThreadCommunicator) -> None:
         train(model, both, range(1))
         zero3.save_checkpoint(tmp_path / "both", model, both)

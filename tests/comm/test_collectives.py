@@ -287,21 +287,40 @@ def test_a_transfer_goes_on_beside_the_computation(kind: str) -> None:
     raise AssertionError(f"(begin, wait at once, wait after a sleep), on each rank: {measured}")
 
 
-def timeout_of_a_twin(rank: Rank) -> dict[tuple[int, ...], Any]:
+def duplicated(rank: Rank) -> tuple[dict[tuple[int, ...], Any], int, int]:
+    """What was asked of `new_group`, and how many groups there are while the second communicator lives, and after."""
     asked: dict[tuple[int, ...], Any] = {}
 
     def new_group(ranks: list[int], timeout: Any, **_: Any) -> Any:
         asked[tuple(ranks)] = timeout
-        return dist.group.WORLD
+        return real(ranks, timeout, backend="gloo")
 
     real, dist.new_group = dist.new_group, new_group
     try:
-        GroupCommunicator(dist.group.WORLD, "nccl").duplicate()
+        second = GroupCommunicator(dist.group.WORLD, "nccl").duplicate()
     finally:
         dist.new_group = real
-    return asked
+    groups = len(dist.distributed_c10d._world.pg_map)
+    assert second.world_size == rank.world_size
+    del second
+    return asked, groups, len(dist.distributed_c10d._world.pg_map)
 
 
-def test_a_second_communicator_waits_as_long_as_the_first() -> None:
+def test_a_second_communicator_waits_as_long_as_the_first_and_goes_with_its_model() -> None:
     """torch gives a new group its default, 10 minutes on NCCL. (There is no NCCL here: the call is looked at, on a gloo group.)"""
-    assert on_ranks(1, timeout_of_a_twin, group_timeout=17.0) == [{(0,): datetime.timedelta(seconds=17)}]
+    assert on_ranks(1, duplicated, group_timeout=17.0) == [({(0,): datetime.timedelta(seconds=17)}, 2, 1)]
+
+
+def duplicated_in_part(rank: Rank) -> str:
+    part = dist.new_group([0, 1])
+    dist.group.WORLD.bound_device_id = torch.device("cpu", 0)
+    if rank.number > 1:
+        return ""
+    with pytest.raises(ValueError, match="separate_backup_group=True, and the model's process group has 2 of 3 ranks") as caught:
+        GroupCommunicator(part, "nccl").duplicate()
+    return str(caught.value)
+
+
+def test_separate_backup_group_of_a_part_of_the_ranks_is_refused_where_torch_would_wait_for_all() -> None:
+    first, second, _ = on_ranks(3, duplicated_in_part, fresh=True)
+    assert "rank 0" in first and "rank 1" in second and "separate_backup_group=False" in first

@@ -84,7 +84,7 @@ def read_other_things(rank: Rank, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["another layer", "to write", "a state dict"])
-def test_parameters_read_by_other_calls_are_the_same_error_on_every_rank(what: str) -> None:
+def test_full_params_of_other_parts_are_the_same_error_on_every_rank(what: str) -> None:
     first, second = try_on_ranks(2, read_other_things, what)
     assert (first.error, first.text) == (second.error, second.text)
     assert first.error == "ValueError"
@@ -160,6 +160,7 @@ def apart() -> dict[str, list[Outcome]]:
     return {how: each.result() for how, each in running.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", APART)
 def test_ranks_that_come_apart_later_are_told_and_train_on_nothing_wrong(how: str, apart: dict[str, list[Outcome]]) -> None:
     for number, outcome in enumerate(apart[how]):

@@ -1,24 +1,31 @@
-"""The journal of transfers: the same hash for the same transfers, compared now and then, told by errors."""
+"""The log of transfers: the same hash for the same transfers, compared now and then, told by errors."""
 
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext, suppress
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import zero3
 from tests.support.processes import PROMPT, Rank, try_on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
-from zero3.comm.log import Journal
+from zero3.comm.log import Transfer, TransferLog
+
+
+class Layer(NamedTuple):
+    name: str
 
 
 def written(*entries: tuple[str, int]) -> int:
-    journal = Journal()
+    log = TransferLog()
     for doing, identity in entries:
-        journal.note(doing, "a layer", identity)
-    return journal.digest
+        log.entries.append(Transfer(doing, Layer("layer a"), 2 * identity + (doing == "gathering")))
+    return log.digest
 
 
 def test_a_hash_tells_transfers_layers_and_orders_apart() -> None:
@@ -35,13 +42,15 @@ def test_a_hash_tells_transfers_layers_and_orders_apart() -> None:
     assert written(*different[-1]) == written(*different[-1])
 
 
-def test_a_comparison_is_due_every_so_many_transfers() -> None:
-    journal, due = Journal(), []
+def test_the_log_keeps_the_latest_and_counts_all() -> None:
+    log = TransferLog()
     for number in range(10):
-        journal.note("gathering", "a layer", number)
-        due.append(journal.due(4))
-    assert [number for number, is_due in enumerate(due, 1) if is_due] == [4, 8]
-    assert not journal.due(0) and not journal.due(1)
+        log.entries.append(Transfer("gathering", Layer(f"layer {number}"), number))
+        if number % 3 == 0:
+            log.fold()
+    assert log.count == 10
+    assert log.where().endswith("transfer 10; the latest: gathering 6, gathering 7, gathering 8, gathering 9.")
+    assert log.count == 10 and not log.entries
 
 
 class Routed(nn.Module):
@@ -55,12 +64,11 @@ class Routed(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("compare_every", [1, 8])
-def test_transfers_that_fit_but_are_others_are_found(compare_every: int) -> None:
+def test_compare_every_1_finds_the_first_transfer_that_fits_but_is_another() -> None:
     """Without tags, as on NCCL: both ranks gather twice, but mean other layers of the same size."""
 
     def body(group: ThreadCommunicator) -> str:
-        policy = ShardingPolicy(prefetch_depth=0, compare_every=compare_every)
+        policy = ShardingPolicy(prefetch_depth=0, compare_every=1)
         model = Zero3Layer(Routed(group, policy), policy=policy, process_group=group)
         x = torch.ones(2, 4, requires_grad=True)
         try:
@@ -83,7 +91,88 @@ def test_transfers_that_fit_but_are_others_are_found(compare_every: int) -> None
     assert "gathering" in texts[0] and "rank 1: " in texts[0]
 
 
-def test_ranks_that_do_the_same_are_left_alone() -> None:
+class Fuse(nn.Module):
+    """Layers of one size, between which a rank may fail."""
+
+    def __init__(self, group: ThreadCommunicator, **policy: Any) -> None:
+        super().__init__()
+        chosen = ShardingPolicy(**policy)
+        self.layers = nn.ModuleList(Zero3Layer(nn.Linear(4, 4), policy=chosen, process_group=group) for _ in range(4))
+        self.blows = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if self.blows and number == 2:
+                raise KeyError("the fuse")
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_exception_that_one_rank_catches_is_told_to_all_within_two_forwards(trains: bool) -> None:
+    """Rank 0 begins anew while rank 1 is in the middle: equal sizes meet, and nothing but the log can tell that they are others."""
+
+    def body(group: ThreadCommunicator) -> tuple[int, str]:
+        model = Zero3Layer(Fuse(group), process_group=group)
+        after = 0
+        with nullcontext() if trains else torch.no_grad():
+            for _ in range(3):
+                y = model(torch.ones(2, 4)).sum()
+                if trains:
+                    y.backward()
+            try:
+                model.module.blows = group.rank == 0
+                with suppress(KeyError):
+                    model(torch.ones(2, 4))
+                model.module.blows = False
+                for _ in range(6):
+                    after += 1
+                    model(torch.ones(2, 4))
+            except (ValueError, RuntimeError) as error:
+                group.world.fail(error)  # its process ends, and the others notice
+                return after, str(error)
+        return after, "trained on with another layer's weights"
+
+    found = run_ranks(2, body)
+    assert all(after <= 2 for after, _ in found), found
+    assert any("ranks differ in the transfers made before forward pass" in text and "rank 1: " in text for _, text in found), found
+    assert all("ranks differ" in text or "gathering layer" in text for _, text in found), found
+
+
+@pytest.mark.parametrize("look", ["clip_grad_norm_", "GradScaler"])
+def test_the_log_is_looked_at_before_a_step(look: str) -> None:
+    def body(group: ThreadCommunicator) -> str:
+        model = Zero3Layer(Fuse(group), process_group=group)
+        optimizer, scaler = torch.optim.SGD(model.get_trainable_chunk(), lr=0.1), zero3.GradScaler("cpu")
+        model._state.log.fold()
+        if group.rank == 0:
+            model._state.log.entries.append(Transfer("gathering", Layer("layer that only rank 0 has"), 77))
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        with pytest.raises(ValueError, match="ranks differ in the transfers made before forward pass 1") as caught:
+            zero3.clip_grad_norm_(model, 1.0) if look == "clip_grad_norm_" else scaler.step(optimizer)
+        return str(caught.value)
+
+    texts = run_ranks(2, body)
+    assert "gathering that only rank 0 has" in texts[0] and "gathering that only rank 0 has" not in texts[1]
+
+
+def test_ranks_tell_each_other_once_a_forward_and_never_inside_resident() -> None:
+    def body(group: ThreadCommunicator) -> list[int]:
+        counts = []
+        for options in ({}, {"compare_every": 0}, {"compare_every": 1}):
+            model = Zero3Layer(Fuse(group, **options), policy=ShardingPolicy(**options), process_group=group)
+            before = group.told
+            for _ in range(3):
+                model(torch.ones(2, 4)).sum().backward()
+            with zero3.resident(model), torch.no_grad():
+                model(torch.ones(2, 4))
+            counts.append(group.told - before)
+        return counts
+
+    assert run_ranks(2, body) == [[3, 0, 0]] * 2
+
+
+def test_compare_every_leaves_ranks_alone_that_do_the_same() -> None:
     def body(group: ThreadCommunicator) -> list[int]:
         counts = []
         for every in (0, 10, 1):
@@ -99,7 +188,7 @@ def test_ranks_that_do_the_same_are_left_alone() -> None:
 
     first, second = run_ranks(2, body)
     assert first == second
-    assert first[0] == 0 and 3 <= first[1] <= 4 and first[2] >= 5 * 5
+    assert first[:2] == [0, 0] and first[2] >= 5 * 5
 
 
 def stop_on_one_rank(rank: Rank) -> None:
@@ -128,3 +217,28 @@ def test_a_timeout_tells_the_layer_the_pass_and_what_came_before() -> None:
     ):
         assert words in waiting.text, waiting.text
     assert waiting.seconds < PROMPT
+
+
+def test_an_error_tells_the_latest_transfers_and_not_all() -> None:
+    """However long the model has trained: what is kept of the past is bounded."""
+
+    def body(group: ThreadCommunicator) -> list[tuple[int, int]]:
+        model = Zero3Sequential([Zero3Layer(nn.Linear(3, 3), process_group=group) for _ in range(6)])
+        told = []
+        for passes in (1, 1, 20, 100):
+            for _ in range(passes):
+                model(torch.ones(2, 3)).sum().backward()
+            group.before = fail
+            with pytest.raises(RuntimeError, match=r"gathering layer .* failed: cut off") as error:
+                model(torch.ones(2, 3))
+            group.before = lambda kind: None
+            latest = str(error.value).split("the latest: ")[1]
+            told.append((latest.count("gathering") + latest.count("reducing"), len(latest)))
+        return told
+
+    def fail(kind: str) -> None:
+        raise RuntimeError("cut off")
+
+    for told in run_ranks(2, body):
+        assert 1 <= told[0][0] <= 10
+        assert len(set(told)) == 1, "the same number of transfers after 1 and after 122 steps"

@@ -10,6 +10,7 @@ import resource
 import signal
 import struct
 import time
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
@@ -49,8 +50,12 @@ def memory() -> HostMemory:
 
 
 def open_files() -> list[str]:
-    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    return [os.readlink(link) for link in links if os.path.islink(link)]
+    """But for sockets: gloo's threads close those of an earlier group when they come to it."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [link for link in found if not link.startswith("socket:")]
 
 
 # -- who finds whom
@@ -367,12 +372,13 @@ def many_parameters(rank: Rank) -> tuple[int, int]:
     optimizer = zero3.ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
+    with mock.patch.object(GlooCommunicator, "trim"):  # so that the file keeps its largest size
+        optimizer.step()
     assert all(bool((parameter == 0.9).all()) for parameter in parameters)
     return memory().nbytes, 80 * LARGE_BYTES // rank.world_size
 
 
-def test_an_optimizers_parameters_are_not_all_under_way_at_once() -> None:
+def test_zeroredundancyoptimizer_does_not_have_all_parameters_under_way_at_once() -> None:
     for taken, sent in on_ranks(2, many_parameters, fresh=True, group_timeout=5.0):
         assert taken < sent / 3  # one rank may be UNDER_WAY transfers ahead of the other's
 

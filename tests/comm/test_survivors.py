@@ -34,7 +34,7 @@ def train_until_death(rank: Rank, where: str) -> None:
         optimizer.zero_grad()
         if step == 2 and where == "while saving":
             if rank.number == 1:
-                model[1]._state.pin = die  # type: ignore[method-assign]
+                model[1]._state.start_fetch = die  # type: ignore[method-assign]
             zero3.full_state_dict(model)
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,12 @@ def test_as_a_program(llama: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> 
     assert (good.returncode, good.stderr) == (0, "") and "verified         yes" in good.stdout
     bad = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=280, check=False)
     assert (bad.returncode, bad.stdout) == (1, "") and bad.stderr.startswith("zero3: ")
+
+
+def test_version_is_said_in_one_place(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"zero3 {zero3.__version__}\n"
+    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert "version" not in pyproject["project"] and pyproject["project"]["dynamic"] == ["version"]
+    assert pyproject["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "zero3.__version__"}

@@ -128,7 +128,7 @@ def test_a_layer_may_return_nothing_that_has_a_gradient(world_size: int) -> None
     check_parity(build, mean_square, world_size=world_size, shard=nested)
 
 
-def test_attributes_are_read_through_and_nothing_else_is() -> None:
+def test_zero3layer_reads_attributes_through_and_nothing_else() -> None:
     module = seeded(linear, nn.Tanh)
     module.kind = "attention"
     layer = zero3.Zero3Layer(module, 0, 1)
@@ -143,7 +143,7 @@ def test_attributes_are_read_through_and_nothing_else_is() -> None:
         layer.nobody  # noqa: B018
 
 
-def test_modes_reach_the_wrapped_module() -> None:
+def test_train_and_eval_of_a_zero3layer_reach_the_wrapped_module() -> None:
     layer = zero3.Zero3Layer(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
     assert not layer.eval().module[1].training
     assert layer.train().module[1].training
@@ -155,7 +155,7 @@ def test_modes_reach_the_wrapped_module() -> None:
 @WORLDS
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("through", ["model", "optimizer"])
-def test_gradients_are_zeroed_both_ways(world_size: int, set_to_none: bool, through: str) -> None:
+def test_zero_grad_with_set_to_none_and_without(world_size: int, set_to_none: bool, through: str) -> None:
     plain = mlp()
     optimizers: dict[Any, torch.optim.Optimizer] = {}
 
@@ -249,7 +249,7 @@ def test_autocast_around_several_steps(world_size: int) -> None:
 
 @WORLDS
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_model_may_be_evaluated_before_it_is_trained(world_size: int, mode: Callable[[], Any]) -> None:
+def test_no_grad_and_inference_mode_before_training(world_size: int, mode: Callable[[], Any]) -> None:
     """Buffers made for the first forward serve training."""
 
     def program(model: nn.Module, turn: Turn) -> Any:
@@ -263,7 +263,7 @@ def test_a_model_may_be_evaluated_before_it_is_trained(world_size: int, mode: Ca
 
 
 @WORLDS
-def test_a_model_may_be_a_part_of_a_larger_graph(world_size: int) -> None:
+def test_a_model_in_a_larger_graph_with_autograd_grad_and_retain_graph(world_size: int) -> None:
     """A plain module before it and one after it train by themselves, on every rank the same."""
     before, after = seeded(linear)[0], seeded(linear, seed=1)[0]
 

@@ -37,7 +37,7 @@ def sharded(model: nn.Module, group: ThreadCommunicator) -> zero3.Zero3Sequentia
 
 @WORLDS
 @pytest.mark.parametrize("shard", [in_sequence, in_place, nested, as_one_layer])
-def test_names_shapes_and_values_are_those_of_the_unwrapped_model(world_size: int, shard: Any) -> None:
+def test_full_params_have_names_shapes_and_values_of_the_unwrapped_model(world_size: int, shard: Any) -> None:
     def build() -> nn.Module:
         return seeded(linear, tied_inside, calls(lambda m, x: m.a(x)))
 
@@ -75,7 +75,7 @@ def test_a_parameter_is_one_object_for_life(world_size: int) -> None:
 
 
 @WORLDS
-def test_parameters_are_the_chunks_and_nothing_else(world_size: int) -> None:
+def test_parameters_and_get_trainable_chunk_are_the_chunks_and_nothing_else(world_size: int) -> None:
     """So an optimizer that is built on them is right."""
 
     def body(model: nn.Module, group: ThreadCommunicator) -> list[int]:
@@ -94,7 +94,7 @@ def test_parameters_are_the_chunks_and_nothing_else(world_size: int) -> None:
 
 
 @WORLDS
-def test_a_chunk_may_be_frozen_and_thawed_as_a_whole(world_size: int) -> None:
+def test_requires_grad_freezes_and_thaws_a_chunk_as_a_whole(world_size: int) -> None:
     def freeze(model: nn.Module, step: int) -> None:
         for parameter in list(model.children())[1].parameters():
             parameter.requires_grad_(step % 2 == 0)
@@ -129,7 +129,7 @@ def test_a_chunk_may_be_frozen_and_thawed_as_a_whole(world_size: int) -> None:
 
 
 @WORLDS
-def test_hooks_on_chunks_see_the_reduced_gradient(world_size: int) -> None:
+def test_register_hook_on_a_chunk_sees_the_reduced_gradient(world_size: int) -> None:
     """As hooks on the parameters of one process that has the whole batch: they may change it, and step on it."""
 
     def train(model: nn.Module, turns: list[Turn]) -> None:
@@ -161,7 +161,7 @@ def test_hooks_on_chunks_see_the_reduced_gradient(world_size: int) -> None:
 
 
 @WORLDS
-def test_what_was_wrapped_frozen_may_be_thawed(world_size: int) -> None:
+def test_requires_grad_thaws_what_was_wrapped_frozen(world_size: int) -> None:
     def build() -> nn.Module:
         model = mlp()
         model[0].requires_grad_(False)

@@ -163,6 +163,7 @@ def worst_difference(rank: Rank, name: str) -> float:
     return max(d.item() for d in differences)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_module_trains_and_evaluates_as_it_does_unsharded(name: str) -> None:
     assert max(on_ranks(2, worst_difference, name)) < 1e-12

@@ -118,7 +118,7 @@ def norm_refused(rank: Rank, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_a_norm_of_one_ranks_slices_is_refused(name: str) -> None:
+def test_torchs_clip_grad_norm_of_one_ranks_slices_is_refused(name: str) -> None:
     for text in on_ranks(2, norm_refused, name):
         assert "one rank's slice" in text
         assert "zero3.clip_grad_norm_" in text
@@ -145,13 +145,13 @@ def clipped(rank: Rank, how: str) -> list[tuple[float, float]]:
     return pairs
 
 
-def test_clipping_by_value_works_on_slices() -> None:
+def test_torchs_clip_grad_value_works_on_slices() -> None:
     for pairs in on_ranks(2, clipped, "by value"):
         assert [found for found, _ in pairs] == pytest.approx([expected for _, expected in pairs], rel=1e-12)
         assert pairs != on_ranks(1, clipped, "not")[0], "it clipped nothing"
 
 
-def test_torchs_clipping_by_norm_works_on_one_rank() -> None:
+def test_torchs_clip_grad_norm_works_on_one_rank() -> None:
     # not to the bit: a norm of norms rounds by how many there are
     pairs = on_ranks(1, clipped, "by norm", process_group=False)[0]
     assert [found for found, _ in pairs] == pytest.approx([expected for _, expected in pairs], rel=1e-12)
@@ -192,7 +192,7 @@ def scaled(rank: Rank, infinite_on: int | None, way: str) -> tuple[list[bool], l
 
 @pytest.mark.parametrize("way", ["foreach", "fused", "loop"])
 @pytest.mark.parametrize("infinite_on", [None, 0, 1])
-def test_torchs_grad_scaler_skips_the_same_steps_on_all_ranks(infinite_on: int | None, way: str) -> None:
+def test_torchs_gradscaler_skips_the_same_steps_on_all_ranks(infinite_on: int | None, way: str) -> None:
     first, second = on_ranks(2, scaled, infinite_on, way)
     assert first == second
     skipped, scales, close = first
@@ -232,7 +232,7 @@ def hooked(rank: Rank) -> tuple[list[str], float, float]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_hooks_on_parameters_and_modules_go_on_working(world_size: int) -> None:
+def test_register_hook_and_register_forward_hook_go_on_working(world_size: int) -> None:
     for seen, output_error, gradient_error in on_ranks(world_size, hooked):
         assert sorted(seen) == ["around", "grad of shape (4,)", "inside"]
         assert output_error < 1e-6

@@ -64,8 +64,9 @@ def compiled(rank: Rank, backend: str, param_dtype: torch.dtype | None) -> tuple
     return losses, zero3.full_state_dict(model, rank0_only=False), counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 @compilers
-def test_blocks_of_a_sharded_model(backend: str) -> None:
+def test_compile_blocks_of_a_sharded_model(backend: str) -> None:
     results = on_ranks(2, compiled, backend, None, group_timeout=200, join_timeout=250)
     plain = stack()
     union = trained(plain, plain.parameters(), range(2))
@@ -77,7 +78,8 @@ def test_blocks_of_a_sharded_model(backend: str) -> None:
         assert sum(result[0][step] for result in results) / 2 == pytest.approx(union[step], abs=1e-10)
 
 
-def test_in_mixed_precision() -> None:
+@pytest.mark.slow
+def test_compile_in_mixed_precision() -> None:
     """Against the same casts without compilation."""
     one, other = (
         on_ranks(2, compiled, backend, torch.float32, group_timeout=200, join_timeout=250)[0] for backend in ("aot_eager", "eager")
@@ -95,9 +97,10 @@ class Residual(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
+@pytest.mark.slow
 @compilers
 @pytest.mark.parametrize("in_place", [True, False], ids=["module.compile()", "torch.compile(module)"])
-def test_layers_one_by_one(backend: str, in_place: bool) -> None:
+def test_compile_layers_one_by_one(backend: str, in_place: bool) -> None:
     torch.compiler.reset()
     counters.clear()
     torch.manual_seed(0)

@@ -37,7 +37,7 @@ def test_a_step_gathers_each_layer_twice_but_the_last_and_reduces_it_once(world_
         (3, "g0 g1 g2 g3 f0 f1 f2 f3 | g2 g1 g0 b3 r3 b2 r2 b1 r1 b0 r0"),
     ],
 )
-def test_prefetch_goes_so_many_layers_ahead_of_the_one_that_computes(depth: int, story: str) -> None:
+def test_prefetch_depth_layers_are_gathered_ahead_of_the_one_that_computes(depth: int, story: str) -> None:
     assert steps_of(lambda teller: teller.sequential(teller.blocks(), prefetch_depth=depth))[1] == story
 
 
@@ -123,13 +123,13 @@ def test_an_outer_layer_is_gathered_once_and_reduced_last() -> None:
     assert first == "x go x g0 f0 x g1 f1 x g2 f2 x g3 f3 | x g2 b3 r3 g1 b2 r2 g0 b1 r1 b0 r0 ro"
 
 
-def test_a_lone_layer_is_gathered_once() -> None:
+def test_a_lone_zero3layer_is_gathered_once() -> None:
     first, later = steps_of(lambda teller: teller.wrap(teller.blocks()[0], "0", ShardingPolicy()))
     assert later == "g0 f0 | b0 r0"
     assert sorted(first.split()) == sorted([*later.split(), "x", "x"])
 
 
-def test_layers_that_are_not_resharded_are_gathered_once() -> None:
+def test_reshard_after_forward_false_gathers_once() -> None:
     _, later = steps_of(lambda teller: teller.sequential(teller.blocks(), reshard_after_forward=False))
     assert later == "g0 g1 f0 g2 f1 g3 f2 f3 | b3 r3 b2 r2 b1 r1 b0 r0"
 
@@ -223,7 +223,7 @@ def test_micro_batches_repeat_the_step_and_the_optimizer_is_alone_with_its_chunk
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_evaluation_gathers_once_and_training_goes_on_without_a_word(context: Callable[[], Any]) -> None:
+def test_no_grad_and_inference_mode_gather_once_and_training_goes_on_without_a_word(context: Callable[[], Any]) -> None:
     def body(teller: Teller) -> list[str]:
         model = teller.sequential(teller.blocks())
         teller.step(model)
@@ -280,7 +280,7 @@ def test_a_turn_to_another_known_path_costs_one_word() -> None:
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_clipping_is_one_scalar(norm_type: float) -> None:
+def test_clip_grad_norm_is_one_scalar(norm_type: float) -> None:
     def body(teller: Teller) -> list[Collective]:
         model = teller.sequential(teller.blocks())
         teller.step(model)
@@ -291,7 +291,7 @@ def test_clipping_is_one_scalar(norm_type: float) -> None:
     assert (only.kind, only.numel) == ("all_reduce", 1)
 
 
-def test_state_dicts_gather_and_scatter_each_chunk_once() -> None:
+def test_full_state_dict_and_load_full_state_dict_move_each_chunk_once() -> None:
     def body(teller: Teller) -> list[str]:
         model = teller.sequential(teller.blocks())
         teller.story()

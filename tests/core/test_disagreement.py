@@ -165,6 +165,7 @@ def refuse_all(rank: Rank) -> dict[tuple[str, bool], str]:
     return {case: getattr(refuse(rank, *case), "kind", "nothing was refused") for case in cases}
 
 
+@pytest.mark.slow
 def test_mistakes_are_refused_where_asserts_are_taken_out() -> None:
     script = "from tests.core.test_disagreement import without_asserts; without_asserts()"
     done = subprocess.run([sys.executable, "-O", "-c", script], capture_output=True, text=True, timeout=280, check=True)

@@ -21,7 +21,7 @@ from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import TOLERANCE, Turn, assert_at_rest, check_parity, in_sequence, on_ranks
 from tests.support.stacks import WIDTH, built
 from zero3 import ShardingPolicy
-from zero3.core.schedule import Event, StaticOrder
+from zero3.core.dynamic import Event, StaticOrder
 
 DEPTH = 4
 DYNAMIC = ShardingPolicy(dynamic=True)
@@ -211,7 +211,7 @@ def test_a_forward_that_failed_leaves_its_tensors_to_nobody(world_size: int) -> 
         gc.enable()
 
 
-def test_an_exception_in_one_ranks_forward_when_transfers_are_to_be_compared() -> None:
+def test_an_exception_in_one_ranks_forward_with_compare_every() -> None:
     """The others come to the comparison, in the middle of the forward, and the rank that failed does not."""
 
     def body(model: Any, group: ThreadCommunicator) -> None:

@@ -43,7 +43,7 @@ def groups_by(model: nn.Module, options: Callable[[str, Any], dict[str, Any] | N
 
 @pytest.mark.parametrize("options", [by_decay, whole, apart, empties_apart, frozen_out])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_the_state_dict_is_that_of_the_plain_optimizer(options: Any, world_size: int, tmp_path: Path) -> None:
+def test_full_optimizer_state_dict_is_that_of_the_plain_optimizer(options: Any, world_size: int, tmp_path: Path) -> None:
     """Every name in its group, and with its state, the empty ones included."""
     reference = odd()
     optimizer = torch.optim.AdamW(groups_by(reference, options), lr=0.05)

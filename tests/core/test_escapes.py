@@ -264,7 +264,7 @@ def test_a_layer_whose_output_is_not_used_gets_zeros(world_size: int, shard: Any
 
 
 @WORLDS
-def test_a_sequential_may_stand_inside_a_layer(world_size: int) -> None:
+def test_a_zero3sequential_may_stand_inside_a_zero3layer(world_size: int) -> None:
     def shard(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.Module:
         model[1] = in_sequence(model[1], group, policy)
         return as_one_layer(model, group, policy)

@@ -120,7 +120,7 @@ def test_reset_does_at_once_what_the_next_forward_would(world_size: int) -> None
 
 
 @WORLDS
-def test_a_graph_survives_a_backward_that_broke(world_size: int) -> None:
+def test_retain_graph_survives_a_backward_that_broke(world_size: int) -> None:
     """`retain_graph`, and no forward in between."""
     expected = parameters_after(fused, 1)
 
@@ -141,7 +141,7 @@ def test_a_graph_survives_a_backward_that_broke(world_size: int) -> None:
 @WORLDS
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_training_goes_on_after_an_exception_in_a_recomputation(world_size: int, use_reentrant: bool, phase: str) -> None:
+def test_training_goes_on_after_an_exception_in_a_checkpoints_recomputation(world_size: int, use_reentrant: bool, phase: str) -> None:
     def build() -> nn.Module:
         return fused()
 
@@ -231,7 +231,7 @@ def test_an_interrupt_between_two_parameters_leaves_no_half_layer(
 
 @WORLDS
 @pytest.mark.parametrize("walked", [False, True])
-def test_a_graph_from_before_an_optimizer_step_raises_as_in_plain_torch(world_size: int, walked: bool) -> None:
+def test_retain_graph_over_an_optimizer_step_raises_as_in_plain_torch(world_size: int, walked: bool) -> None:
     def stale(model: nn.Module, parameters: list[nn.Parameter]) -> None:
         optimizer = sgd(parameters)
         loss_of(model).backward()
@@ -276,7 +276,7 @@ def test_a_full_buffer_never_survives_an_optimizer_step(world_size: int) -> None
 
 
 @WORLDS
-def test_a_graph_of_gradients_is_refused(world_size: int) -> None:
+def test_create_graph_is_refused(world_size: int) -> None:
     def body(model: zero3.Zero3Sequential, group: ThreadCommunicator) -> None:
         x = X.clone().requires_grad_()
         loss = model(x).pow(2).mean()

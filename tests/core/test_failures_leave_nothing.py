@@ -71,7 +71,7 @@ def _trapped(monkeypatch: pytest.MonkeyPatch, mine: threading.local) -> None:
         monkeypatch.setattr(owner, method, trapped)
 
     wrap(FullBuffer, "allocate", "allocate")
-    wrap(GradientReducer, "_new", "gradient")
+    wrap(GradientReducer, "_new_buffer", "gradient")
     wrap(_HostMark, "wait", "wait")
     wrap(HostLane, "issue", "issue")
 

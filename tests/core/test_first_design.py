@@ -95,7 +95,7 @@ def linear_back() -> nn.Module:
 
 @WORLDS
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_clipping_is_by_the_norm_of_the_whole_model(world_size: int, norm_type: float) -> None:
+def test_clip_grad_norm_is_by_the_norm_of_the_whole_model(world_size: int, norm_type: float) -> None:
     plain = mlp()
     plain(X).pow(2).mean().backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01, norm_type)
@@ -149,7 +149,7 @@ def test_a_forward_without_backward_leaves_no_stale_weights(world_size: int) -> 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("scaler", [torch.amp.GradScaler])
-def test_what_one_rank_finds_infinite_all_ranks_skip(world_size: int, scaler: Any) -> None:
+def test_gradscaler_of_all_ranks_skips_what_one_finds_infinite(world_size: int, scaler: Any) -> None:
     """With torch's own loss scaler. The infinity lies in one rank's slice of the gradient."""
 
     def body(model: Any, group: ThreadCommunicator) -> list[float]:

@@ -135,7 +135,7 @@ def test_another_try_after_an_exception(world_size: int) -> None:
 
 
 @WORLDS
-def test_a_retained_graph(world_size: int) -> None:
+def test_retain_graph(world_size: int) -> None:
     def program(model: nn.Module, turn: Turn) -> Any:
         loss = model(turn.tensor(3, WIDTH)).pow(2).mean()
         loss.backward(retain_graph=True)

@@ -123,7 +123,7 @@ def test_layers_given_on_the_meta_device_never_take_more_than_their_chunks() -> 
 
 @depths
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_never_more_full_layers_than_one_and_those_prefetched(depth: int, reentrant: bool | None) -> None:
+def test_never_more_full_layers_than_one_and_prefetch_depth(depth: int, reentrant: bool | None) -> None:
     """At no operation of training or evaluation, with a checkpoint in each layer or not."""
     most = 0
 
@@ -200,7 +200,7 @@ def test_an_outer_layer_is_full_from_its_forward_to_the_end_of_backward() -> Non
 
 @worlds
 @pytest.mark.parametrize("failing", ["forward of 2", "backward of 1"])
-def test_after_an_exception_only_chunks_are_left(world_size: int, failing: str) -> None:
+def test_reset_after_an_exception_leaves_only_chunks(world_size: int, failing: str) -> None:
     def fail(name: str) -> None:
         if name == failing:
             raise KeyError(name)
@@ -214,7 +214,7 @@ def test_after_an_exception_only_chunks_are_left(world_size: int, failing: str) 
 
 
 @ranks
-def test_a_state_dict_takes_one_full_layer_and_its_copies(world_size: int, rank: int) -> None:
+def test_full_state_dict_takes_one_full_layer_and_its_copies(world_size: int, rank: int) -> None:
     formula = Formula(world_size, depth=1)
     with LiveBytes() as live:
         model = make(world_size, rank=rank)
@@ -227,7 +227,7 @@ def test_a_state_dict_takes_one_full_layer_and_its_copies(world_size: int, rank:
         assert live.now == formula.chunks + copied[-1]
 
 
-def test_clipping_takes_only_scalars() -> None:
+def test_clip_grad_norm_takes_only_scalars() -> None:
     with LiveBytes() as live:
         model = make(2)
         model(torch.empty(0, WIDTHS[0])).sum().backward()

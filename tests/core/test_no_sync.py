@@ -126,7 +126,7 @@ def test_a_layer_that_the_last_micro_batch_skips_is_reduced_by_it() -> None:
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("earlier", [True, False])
-def test_zeroing_drops_what_was_kept(set_to_none: bool, earlier: bool) -> None:
+def test_zero_grad_drops_what_was_kept(set_to_none: bool, earlier: bool) -> None:
     def body(model: Any, group: ThreadCommunicator) -> None:
         turn = Turn(group.rank, 0, 2)
         optimizer = torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1)
@@ -142,7 +142,7 @@ def test_zeroing_drops_what_was_kept(set_to_none: bool, earlier: bool) -> None:
     on_ranks(2, mlp, body)
 
 
-def test_zeroed_gradients_give_the_memory_back_at_the_next_forward() -> None:
+def test_zero_grad_gives_the_memory_back_at_the_next_forward() -> None:
     with LiveBytes() as live:
         model = make(2)
         with zero3.no_sync(model):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from tests.support.ordering import EchoCommunicator, FakeDevice, FakeEvent, FakeStream
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential, clip_grad_norm_
-from zero3.comm.streams import lanes_for
+from zero3.comm.streams import CudaClock, CudaLane, Done, lanes_for
 from zero3.core.gradient_reducer import Backup
 
 
@@ -55,15 +57,34 @@ def test_everything_is_allocated_on_the_compute_stream(fake_device: FakeDevice) 
     assert fake_device.allocations_on_lanes == []
 
 
-def test_gathers_and_reductions_have_a_communicator_each() -> None:
+@pytest.mark.parametrize("separate", [True, False])
+def test_separate_backup_group_gives_reductions_a_communicator_of_their_own(separate: bool) -> None:
     communicator = EchoCommunicator()
     communicator.lanes = lanes_for  # type: ignore[method-assign]
-    layer = Zero3Layer(nn.Linear(4, 4), process_group=communicator)
+    layer = Zero3Layer(nn.Linear(4, 4), process_group=communicator, policy=ShardingPolicy(separate_backup_group=separate))
     layer(torch.ones(2, 4)).sum().backward()
     gathering = {id(who) for who, what in communicator.calls if what == "all_gather"}
     reducing = {id(who) for who, what in communicator.calls if what == "reduce_scatter"}
     assert len(gathering) == len(reducing) == 1
-    assert gathering != reducing
+    assert (gathering != reducing) == separate
+
+
+def test_compute_waits_on_the_lanes_device_whichever_is_current(fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model on cuda:1, where nobody has called set_device."""
+    computes = {index: FakeStream(index, f"compute of {index}") for index in (0, 1)}
+
+    def current_stream(device: Any = None) -> FakeStream:
+        return computes[0 if device is None else torch.device(device).index]
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    lane = CudaLane(torch.device("cuda", 1))
+    with lane.issue():
+        mark = lane.complete(Done())
+    mark.wait()
+    assert any(name.startswith("fetch") for name in computes[1].clock) and list(computes[0].clock) == ["compute of 0"]
+    clock = CudaClock(torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: FakeEvent())
+    assert "compute of 1" in clock.now().clock  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -96,7 +97,7 @@ def evaluation_between_forward_and_backward(model: nn.Module, turn: Turn) -> Any
     return loss, quiet, silent.clone()
 
 
-def retained_graph(model: nn.Module, turn: Turn) -> Any:
+def retain_graph_twice(model: nn.Module, turn: Turn) -> Any:
     loss = loss_of(model, turn)
     loss.backward(retain_graph=True)
     other = mean_square(model, turn)
@@ -144,7 +145,7 @@ def backward_into_the_middle(model: nn.Module, turn: Turn) -> Any:
         fed_back,
         forward_without_backward,
         evaluation_between_forward_and_backward,
-        retained_graph,
+        retain_graph_twice,
         gradient_of_the_input,
         gradient_of_the_input_alone,
         accumulated,
@@ -241,3 +242,33 @@ def test_the_caller_may_change_an_output_in_place(world_size: int, name: str) ->
 
     for last in (lambda m, x: m.a(x).tanh() * 1, lambda m, x: torch.cat([m.a(x), m.b(x)], 1)[:, 1 : 1 + WIDTH]):
         check_parity(lambda last=last: seeded(linear, calls(last)), program, world_size=world_size)
+
+
+class Stopping(nn.Module):
+    """A layer that lets no gradient through, if its input says so."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.out = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
+
+    def forward(self, pair: tuple[Tensor, bool]) -> tuple[Tensor, bool]:
+        x, stops = pair
+        return torch.tanh(self.out(self.linear(x.detach() if stops else x))), stops
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("prefetch_depth", [0, 1])
+def test_two_forwards_in_one_backward_that_stops_earlier_on_one_rank(prefetch_depth: int, world_size: int) -> None:
+    """The later forward's layers are all finished before the earlier one's begin, also those that nothing flows to on this rank."""
+
+    def program(model: nn.Module, turn: Turn) -> Any:
+        first, _ = model((turn.tensor(3, WIDTH), False))
+        second, _ = model((2 * turn.tensor(3, WIDTH), turn.rank == 1))
+        loss = first.pow(2).mean() + 3 * second.pow(2).mean()
+        loss.backward()
+        return loss
+
+    def build() -> nn.Sequential:
+        return seeded(*(partial(Stopping, width) for width in (3, 5, 7, 9)))
+
+    check_parity(build, program, world_size=world_size, policy=zero3.ShardingPolicy(prefetch_depth=prefetch_depth))

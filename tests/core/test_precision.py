@@ -74,7 +74,9 @@ def in_layers(model: nn.Module, group: ThreadCommunicator | None, policy: Shardi
     ],
     ids=str,
 )
-def test_trains_as_a_plain_module_with_the_same_casts(dtype: torch.dtype, policy: ShardingPolicy, world_size: int) -> None:
+def test_param_dtype_and_reduce_dtype_train_as_a_plain_module_with_the_same_casts(
+    dtype: torch.dtype, policy: ShardingPolicy, world_size: int
+) -> None:
     losses, parameters = trained_by_hand(policy, world_size, 4, dtype)
 
     def body(group: ThreadCommunicator) -> tuple[list[float], dict[str, Tensor], list[Any]]:
@@ -98,7 +100,7 @@ def test_trains_as_a_plain_module_with_the_same_casts(dtype: torch.dtype, policy
             assert torch.equal(found[name], value), name
 
 
-def test_half_the_bytes_travel() -> None:
+def test_param_dtype_halves_the_bytes_that_travel() -> None:
     def bytes_of(policy: ShardingPolicy) -> dict[str, int]:
         def body(group: ThreadCommunicator) -> list[Any]:
             model = in_layers(fresh[group.rank], group, policy)
@@ -119,7 +121,7 @@ def test_half_the_bytes_travel() -> None:
     assert gathers == {"all_gather": plain["all_gather"] // 2, "reduce_scatter": plain["reduce_scatter"]}
 
 
-def test_a_policy_of_its_own_keeps_norms_in_full_precision() -> None:
+def test_a_shardingpolicy_of_its_own_keeps_norms_in_full_precision() -> None:
     """As FSDP2 has it: norms are layers of their own, which compute in fp32 and hand bf16 on."""
     seen: dict[str, tuple[torch.dtype, ...]] = {}
 
@@ -163,7 +165,7 @@ class Adapted(nn.Module):
         return self.base(x) + self.adapter(x) * (self.steps[1] - self.steps[0])
 
 
-def test_a_frozen_chunk_keeps_its_dtype_under_adapters() -> None:
+def test_param_dtype_leaves_a_frozen_chunks_dtype_under_adapters() -> None:
     def body(group: ThreadCommunicator) -> None:
         layer = Zero3Layer(fresh[group.rank], policy=ShardingPolicy(param_dtype=BF16), process_group=group)
         stored = {name: chunk.dtype for name, chunk in layer.named_parameters()}
@@ -183,7 +185,7 @@ def test_a_frozen_chunk_keeps_its_dtype_under_adapters() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_full_params_and_state_dicts_show_what_is_stored(world_size: int) -> None:
+def test_full_params_writeback_and_full_state_dict_show_what_is_stored(world_size: int) -> None:
     def body(group: ThreadCommunicator) -> None:
         policy = ShardingPolicy(param_dtype=BF16)
         model = in_layers(fresh[group.rank], group if world_size > 1 else None, policy)
@@ -254,7 +256,7 @@ class Edges(nn.Module):
         return OrderedDict(out=self.linear(given.x), mask=given.mask, given=given, n=pair[1])
 
 
-def test_floating_tensors_are_cast_at_the_edges_wherever_they_lie() -> None:
+def test_param_dtype_and_output_dtype_cast_floating_tensors_wherever_they_lie() -> None:
     layer = Zero3Layer(Edges(), policy=ShardingPolicy(param_dtype=BF16, output_dtype=FP64))
     x = torch.ones(2, WIDTH, requires_grad=True)
     given, mask = Given(x, torch.ones(2, dtype=torch.bool), "n"), torch.ones(2, dtype=torch.bool)
@@ -269,7 +271,7 @@ def test_floating_tensors_are_cast_at_the_edges_wherever_they_lie() -> None:
     assert x.grad.dtype == FP32
 
 
-def test_inputs_are_left_alone_where_the_policy_says_so() -> None:
+def test_cast_forward_inputs_false_leaves_inputs_alone() -> None:
     layer = Zero3Layer(Edges(), policy=ShardingPolicy(param_dtype=BF16, cast_forward_inputs=False))
     x = torch.ones(2, WIDTH)
     with pytest.raises(RuntimeError, match="dtype"):
@@ -340,7 +342,7 @@ def test_dtypes_that_can_not_be_computed_in_are_refused(name: str) -> None:
             ShardingPolicy(**{name: dtype})
 
 
-def test_a_policy_for_shard_is_a_policy_or_gives_one() -> None:
+def test_a_policy_for_shard_is_a_shardingpolicy_or_gives_one() -> None:
     for wrong in ("bf16", lambda name, module: "bf16"):
         with pytest.raises(TypeError, match=r"policy must be a zero3\.ShardingPolicy"):
             zero3.shard(blocks(), nn.Linear, policy=wrong)  # type: ignore[arg-type]
@@ -371,7 +373,7 @@ def test_states_know_their_bytes() -> None:
     assert states_of(model)[0].full_nbytes() == 2 * elements
 
 
-def test_fp16_with_a_scaler_skips_and_steps_as_torchs_does() -> None:
+def test_fp16_with_a_gradscaler_skips_and_steps_as_torchs_does() -> None:
     """A scale that overflows at first: the same steps are skipped, by all ranks, and the others have the same bits."""
     world_size, steps, policy = 2, 6, ShardingPolicy(param_dtype=FP16, reduce_dtype=FP32)
     scales: list[float] = []

@@ -167,7 +167,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     micro_batches=st.integers(1, 2),
     parts=st.booleans(),
 )
-def test_any_model_trains_as_unwrapped(
+def test_any_model_trains_as_unwrapped_with_any_shardingpolicy(
     plan: Plan,
     world_size: int,
     shard: Shard,

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import get_testing_overrides
 
+from zero3.core.autograd import tensors_in
 from zero3.core.parameters import ParameterSites
 from zero3.core.released import ReleasedParameter
-from zero3.core.tree import tensors_in
 
 
 @pytest.fixture

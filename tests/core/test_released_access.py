@@ -77,8 +77,6 @@ VALUES: dict[str, Callable[[nn.Parameter], object]] = {
     "grad, written": lambda p: setattr(p, "grad", torch.zeros(p.shape)),
     "backward": lambda p: p.backward(),
     "autograd.grad": lambda p: torch.autograd.grad(torch.zeros((), requires_grad=True), p),
-    "requires_grad": lambda p: setattr(p, "requires_grad", False),
-    "requires_grad_": lambda p: p.requires_grad_(False),
     "parameters_to_vector": lambda p: nn.utils.parameters_to_vector([p]),
     "get_total_norm": lambda p: nn.utils.get_total_norm([p]),
     "clip_grad_norm_": lambda p: nn.utils.clip_grad_norm_([p], 1.0),
@@ -105,9 +103,6 @@ MODULES: dict[str, Callable[[Stack], object]] = {
     "float of a part of a layer": lambda m: m.blocks[1].up.float(),
     "to": lambda m: m.to(torch.bfloat16),
     "share_memory": lambda m: m.share_memory(),
-    "freezing a part": lambda m: m.norm.requires_grad_(False),
-    "freezing a part of a layer": lambda m: m.blocks[1].up.requires_grad_(False),
-    "freezing in a loop": lambda m: [setattr(p, "requires_grad", False) for p in m.blocks[1].up.parameters()],
     "an optimizer of a part": lambda m: torch.optim.SGD(m.norm.parameters(), lr=1),
     "an optimizer of a part of a layer": lambda m: torch.optim.SGD(m.blocks[1].module.parameters(), lr=1),
     "an average": lambda m: AveragedModel(m),
@@ -213,7 +208,7 @@ def test_a_model_can_be_printed_and_counted() -> None:
     assert [p.shape for p in model.blocks[1].module.parameters()] == [p.shape for p in stack().blocks[1].parameters()]
 
 
-def test_inside_full_params_all_is_as_before() -> None:
+def test_deepcopy_and_pickle_and_all_else_inside_full_params_is_as_before() -> None:
     model, _, _ = sharded()
     plain = stack()
     with zero3.full_params(model):
@@ -231,7 +226,7 @@ def test_inside_full_params_all_is_as_before() -> None:
     assert torch.equal(model(words_of(Turn(0, 0, 1))), plain(words_of(Turn(0, 0, 1)))), "the copies are modules of their own"
 
 
-def test_no_one_parameter_is_frozen_inside_full_params_either() -> None:
+def test_requires_grad_of_one_parameter_is_refused_inside_full_params_too() -> None:
     model, _, _ = sharded()
     with (
         pytest.raises(RuntimeError, match=r"requires_grad was changed.*'up.weight' of layer 'blocks.0' \(Block\).*chunk"),
@@ -242,7 +237,7 @@ def test_no_one_parameter_is_frozen_inside_full_params_either() -> None:
     assert all(chunk.grad is not None for chunk in zero3.get_trainable_chunk(model))
 
 
-def test_a_whole_chunk_may_be_frozen_and_trained_again() -> None:
+def test_requires_grad_of_a_whole_chunk_may_be_taken_and_given_again() -> None:
     model, plain = zero3.shard(stack()), stack()
     for frozen in (True, False):
         model.blocks[1].requires_grad_(not frozen)

@@ -113,7 +113,7 @@ def test_transfers_of_a_step_of_two_micro_batches(stage: int, gathers: int, redu
 
 @stages
 @pytest.mark.parametrize("change", ["fused by hand", "load", "writeback", "one rank alone"])
-def test_changed_chunks_are_seen_however_they_changed(stage: int, change: str) -> None:
+def test_stages_1_and_2_see_changed_chunks_by_writeback_or_anyhow(stage: int, change: str) -> None:
     x = torch.ones(2, 5, dtype=torch.float64)
 
     def body(model: Any, group: ThreadCommunicator) -> None:
@@ -141,7 +141,7 @@ def test_changed_chunks_are_seen_however_they_changed(stage: int, change: str) -
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_stage_1_forgets_zeroed_gradients(set_to_none: bool) -> None:
+def test_stage_1_forgets_gradients_after_zero_grad(set_to_none: bool) -> None:
     def body(model: Any, group: ThreadCommunicator) -> None:
         optimizer = torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1)
         program(model, Turn(group.rank, 5, 2))
@@ -217,7 +217,7 @@ def test_resident_leaves_ranks_at_their_own_pace(policy: ShardingPolicy) -> None
 
 
 @pytest.mark.parametrize("forwards", [0, 1])
-def test_stage_1_steps_by_zeros_after_zeroing(forwards: int) -> None:
+def test_stage_1_steps_by_zeros_after_zero_grad_without_set_to_none(forwards: int) -> None:
     def body(model: Any, group: ThreadCommunicator) -> None:
         chunks = zero3.get_trainable_chunk(model)
         optimizer, before = torch.optim.SGD(chunks, lr=0.1), full_parameters(model)
@@ -251,7 +251,7 @@ def test_stage_1_under_no_sync_still_says_that_a_step_is_too_early() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, zero3.GradScaler])
-def test_stage_1_with_a_scaler_and_torchs_clipping_refused(kind: Any) -> None:
+def test_stage_1_with_a_gradscaler_and_with_torchs_clip_grad_norm_refused(kind: Any) -> None:
     def body(model: Any, group: ThreadCommunicator) -> None:
         chunks = zero3.get_trainable_chunk(model)
         optimizer = torch.optim.SGD(chunks, lr=0.1)

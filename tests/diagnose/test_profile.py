@@ -219,8 +219,8 @@ def test_torchs_profiler_sees_the_layers_names() -> None:
     with torch.profiler.profile() as seen, zero3.profile(model):
         step(model)
     names = {event.key for event in seen.key_averages()}
-    for what in ("forward", "fetch", "wait for fetch", "backup", "wait for backup"):
-        assert f"zero3 {what}: layer '1' (Layer)" in names
+    for what in ("forward", "fetch", "wait", "backup", "release"):
+        assert f"zero3::{what} layer '1' (Layer)" in names
 
 
 def test_the_picture(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_the_picture(tmp_path: Path) -> None:
 
 def made_up(transfers: list[Transfer], seconds: float) -> Profile:
     found = Profile()
-    found.finish(seconds, [Span("a", "forward", 0.0, 1.0)], transfers, prefetch_depth=1)
+    found._finish(seconds, [Span("a", "forward", 0.0, 1.0)], transfers, prefetch_depth=1)
     return found
 
 

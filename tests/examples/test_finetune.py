@@ -250,5 +250,6 @@ def test_tied_embeddings_are_refused(example: ModuleType, tmp_path: Path) -> Non
 
 def test_missing_package_is_named(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys, "argv", ["finetune.py"])
     with pytest.raises(SystemExit, match=r"needs the package 'tqdm': pip install 'zero3\[examples\]'"):
-        runpy.run_path(str(EXAMPLE))
+        runpy.run_path(str(EXAMPLE), run_name="__main__")

@@ -81,6 +81,7 @@ def two(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     return run_in_two_processes(output, options)
 
 
+@pytest.mark.slow
 def test_llama_learns_on_two_processes_and_is_saved(example: ModuleType, two: dict[str, Outcome]) -> None:
     from transformers import AutoTokenizer
 
@@ -150,6 +151,7 @@ def check_adapters(base: Path, directory: Path, sharded: torch.nn.Module, logits
     assert torch.equal(logits_of(peft.PeftModel.from_pretrained(untouched, directory)), logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -184,6 +186,7 @@ def test_trains_only_what_is_chosen(
         assert changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("compute", "tolerance"), [([], 1e-6), (["--compute", "bf16"], 1e-2)], ids=["fp32", "bf16"])
 def test_the_small_model_can_be_sharded_as_it_is(
     example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compute: list[str], tolerance: float
@@ -200,6 +203,7 @@ def test_the_small_model_can_be_sharded_as_it_is(
     assert {value.dtype for value in stored.values()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_mistakes_end_with_advice(
     example: ModuleType, directories: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,6 +67,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
     return directory / "left", dict(zip(WAYS, expected, strict=True)), dict(zip(WAYS, found, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_losses_after_kill_9(way: str, losses: tuple[Path, dict[str, list[float]], dict[str, list[float]]]) -> None:
     """Bit for bit, and from the newest checkpoint on."""
@@ -76,6 +77,7 @@ def test_the_same_losses_after_kill_9(way: str, losses: tuple[Path, dict[str, li
     assert found[way] == expected[way]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_on_another_number_of_ranks(
     way: str, losses: tuple[Path, dict[str, list[float]], dict[str, list[float]]], example: ModuleType, tmp_path: Path

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 ADAM, TORCHS, OURS, SHARDED = (
     "DDP and Adam",
@@ -17,6 +19,7 @@ ADAM, TORCHS, OURS, SHARDED = (
 )
 
 
+@pytest.mark.slow
 def test_the_recipes_table(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = [

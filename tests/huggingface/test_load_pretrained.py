@@ -138,7 +138,7 @@ def sequential(group: Any, *, meta: bool) -> zero3.Zero3Sequential:
 
 
 @three_ways
-def test_a_sequential_on_meta(world_size: int, tmp_path: Path) -> None:
+def test_a_zero3sequential_on_meta(world_size: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(layers()[0], nn.Sequential(layers()[1], First()), layers()[2])
     plain(torch.randn(9, 5))  # so that its buffers are not what a new module has
@@ -158,7 +158,7 @@ def test_a_sequential_on_meta(world_size: int, tmp_path: Path) -> None:
 
 
 @three_ways
-def test_rank_0_with_values_and_the_others_on_meta(world_size: int) -> None:
+def test_load_full_state_dict_with_rank_0_of_values_and_the_others_on_meta(world_size: int) -> None:
     """No file: construction scatters rank 0's. What is on meta there waits, alone in its chunk."""
     model = ARCHITECTURES["Llama"].build()
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -180,7 +180,7 @@ def test_rank_0_with_values_and_the_others_on_meta(world_size: int) -> None:
         assert_same_bits(state, expected)
 
 
-def test_a_state_dict_fills_a_model_on_meta_too() -> None:
+def test_load_full_state_dict_fills_a_model_on_meta_too() -> None:
     """Its buffers included: those that a state dict holds, and those that only the model can compute."""
     expected, other = ARCHITECTURES["Llama"].build(), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
     inputs = ARCHITECTURES["Llama"].inputs(TURN)

@@ -38,6 +38,7 @@ def fill(directory: str, width: int) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of a process's memory")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_stays_under_the_chunks_and_one_layer(dtype: torch.dtype, tmp_path: Path) -> None:

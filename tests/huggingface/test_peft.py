@@ -58,7 +58,7 @@ def test_lora_trains_as_unsharded(name: str, base: torch.dtype, tolerance: float
 
 @names
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_with_gradient_checkpointing(name: str, use_reentrant: bool) -> None:
+def test_lora_with_gradient_checkpointing(name: str, use_reentrant: bool) -> None:
     def build() -> nn.Module:
         model = lora(name, torch.float32).train()
         model.enable_input_require_grads()
@@ -129,7 +129,7 @@ def test_a_frozen_layer_is_gathered_again_only_where_a_gradient_flows_through_it
 
 
 @names
-def test_adapters_are_saved_and_loaded_with_peft(name: str, tmp_path: Any) -> None:
+def test_adapters_are_saved_and_loaded_by_peft_with_writeback(name: str, tmp_path: Any) -> None:
     """What full_state_dict gives fits peft's own saving; and adapters can be set inside full_params."""
     models = [lora(name, torch.float32) for _ in range(2)]
     others = [lora(name, torch.float32) for _ in range(2)]

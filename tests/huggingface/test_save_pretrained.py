@@ -61,7 +61,7 @@ def test_the_same_files_as_transformers_writes(name: str, world_size: int, tmp_p
 
 @worlds
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "Mixtral"])
-def test_several_files_and_load_pretrained_again(name: str, world_size: int, tmp_path: Path) -> None:
+def test_max_shard_size_gives_several_files_and_load_pretrained_reads_them(name: str, world_size: int, tmp_path: Path) -> None:
     build = ARCHITECTURES[name].build
     save([build() for _ in range(world_size)], tmp_path, max_shard_size="6KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -198,12 +198,12 @@ def test_two_adapters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", ["5 GB?", "", "-1", 0, "0.1B"])
-def test_no_size(size: Any, tmp_path: Path) -> None:
+def test_max_shard_size_that_is_no_size(size: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_shard_size must be a number of bytes"):
         save([ARCHITECTURES["Llama"].build() for _ in range(2)], tmp_path, max_shard_size=size)
 
 
-def test_no_dtype(tmp_path: Path) -> None:
+def test_dtype_that_is_no_dtype(tmp_path: Path) -> None:
     """Of one rank alone: the other would wait for it."""
 
     def body(group: ThreadCommunicator) -> None:

@@ -58,7 +58,7 @@ def gradients_of(model: nn.Module, rank: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_norm_and_scale_are_torchs(world_size: int, way: str, dtype: torch.dtype) -> None:
+def test_clip_grad_norm_has_torchs_norm_and_scale(world_size: int, way: str, dtype: torch.dtype) -> None:
     def body(group: ThreadCommunicator) -> list[float]:
         model, rows = with_gradients(group, models[group.rank], WAYS[way]), []
         kept = [(p, p.grad.as_subclass(Tensor).clone()) for p in model.get_trainable_chunk() if p.grad is not None]
@@ -89,7 +89,7 @@ def test_norm_and_scale_are_torchs(world_size: int, way: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("norm", NORMS)
-def test_on_one_rank_the_bits_are_torchs(way: str, norm: float) -> None:
+def test_clip_grad_norm_on_one_rank_has_torchs_bits(way: str, norm: float) -> None:
     """The norm of norms of parameters, in the model's order: norms of whole chunks would round otherwise."""
     plain = plain_with_gradients(torch.float32, WAYS[way])
     expected = torch.nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.numel()], INF, norm)
@@ -105,7 +105,7 @@ def test_on_one_rank_the_bits_are_torchs(way: str, norm: float) -> None:
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("at", [0, 2])
-def test_what_is_not_finite_on_one_rank_is_seen_by_all(at: int, bad: float, norm: float, way: str) -> None:
+def test_clip_grad_norm_error_if_nonfinite_on_one_rank_is_everybodys(at: int, bad: float, norm: float, way: str) -> None:
     def body(group: ThreadCommunicator) -> float:
         model = with_gradients(group, models[group.rank], WAYS[way])
         held = [p.grad for p in model.get_trainable_chunk() if p.grad is not None and p.grad.numel()]
@@ -122,7 +122,7 @@ def test_what_is_not_finite_on_one_rank_is_seen_by_all(at: int, bad: float, norm
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("options", [None, all_whole])
-def test_ranks_with_nothing_but_padding_know_the_norm_too(options: Options | None, norm: float) -> None:
+def test_clip_grad_norm_on_ranks_with_nothing_but_padding(options: Options | None, norm: float) -> None:
     def body(group: ThreadCommunicator) -> float:
         model = zero3.Zero3Layer(models[group.rank], process_group=group)
         zero3.param_groups(model, options) if options is not None else None
@@ -136,7 +136,7 @@ def test_ranks_with_nothing_but_padding_know_the_norm_too(options: Options | Non
     assert run_ranks(7, body) == [pytest.approx(expected, rel=1e-6)] * 7
 
 
-def test_a_model_without_gradients_has_norm_zero() -> None:
+def test_clip_grad_norm_without_gradients_is_zero() -> None:
     def body(group: ThreadCommunicator) -> float:
         return zero3.clip_grad_norm_(as_layers(group, models[group.rank]), 1.0).item()
 
@@ -154,6 +154,6 @@ REFUSED: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_wrong_arguments_are_refused(name: str) -> None:
+def test_clip_grad_norm_refuses_wrong_arguments(name: str) -> None:
     with pytest.raises(ValueError, match=r"norm_type must be positive and max_norm at least 0, found|is sharded"):
         REFUSED[name](zero3.Zero3Layer(nn.Linear(1, 1)))

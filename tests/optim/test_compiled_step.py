@@ -41,6 +41,7 @@ def both(rank: Rank, way: str) -> float:
     return max((found[name] - value).abs().max().item() for name, value in plain.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_compiled_step_is_the_same_step(way: str) -> None:
     assert max(on_ranks(2, both, way)) < 1e-9

@@ -43,7 +43,7 @@ def train(model: nn.Module, groups: Any, scaler: torch.amp.GradScaler, way: str,
 @pytest.mark.parametrize("way", ["foreach", "fused", "loop"])
 @pytest.mark.parametrize("kind", WAYS)
 @pytest.mark.parametrize("bad_on", [None, 0, 2])
-def test_all_ranks_skip_the_same_steps(kind: str, way: str, bad_on: int | None, unscale: bool) -> None:
+def test_gradscaler_skips_the_same_steps_on_all_ranks(kind: str, way: str, bad_on: int | None, unscale: bool) -> None:
     options = WAYS[kind]
 
     def body(group: ThreadCommunicator) -> tuple[Any, dict[str, Tensor]]:
@@ -65,7 +65,7 @@ def test_all_ranks_skip_the_same_steps(kind: str, way: str, bad_on: int | None, 
         assert all(torch.allclose(state[name], value, rtol=1e-4, atol=1e-5) for name, value in plain.state_dict().items())
 
 
-def test_a_rank_without_any_parameter_takes_part() -> None:
+def test_gradscaler_on_a_rank_without_any_parameter() -> None:
     def body(group: ThreadCommunicator) -> list[float]:
         model = zero3.Zero3Layer(models[group.rank], process_group=group)
         groups = zero3.param_groups(model, lambda name, info: {"whole": True} if name == "weight" else None)
@@ -85,7 +85,7 @@ def test_a_rank_without_any_parameter_takes_part() -> None:
     assert sorted(held) == [0, 0, 6]
 
 
-def test_a_scaler_that_is_off_scales_nothing() -> None:
+def test_gradscaler_that_is_off_scales_nothing() -> None:
     layer = zero3.Zero3Layer(nn.Linear(3, 2))
     optimizer, scaler = torch.optim.SGD(layer.parameters(), lr=0.1), zero3.GradScaler("cpu", enabled=False)
     loss = layer(torch.ones(2, 3)).sum()
@@ -97,7 +97,7 @@ def test_a_scaler_that_is_off_scales_nothing() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True))
 
 
-def test_it_serves_plain_models_as_torchs_does() -> None:
+def test_gradscaler_serves_plain_models_as_torchs_does() -> None:
     model = nn.Linear(3, 2)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), zero3.GradScaler("cpu", 64.0)
     scaler.scale(model(torch.ones(2, 3)).sum() * float("inf")).backward()
@@ -109,7 +109,7 @@ def test_it_serves_plain_models_as_torchs_does() -> None:
 
 
 @pytest.mark.parametrize("options", [matrices_whole, WAYS["parts"]])
-def test_torchs_scaler_is_refused_on_parts(options: Options) -> None:
+def test_torchs_gradscaler_is_refused_on_parts(options: Options) -> None:
     def body(group: ThreadCommunicator) -> None:
         model = as_layers(group, models[group.rank])
         optimizer, scaler = torch.optim.SGD(zero3.param_groups(model, options), lr=0.1), torch.amp.GradScaler("cpu")
@@ -132,6 +132,6 @@ def in_a_process(rank: Rank, infinite_on: int) -> tuple[list[float], float]:
 
 
 @pytest.mark.parametrize("infinite_on", [0, 1])
-def test_ranks_as_processes_agree(infinite_on: int) -> None:
+def test_gradscaler_of_processes_agrees(infinite_on: int) -> None:
     first, second = on_ranks(2, in_a_process, infinite_on)
     assert first == second and first[0][BAD] == 512.0

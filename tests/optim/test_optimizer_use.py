@@ -315,7 +315,7 @@ def test_what_is_wrong_says_what_to_do(name: str) -> None:
     run_ranks(2, body)
 
 
-def test_several_in_a_list_are_checked_as_one_by_one() -> None:
+def test_check_optimizer_takes_several_in_a_list_as_one_by_one() -> None:
     def body(group: ThreadCommunicator) -> None:
         model = zero3.shard(models[group.rank], process_group=process_group(group))
         first, *rest = zero3.get_trainable_chunk(model)

@@ -20,6 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 ENTRIES = [*optimizers.of_torch(), *optimizers.of_others()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_the_page_says_what_happens(entry: optimizers.Entry) -> None:
     row = optimizers.row(entry)
@@ -117,13 +118,13 @@ def checked(group: ThreadCommunicator, modules: list[nn.Module], make: Callable[
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_is_right_passes(world_size: int, name: str) -> None:
+def test_check_optimizer_passes_what_is_right(world_size: int, name: str) -> None:
     models = [build(rank) for rank in range(world_size)]
     assert run_ranks(world_size, lambda group: checked(group, models[group.rank], RIGHT[name])) == [""] * world_size
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_one_error_on_all_ranks(name: str) -> None:
+def test_check_optimizer_refuses_what_is_wrong_on_all_ranks(name: str) -> None:
     make, text = WRONG[name]
     models = [build(rank) for rank in range(3)]
     found = run_ranks(3, lambda group: checked(group, models[group.rank], make))
@@ -131,13 +132,13 @@ def test_what_is_wrong_is_one_error_on_all_ranks(name: str) -> None:
     assert text in found[0]
 
 
-def test_what_can_not_be_tried_out_may_be_accepted() -> None:
+def test_check_optimizer_may_accept_what_can_not_be_tried_out() -> None:
     models = [build(rank) for rank in range(2)]
     made: Callable[[nn.Module], Any] = WRONG["can't be made anew"][0]
     assert run_ranks(2, lambda group: checked(group, models[group.rank], made, strict=False)) == ["", ""]
 
 
-def test_trying_out_leaves_no_trace() -> None:
+def test_check_optimizer_leaves_no_trace() -> None:
     layer = zero3.Zero3Layer(nn.Linear(3, 2))
     optimizer = torch.optim.AdamW(layer.get_trainable_chunk())
     before, state = layer.get_trainable_chunk()[0].detach().clone(), torch.random.get_rng_state()

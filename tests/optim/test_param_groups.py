@@ -124,7 +124,7 @@ PROGRAMS: dict[str, tuple[Options, ...]] = {
 
 @WORLDS
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_groups_train_as_they_do_unsharded(world_size: int, name: str) -> None:
+def test_groups_by_paraminfo_train_as_they_do_unsharded(world_size: int, name: str) -> None:
     programs = PROGRAMS[name]
 
     def body(group: ThreadCommunicator) -> tuple[list[float], dict[str, Tensor]]:
@@ -139,7 +139,7 @@ def test_groups_train_as_they_do_unsharded(world_size: int, name: str) -> None:
 
 
 @WORLDS
-def test_parts_are_the_chunks_memory_and_stand_in_their_place(world_size: int) -> None:
+def test_parts_are_the_chunks_memory_and_stand_in_their_place_in_get_trainable_chunk(world_size: int) -> None:
     def body(group: ThreadCommunicator) -> list[tuple[str, ...]]:
         model = as_layers(group, models[group.rank])
         groups = zero3.param_groups(model, lambda name, info: {"extra": "bias" in name, "betas": (0.9, 0.99)})
@@ -327,6 +327,33 @@ def test_a_call_at_the_wrong_time_is_refused(world_size: int) -> None:
         with pytest.raises(RuntimeError, match="has gradients"):
             zero3.param_groups(model, all_whole)
         model.zero_grad()
+        zero3.param_groups(model, all_whole)
+
+    models = [build(rank) for rank in range(world_size)]
+    run_ranks(world_size, body)
+
+
+@WORLDS
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_call_of_param_groups_while_a_layer_computes_is_refused(when: str, number: int, world_size: int) -> None:
+    """Its full parameters are in use, so its chunk can't be cut anew."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model = as_layers(group, models[group.rank])
+        before, refused = snapshot(model), []
+
+        def divide(*_: object) -> None:
+            with pytest.raises(RuntimeError, match=r"param_groups while layer '\d'.* is fetched: call it outside of forward, backward"):
+                zero3.param_groups(model, all_whole)
+            refused.append(when)
+
+        module = list(model)[number].module
+        hook = module.register_forward_hook(divide) if when == "forward" else module.register_full_backward_pre_hook(divide)
+        loss_of(model, sentences(0)).backward()
+        hook.remove()
+        model.zero_grad()
+        assert refused == [when] and same_snapshot(before, snapshot(model))
         zero3.param_groups(model, all_whole)
 
     models = [build(rank) for rank in range(world_size)]

@@ -58,7 +58,7 @@ def test_what_is_not_finite_stays_with_its_parameter(bad: float, norm: float) ->
         assert math.isnan(found[wrong[0]]) == math.isnan(bad)
 
 
-def test_wrong_arguments_are_refused() -> None:
+def test_a_wrong_norm_type_is_refused() -> None:
     layer = zero3.Zero3Layer(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="norm_type must be positive"):
         zero3.parameter_norms(layer, norm_type=0)

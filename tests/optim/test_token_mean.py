@@ -40,7 +40,7 @@ def expected(counts: list[list[int]], step: int = 0) -> dict[str, Tensor]:
 @pytest.mark.parametrize("counts", [*UNEVEN.values(), *NONE.values(), *LATE.values()], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("waits", [False, True])
-def test_equal_to_one_process_on_the_union(counts: list[list[int]], reduction: Any, waits: bool) -> None:
+def test_zero3_backward_equals_one_process_on_the_union(counts: list[list[int]], reduction: Any, waits: bool) -> None:
     world_size = len(counts)
     wanted = expected(counts)
 
@@ -69,7 +69,7 @@ def test_equal_to_one_process_on_the_union(counts: list[list[int]], reduction: A
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_zeroing_begins_anew(world_size: int, set_to_none: bool) -> None:
+def test_zero_grad_begins_a_new_mean(world_size: int, set_to_none: bool) -> None:
     counts = UNEVEN[world_size]
     wanted = [expected(counts, step) for step in range(3)]
 
@@ -103,7 +103,7 @@ def test_gradients_of_another_backward_are_refused() -> None:
     on_ranks(2, mlp, body)
 
 
-def test_one_small_all_reduce_a_call() -> None:
+def test_zero3_backward_makes_one_small_all_reduce() -> None:
     def body(model: Any, group: ThreadCommunicator) -> None:
         group.log.clear()
         zero3.backward(loss_sum(model, tokens(group.rank, 0, 3)), 3, model)
@@ -112,7 +112,7 @@ def test_one_small_all_reduce_a_call() -> None:
     on_ranks(2, mlp, body)
 
 
-def test_what_is_no_sum_is_refused() -> None:
+def test_zero3_backward_refuses_what_is_no_sum() -> None:
     model = zero3.Zero3Layer(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="shape"):
         zero3.backward(model(torch.ones(1, 2)), 1, model)

@@ -50,6 +50,7 @@ def attempts(agent: Agent) -> list[str]:
     return re.findall(r"^attempt: (.*)$", agent.printed(), re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_process_is_killed_in_a_save_and_in_a_step(expected: list[float], tmp_path: Path) -> None:
     """While it writes the second checkpoint, then in the eighth step: the same bits."""
     with Agents(tmp_path) as agents:
@@ -67,6 +68,7 @@ def start_host(agents: Agents, end: int, address: str, port: int, script: list[o
     )
 
 
+@pytest.mark.slow
 def test_a_second_host_joins_and_dies(expected: list[float], tmp_path: Path) -> None:
     """One process, then two, then one again: each goes on from the newest checkpoint, with the same sequences in each step."""
     port, script = free_port(), ["--local-addr", "127.0.0.1", *disturbed("membership", tmp_path)]
@@ -90,6 +92,7 @@ def link() -> Iterator[Cable]:
         yield made
 
 
+@pytest.mark.slow
 def test_a_host_is_cut_off(expected: list[float], tmp_path: Path, link: Cable) -> None:
     """In silence: nobody is told that the cable is cut. Both are told when their timeout ends, and the one with the store goes on."""
     with Agents(tmp_path) as agents:

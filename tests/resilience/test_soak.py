@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+import pytest
+
 from tests import soak
 from tests.support.processes import Rank, on_ranks
 from tests.support.soak_faults import FAULTS, MICRO_BATCH, STEP
@@ -29,6 +31,7 @@ def one_of_each(rank: Rank) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_every_kind_of_fault_is_survived_and_the_losses_are_those_of_an_undisturbed_run() -> None:
     disturbed = on_ranks(2, one_of_each, debug="OFF")
     calm = on_ranks(2, soak.train, None, 0.0, STEPS, debug="OFF")

@@ -97,7 +97,7 @@ reentrants = pytest.mark.parametrize("reentrant", [None, False, True])
 @worlds
 @reentrants
 @pytest.mark.parametrize("where", range(LAYERS_OF_MODEL))
-def test_a_backward_that_breaks_takes_back_only_what_it_brought(world_size: int, reentrant: bool | None, where: int) -> None:
+def test_transactional_takes_back_only_what_a_broken_backward_brought(world_size: int, reentrant: bool | None, where: int) -> None:
     def body(group: ThreadCommunicator) -> None:
         model = sharded(group, transactional=True)
         for number in (0, 1):
@@ -122,7 +122,7 @@ def test_a_backward_that_breaks_takes_back_only_what_it_brought(world_size: int,
 
 @worlds
 @pytest.mark.parametrize("policy", [{"stage": 2}, {"dynamic": True}, {"reduce_dtype": torch.float64, "gradient_reduction": "sum"}])
-def test_the_same_with_other_policies(world_size: int, policy: dict[str, Any]) -> None:
+def test_transactional_with_other_policies(world_size: int, policy: dict[str, Any]) -> None:
     def body(group: ThreadCommunicator) -> None:
         model = sharded(group, transactional=True, **policy)
         loss_of(model, group.rank, 0).backward()
@@ -140,7 +140,7 @@ def test_the_same_with_other_policies(world_size: int, policy: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("policy", [{"stage": 1}, {"stage": 2}, {"dynamic": True}])
-def test_a_guard_refuses_what_it_could_not_repeat(policy: dict[str, Any]) -> None:
+def test_step_guard_refuses_what_it_could_not_repeat(policy: dict[str, Any]) -> None:
     def body(group: ThreadCommunicator) -> None:
         model = sharded(group, **policy)
         with pytest.raises(ValueError, match=r"rank \d: zero3.step_guard needs"), zero3.step_guard(model):
@@ -153,7 +153,7 @@ def test_a_guard_refuses_what_it_could_not_repeat(policy: dict[str, Any]) -> Non
     run_ranks(2, body)
 
 
-def test_a_transaction_needs_gradients_that_are_reduced_in_backward() -> None:
+def test_transactional_needs_gradients_that_are_reduced_in_backward() -> None:
     with pytest.raises(ValueError, match="transactional=True needs stage 2 or 3"):
         ShardingPolicy(stage=1, transactional=True)
 
@@ -216,7 +216,7 @@ def test_a_token_mean_that_breaks_leaves_the_earlier_mean_or_nothing(world_size:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_transaction_costs_one_more_gradient_shard(world_size: int) -> None:
+def test_transactional_costs_one_more_gradient_shard(world_size: int) -> None:
     """From the second micro-batch on; in the first one what is staged becomes the gradient."""
     formula = Formula(world_size, depth=1)
     peaks = {}
@@ -239,7 +239,9 @@ def test_a_transaction_costs_one_more_gradient_shard(world_size: int) -> None:
 @pytest.mark.parametrize("transactional", [False, True])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("where", range(LAYERS_OF_MODEL))
-def test_a_failure_on_one_rank_drops_the_micro_batch_on_all(world_size: int, where: int, phase: str, transactional: bool) -> None:
+def test_step_guard_drops_on_all_ranks_the_micro_batch_that_failed_on_one(
+    world_size: int, where: int, phase: str, transactional: bool
+) -> None:
     def body(group: ThreadCommunicator) -> Any:
         model = sharded(group, transactional=transactional)
         optimizer = sgd(model.get_trainable_chunk())
@@ -262,7 +264,7 @@ def test_a_failure_on_one_rank_drops_the_micro_batch_on_all(world_size: int, whe
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @reentrants
-def test_it_follows_checkpoints_no_sync_and_the_token_mean(reentrant: bool | None, phase: str) -> None:
+def test_step_guard_follows_checkpoints_no_sync_and_the_token_mean(reentrant: bool | None, phase: str) -> None:
     def body(group: ThreadCommunicator) -> Any:
         model = sharded(group)
         for number in range(8):
@@ -302,7 +304,7 @@ def test_before_any_layer_and_after_all_of_them() -> None:
     run_ranks(2, body)
 
 
-def test_it_says_what_it_dropped(caplog: pytest.LogCaptureFixture) -> None:
+def test_step_guard_says_what_it_dropped(caplog: pytest.LogCaptureFixture) -> None:
     def body(group: ThreadCommunicator) -> None:
         model = sharded(group)
         model[0].module.blows = "forward"

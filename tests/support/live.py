@@ -64,6 +64,8 @@ class _Late:
 class LonelyCommunicator:
     """A rank of `world_size` without the others: every rank is thought to do as this one does. Holds no memory of its own."""
 
+    takes_pieces, tags_messages = False, True
+
     def __init__(self, world_size: int, rank: int = 0) -> None:
         self.world_size, self.rank = world_size, rank
 

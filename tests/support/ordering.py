@@ -77,7 +77,7 @@ class FakeDevice(TorchDispatchMode):
         self._accesses: dict[int, _Access] = {}
         self._names = (f"{lane}{number}" for number in itertools.count() for lane in ("fetch", "backup"))
 
-    def new_stream(self, device: object) -> FakeStream:
+    def new_stream(self, device: object, priority: int = 0) -> FakeStream:
         return FakeStream(device, next(self._names))
 
     @contextlib.contextmanager
@@ -151,6 +151,7 @@ class EchoCommunicator:
     """Rank 0 of 2, the other being its echo: what matters here is which buffers are touched, on which stream."""
 
     rank, world_size = 0, 2
+    takes_pieces, tags_messages = False, True
 
     def __init__(self, calls: list[tuple[EchoCommunicator, str]] | None = None) -> None:
         self.calls = [] if calls is None else calls

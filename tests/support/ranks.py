@@ -80,6 +80,14 @@ class _Late:
             self._arrive = None
 
 
+@dataclass
+class _Told:
+    read: Callable[[], list[bytes]]
+
+    def ready(self) -> bool:
+        return True
+
+
 def poison(tensor: Tensor) -> None:
     if tensor.is_floating_point():
         tensor.fill_(float("nan"))
@@ -88,11 +96,15 @@ def poison(tensor: Tensor) -> None:
 class ThreadCommunicator:
     """The `Communicator` of one thread. `log` holds its collectives; `before` is called ahead of each (faults, delays)."""
 
+    takes_pieces = False
+    tags_messages = False
+
     def __init__(self, world: World, rank: int, place: str = "main") -> None:
         self.world, self.rank, self.world_size = world, rank, world.size
         self.log: list[Collective] = []
         self.before: Callable[[str], None] = lambda kind: None
         self._place, self._count, self._twins = place, 0, 0
+        self.told = 0  # payloads that were sent to be read later
 
     def _meet(self, kind: str, value: Any, numel: int, dtype: torch.dtype) -> list[Any]:
         self._count += 1
@@ -157,9 +169,18 @@ class ThreadCommunicator:
         self.log.append(Collective("exchange", len(payload), torch.uint8))
         return self._meet("exchange", payload, len(payload), torch.uint8)
 
+    def exchange_later(self, payload: bytes, device: torch.device) -> _Told:
+        """In a sequence of its own, and not in `log`: ranks that have come apart must not be found by the order of these."""
+        self.told += 1
+        place, number = f"{self._place} told", self.told
+        with self.world._condition:
+            self.world._rounds.setdefault((place, number), _Round()).values[self.rank] = (len(payload), payload)
+            self.world._condition.notify_all()
+        return _Told(lambda: self.world.meet(place, number, self.rank, len(payload), payload))
+
     def duplicate(self) -> ThreadCommunicator:
         self._twins += 1
-        other = ThreadCommunicator(self.world, self.rank, f"{self._place}'{self._twins}")
+        other = type(self)(self.world, self.rank, f"{self._place}'{self._twins}")
         other.log, other.before = self.log, self.before
         return other
 
@@ -173,7 +194,9 @@ class ThreadCommunicator:
 class ThreadPartsCommunicator(ThreadCommunicator):
     """One that sends gradients from where they are, and adds its own only when it is waited for."""
 
-    def reduce_parts(self, shard: Tensor, parts: Sequence[Sequence[Tensor]]) -> _Late:
+    takes_pieces = True
+
+    def reduce_pieces(self, shard: Tensor, parts: Sequence[Sequence[Tensor]]) -> _Late:
         ends = list(accumulate(sum(piece.numel() for piece in pieces) for pieces in parts))
         arrive = self._post("reduce_scatter", torch.cat([piece for pieces in parts for piece in pieces]), ends[-1])
         poison(shard)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import zero3
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from zero3.access import states_of
+from zero3.core.autograd import tensors_in
 from zero3.core.layer_state import Presence
-from zero3.core.tree import tensors_in
 
 TOLERANCE = 1e-12  # fp64; only the order of a few sums differs
 

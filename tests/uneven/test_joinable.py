@@ -62,7 +62,7 @@ def test_frozen_parameters_gradients_zeroed_first_and_evaluation_on_the_way() ->
     check(Plan(frozen=True, zero_first=True, evaluate=True))
 
 
-def test_deferred_reductions() -> None:
+def test_joinable_with_deferred_reductions() -> None:
     """Under `no_sync` a gradient is divided when it is reduced: here by the number of all ranks."""
     check(Plan(((2, 2), (1, 2, 2), (2,)), by_all=True, defer=True, clip=0.5))
 
@@ -190,7 +190,7 @@ def test_what_ranks_with_data_disagree_about_is_raised_by_those_without() -> Non
         (lambda trial: zero3.full_state_dict(trial.model), "save, load and read whole parameters after the context"),
         (lambda trial: (trial.loss().backward(), trial.optimizer.step(), trial.loss()), "Call joinable.step() in place of"),
         (lambda trial: (trial.loss().backward(), scale(trial), trial.uneven.step()), "have changed chunks or gradients"),
-        (lambda trial: (trial.loss().backward(), trial.model[1].zero_grad(), trial.loss()), "zeroed some gradients and not all"),
+        (lambda trial: (trial.loss().backward(), trial.model[1].zero_grad(), trial.loss()), "have zeroed only some of the gradients"),
     ],
 )
 def test_what_ranks_without_data_could_not_follow_is_refused(mistake: Callable[[Trial], Any], text: str) -> None:

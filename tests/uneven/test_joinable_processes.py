@@ -33,6 +33,7 @@ def train(rank: Rank, plans: list[Plan]) -> list[Story]:
     return [tell_sharded(plan, plain(plan), rank.number, enter) for plan, enter in zip(plans, tell, strict=True)]
 
 
+@pytest.mark.slow
 def test_training_equals_plain_torch() -> None:
     plans = [Plan(), Plan(by_all=True, clip=0.5), Plan(kind="llama"), Plan(kind="llama", by_all=True, clip=0.5)]
     plans += [Plan(((2, 2), (2, 1), (2,)), kind="tied llama"), Plan(kind="container", zero_first=True, evaluate=True)]

@@ -135,7 +135,7 @@ def train_uneven(rank: Rank, kind: str, counts: list[int], optimizer_class: Any,
 
 
 @pytest.mark.parametrize("counts", [[0, 3, 5], [5, 0, 3], [4, 4, 1]], ids=str)
-def test_ranks_that_run_out_of_data(counts: list[int]) -> None:
+def test_join_of_ranks_that_run_out_of_data(counts: list[int]) -> None:
     expected, torchs, *found = compare(3, ["torch", "zero3", "overlap"], train_uneven, counts, torch.optim.Adam, {"lr": 0.01}, True)
     for kind in found:
         assert_equal(kind, expected, 1e-12)
@@ -144,7 +144,7 @@ def test_ranks_that_run_out_of_data(counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("by_initial", [True, False], ids=["by all", "by those with data"])
-def test_whom_gradients_are_divided_by_when_some_ranks_have_no_data(by_initial: bool) -> None:
+def test_join_divides_gradients_by_initial_or_remaining_ranks(by_initial: bool) -> None:
     """SGD, since Adam can't see a gradient of the wrong scale."""
     kinds = ["zero3", "overlap"] if by_initial else ["zero3"]
     expected, *found = compare(3, kinds, train_uneven, [0, 3, 5], torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, by_initial)
@@ -176,7 +176,7 @@ def accumulate_in_groups(rank: Rank, kind: str) -> Trained:
     return Trained(losses, [parameter.detach().clone() for parameter in ddp.parameters()])
 
 
-def test_overlapping_with_accumulation_groups_and_a_schedule() -> None:
+def test_overlap_with_ddp_with_accumulation_groups_and_a_schedule() -> None:
     expected, found = compare(2, ["overlap"], accumulate_in_groups)
     assert_equal(found, expected, 1e-14)
 
@@ -241,7 +241,7 @@ def saved_and_continued(rank: Rank) -> tuple[list[Tensor], list[Tensor]]:
     return expected, found[1]
 
 
-def test_checkpoints_while_overlapping() -> None:
+def test_consolidate_state_dict_with_overlap_with_ddp() -> None:
     for expected, plain in on_ranks(2, saved_and_continued, **OFF):
         torch.testing.assert_close(plain, expected, rtol=1e-12, atol=1e-12)
 
@@ -268,7 +268,7 @@ def needed_after_its_update(rank: Rank) -> None:
     ddp(torch.ones(2, 4)).sum().backward()
 
 
-def test_a_value_that_the_backward_still_needs_is_not_silently_another() -> None:
+def test_overlap_with_ddp_does_not_change_a_value_that_the_backward_still_needs() -> None:
     for outcome in try_on_ranks(2, needed_after_its_update, **OFF):
         assert outcome.error == "RuntimeError" and "modified by an inplace operation" in outcome.text
 
@@ -285,7 +285,7 @@ class _Counting(torch.optim.SGD):
         return result
 
 
-def test_what_can_not_overlap_is_refused() -> None:
+def test_overlap_with_ddp_refuses_what_can_not_overlap() -> None:
     on_ranks(2, overlapping_wrongly, **OFF)
 
 
@@ -305,7 +305,7 @@ def early_termination(rank: Rank) -> str:
     return str(raised.value)
 
 
-def test_the_context_may_end_training_when_the_first_rank_has_no_data() -> None:
+def test_join_may_end_training_when_the_first_rank_has_no_data() -> None:
     assert on_ranks(2, early_termination, **OFF)[0] == "Rank 0 exhausted all inputs."
 
 
@@ -323,7 +323,7 @@ def in_half_precision(rank: Rank, kind: str) -> Trained:
     return Trained([], [parameter.detach().clone() for parameter in ddp.parameters()])
 
 
-def test_another_hook_may_do_the_reduction() -> None:
+def test_overlap_with_ddp_by_another_hooks_reduction() -> None:
     expected, ours, overlapping = compare(2, ["zero3", "overlap"], in_half_precision)
     assert_equal(ours, expected, 0)
     assert_equal(overlapping, expected, 0)

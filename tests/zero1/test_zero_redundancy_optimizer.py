@@ -93,7 +93,7 @@ def train(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], step
 @optimizers
 @world_sizes
 @pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket view"])
-def test_the_same_bits_as_the_plain_optimizer_and_its_state_dict(name: str, world_size: int, view: bool) -> None:
+def test_zeroredundancyoptimizer_gives_the_bits_and_the_state_dict_of_the_plain_optimizer(name: str, world_size: int, view: bool) -> None:
     optimizer_class, options = OPTIMIZERS[name]
     plain_parameters = odd_parameters()
     plain = optimizer_class(plain_parameters, **options)
@@ -117,7 +117,7 @@ def test_the_same_bits_as_the_plain_optimizer_and_its_state_dict(name: str, worl
 
 
 @world_sizes
-def test_a_fused_optimizer_equals_the_plain_one_but_for_the_last_bit(world_size: int) -> None:
+def test_zeroredundancyoptimizer_of_a_fused_one_equals_the_plain_one_but_for_the_last_bit(world_size: int) -> None:
     """torch's kernel for the CPU rounds the last elements of a run otherwise. (And mixes up gradients in an odd layout.)"""
     optimizer_class, options = FUSED
     plain_parameters = odd_parameters()[:-1]  # it refuses complex ones

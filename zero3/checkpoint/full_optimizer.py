@@ -25,21 +25,28 @@ _CPU = torch.device("cpu")
 
 
 def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizers, *, rank0_only: bool = True) -> dict[str, Any]:
-    """`{"state": {name: {...}}, "param_groups": [...]}`, with the shapes and the structure of an optimizer over the unsharded model.
+    """The optimizer's state as one dict, with the shapes and the structure of an optimizer over the unsharded model.
 
-    Names stand for parameters, in `params` too: what `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` gives
-    with `full_state_dict=True`, so that a run can go on in plain torch, DDP or FSDP2. Every rank calls it; one tensor at a time is
-    put together. Tensors are on the CPU; a tied parameter stands under its first name.
+    Names stand for parameters, in `params` too, as in `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` with
+    `full_state_dict=True`. So a run can go on in plain torch, DDP or FSDP2. Every rank calls it. One tensor at a time is put
+    together. Tensors are on the CPU; a tied parameter stands under its first name.
 
     Args:
-        model: any model that contains zero3 layers.
-        optimizer: over its chunks, or parts of them; several that share the model in a list or a dict: their groups come one after
-            another.
-        rank0_only: only rank 0 keeps what is gathered; the others get {}.
+        model: Any model that contains zero3 layers.
+        optimizer: Over the model's chunks, or parts of them. Several that share the model come in a list or a dict; their groups
+            come one after another.
+        rank0_only: Only rank 0 keeps the state; the others get `{}`.
+
+    Returns:
+        A dict of "state", which has a dict of tensors and numbers for each name, and "param_groups", whose "params" are names.
 
     Raises:
-        ValueError: nothing in `model` is sharded; an optimizer of another model.
-        TypeError: state that belongs to no parameter by its shape.
+        ValueError: Nothing in `model` is sharded, or the optimizer is of another model.
+        TypeError: The shape of a state fits no parameter.
+
+    Example::
+
+        state = zero3.full_optimizer_state_dict(model, optimizer)
     """
     contents, together, held = _look(model, optimizer, "full_optimizer_state_dict")
     own = contents_of(together, held, contents, None)
@@ -85,22 +92,26 @@ def _add_up(contents: Contents, full: Tensor) -> Tensor:
 
 
 def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizers, state_dict: Mapping[str, Any] | None) -> None:
-    """Fills the optimizer from rank 0's `state_dict`, by parameter names. The inverse of `full_optimizer_state_dict`.
+    """Fills an optimizer from rank 0's dict, by parameter names. The inverse of `full_optimizer_state_dict`.
 
-    Every rank calls it; what the others pass does not count. One tensor at a time travels. Each group takes the options that its
-    parameters had.
+    Every rank calls it. One tensor at a time travels. Each group takes the options that its parameters had.
 
     Args:
-        model: any model that contains zero3 layers.
-        optimizer: over its chunks, or parts of them; what state it has is replaced. Several in a list or a dict: each takes what belongs
-            to its parameters.
-        state_dict: `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`.
+        model: Any model that contains zero3 layers.
+        optimizer: Over the model's chunks, or parts of them. State that it has is replaced. Several come in a list or a dict: each
+            takes the state of its parameters.
+        state_dict: As `full_optimizer_state_dict` returns it. Only rank 0's counts; other ranks may pass `{}` or None.
 
     Raises:
-        ValueError: unknown or missing names, wrong shapes, tensors without values, options or steps that differ within what is one
-            parameter of the optimizer here, state that an optimizer of this class and with these options does not keep: on every rank,
-            before anything changes.
-        TypeError: `state_dict` is no such dict; an option or a state that is neither a number nor a tensor.
+        ValueError: Unknown or missing names, wrong shapes, tensors without values, options or steps that differ within one parameter
+            of this optimizer, or state that an optimizer of this class and with these options does not keep: all in one error, on
+            every rank, before anything changes.
+        TypeError: `state_dict` is no such dict, or an option or a state is neither a number nor a tensor; likewise.
+
+    Example::
+
+        state = zero3.full_optimizer_state_dict(model, optimizer)
+        zero3.load_full_optimizer_state_dict(model, optimizer, state)
     """
     contents, together, held = _look(model, optimizer, "load_full_optimizer_state_dict")
     error: Exception | None = None

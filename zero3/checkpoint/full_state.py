@@ -15,6 +15,7 @@ from ..comm.agreement import agree
 from ..comm.plain_values import kind_of, unreadable
 from ..core.layer_state import LayerState
 from ..core.parameters import own_name
+from ..core.pinning import pin, pin_unloaded, unpin, write_back
 from ..names import named_entries, named_tensors
 from .extra_state import copied, encoded, extra_states_of, sent_from_rank_0, set_extra_states, takers_of
 from .meta_buffers import initialise, put
@@ -25,19 +26,28 @@ _LONG = 2**30  # bytes of a model that takes long enough to be watched
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """The state dict of the unwrapped model, on the CPU: its own names (tied parameters under each), its shapes, its order.
+    """The state dict of the unwrapped model, on the CPU: its own names, shapes and order.
 
-    Every rank calls it. One layer at a time is gathered and copied off. Names are without the prefixes that activation
-    checkpointing's and torch.compile's wrappers add. What a module's `get_extra_state` returns is in it too, rank 0's.
+    Every rank calls it. One layer at a time is gathered and copied. A tied parameter stands under each of its names. Names have
+    no prefixes of activation checkpointing's and torch.compile's wrappers. Rank 0's extra state (`get_extra_state`) is in it too.
 
     Args:
-        model: any model that contains zero3 layers.
-        rank0_only: only rank 0 keeps what is gathered; the others get {}.
-        dtype: a floating dtype of 16 bits or more; floating tensors are converted to it on their way.
+        model: Any model that contains zero3 layers.
+        rank0_only: Only rank 0 keeps the tensors; the others get `{}`.
+        dtype: A floating dtype of 16 bits or more; floating tensors are converted to it. None: as they are stored.
+
+    Returns:
+        Name to tensor.
 
     Raises:
-        ValueError: nothing in `model` is sharded; `dtype` is not such a dtype.
-        TypeError: `dtype` is none; extra state that could only be pickled, with `rank0_only=False`. On every rank.
+        ValueError: Nothing in `model` is sharded, or `dtype` is not such a dtype.
+        TypeError: `dtype` is no dtype, or extra state could only be pickled with `rank0_only=False`; on every rank.
+
+    Example::
+
+        weights = zero3.full_state_dict(model, dtype=torch.bfloat16)
+        if rank == 0:
+            torch.save(weights, f"{directory}/weights.pt")
     """
     states = states_of(model)
     first = states[0]
@@ -53,12 +63,12 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
         extra = sent_from_rank_0(first.communicator, first.device, extra)
     values: dict[int, Tensor] = {}
     for state in _watched(states, "gathering layers"):
-        state.pin()
+        pin(state)
         try:
             if keeps:
                 values.update({id(b.sites.parameter): _copy(b.value, dtype) for b in state.parameters})
         finally:
-            state.unpin()
+            unpin(state)
     if not keeps:
         return {}
     found: dict[str, Any] = {}
@@ -71,21 +81,25 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
 
 
 def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True) -> None:
-    """Fills the model from rank 0's `state_dict`, which has the names of the unwrapped model. The inverse of `full_state_dict`.
+    """Fills a model from rank 0's state dict, which has the names of the unwrapped model. The inverse of `full_state_dict`.
 
-    Every rank calls it; what the others pass does not count. One layer at a time is gathered, changed and scattered. Names may
-    have the prefixes of activation checkpointing's and torch.compile's wrappers, whether the model has these wrappers or not. Modules
-    take their extra state (`set_extra_state`) on every rank, after all tensors are there.
+    Every rank calls it. One layer at a time is gathered, changed and scattered. Names may have the prefixes of activation
+    checkpointing's and torch.compile's wrappers. Modules take their extra state (`set_extra_state`) on every rank, at the end.
 
     Args:
-        model: any model that contains zero3 layers.
-        state_dict: a tensor for each name, and the extra state of modules that have one.
-        strict: names that are missing or unknown are an error; otherwise they are left alone.
+        model: Any model that contains zero3 layers, with values or built on the meta device.
+        state_dict: Name to tensor, or to a module's extra state. Only rank 0's counts; other ranks may pass `{}` or None.
+        strict: Missing and unknown names are an error; otherwise they are left alone.
 
     Raises:
-        ValueError: missing or unknown names, other shapes, other kinds of numbers, tensors without values: all in one error, on every
-            rank, before anything changes.
-        TypeError: `state_dict` is no mapping, a value is no tensor, extra state could only be pickled; likewise.
+        ValueError: Missing or unknown names, other shapes, other kinds of numbers, or tensors without values: all in one error, on
+            every rank, before anything changes.
+        TypeError: `state_dict` is no mapping, a value is no tensor, or extra state could only be pickled; likewise.
+
+    Example::
+
+        weights = torch.load(f"{directory}/weights.pt", weights_only=True) if rank == 0 else None
+        zero3.load_full_state_dict(model, weights)
     """
     states = states_of(model)
     first = states[0]
@@ -130,14 +144,14 @@ def _load_others(model: nn.Module, states: list[LayerState], values: Mapping[int
 
 @torch.no_grad()
 def _load_layer(state: LayerState, values: Mapping[int, Tensor]) -> None:
-    state.pin_unloaded()
+    pin_unloaded(state)
     try:
         for sharded in state.parameters:
             if id(sharded.sites.parameter) in values:
                 sharded.value.copy_(values[id(sharded.sites.parameter)])
-        state.write_back()
+        write_back(state)
     finally:
-        state.unpin()
+        unpin(state)
 
 
 def _watched(states: list[LayerState], doing: str) -> Iterable[LayerState]:

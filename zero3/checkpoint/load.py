@@ -31,25 +31,33 @@ _log = logging.getLogger("zero3")
 
 
 def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None = None) -> Any:
-    """Fills model and optimizer from what `save_checkpoint` wrote, at any world size and in any layers. Every rank calls it.
+    """Fills model and optimizer from a checkpoint of `save_checkpoint`, on any number of ranks and with any choice of layers.
 
-    First the ranks read all files once, each its share, and compare hashes. Then each reads the ranges that it holds,
-    straight into its chunks. Parameters that were left out (`frozen=False`) are left alone. Random generators are set if
-    there was a rank of this number.
+    Every rank calls it. First the ranks read all files once, each its share, and compare hashes. Then each rank reads the ranges
+    that it holds, straight into its chunks. Parameters that were left out (`frozen=False`) are left alone. Random generators are
+    set on the ranks whose number took part in the save.
 
     Args:
-        path: the directory.
-        model: with the same parameters as the one saved, by their names in the unwrapped model; on meta, or with values.
-        optimizer: of the same names; what state it has is replaced. Several in a list or a dict, in any order: each takes what
-            belongs to its parameters. None: what the checkpoint has of one is not read.
+        path: The checkpoint's directory.
+        model: It has the parameters that were saved, by their names in the unwrapped model; on the meta device, or with values.
+        optimizer: Over the parameters that were saved. State that it has is replaced. Several come in a list or a dict, in any
+            order: each takes the state of its parameters. None: the checkpoint's optimizer state is not read.
 
     Returns:
-        `extra`, as rank 0 saved it; tensors in it are on the CPU.
+        `extra`, as rank 0 saved it. Tensors in it are on the CPU.
 
     Raises:
-        ValueError: no checkpoint, or a file that is truncated, changed, missing or foreign, by name; other names, shapes or
-            dtypes; no optimizer state where one is asked for. On every rank, before anything has changed.
-        RuntimeError: called inside `full_params` or `resident`; a read that failed: what was to be filled is unloaded then.
+        ValueError: There is no checkpoint; a file is truncated, changed, missing or foreign; names, shapes or dtypes differ; or
+            it holds no optimizer state and `optimizer` is given. On every rank, before anything has changed.
+        RuntimeError: The call is inside `full_params` or `resident`; or a read failed: then the parameters that it was to fill
+            count as unloaded.
+
+    Example::
+
+        latest = zero3.latest_checkpoint(directory)
+        if latest is not None:
+            extra = zero3.load_checkpoint(latest, model, optimizer)
+            schedule.load_state_dict(extra["schedule"])
     """
     first = states_of(model)[0]
     if first.unfinished is not None:

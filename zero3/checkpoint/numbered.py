@@ -11,16 +11,22 @@ __all__: list[str] = []
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint in `directory` that was saved last, or None: what to resume from.
+    """The checkpoint in a directory that was saved last: the one to resume from.
 
-    It is found by looking at what is complete, so there is no file that could point to something that is not. Saves are
-    numbered, so that neither clocks nor names decide.
+    Only complete checkpoints are looked at. Saves are numbered, so neither clocks nor names decide.
 
     Args:
-        directory: that in which `save_checkpoint(directory / name, ...)` made them.
+        directory: The directory that holds them, each under a name of its own: `save_checkpoint(directory / name, ...)`.
+
+    Returns:
+        The checkpoint's path, or None if there is none.
 
     Raises:
-        ValueError: a manifest that was changed.
+        ValueError: A manifest was changed.
+
+    Example::
+
+        latest = zero3.latest_checkpoint(directory)
     """
     numbered = _numbered(Path(directory))
     return max(numbered)[1] if numbered else None

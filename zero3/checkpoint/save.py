@@ -33,34 +33,38 @@ def save_checkpoint(
     keep_last: int | None = None,
     background: bool = False,
 ) -> Saving:
-    """Writes model, optimizer and `extra` into the directory `path`. Every rank calls it, and writes what it holds; nothing is gathered.
-
-        zero3.save_checkpoint(f"run/step-{step}", model, optimizer, extra={"step": step, "schedule": schedule.state_dict()}, keep_last=3)
+    """Saves model, optimizer and `extra` in the directory `path`. Every rank writes what it holds; nothing is gathered.
 
     Saved are parameters, buffers, the optimizer's groups and state by parameter name, and every rank's random generators. The new
-    checkpoint appears in one rename, when everything is on the disk. Whatever fails before, a crash or a full disk on any
-    rank, leaves what was there before, under `path` too, and the next save cleans up. Files are hashed while they are written.
+    checkpoint appears in one rename, when everything is on the disk. After a failure before that, a crash or a full disk on any
+    rank, the earlier checkpoint is still there, under `path` too, and the next save cleans up. Files are hashed meanwhile.
 
     Args:
-        path: of a file system that all ranks see. Parents are created; what else is in the directory is left alone. A checkpoint
-            that is there is replaced.
-        model: any model that contains zero3 layers.
-        optimizer: over `get_trainable_chunk(model)`, `param_groups(model, ...)` or `model.parameters()`; several that share the
-            model (Muon for matrices, AdamW for the rest) in a list or a dict, whose order and keys do not matter.
-        extra: None, numbers, strings, lists, tuples, dicts and tensors, as state dicts are made of. Rank 0's counts.
-        frozen: False leaves frozen parameters out. (Under LoRA adapters: load them with `load_pretrained`.)
-        keep_last: after this one is there, all but the newest so many checkpoints beside `path` are deleted.
-        background: return as soon as everything is copied to host memory, and write from a thread. The checkpoint appears
-            when every rank has called `wait()` of what is returned, some steps later; the next save or load of the model calls it too.
+        path: A directory of a file system that all ranks see. Parents are created. A checkpoint that is there is replaced, and
+            other files are left alone.
+        model: Any model that contains zero3 layers.
+        optimizer: One over `get_trainable_chunk(model)`, `param_groups(model, ...)` or `model.parameters()`. Several that share
+            the model (Muon for matrices, AdamW for the rest) come in a list or a dict; order and keys do not matter.
+        extra: None, numbers, strings, lists, tuples, dicts and tensors, as state dicts are made of. Rank 0's is saved.
+        frozen: False leaves frozen parameters out. (Under LoRA adapters they can be loaded with `load_pretrained`.)
+        keep_last: When this checkpoint is there, all but the newest so many beside `path` are deleted. None deletes none.
+        background: Return when everything is copied to host memory, and write from a thread. The checkpoint appears when every
+            rank has called `wait()`, some steps later; the next save or load of the model calls it too.
 
     Returns:
-        An object with `wait()`; without `background` there is nothing to wait for.
+        A `Saving`. Without `background` there is nothing to wait for.
 
     Raises:
-        TypeError: `extra`, an option or a state of the optimizer is something that could only be pickled.
-        ValueError: nothing in `model` is sharded; an optimizer of another model, or two of one parameter; ranks that save different things.
-        RuntimeError: parameters without values; called inside `full_params` or `resident`.
-        OSError: a rank could not write. Every rank raises the same.
+        TypeError: `extra`, an option or a state of the optimizer holds something that could only be pickled.
+        ValueError: Nothing in `model` is sharded, an optimizer is of another model, two hold one parameter, or ranks save
+            different things.
+        RuntimeError: Parameters have no values, or the call is inside `full_params` or `resident`.
+        OSError: A rank could not write. Every rank raises the same error.
+
+    Example::
+
+        extra = {"step": step, "schedule": schedule.state_dict()}
+        zero3.save_checkpoint(f"{directory}/step-{step}", model, optimizer, extra=extra, keep_last=3)
     """
     saving = Saving(_prepare(path, model, optimizer, (extra, frozen, keep_last, background)), background)
     if not background:
@@ -103,7 +107,14 @@ def _prepare(
 
 
 class Saving:
-    """A checkpoint on its way. `wait()` returns when it is there."""
+    """A checkpoint that `save_checkpoint` is writing.
+
+    Example::
+
+        saving = zero3.save_checkpoint(f"{directory}/step-{step}", model, optimizer, background=True)
+        loss_of(model, batch).backward()
+        saving.wait()
+    """
 
     def __init__(self, prepared: Prepared, background: bool) -> None:
         self._prepared = prepared
@@ -134,10 +145,10 @@ class Saving:
         self._files = {}
 
     def wait(self) -> None:
-        """Every rank calls it. Returns when the checkpoint is there; a second call returns at once.
+        """Returns when the checkpoint is there. Every rank calls it; a second call returns at once.
 
         Raises:
-            OSError: a rank could not write: on every rank the same. What was there before is still there.
+            OSError: A rank could not write: the same on every rank. The earlier checkpoint is still there.
         """
         if self._thread is not None:
             self._thread.join()

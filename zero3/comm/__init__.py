@@ -1,1 +1,1 @@
-"""Bytes between ranks: collectives, their order on a device, and what their failures are called. Knows no parameters."""
+"""Communication between ranks: collectives, their order on a device, and their errors. Nothing here knows about parameters."""

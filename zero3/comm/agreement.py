@@ -1,4 +1,4 @@
-"""Ranks compare what they are about to do, and all raise the same error if they differ. One small collective when they agree."""
+"""Ranks compare what they will do next. If they differ, all raise the same error. If they agree, it costs one small collective."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import json
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from .communicator import Communicator
 from .errors import NamingFailures, Subject
 
 __all__: list[str] = []
 
-_ABSENT = bytes(16)  # in place of a digest: a rank that has nothing to say
+_ABSENT = bytes(16)  # a rank that only listens sends this in place of a digest
 NOTE_BYTES = 4
 _KINDS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError, OSError)
 
@@ -28,16 +29,25 @@ def agree(
     absent: bool = False,
     note: bytes = bytes(NOTE_BYTES),
 ) -> list[bytes]:
-    """Returns if every rank passes the same `lines` and no rank an `error`; otherwise every rank raises the same.
+    """Returns if all ranks pass the same `lines` and no rank passes an `error`; otherwise every rank raises the same error.
 
-    A rank that has found a mistake by itself passes it as `error` instead of raising at once: the others, which may
-    see nothing wrong, would wait for it. 16 bytes a rank are exchanged; the texts only if those differ. `absent`: this
-    rank only listens, for it is not about to do anything; it raises what the others raise.
+    A rank that finds a mistake passes it as `error` and does not raise it alone: the other ranks, which may see no mistake, would
+    wait for this rank. Each rank sends 16 bytes; the texts follow only if these differ.
 
-    `note`: `NOTE_BYTES` that travel along and are not compared. Returns every rank's, in rank order.
+    Args:
+        communicator: The ranks that compare.
+        device: Where the tensors for the exchange are made.
+        subject: The name of what is compared, for errors.
+        lines: What has to be the same on all ranks.
+        error: A mistake that this rank has found.
+        absent: This rank only listens, and raises what the others raise.
+        note: `NOTE_BYTES` bytes that are sent too, and not compared.
+
+    Returns:
+        Every rank's `note`, in rank order.
 
     Raises:
-        ValueError, TypeError, RuntimeError, OSError: the first rank's error, or the first line that differs and the ranks.
+        ValueError, TypeError, RuntimeError, OSError: The lowest rank's error, or the first line that differs, with the ranks.
     """
     if communicator.world_size == 1:
         if error is not None:
@@ -57,11 +67,34 @@ def agree(
     raise _explain({rank: json.loads(texts[rank]) for rank in present})
 
 
-def tell_all(communicator: Communicator, device: torch.device, subject: str, text: str, digest: int) -> list[str]:
-    """Every rank's `text`, in rank order. Nine bytes a rank, if nobody has any.
+def agree_where_nan(communicator: Communicator, device: torch.device, subject: str, result: Tensor, error: Exception | None) -> None:
+    """Called after a collective to which a rank with a mistake has given NaN. If the result is NaN, every rank raises the mistake.
+
+    So the check needs no further collective if there is no mistake. On an accelerator the host would have to wait for `result`.
+    There the rank with the mistake raises alone, and the other ranks continue with NaN.
+
+    Args:
+        communicator: The ranks that compare.
+        device: Where the tensors for the exchange are made.
+        subject: The name of what is compared, for errors.
+        result: The collective's result. It is all NaN if any rank has an `error`, and may be NaN for other reasons too.
+        error: A mistake that this rank has found.
 
     Raises:
-        ValueError: on every rank, if their `digest`s, of 64 bits, differ.
+        ValueError, TypeError, RuntimeError, OSError: The lowest rank's error.
+    """
+    if communicator.world_size == 1 or device.type != "cpu":
+        if error is not None:
+            raise error
+    elif bool(result.isnan().all()):
+        agree(communicator, device, subject, [], error)
+
+
+def tell_all(communicator: Communicator, device: torch.device, subject: str, text: str, digest: int) -> list[str]:
+    """Returns every rank's `text`, in rank order. Each rank sends nine bytes if no rank has a text.
+
+    Raises:
+        ValueError: The 64-bit `digest` differs between ranks. All ranks raise it.
     """
     if communicator.world_size == 1:
         return [text]
@@ -83,7 +116,7 @@ def exchange_texts(communicator: Communicator, device: torch.device, text: str) 
 
 
 def _explain(reports: dict[int, dict[str, object]]) -> Exception:
-    """`reports`: by rank."""
+    """The error that all ranks raise. `reports`: rank -> its report."""
     for rank, report in reports.items():
         if report["kind"]:
             kind = next(kind for kind in _KINDS if kind.__name__ == report["kind"])

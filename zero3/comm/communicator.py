@@ -1,9 +1,9 @@
-"""What a model asks of the ranks that share it, and the answer of one rank that is alone."""
+"""The collectives that a model needs, as a protocol, and their implementation for a single rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeGuard
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,40 +15,65 @@ __all__: list[str] = []
 Bounds = tuple[int, ...] | None
 
 
-class Communicator(Protocol):
-    """What a model needs of the ranks that share it. A test passes its own; users pass a process group.
+class Told(Protocol):
+    """The result of an exchange that is under way."""
 
-    Slices of a full buffer are equal, `[S]` of `[W*S]`, but where `bounds` (a layout's) say otherwise.
+    def ready(self) -> bool:
+        """Whether `read` would return without a wait of the host."""
+        ...
+
+    def read(self) -> list[bytes]:
+        """Returns every rank's payload, in rank order. Blocks the host until they are there."""
+        ...
+
+
+class Communicator(Protocol):
+    """The collectives of the ranks that share a model. Users pass a process group; tests may pass their own object.
+
+    The slices of a full buffer `[W*S]` are equal, `[S]` each, unless `bounds` (of a `ChunkLayout`) gives other cuts.
     """
 
     rank: int
     world_size: int
-    channel: int  # the layer whose communicator this is: where messages have tags, they can't reach another layer
+    channel: int  # the number of the layer that uses this communicator; messages carry it as a tag
+    takes_pieces: bool  # whether `reduce_pieces` works; then gradients need no flat buffer
+    tags_messages: bool  # whether messages carry that tag, so that no rank takes one layer's data for another layer's
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
-        """Every rank's `shard` `[S]`, in rank order, into `full` `[W*S]`; a shard may lie in its own place there."""
+        """[fetch 3] Gathers every rank's `shard` `[S]`, in rank order, into `full` `[W*S]`. `shard` may be its own slice of `full`."""
         ...
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
-        """This rank's slice of the sum of every rank's `full` `[W*S]`, into `shard` `[S]`; `full` may be overwritten."""
+        """[backup 2] Sums `full` `[W*S]` over ranks, and writes this rank's slice into `shard` `[S]`. `full` may be overwritten."""
+        ...
+
+    def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
+        """Does the same as `reduce_scatter`, without a flat buffer: `pieces[r]` are 1-D tensors that together make rank r's slice.
+
+        The pieces are not changed.
+        """
         ...
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None: ...
 
     def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
-        """Rank 0's `slices`, one to every rank's `shard`, of its length; they may lie anywhere."""
+        """Sends `slices[r]` of rank 0 to the `shard` of each rank r. Each slice is as long as its shard."""
         ...
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Rank `source`'s values to every rank."""
+        """Copies rank `source`'s values to every rank."""
         ...
 
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
-        """Every rank's `payload`, of one length on all ranks, in rank order. Blocks the host."""
+        """Returns every rank's `payload`, in rank order. All payloads have the same length. Blocks the host."""
+        ...
+
+    def exchange_later(self, payload: bytes, device: torch.device) -> Told:
+        """Works as `exchange`, but only starts it. The host waits when the result is read."""
         ...
 
     def duplicate(self) -> Communicator:
-        """A second communicator of the same ranks, whose collectives do not queue behind this one's."""
+        """A second communicator for the same ranks, whose collectives do not queue behind the collectives of this one."""
         ...
 
     def lanes(self, device: torch.device) -> Lanes: ...
@@ -56,24 +81,14 @@ class Communicator(Protocol):
     def same_ranks(self, other: Communicator) -> bool: ...
 
 
-class PartsCommunicator(Communicator, Protocol):
-    """One that sends from several places as well as from one: gradients need no buffer."""
-
-    def reduce_parts(self, shard: Tensor, parts: Sequence[Sequence[Tensor]]) -> Pending:
-        """As `reduce_scatter` of a buffer that is not there: of every rank's slice the pieces, 1-D, side by side. They are only read."""
-        ...
-
-
-def takes_parts(communicator: Communicator) -> TypeGuard[PartsCommunicator]:
-    return hasattr(communicator, "reduce_parts")
-
-
 class SoloCommunicator:
-    """One rank, no process group. The chunk is the full buffer, so nothing is ever moved."""
+    """One rank without a process group. The chunk is the full buffer, so nothing is transferred."""
 
     rank = 0
     world_size = 1
     channel = 0
+    takes_pieces = False
+    tags_messages = True
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         if full.data_ptr() != shard.data_ptr():
@@ -82,6 +97,10 @@ class SoloCommunicator:
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
         shard.copy_(full)
+        return Done()
+
+    def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
+        torch.cat(list(pieces[0]), out=shard)
         return Done()
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
@@ -97,6 +116,9 @@ class SoloCommunicator:
 
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
         return [payload]
+
+    def exchange_later(self, payload: bytes, device: torch.device) -> Told:
+        raise NotImplementedError("one rank has nobody to compare with")
 
     def duplicate(self) -> Communicator:
         return self

@@ -1,4 +1,4 @@
-"""The only door to what torch's DDP and its context for uneven inputs ask of those who work with them."""
+"""The only file that imports torch's DDP hooks and torch's `Join`, its context for uneven inputs."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ mean_of_ranks = allreduce_hook  # (process group, bucket) -> the future of the b
 
 
 class Bucket(Protocol):
-    """Gradients that DDP reduces together."""
+    """A group of gradients that DDP reduces together."""
 
     def index(self) -> int: ...
 
     def is_last(self) -> bool: ...
 
     def buffer(self) -> Tensor:
-        """All of them, 1-D."""
+        """All gradients of the bucket, as one 1-D tensor."""
         ...
 
     def gradients(self) -> list[Tensor]:
-        """Views of the buffer, one a parameter."""
+        """Views of the buffer, one for each parameter."""
         ...
 
     def parameters(self) -> list[Tensor]: ...
 
 
 class Shadow(JoinHook):
-    """What a rank that has run out of data does in every iteration of the others."""
+    """Runs `iteration` on a rank without data, once for every iteration of the other ranks."""
 
     def __init__(self, iteration: Callable[[], None], end: Callable[[], None] = lambda: None) -> None:
         self._iteration = iteration
-        self._end = end  # of the context, on all ranks
+        self._end = end  # called on all ranks when the context ends
 
     def main_hook(self) -> None:
         self._iteration()
@@ -48,6 +48,6 @@ class Shadow(JoinHook):
 
 
 def still_here(joinable: Joinable) -> None:
-    """Says, before an iteration's collectives, that this rank still has data. Outside of the context it does nothing."""
+    """Tells `Join`, before an iteration's collectives, that this rank still has data. Outside the context it does nothing."""
     if (work := Join.notify_join_context(joinable)) is not None:
         work.wait()

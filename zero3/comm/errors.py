@@ -1,4 +1,4 @@
-"""What a failed transfer was for: torch's errors name sockets and sizes, ours the rank, the layer and what was being done."""
+"""Errors for failed transfers. torch's own errors name sockets and sizes; these name the rank, the layer and the operation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from .log import Journal
+from .log import TransferLog
 
 __all__: list[str] = []
 
@@ -16,24 +16,27 @@ _OWN_PACE = "Ranks that generate or evaluate different numbers of times do so in
 
 
 class Ranked(Protocol):
-    """One of several ranks."""
+    """An object that knows its rank."""
 
     rank: int
     world_size: int
 
 
 class Subject:
-    """What a transfer is for, by a name that may still change: a layer learns its place in the model at its first forward."""
+    """The name of what a transfer is for. The name may change: a layer learns its place in the model at its first forward."""
 
-    __slots__ = ("journal", "name")
+    __slots__ = ("log", "name")
 
-    def __init__(self, name: str, journal: Journal | None = None) -> None:
+    def __init__(self, name: str, log: TransferLog | None = None) -> None:
         self.name = name
-        self.journal = journal  # of its model
+        self.log = log  # the model's
 
 
 class NamingFailures:
-    """A context: a collective that fails or times out inside says what it was for, and on which rank. Made once, used often."""
+    """Context in which the error of a failed collective tells the rank and the purpose. It is made once and used often.
+
+    Code that runs for every transfer uses `except RuntimeError` and `explain` instead, because entering a context costs time.
+    """
 
     __slots__ = ("_communicator", "_doing", "_subject")
 
@@ -46,10 +49,17 @@ class NamingFailures:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None) -> None:
-        if not isinstance(failure, RuntimeError) or isinstance(failure, torch.OutOfMemoryError):
+        if isinstance(failure, RuntimeError):
+            self.explain(failure)
+
+    def explain(self, failure: RuntimeError) -> None:
+        """Raises an error that tells the rank and the purpose. Returns if `failure` is an out-of-memory error."""
+        if isinstance(failure, torch.OutOfMemoryError):
             return
-        where = f" {self._subject.journal.where()}" if self._subject.journal is not None else ""
-        advice = "" if torch.is_grad_enabled() else f" {_OWN_PACE}"
+        where = advice = ""
+        if self._subject.log is not None:
+            where = f" {self._subject.log.where()}"
+            advice = "" if torch.is_grad_enabled() else f" {_OWN_PACE}"
         raise _of_transfer(
             f"rank {self._communicator.rank} of {self._communicator.world_size}: {self._doing} {self._subject.name} failed: {failure}\n"
             f"Most often another rank died or was cut off, or took another path through the model: its own error says why.{where}{advice}"
@@ -57,11 +67,11 @@ class NamingFailures:
 
 
 def _of_transfer(text: str) -> RuntimeError:
-    error = RuntimeError(text)  # no frame that it passes may know it by name: a cycle would keep its tensors alive
+    error = RuntimeError(text)  # the caller must not bind it to a local name: that cycle would keep the frame's tensors alive
     error.__dict__[_OF_TRANSFER] = True
     return error
 
 
 def is_transfer_failure(error: BaseException | None) -> bool:
-    """Whether it was a collective that failed: then the ranks can't speak to each other any more."""
+    """Whether `error` comes from a failed collective. After one, the ranks can't communicate any more."""
     return error is not None and _OF_TRANSFER in vars(error)

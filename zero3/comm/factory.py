@@ -1,4 +1,4 @@
-"""From a process group to its communicator."""
+"""Makes the communicator for a process group."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _NOT_A_MEMBER = "this process is not a member of the process_group it passed: on
 
 
 def communicator_for(process_group: Any, device: torch.device) -> Communicator:
-    """The communicator of a process group (None: the default one, or no group at all for a single process).
+    """The communicator for a process group. None: the default group, or this process alone if there is no default group.
 
     Raises:
-        RuntimeError: no process group, though a launcher has started several processes.
-        TypeError: something that is no process group.
-        ValueError: a process group that this process is not a member of, or that does not serve `device`.
+        RuntimeError: There is no process group, but a launcher has started several processes.
+        TypeError: `process_group` is not a process group.
+        ValueError: This process is not a member of the group, or the group does not support `device`.
     """
-    if process_group is not None and process_group is dist.GroupMember.NON_GROUP_MEMBER:  # new_group's answer to other ranks
+    if process_group is not None and process_group is dist.GroupMember.NON_GROUP_MEMBER:  # new_group returns it on other ranks
         raise ValueError(_NOT_A_MEMBER)
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         if hasattr(process_group, "all_gather") and hasattr(process_group, "duplicate"):
@@ -51,12 +51,29 @@ def communicator_for(process_group: Any, device: torch.device) -> Communicator:
 
 
 def process_group_of(communicator: Communicator) -> Any:
-    """For torch's own tools; None if there is none."""
+    """The process group of a communicator, for torch's own tools. None if it has no group."""
     return communicator._group if isinstance(communicator, GroupCommunicator) else None
 
 
+def give_memory_back(communicator: Communicator) -> None:
+    """Frees the shared memory of transfers that all ranks have read. It does not wait.
+
+    The next transfer has to allocate the memory again, so this is for callers that make no transfer for a while.
+    """
+    if isinstance(communicator, GlooCommunicator):
+        communicator.trim()
+
+
+def shares_memory(communicator: Communicator) -> bool:
+    """Whether all ranks share a host, and exchange tensors through shared memory. All ranks call it together.
+
+    If so, `all_gather` also accepts a `full` of W rows with gaps between them, and many short transfers cost no more than a long one.
+    """
+    return isinstance(communicator, GlooCommunicator) and communicator.shares_memory
+
+
 def any_device_of(process_group: Any) -> torch.device:
-    """A device whose tensors the group (None: the default one, or none) can move, for who has none of his own."""
+    """Any device that the group supports, for a caller without a device. None: the default group, or no group."""
     if not (dist.is_available() and dist.is_initialized()):
         return torch.device("cpu")
     known = isinstance(process_group, dist.ProcessGroup)
@@ -74,5 +91,5 @@ def _alone() -> Communicator:
 
 
 def _backends(group: Any) -> dict[str, str]:
-    """Device type -> backend: one group may have several ("cpu:gloo,cuda:nccl")."""
+    """Device type -> backend. One group may have several ("cpu:gloo,cuda:nccl")."""
     return dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(","))

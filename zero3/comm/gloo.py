@@ -1,4 +1,4 @@
-"""gloo's transfers by messages, and between processes of one host by the memory that they share."""
+"""Collectives for gloo: by messages between hosts, and by shared memory between processes on one host."""
 
 from __future__ import annotations
 
@@ -18,42 +18,44 @@ from .streams import Done, Pending
 
 __all__: list[str] = []
 
-IDENTITY_BYTES = 3  # of the number by which ranks know a layer; with two bits for the kind of transfer it is a message's tag
+IDENTITY_BYTES = 3  # length of a layer's number; the number and two bits for the kind of transfer are a message's tag
 _GATHER, _REDUCE, _SCATTER = 0, 1, 2
 
 
 class _Transfers:
-    """Sends and receives under way, and what to do with what came in. Holds its buffers until the wait."""
+    """Sends and receives under way, and a function that uses the received data. Holds all buffers until `wait`."""
 
     def __init__(self, works: list[Any], then: Callable[[], object]) -> None:
         self._works = works
         self._then: Callable[[], object] | None = then
 
     def wait(self) -> None:
-        for work in self._works:  # if one fails the others may go on: whoever made the buffers leaves them to these works
+        for work in self._works:  # if one fails, the others may still run, and need the buffers that this object holds
             work.wait()
         if self._then is not None:
             self._then()
-        self._then = None  # once: who waits again, since what came next has failed, would find nothing
+        self._then = None  # it runs once: a second call would wait for data that is already read
 
 
 class GlooCommunicator(GroupCommunicator):
-    """gloo on the CPU, by sends and receives: half the time of its all-gather, and a third of its reduce-scatter.
+    """Collectives built from gloo's sends and receives on the CPU.
 
-    Its reduce-scatter runs an all-reduce inside, which moves twice the bytes. Here every rank sends each other rank
-    just that rank's slice, and sums what it received in rank order: on 2 ranks the same bits as gloo's own (a sum of
-    two numbers does not depend on their order), on more the result may differ from it in the last place, and is the
-    same in every run.
+    They take half the time of gloo's all-gather and a third of its reduce-scatter, which runs an all-reduce inside and moves twice
+    the bytes. Here each rank sends every other rank only that rank's slice, and adds the received slices in rank order. So the
+    result is the same in every run. On 2 ranks it has the same bits as gloo's result; on more ranks the last bits may differ.
 
-    Between ranks of one host slices go through memory that both see (`host_memory`), and no message is sent.
+    Between ranks on one host, slices go through shared memory (`host_memory`), and no message is sent.
 
-    Messages carry their layer's tag. So ranks that have come apart, and gather different layers of equal size, wait
-    for each other in vain until the group's timeout, and don't take one layer's weights for another's.
+    Each message carries its layer's tag. If ranks gather different layers by mistake, they wait until the group's timeout; no rank
+    takes one layer's weights for another's.
     """
+
+    takes_pieces = True
+    tags_messages = True
 
     @cached_property
     def _memory(self) -> HostMemory:
-        """Made at the first transfer, which all ranks take part in."""
+        """It is made at the first transfer, because all ranks take part in that."""
         group = self._group
         return host_memory(group, self.rank, self.world_size, timeout_of(group, "cpu"), partial(self.exchange, device=torch.device("cpu")))
 
@@ -78,14 +80,14 @@ class GlooCommunicator(GroupCommunicator):
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
         if full.is_cuda:
             return self._staged(partial(self.reduce_scatter, bounds=bounds), shard, full)
-        return self.reduce_parts(shard, [[each] for each in self._slices(full, bounds)])
+        return self.reduce_pieces(shard, [[each] for each in self._slices(full, bounds)])
 
-    def reduce_parts(self, shard: Tensor, parts: Sequence[Sequence[Tensor]]) -> Pending:
+    def reduce_pieces(self, shard: Tensor, parts: Sequence[Sequence[Tensor]]) -> Pending:
         if not any(piece.numel() for pieces in parts for piece in pieces):
             return Done()
         others = self._others()
         far = sorted(rank for rank in others if rank not in self._memory.near)
-        room = [shard] if far[:1] == [min(others)] else []  # the sum is written over its first summand
+        room = [shard] if far[:1] == [min(others)] else []  # the sum may overwrite its first summand
         room += shard.new_empty((len(far) - len(room), shard.numel()))
         own = parts[self.rank]
 
@@ -105,7 +107,7 @@ class GlooCommunicator(GroupCommunicator):
         return cut(full, bounds) if bounds is not None else list(full.view(self.world_size, -1))
 
     def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
-        if shard.is_cuda or len(self._memory.near) < self.world_size - 1:
+        if shard.is_cuda or not self.shares_memory:
             return super().scatter(shard, slices, bounds)
         if slices is None:
             return self._swap(_SCATTER, {0: shard}, {}, lambda received: shard.copy_(received[0]))
@@ -115,11 +117,21 @@ class GlooCommunicator(GroupCommunicator):
         shard.copy_(slices[self.rank])
         return _Transfers([], lambda: memory.await_receipts(number))
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all other ranks are on this host. All ranks ask together, because the first use is a collective."""
+        return len(self._memory.near) == self.world_size - 1
+
+    def trim(self) -> None:
+        """Frees the group's shared memory, where all ranks have read the transfers."""
+        if "_memory" in self.__dict__:  # otherwise there was no transfer; to make the memory would take all ranks
+            self._memory.trim()
+
     def _tag(self, kind: int) -> int:
         return 4 * self.channel + kind
 
     def _others(self) -> list[int]:
-        """Every rank but this, the next first: so not all send to the same one at a time."""
+        """All other ranks, beginning with the next one, so that ranks do not all send to the same rank at once."""
         return [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
 
     def _swap(
@@ -129,11 +141,11 @@ class GlooCommunicator(GroupCommunicator):
         outgoing: Mapping[int, Sequence[Tensor]],
         then: Callable[[dict[int, Tensor]], object],
     ) -> Pending:
-        """Sends `outgoing[r]`, side by side, to each rank r there; runs `then` with what came from each.
+        """Sends the tensors `outgoing[r]`, side by side, to each rank r; calls `then` with the tensor received from each rank.
 
-        That is `incoming[r]`, or of a near rank something as long, in memory that is lent meanwhile. Messages are bytes, so
-        that any dtype goes. Empty ones too: torch's debug mode counts a rank's messages, and takes different numbers for
-        ranks that came apart.
+        Data from a far rank is received into `incoming[r]`. Data from a near rank is read in shared memory, which `then` may use
+        while it runs. Messages are sent as bytes, so that every dtype works. Empty messages are sent too: torch's debug mode
+        raises an error if ranks send different numbers of messages.
         """
         memory, group, tag, works = self._memory, self._group, self._tag(kind), []
         near, turn = memory.near, memory.next_turn(tag)
@@ -144,11 +156,11 @@ class GlooCommunicator(GroupCommunicator):
             tensors = outgoing[target]
             tensor = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
             works.append(dist.isend(tensor.view(torch.uint8), group=group, group_dst=target, tag=tag))
-        memory.begun(tag)  # after all that may fail
+        memory.begun(tag)  # after everything that may fail, so that a failed start can be repeated
         expected = {source: memory.expect(source, tag, turn) for source in incoming if source in near}
 
         def land() -> None:
-            """What ends the transfer: `then`, with what near ranks lend."""
+            """Calls `then` while the data of near ranks is mapped."""
             with ExitStack() as lent:
                 found = {source: lent.enter_context(each.look(incoming[source])) for source, each in expected.items()}
                 then(incoming | found)
@@ -156,7 +168,7 @@ class GlooCommunicator(GroupCommunicator):
         return _Transfers(works, land)
 
     def _staged(self, collective: Callable[[Tensor, Tensor], Pending], output: Tensor, source: Tensor) -> Pending:
-        """Through host memory, blocking: for tests of several ranks on one GPU, which NCCL does not allow."""
+        """Copies through host memory, and blocks. It is for tests of several ranks on one GPU, which NCCL does not allow."""
         if not output.is_cuda:
             return collective(output, source)
         host = torch.empty_like(output, device="cpu")

@@ -1,46 +1,117 @@
-"""What a rank has asked of the others, in order: a rolling hash that must be theirs too, and the latest for errors to tell. No torch."""
+"""The log of a rank's transfers: a rolling hash, which must be the same on all ranks, and the latest ones for errors. No torch."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
 
 __all__: list[str] = []
 
 _MASK, _PRIME = (1 << 64) - 1, 1099511628211  # FNV-1a
 
 
-class Journal:
-    """One per model. Ranks that have made the same transfers have the same `digest`."""
+class Named(Protocol):
+    name: str
 
-    __slots__ = ("_compared", "_latest", "count", "digest", "passes")
+
+class Told(Protocol):
+    """The result of an exchange that is under way. See `communicator`."""
+
+    def ready(self) -> bool: ...
+
+    def read(self) -> list[bytes]: ...
+
+
+class Tells(Protocol):
+    def exchange_later(self, payload: bytes, device: Any) -> Told: ...
+
+
+class Transfer(NamedTuple):
+    """The gather or the reduction of a layer. Each layer makes one object of each, and logs it for every transfer."""
+
+    doing: str
+    subject: Named
+    identity: int  # the same number on all ranks, and different for every layer and kind
+
+
+class TransferLog:
+    """The transfers of one model. Ranks that have made the same transfers have the same hash.
+
+    A transfer costs only one append to `entries`. The hash is computed later, when it is needed.
+    """
+
+    __slots__ = ("_digest", "_latest", "_said", "_told", "entries", "folded", "passes")
 
     def __init__(self) -> None:
-        self.count = 0  # transfers
-        self.digest = 14695981039346656037
-        self.passes = 0  # forwards of the whole model; ranks may differ, inside `resident`
-        self._compared = 0
-        self._latest: deque[tuple[str, str]] = deque(maxlen=4)
+        self.entries: list[Transfer] = []  # transfers that are not in the hash yet
+        self.passes = 0  # forwards of the whole model; inside `resident` ranks may differ
+        self.folded = 0  # the number of transfers in the hash
+        self._digest = 14695981039346656037
+        self._latest: deque[Transfer] = deque(maxlen=4)
+        self._told: Told | None = None  # the hashes of all ranks at the last `tell`
+        self._said: tuple[int, list[Transfer]] = (0, [])  # the forward of the last `tell`, and this rank's latest transfers then
 
-    def note(self, doing: str, name: str, identity: int) -> None:
-        """A transfer is about to be made. `identity` is the layer's, the same on all ranks."""
-        self.count += 1
-        self.digest = ((self.digest ^ (2 * identity + (doing == "gathering"))) * _PRIME) & _MASK
-        self._latest.append((doing, name))
+    def fold(self) -> None:
+        """Adds the new transfers to the hash."""
+        for transfer in self.entries:
+            self._digest = ((self._digest ^ transfer.identity) * _PRIME) & _MASK
+        self.folded += len(self.entries)
+        self._latest.extend(self.entries[-4:])
+        self.entries.clear()
 
-    def due(self, every: int) -> bool:
-        """Whether `every` transfers or more were made since this last said so. 0: never; 1: they are compared one by one."""
-        if every < 2 or self.count - self._compared < every:
-            return False
-        self._compared = self.count
-        return True
+    @property
+    def count(self) -> int:
+        """The number of transfers so far."""
+        return self.folded + len(self.entries)
+
+    @property
+    def digest(self) -> int:
+        """The hash of all transfers so far, 64 bits."""
+        self.fold()
+        return self._digest
+
+    def tell(self, communicator: Tells, device: Any) -> None:
+        """Sends the count and the hash to the other ranks, without a wait. `look` compares them later."""
+        self.fold()
+        payload = self._digest.to_bytes(8, "little") + self.folded.to_bytes(8, "little")
+        self._said = (self.passes + 1, list(self._latest))
+        self._told = communicator.exchange_later(payload, device)
+
+    def look(self, *, wait: bool = True) -> None:
+        """Compares the hashes of the last `tell`. With `wait=False` only if they are there already.
+
+        Raises:
+            ValueError: Ranks had made different transfers. All ranks raise it.
+        """
+        if self._told is None or not (wait or self._told.ready()):
+            return
+        told, self._told = self._told, None
+        found = told.read()
+        if len(set(found)) == 1:
+            return
+        known = [f"rank {rank}: {int.from_bytes(each[8:], 'little')} with hash {each[:8].hex()}" for rank, each in enumerate(found)]
+        passes, latest = self._said
+        raise ValueError(
+            f"ranks differ in the transfers made before forward pass {passes}: {'; '.join(known)}. The latest of this rank were: "
+            f"{_names(latest)}. Numbers may be wrong since then: load a checkpoint. All ranks must call the same layers in the same "
+            "order. An exception that only one rank catches breaks this: use zero3.step_guard for that. "
+            "ShardingPolicy(compare_every=1) finds the first transfer that differs."
+        )
 
     def summary(self) -> str:
-        """For ranks to compare."""
-        return f"{self.count} transfers, hash {self.digest:016x}, the latest: {self._recently()}"
+        """A text that ranks compare."""
+        self.fold()
+        return f"{self.folded} transfers, hash {self._digest:016x}, the latest: {self._recently()}"
 
     def where(self) -> str:
-        """For errors."""
-        return f"This was in forward pass {self.passes} (or its backward), transfer {self.count}; the latest: {self._recently()}."
+        """A sentence for errors."""
+        self.fold()
+        return f"This was in forward pass {self.passes} (or its backward), transfer {self.folded}; the latest: {self._recently()}."
 
     def _recently(self) -> str:
-        return ", ".join(f"{doing} {name}" for doing, name in self._latest) or "none"
+        return _names(self._latest)
+
+
+def _names(transfers: Iterable[Transfer]) -> str:
+    return ", ".join(f"{doing} {subject.name.removeprefix('layer ')}" for doing, subject, _ in transfers) or "none"

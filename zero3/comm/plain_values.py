@@ -1,4 +1,4 @@
-"""Python values as JSON and back, exactly: no pickle, and nothing that would come back as something else without a word."""
+"""Converts Python values to JSON and back without a change. Other values are an error, and pickle is never used."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ _SCALARS = (bool, int, float, str)
 
 
 def encode(value: Any, what: str, tensor: Callable[[Tensor], Any]) -> Any:
-    """`value` as JSON has it. Tuples, counters and keys that are not strings are marked; `tensor` says what stands for a tensor.
+    """Converts `value` to what JSON can hold. Tuples, counters and keys that are not strings are marked.
+
+    `tensor` converts a tensor. `what` is the name of `value` in errors.
 
     Raises:
-        TypeError: anything else, by the way that leads to it from `what`.
+        TypeError: A value of another type. The error names the path to it.
     """
     if value is None or (isinstance(value, _SCALARS) and type(value).__module__ == "builtins"):
         return value
@@ -44,7 +46,7 @@ def encode(value: Any, what: str, tensor: Callable[[Tensor], Any]) -> Any:
 
 
 def decode(value: Any, tensor: Callable[[Any], Tensor]) -> Any:
-    """What `encode` was given, dicts and tuples as plain ones; `tensor` brings back what stands for a tensor."""
+    """The inverse of `encode`. Dicts and tuples come back as plain ones. `tensor` is the inverse of `encode`'s `tensor`."""
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
@@ -60,15 +62,15 @@ def decode(value: Any, tensor: Callable[[Any], Tensor]) -> Any:
 
 
 def encode_scalar(value: Any, what: str) -> Any:
-    """As `encode`, with the value of a 0-dim tensor written out. Whether it was on a device is part of it."""
+    """Works as `encode`, and writes a 0-dim tensor as its dtype, its value, and whether it was on a device other than the CPU."""
     return encode(value, what, lambda tensor: _scalar(tensor, what))
 
 
 def decode_scalar(value: Any, device: torch.device) -> Any:
-    """What `encode_scalar` was given; tensors that were on a device on this one.
+    """The inverse of `encode_scalar`. Tensors that were on a device other than the CPU are made on `device`.
 
     Raises:
-        ValueError: something else stands for a tensor than `encode_scalar` writes.
+        ValueError: A tensor's entry is not in the format that `encode_scalar` writes.
     """
 
     def tensor(found: Any) -> Tensor:
@@ -89,7 +91,7 @@ def dtype_named(name: str) -> torch.dtype:
     """`float32` -> torch.float32.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: There is no dtype with that name.
     """
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):

@@ -1,9 +1,10 @@
-"""A process group of torch as a `Communicator`. Collectives take flat tensors and know nothing of parameters."""
+"""A torch process group as a `Communicator`. Its collectives take flat tensors."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -14,24 +15,27 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.functional import pad
 
-from .communicator import Bounds, Communicator
-from .streams import Done, Lanes, Pending, lanes_for
+from .communicator import Bounds, Communicator, Told
+from .streams import Done, Lanes, OnHost, Pending, lanes_for
 
 __all__: list[str] = []
 
 
 class GroupCommunicator:
-    """A process group whose collectives are ordered by streams (NCCL) or by their handles (everything else)."""
+    """The collectives of a process group. Streams order them on NCCL; handles order them on other backends."""
+
+    takes_pieces = False
+    tags_messages = False
 
     def __init__(self, group: Any, backend: str) -> None:
-        # Weakly: torch keeps a group until it is destroyed, and gloo's threads must not outlive that because a model does.
+        # Weak, because torch holds the group until it is destroyed: a model must not keep gloo's threads alive after that.
         self._reference = weakref.ref(group)
         self._backend = backend
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.channel = 0
         self._on_streams = backend == "nccl"
-        # torch 2.13 deprecates the old names, 2.11 has no others
+        # torch 2.13 deprecates the old names; torch 2.11 has only the old names
         self._all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -51,6 +55,9 @@ class GroupCommunicator:
             return self._reduce_scatter(shard, full, group=self._group, async_op=not self._on_streams) or Done()
         return dist.reduce_scatter(shard, cut(full, bounds), group=self._group, async_op=not self._on_streams) or Done()
 
+    def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
+        raise NotImplementedError(f"{self._backend} reduces a buffer: takes_pieces is {self.takes_pieces}")
+
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self._group)
 
@@ -62,7 +69,7 @@ class GroupCommunicator:
         return Done()
 
     def _scatter_padded(self, shard: Tensor, slices: list[Tensor] | None, bounds: tuple[int, ...]) -> None:
-        """No backend scatters slices of unequal length, and this is rare: whole models are loaded so, not trained."""
+        """Pads the slices to one length, because no backend scatters unequal slices. Only loading needs this, not training."""
         longest = max(stop - start for start, stop in pairwise(bounds))
         if longest:
             padded = shard.new_empty(longest)
@@ -77,16 +84,30 @@ class GroupCommunicator:
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
         all_ranks = torch.empty(self.world_size * len(payload), dtype=torch.uint8, device=device)
         self._all_gather(all_ranks, mine, group=self._group)
-        everything = bytes(all_ranks.tolist())
-        return [everything[i : i + len(payload)] for i in range(0, len(everything), len(payload))]
+        return _split(all_ranks, len(payload))
+
+    def exchange_later(self, payload: bytes, device: torch.device) -> Told:
+        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device, non_blocking=True)
+        all_ranks = torch.empty(self.world_size * len(payload), dtype=torch.uint8, device=device)
+        pending = self._all_gather(all_ranks, mine, group=self._group, async_op=not self._on_streams) or Done()
+        return _Told(pending, OnHost(all_ranks) if self._on_streams else None, all_ranks, len(payload))
 
     def duplicate(self) -> Communicator:
         if not self._on_streams:
-            return self  # transfers that are ordered by handles do not queue behind each other
+            return self  # transfers with handles do not queue behind each other
         ranks = dist.get_process_group_ranks(self._group)
-        # unasked, a new group takes torch's default timeout and not that of the groups before
-        group = dist.new_group(ranks, timeout_of(self._group, "cuda"), backend=self._backend, use_local_synchronization=True)
-        return GroupCommunicator(group, self._backend)
+        part = len(ranks) < dist.get_world_size()
+        if part and dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
+            raise ValueError(
+                f"rank {self.rank}: separate_backup_group=True, and the model's process group has {len(ranks)} of {dist.get_world_size()} "
+                "ranks, but init_process_group(device_id=...) has bound devices: torch then makes a group by splitting the communicator of "
+                "all ranks, and waits for the ranks that are not in it. Use separate_backup_group=False, or no device_id."
+            )
+        # pass the timeout, because a new group would take torch's default
+        group = dist.new_group(ranks, timeout_of(self._group, "cuda"), backend=self._backend, use_local_synchronization=part)
+        duplicate = GroupCommunicator(group, self._backend)
+        weakref.finalize(duplicate, _destroy, weakref.ref(group)).atexit = False
+        return duplicate
 
     def lanes(self, device: torch.device) -> Lanes:
         return lanes_for(device)
@@ -95,8 +116,33 @@ class GroupCommunicator:
         return isinstance(other, GroupCommunicator) and self._group == other._group
 
 
+def _destroy(reference: weakref.ref[Any]) -> None:
+    """Destroys a duplicate's group when its model is deleted, to free the communicator's buffers."""
+    group = reference()
+    if group is not None and dist.is_initialized():
+        with suppress(RuntimeError, ValueError):  # the group is destroyed already
+            dist.destroy_process_group(group)
+
+
+class _Told:
+    def __init__(self, pending: Pending, copied: OnHost | None, all_ranks: Tensor, length: int) -> None:
+        self._pending, self._copied, self._all_ranks, self._length = pending, copied, all_ranks, length
+
+    def ready(self) -> bool:
+        return self._copied is None or self._copied.ready()
+
+    def read(self) -> list[bytes]:
+        self._pending.wait()
+        return _split(self._all_ranks if self._copied is None else self._copied.tensor(), self._length)
+
+
+def _split(all_ranks: Tensor, length: int) -> list[bytes]:
+    everything = bytes(all_ranks.tolist())
+    return [everything[i : i + length] for i in range(0, len(everything), length)]
+
+
 def timeout_of(group: Any, device: str) -> timedelta:
-    """Torch's default where it does not tell, as when a debug mode wraps the backend."""
+    """The group's timeout on `device`. It is torch's default if the backend does not tell, as in some debug modes."""
     try:
         backend = group._get_backend(torch.device(device))
         return getattr(backend, "wrapped_pg", backend).options._timeout  # type: ignore[no-any-return]
@@ -105,4 +151,5 @@ def timeout_of(group: Any, device: str) -> timedelta:
 
 
 def cut(full: Tensor, bounds: tuple[int, ...]) -> list[Tensor]:
+    """The slices of `full`, as views, one for each rank."""
     return [full[start:stop] for start, stop in pairwise(bounds)]

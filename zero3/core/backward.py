@@ -1,17 +1,19 @@
-"""One model's backward: walks the tapes of its forwards from their ends, fetches, backs up and releases.
+"""One model's backward. It walks over the traces of forwards from their ends, and fetches, backs up and releases layers.
 
-backward of layer i    back up and release i+1; wait fetch(i); start fetch(i-1); autograd
-end of backward        compute waits for all backups; nothing is fetched, nothing in flight
+    backward of layer i    back up and release i+1; wait fetch(i); start fetch(i-1); autograd
+    end of backward        wait for all backups; then no layer is fetched, and no transfer is under way
+
+The numbers in comments, such as [B1], are those of "a step, call by call" in docs/design.md.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
@@ -19,10 +21,10 @@ from torch.autograd.graph import Node
 from ..comm.agreement import agree
 from ..comm.communicator import Communicator
 from .autograd import EndOfBackward, accumulates_everywhere, backward_task, before_gradient_flows, inside_backward
-from .coordination import Action, Activity, Gate
+from .coordination import Activity, Gate
 from .gradient_reducer import Backup
-from .layer_state import LayerState, Presence
-from .schedule import Call, CallTrace, ForwardOrder, Step
+from .layer_state import LayerState, Presence, reducers_of
+from .schedule import Call, CallStack, CallTrace, ForwardOrder, Step
 
 __all__: list[str] = []
 
@@ -32,43 +34,34 @@ LayerTrace = CallTrace[LayerState]
 LayerCall = Call[LayerState]
 
 
-class Frame(NamedTuple):
-    """A layer's forward under way."""
-
-    state: LayerState
-    start: int
-    clock: int  # of the graph: the nodes that the forward makes are not older
-    recomputes: bool
-    fetched_here: bool
-
-
 class Backward:
-    """What backward does with the layers of a model, whichever hook of the graph calls first."""
+    """Moves a model's layers through a backward. Hooks on the graph call it, in any order."""
 
-    def __init__(self, communicator: Communicator, backup_communicator: Communicator, device: torch.device, depth: int) -> None:
-        self.layers: list[LayerState] = []
-        self.frames: list[Frame] = []  # forwards under way; inside a backward, recomputations
+    def __init__(
+        self, stack: CallStack[LayerState], communicator: Communicator, backup_communicator: Communicator, device: torch.device, depth: int
+    ) -> None:
+        # the order of traces, each with its layers and what is done with their gradients
+        self.order: ForwardOrder[tuple[tuple[LayerState, ...], tuple[str, ...]]] = ForwardOrder()
+        self._stack = stack
         self._communicator = communicator
         self._backup_communicator = backup_communicator
         self._device = device
         self._depth = depth
-        # of the tapes, with what is done with each layer's gradients; nested backwards have their own
-        self.order: ForwardOrder[tuple[tuple[LayerState, ...], tuple[str, ...]]] = ForwardOrder()
-        self._touched: list[LayerTrace] = []  # the tapes it has come to
+        self._touched: list[LayerTrace] = []  # the traces that this backward has reached
         self._backups: deque[Backup] = deque()
-        self._reduces = False  # whether this backward reduces anything: `autograd.grad` does not
-        self._owes = False  # whether `no_sync` was ever used
-        self._ending = EndOfBackward()  # of the present one
-        self._outer_ending = EndOfBackward()  # of one that recomputes layers and runs backwards of its own through them
+        self._reduces = False  # whether this backward reduces gradients; `autograd.grad` does not
+        self._owes = False  # whether gradients were ever kept for later (`no_sync`, stage 1)
+        self._activity: AbstractContextManager[Any] | None = None  # the gate's context for this backward, entered
+        self._ending = EndOfBackward()  # the end of the present backward
+        self._outer_ending = EndOfBackward()  # the end of a backward that runs others inside (reentrant checkpointing)
 
     def watch(self, state: LayerState) -> None:
-        """Takes charge of `state`: whatever gradient it gets, by whatever way, is reduced by the end of the backward."""
-        self.layers.append(state)
-        state.gradients.watch(partial(_tell, weakref.WeakMethod(self.gradient_came)), partial(_tell, weakref.WeakMethod(self.settle)))
+        """Adds a layer: from now on, any gradient that it gets is reduced by the end of the backward."""
+        state.gradients.backward = weakref.ref(self)
 
-    def follow(self, tape: LayerTrace, call: LayerCall, nodes: Iterable[Node], mark: object) -> None:
+    def follow(self, trace: LayerTrace, call: LayerCall, nodes: Iterable[Node], mark: object) -> None:
         """From now on, a gradient that flows into `nodes` opens `call` first."""
-        before_gradient_flows(nodes, partial(self._before, tape, call), mark)
+        before_gradient_flows(nodes, partial(self._before, trace, call), mark)
 
     def forbid(self, state: LayerState, nodes: Iterable[Node]) -> None:
         """A gradient that flows into `nodes`, which were computed while the layer was resident, is an error."""
@@ -83,16 +76,11 @@ class Backward:
         before_gradient_flows(nodes, refuse, mark=self)
 
     @property
-    def at_own_pace(self) -> bool:
-        """Inside `resident`: the ranks may be at different points, or at none."""
-        return all(state.resident for state in self.layers)
-
-    @property
     def gate(self) -> Gate:
-        return self.layers[0].gate
+        return self._stack.layers[0].gate
 
-    def help_back_up(self, state: LayerState) -> None:
-        """Takes part in a reduction for ranks that have gradients, on one that has none but what `no_sync` has kept."""
+    def take_part_in_backup(self, state: LayerState) -> None:
+        """Takes part in a reduction of the other ranks, if this rank has no data, or its micro-batch has failed."""
         for backup in state.gradients.back_up(state.lanes.backup, self._backup_communicator):
             backup.wait()
 
@@ -101,175 +89,192 @@ class Backward:
         return self._ending.awaited
 
     def is_recomputing(self, state: LayerState) -> bool:
-        """Whether a forward of `state` now is a checkpoint's recomputation of a call that this backward has on a tape."""
-        return self.running and any(tape.holds(state) for tape in self._touched)
+        """Whether a forward of `state` is now a checkpoint's recomputation of a call on one of this backward's traces."""
+        return self.running and any(trace.holds(state) for trace in self._touched)
 
     def release(self, state: LayerState) -> None:
         """Releases `state`, unless one of its calls is under way."""
-        if state.presence is Presence.RELEASED or any(frame.state is state for frame in self.frames):
+        if state.presence is Presence.RELEASED or self._stack.is_under_way(state):
             return
-        if not any(tape.is_open(state) for tape in self._touched):
+        if not any(trace.is_open(state) for trace in self._touched):
             state.release_or_keep()
 
     def recompute(self) -> None:
-        """Before a forward inside a backward. If it belongs to a reentrant checkpoint, its own backward ends before this one."""
+        """Called before a recomputation. Under reentrant checkpointing the recomputed layers get a backward inside this one."""
         if not self._ending.awaited and not self._outer_ending.awaited:
             self._outer_ending.wait(then=self._end_outer)
-        self.gate.enter(Activity.BACKWARD)
+        self._tell_gate()
         self._finish_nested()
 
     def _finish_nested(self) -> None:
-        """Ends the walk over tapes of backwards that ran inside this one and are over (reentrant checkpointing)."""
+        """Ends the walks of backwards inside this one that are over (reentrant checkpointing)."""
         task = backward_task()
-        for nested in [tape for tape in self._touched if tape.task > task]:
+        for nested in [trace for trace in self._touched if trace.task > task]:
             self._finish(nested)
 
     def reset(self, *, broken: bool = False) -> None:
-        """Releases everything. If the last backward raised, the gradients accumulated so far are dropped with it,
-        or, in a transaction, are again what they were."""
+        """Releases all layers. If the last backward raised, all gradients are dropped; in a transaction, only that backward's."""
         broken_backward = self._ending.missed or self._outer_ending.missed
         while self._backups:
             try:
                 self._backups.popleft().wait()
-            except RuntimeError:  # a transfer that failed is over
+            except RuntimeError:  # after a failed transfer there is nothing more to wait for
                 broken_backward = True
-        for tape in self._touched:
-            tape.rewind()
+        for trace in self._touched:
+            trace.rewind()
         self._touched.clear()
-        self.frames.clear()
+        self._stack.frames.clear()
         self._reduces = False
+        self._activity = None
         self._ending.forget()
         if self._outer_ending.missed:
             self._outer_ending.forget()
-        for state in self.layers:
+        for state in self._stack.layers:
             state.reset(broken=broken or broken_backward)
-            if broken_backward:
-                state.gradients.give_up()
+        for reducer in reducers_of(self._stack.layers) if broken_backward else ():
+            reducer.give_up()
         self._forget_zeroed()
 
     def _forget_zeroed(self) -> None:
-        """What `no_sync` kept, and the user has given up since. Where nothing shows that, what was given up elsewhere does."""
+        """Drops kept gradients if the caller has zeroed the chunks' gradients since they were kept.
+
+        A rank without any part of a chunk can't see this for that chunk. It goes by the other chunks.
+        """
         if not self._owes:
             return
-        zeroed = [state for state in self.layers if state.gradients.forget_zeroed()]
-        for state in self.layers if zeroed else ():
-            state.gradients.forget_unseen()
+        reducers = reducers_of(self._stack.layers)
+        zeroed = [reducer for reducer in reducers if reducer.forget_zeroed()]
+        if zeroed:
+            for reducer in reducers:
+                if reducer.unseen:
+                    reducer.drop()
 
-    def _before(self, tape: LayerTrace, call: LayerCall) -> None:
-        """A gradient is about to flow into the graph of `call`."""
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"create_graph=True through layer {call.layer.label}: the graph of the gradients would use the layer's "
-                "weights after they are released. Double backward is not supported; compute such a term on an unsharded model."
-            )
-        self._enter()
-        self._finish_nested()
-        for newer in [t for t in self._touched if t.serial > tape.serial]:
-            self._finish(newer)
-        if tape not in self._touched:
-            self._touch(tape)
-        for step in tape.advance(call):
-            self._take(step, tape)
+    # -- the walk
 
-    def _touch(self, tape: LayerTrace) -> None:
-        signature = tape.signature()
-        reductions = tuple(state.gradients.reduction for state in signature)
-        if not self.order.advance((signature, reductions)):
-            names = [f"{state.name_among_ranks}, {how}" for state, how in zip(signature, reductions, strict=True)]
-            signature[0].watch.recorder("agree", _BACKWARD, *names)
-            with self.gate.passing(Action.AGREE, self.layers[0]):
-                agree(self._communicator, self._device, _BACKWARD, names)
-        # `autograd.grad` writes no parameter's gradient: then nothing is reduced
-        tape.reduces = accumulates_everywhere() or any(state.gradients.expected() for state in dict.fromkeys(reversed(signature)))
-        self._reduces = self._reduces or tape.reduces
-        tape.task = backward_task()
-        self._touched.append(tape)
-
-    def _take(self, step: Step[LayerState], tape: LayerTrace) -> None:
-        state = step.call.layer
-        if step.opens:
-            state.fetch()
-            for following in tape.upcoming(self._depth):
-                following.start_fetch()
-            return
-        state.check_unwritten()  # an optimizer that steps in hooks of parameters would train nothing
-        if step.reduce and tape.reduces:
-            self._back_up(state)
-        self.release(state)
-
-    def _finish(self, tape: LayerTrace) -> None:
-        for step in tape.finish(complete=tape.reduces):
-            self._take(step, tape)
-        self._touched.remove(tape)
-
-    def _back_up(self, state: LayerState, *, whole: bool = False) -> None:
-        self._owes = self._owes or state.gradients.deferred
-        while len(self._backups) >= max(1, self._depth):
-            self._backups.popleft().wait()
-        keeps = state.gradients.deferred and not whole
-        with nullcontext() if keeps else self.gate.passing(Action.REDUCE, state):
-            self._backups.extend(state.gradients.back_up(state.lanes.backup, self._backup_communicator, whole=whole))
-        if not self._depth:
-            self._drain_backups()
-
-    def settle(self) -> None:
-        """Somebody looks at a gradient that has stayed whole (stage 1): now all of them are reduced, on every rank."""
-        if inside_backward():
-            raise RuntimeError("with stage=1 gradients are reduced after backward: don't look at them in hooks")
-        self._forget_zeroed()
-        for state in self.layers:
-            if state.gradients.owed():
-                self._back_up(state, whole=True)
-        self._drain_backups()
-
-    def _drain_backups(self) -> None:
-        while self._backups:
-            self._backups.popleft().wait()
-
-    def _enter(self) -> None:
-        if self.running:
+    def begin(self) -> None:
+        """[B1] Called by the first hook of a backward. This may be the hook of a parameter used outside the layers' calls."""
+        if self.running or not inside_backward():
             return
         if self._ending.missed:
             self.reset()
         self._forget_zeroed()
         self._ending.wait(then=self._end)
-        self.gate.enter(Activity.BACKWARD)
+        self._tell_gate()
         self.order.begin()
 
+    def _tell_gate(self) -> None:
+        if self._activity is None:
+            self._activity = self.gate.doing(Activity.BACKWARD)
+            self._activity.__enter__()
+
+    def _before(self, trace: LayerTrace, call: LayerCall) -> None:
+        """[B2] A gradient is about to flow into the graph of `call`."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"create_graph=True through layer {call.layer.label}: the graph of the gradients would use the layer's "
+                "weights after they are released. Double backward is not supported; compute such a term on an unsharded model."
+            )
+        self.begin()
+        self._finish_nested()
+        for newer in [each for each in self._touched if each.serial > trace.serial]:
+            self._finish(newer)
+        if trace not in self._touched:
+            self._touch(trace)
+        for step in trace.advance(call):
+            self._take(step, trace)
+
+    def _touch(self, trace: LayerTrace) -> None:
+        signature = trace.signature()
+        reductions = tuple(_reduction_of(state) for state in signature)
+        if not self.order.advance((signature, reductions)):
+            names = [f"{state.name_among_ranks}, {how}" for state, how in zip(signature, reductions, strict=True)]
+            with self.gate.compare(signature[0], _BACKWARD, names):
+                agree(self._communicator, self._device, _BACKWARD, names)
+        # `autograd.grad` may compute no parameter's gradient: then nothing is reduced
+        trace.reduces = accumulates_everywhere() or any(state.gradients.expected() for state in dict.fromkeys(reversed(signature)))
+        self._reduces = self._reduces or trace.reduces
+        trace.task = backward_task()
+        self._touched.append(trace)
+
+    def _take(self, step: Step[LayerState], trace: LayerTrace) -> None:
+        state = step.call.layer
+        if step.opens:  # [B3]
+            state.fetch()
+            for following in trace.upcoming(self._depth):
+                following.start_fetch()
+            return
+        state.check_unwritten()  # an optimizer that steps in parameters' hooks would change nothing but the full buffer
+        if step.reduce and trace.reduces:
+            self._back_up(state)
+        self.release(state)
+
+    def _finish(self, trace: LayerTrace) -> None:
+        for step in trace.finish(complete=trace.reduces):
+            self._take(step, trace)
+        self._touched.remove(trace)
+
+    def _back_up(self, state: LayerState, *, whole: bool = False) -> None:
+        """[B5] Reduces a layer's gradients, or keeps them if reductions are deferred. `whole`: reduces kept ones even then."""
+        if state.gradients.deferred and not whole:
+            self._owes = True
+            state.gradients.keep()
+            return
+        while len(self._backups) >= max(1, self._depth):
+            self._backups.popleft().wait()
+        with state.backup_span, self.gate.reduce(state):
+            self._backups.extend(state.gradients.back_up(state.lanes.backup, self._backup_communicator))
+        if not self._depth:
+            self._drain_backups()
+
+    def reduce_deferred(self) -> None:
+        """Reduces all kept gradients, on every rank. At stage 1, the first read of a gradient calls it."""
+        if inside_backward():
+            raise RuntimeError("with stage=1 gradients are reduced after backward: don't look at them in hooks")
+        self._forget_zeroed()
+        tokens = [(reducer, reducer.noted_tokens()) for reducer in reducers_of(self._stack.layers) if reducer.owed]
+        for state in self._stack.layers:
+            if state.gradients.owed():
+                self._back_up(state, whole=True)
+        self._drain_backups()
+        for reducer, total in tokens:  # the reduction adds no new gradients, so the number of tokens stays the same
+            if total is not None:
+                reducer.note_tokens(total)
+
+    def _drain_backups(self) -> None:
+        while self._backups:
+            self._backups.popleft().wait()
+
     def _end(self) -> None:
-        for tape in sorted(self._touched, key=lambda tape: -tape.serial):
-            self._finish(tape)
-        for state in self.layers:
-            if state.gradients.pending() or (self._owes and self._reduces and state.gradients.due()):
+        """[B6] Every layer's gradients are reduced, every layer is released, nothing is in flight."""
+        for trace in sorted(self._touched, key=lambda trace: -trace.serial):
+            self._finish(trace)
+        for state in self._stack.layers:
+            gradients = state.gradients
+            if gradients.pending() or (self._owes and self._reduces and not gradients.deferred and gradients.owed()):
                 self._back_up(state)
         self._drain_backups()
         self._reduces = False
-        for state in self.layers:
+        for state in self._stack.layers:
             self.release(state)
         self.order.learn()
         if not self._outer_ending.awaited:
-            self._commit()
-        self._leave()
+            self._end_outer()
+        else:
+            self._leave_gate()
 
     def _end_outer(self) -> None:
-        self._commit()
-        self._leave()
+        for state in self._stack.layers:
+            state.gradients.end_backward()
+        self._leave_gate()
 
-    def _commit(self) -> None:
-        for state in self.layers:
-            state.gradients.commit()
-
-    def _leave(self) -> None:
-        self.gate.leave(Activity.BACKWARD)
-
-    def gradient_came(self) -> None:
-        """A layer's first gradient, perhaps by a way outside its calls: make sure that this backward ends by reducing it."""
-        if inside_backward():
-            self._enter()
+    def _leave_gate(self) -> None:
+        activity, self._activity = self._activity, None
+        if activity is not None:
+            activity.__exit__(None, None, None)
 
 
-def _tell(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Hooks hold no runtime: a model that is given up is freed at once."""
-    told = method()
-    if told is not None:
-        told()
+def _reduction_of(state: LayerState) -> str:
+    """What a backward does with the layer's gradients. All ranks have to do the same, so they compare this text."""
+    if not any(chunk.shard.requires_grad for chunk in state.chunks):
+        return "frozen"
+    return "gradients kept (as under no_sync)" if state.gradients.deferred else "gradients reduced"

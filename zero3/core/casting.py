@@ -1,36 +1,73 @@
-"""Casts what goes into a layer and comes out of it, as its policy says."""
+"""Casts the inputs and outputs of a layer, as its policy says."""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
+from copy import copy
+from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..policy import ShardingPolicy
-from .tree import map_tensors
 
 __all__: list[str] = []
 
 
-class Casting:
-    """The casts at a layer's edges. They are recorded by autograd: gradients come back in the dtypes that the tensors had."""
+def caller_for(policy: ShardingPolicy) -> Callable[..., Any]:
+    """Returns a function `(module, *args, **kwargs)` that calls the module, and casts its floating inputs and outputs.
 
-    __slots__ = ("_inputs", "_output")
-
-    def __init__(self, policy: ShardingPolicy) -> None:
-        self._inputs = policy.param_dtype if policy.cast_forward_inputs else None
-        self._output = policy.output_dtype
-
-    def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return (args, kwargs) if self._inputs is None else (_cast(args, self._inputs), _cast(kwargs, self._inputs))
-
-    def output(self, output: Any) -> Any:
-        return output if self._output is None else _cast(output, self._output)
+    Autograd records the casts, so gradients have the dtypes of the original tensors.
+    """
+    inputs = policy.param_dtype if policy.cast_forward_inputs else None
+    if inputs is None and policy.output_dtype is None:
+        return operator.call
+    return partial(_call, inputs, policy.output_dtype)
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def _call(inputs: torch.dtype | None, output: torch.dtype | None, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _cast(module(*_cast(args, inputs), **_cast(kwargs, inputs)), output)
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
 
-    return map_tensors(cast, value)
+    return value if dtype is None else map_tensors(cast, value)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Applies `function` to every tensor in nested lists, tuples, dicts and dataclasses.
+
+    A container without a changed tensor stays the same object. Other objects (caches, configurations) are not copied or changed.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return _rebuilt(
+            value,
+            {key: (item, map_tensors(function, item)) for key, item in value.items()},
+            lambda new, key, item: new.__setitem__(key, item),
+        )
+    if isinstance(value, (list, tuple)):
+        mapped = [map_tensors(function, item) for item in value]
+        if all(new is old for new, old in zip(mapped, value, strict=True)):
+            return value
+        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
+    if is_dataclass(value) and not isinstance(value, type):
+        items = {field.name: getattr(value, field.name, None) for field in fields(value)}
+        return _rebuilt(value, {name: (item, map_tensors(function, item)) for name, item in items.items()}, object.__setattr__)
+    return value
+
+
+def _rebuilt(value: Any, items: dict[Any, tuple[Any, Any]], put: Callable[[Any, Any, Any], object]) -> Any:
+    changed = {key: new for key, (old, new) in items.items() if new is not old}
+    if not changed:
+        return value
+    rebuilt = copy(value)
+    for key, item in changed.items():
+        put(rebuilt, key, item)
+    return rebuilt

@@ -18,20 +18,20 @@ __all__: list[str] = []
 
 
 class FullBuffer:
-    """A flat tensor whose storage comes and goes while the tensor, and all views of it, stay the same objects.
+    """A flat tensor whose storage is freed and allocated again, while the tensor and its views stay the same objects.
 
-    Graphs save views of the weights they need. They see the storage, so a layer's buffer is its own for life: given
-    back after forward and filled again in backward, it holds for the graph what it held before.
+    Graphs save views of the weights. These views see the storage, so a layer keeps one buffer for life: the buffer is freed after
+    forward and filled again in backward, and then the graph's views show the same values as in forward.
     """
 
     def __init__(self, layout: ChunkLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._layout = layout
-        self.tensor = torch.empty(0, dtype=dtype, device=device)  # 1-D [W*S], from its first use on
-        self.views: list[Tensor] = []  # one a slot, in its shape
+        self.tensor = torch.empty(0, dtype=dtype, device=device)  # 1-D [W*S] from its first use on
+        self.views: list[Tensor] = []  # one for each slot, in its shape
 
     def allocate(self) -> None:
         if not self.views:
-            with torch.inference_mode(False):  # it will serve training too
+            with torch.inference_mode(False):  # training may use the same buffer later
                 self.tensor = torch.empty(self._layout.padded_numel, dtype=self.tensor.dtype, device=self.tensor.device)
                 self.views = unpack(self.tensor, self._layout)
         elif (storage := self._storage).nbytes() != (nbytes := self.tensor.nbytes):
@@ -41,7 +41,7 @@ class FullBuffer:
         self._storage.resize_(0)
 
     def aliases(self, tensor: Tensor) -> bool:
-        return tensor.layout == torch.strided and tensor.untyped_storage() is self._storage  # other layouts have no storage
+        return tensor.layout == torch.strided and tensor.untyped_storage() is self._storage  # sparse tensors have no storage
 
     @property
     def _storage(self) -> torch.UntypedStorage:
@@ -49,7 +49,7 @@ class FullBuffer:
 
 
 class ResidentBuffer:
-    """At world size 1 the chunk is the full buffer: nothing is allocated, moved or freed."""
+    """The full buffer at world size 1. It is the chunk itself, so nothing is allocated, transferred or freed."""
 
     def __init__(self, layout: ChunkLayout, shard: nn.Parameter) -> None:
         self.tensor = shard.data  # 1-D [S], the same memory
@@ -62,37 +62,42 @@ class ResidentBuffer:
         return None
 
     def aliases(self, tensor: Tensor) -> bool:
-        return False  # its storage stays, so a tensor that aliases it may escape
+        return False  # the storage is never freed, so views of it stay valid
 
 
 class Part(NamedTuple):
-    """What an optimizer sees as one parameter: elements `[start, stop)` of the chunk, the same memory; its gradient is its own."""
+    """One parameter for the optimizer: elements `[start, stop)` of the chunk. It shares the chunk's memory and has its own gradient."""
 
     parameter: nn.Parameter
     start: int
     stop: int
-    whole: bool = False  # one of the model's parameters, in its own shape
+    whole: bool = False  # whether it is one of the model's parameters, in its own shape
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The part's elements of `flat` `[S]`, in the part's shape."""
+        return flat[self.start : self.stop].view(self.parameter.shape)
 
 
 class Chunk:
-    """One dtype's trainable or frozen parameters of a layer. Glossary: shard `[S]`, full `[W*S]`, views in slots' shapes."""
+    """This rank's slice, `shard` `[S]`, of a layer's parameters of one dtype, either trainable or frozen."""
 
     def __init__(self, layout: ChunkLayout, shard: nn.Parameter, communicator: Communicator, compute_dtype: torch.dtype) -> None:
         self.layout = layout
-        self.shard = shard  # 1-D [S], of the dtype that the optimizer updates
-        self.compute_dtype = compute_dtype  # of the full buffer, and on the way there
-        self.parts = [Part(shard, 0, shard.numel())]  # what the optimizer updates: the shard itself, or what stands in for it
-        self.divided = False  # whether parts stand in for chunks anywhere in the model: ranks may hold different numbers of them
-        self.unloaded: set[int] = set()  # slots that were on meta and have no values yet: to be filled before the first fetch
-        self.trainable_when_wrapped = self.trains = shard.requires_grad  # trains: what its parameters have been told
+        self.shard = shard  # 1-D [S], in the dtype that the optimizer updates
+        self.compute_dtype = compute_dtype  # the dtype of gathers and of the full buffer
+        self.parts = [Part(shard, 0, shard.numel())]  # the optimizer's parameters: the shard itself, or parts of it
+        self.divided = False  # whether any chunk of the model is cut into parts; then ranks may hold different numbers of parts
+        self.unloaded: set[int] = set()  # slots that were on meta and have no values yet; a fetch needs them filled
+        self.trainable_when_wrapped = self.trains = shard.requires_grad  # trains: the requires_grad of the chunk's parameters
         self._communicator = communicator
         self._seen_version = shard._version
         self._in_flight: Mark | None = None
         self._as_stored = False  # see `show_as_stored`
-        self._computing: FullBuffer | ResidentBuffer | None = None  # meanwhile the buffer that graphs know
+        self._computing: FullBuffer | ResidentBuffer | None = None  # the usual buffer, while `full` is another one
+        self._own = slice(*layout.chunk_range(communicator.rank))  # this rank's slice of the full buffer
         self.full = self._new_buffer()
-        self.guarded = not self.resident  # its full buffer comes and goes, and only the layer and its graphs look at it
-        self.lent = False  # somebody else looks at the buffer: it is not given back, but left behind
+        self.tracks_versions = not self.resident  # whether parameters' versions tell graphs that the full buffer was released
+        self.left = False  # whether views of the buffer are in use outside: then release does not free it
 
     @property
     def views(self) -> list[Tensor]:
@@ -109,16 +114,16 @@ class Chunk:
         return self.compute_dtype != self.shard.dtype
 
     def show_as_stored(self) -> None:
-        """Until its release the full buffer has the chunk's own dtype: for who reads and writes values, not for who computes."""
+        """Until the next release, the full buffer has the chunk's dtype and not the compute dtype, so that values are exact."""
         if self.casts and self._computing is None:
             self._computing, self._as_stored = self.full, True
             self.full = self._new_buffer()
 
     def start_fetch(self, lane: Lane) -> None:
-        """Begins to gather. The lane waits for compute: for the optimizer's step, and for the buffer's last reader."""
+        """[fetch 2] Starts the gather. The lane waits for the compute stream: for the optimizer's step and the buffer's last reader."""
         self.adopt_values()
         if self.resident:
-            if self.full.tensor.data_ptr() != self.shard.data_ptr():  # somebody gave the chunk other data
+            if self.full.tensor.data_ptr() != self.shard.data_ptr():  # the caller has set chunk.data
                 self.full = self._new_buffer()
             return
         self.full.allocate()
@@ -126,21 +131,21 @@ class Chunk:
             pending = self._communicator.all_gather(self.full.tensor, self._outgoing(self.full.tensor), self.layout.bounds)
             self._in_flight = lane.complete(pending)
 
-    def help_fetch(self) -> None:
-        """Takes part in a fetch that this rank has no use for: it sends its chunk, and what it receives goes at once."""
+    def take_part_in_fetch(self) -> None:
+        """Takes part in a fetch that only other ranks need. This rank sends its chunk, and drops what it receives."""
         self.adopt_values()
         full = torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.shard.device)
         self._communicator.all_gather(full, self._outgoing(full), self.layout.bounds).wait()
 
     def _outgoing(self, full: Tensor) -> Tensor:
-        """What this rank sends: the chunk, cast before it travels, in its own place of the full buffer."""
+        """The tensor that this rank sends: the chunk, or its cast in this rank's slice of the full buffer."""
         if full.dtype == self.shard.dtype:
             return self.shard.data
-        own = full[slice(*self.layout.chunk_range(self._communicator.rank))]
+        own = full[self._own]
         return own.copy_(self.shard.data)
 
     def adopt_values(self) -> None:
-        """A part that was given other data (`parameter.data = values`) brings them here, and lies here again."""
+        """Copies values of a part that was given other data (`parameter.data = values`) back into the shard."""
         if self.parts[0].parameter is not self.shard:
             self._adopt_values_of_parts()
 
@@ -155,56 +160,56 @@ class Chunk:
                 torch.autograd.graph.increment_version(self.shard)
 
     def finish_fetch(self) -> None:
-        """Compute waits for the gather."""
+        """Makes the compute stream wait for the gather."""
         if self._in_flight is not None:
             self._in_flight.wait()
             self._in_flight = None
 
     def is_stale(self) -> Tensor:
-        """Whether the chunk holds other values than its place in the full buffer, 0-dim."""
+        """Whether the shard differs from its slice of the full buffer, as a 0-dim tensor."""
         self.adopt_values()
-        own = self.full.tensor[slice(*self.layout.chunk_range(self._communicator.rank))]
+        own = self.full.tensor[self._own]
         return (own != self.shard.data.to(own.dtype)).any()
 
     def release(self) -> None:
         self.finish_fetch()
         if self._computing is not None:
-            self.full, self._computing, self._as_stored, self.lent = self._computing, None, False, False
+            self.full, self._computing, self._as_stored, self.left = self._computing, None, False, False
             return
-        if not self.lent:
-            self.full.free()
+        if not self.left:
+            self.full.free()  # [release 2]
             return
         left = StorageWeakRef(self.full.tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self.full, self.lent = self._new_buffer(), False
-        # Torch makes a view's node anew when its base has another version, from what the base looks like by then.
-        self.guarded = self.guarded and left.expired()  # type: ignore[no-untyped-call]
+        self.full, self.left = self._new_buffer(), False
+        # If views are still in use, versions must stay: a new version makes torch rebuild their grad_fn from the base as it is now.
+        self.tracks_versions = self.tracks_versions and left.expired()  # type: ignore[no-untyped-call]
 
-    def lend(self) -> None:
-        """Somebody may keep views of the full buffer: at its release it is left to them, and the next fetch takes a new one."""
-        self.lent = not self.resident
+    def leave_buffer(self) -> None:
+        """Called if views of the full buffer may stay in use. Release leaves it to them, and the next fetch takes a new buffer."""
+        self.left = not self.resident
 
     def let_escape(self, tensor: Tensor) -> None:
-        """An output that is a view of a parameter keeps the memory it looks at."""
+        """Keeps the buffer's memory for `tensor`, an output of the layer, if it is a view of a parameter."""
         if self.full.aliases(tensor):
-            self.lend()
+            self.leave_buffer()
 
     def abandon_fetch(self) -> None:
-        """The wait for a gather that may have failed; whatever it brought is of no use."""
+        """Ends a gather that may have failed, after an exception. Its result is not used."""
         try:
             self.finish_fetch()
         except RuntimeError:
             self._in_flight = None
-            self.lend()  # what failed may still write into it
+            self.leave_buffer()  # the failed transfer may still write into it
 
     def changed(self) -> bool:
-        """Whether the shard was written since this was last asked: graphs built before must not run after."""
+        """Whether the shard was written since the last call. If it was, a backward through older graphs is an error."""
         version = self.shard._version
         changed, self._seen_version = version != self._seen_version, version
         return changed
 
     @torch.no_grad()
     def scatter(self) -> None:
-        """Rank 0's full buffer, cut into everybody's chunks."""
+        """Cuts rank 0's full buffer into the chunks of all ranks."""
         zero_padding(self.full.tensor, self.layout)
         if self._communicator.world_size > 1:
             slices = split(self.full.tensor, self.layout) if self._communicator.rank == 0 else None
@@ -213,7 +218,7 @@ class Chunk:
         self.unloaded.clear()
 
     def _new_buffer(self) -> FullBuffer | ResidentBuffer:
-        with torch.inference_mode(False):  # it will serve training too
+        with torch.inference_mode(False):  # training may use the same buffer later
             dtype = self.shard.dtype if self._as_stored else self.compute_dtype
             if self._communicator.world_size == 1 and dtype == self.shard.dtype:
                 return ResidentBuffer(self.layout, self.shard)
@@ -221,7 +226,7 @@ class Chunk:
 
 
 def registered(chunks: Sequence[Chunk]) -> dict[str, nn.Parameter | None]:
-    """The names under which a layer's chunks, or their parts, are parameters: `trainable_chunk`, `frozen_chunk`, with dtypes if several."""
+    """A layer's chunks, or their parts, by parameter name: `trainable_chunk`, `frozen_chunk`, with the dtype if there are several."""
     names: dict[str, nn.Parameter | None] = {}
     for chunk in chunks:
         name = "trainable_chunk" if chunk.trainable_when_wrapped else "frozen_chunk"

@@ -1,4 +1,4 @@
-"""From a module to a LayerState: check on every rank, agree, then flatten and scatter rank 0's values."""
+"""Makes a LayerState from a module: each rank checks its module, all ranks agree, and rank 0's values are scattered."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from ..policy import ShardingPolicy
 from .chunk import Chunk
 from .layer_state import LayerState
 from .layout import ChunkLayout
-from .parameters import Owner, ParameterSites, check_parameters, find_parameters, own_modules
+from .marks import mark_sharded
+from .parameters import ParameterSites, check_parameters, find_parameters, is_callable, own_modules
+from .policy_facts import compute_dtype
 from .scattering import scatter_parameters
+from .wrappers import wrapper_in
 
 __all__: list[str] = []
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a user asked for when wrapping a module, not yet checked."""
+    """A user's arguments for one layer, not yet checked."""
 
     module: nn.Module
     rank: int | None
@@ -33,14 +36,14 @@ class Request:
     dtype: torch.dtype | None
     policy: ShardingPolicy
     process_group: object
-    label: str | None = None  # what errors call the layer; None: the module's type
+    label: str | None = None  # the layer's name in errors; None: the module's type
     elsewhere: frozenset[int] = frozenset()  # ids of parameters that another layer owns
     borrowed: tuple[ParameterSites, ...] = ()  # parameters inside other layers that this one owns
 
 
 @dataclass(frozen=True, slots=True)
 class _Examined:
-    """A request, looked at on this rank alone."""
+    """A request, checked on this rank alone."""
 
     request: Request
     device: torch.device
@@ -52,7 +55,7 @@ class _Examined:
 
     @property
     def on_meta(self) -> dict[str, bool]:
-        """By name, of every parameter and buffer."""
+        """The name of every parameter and buffer -> whether it is on the meta device."""
         return {b.name: b.parameter.is_meta for b in self.parameters} | {b.name: b.tensor.is_meta for b in self.buffers}
 
     @property
@@ -60,16 +63,16 @@ class _Examined:
         return self.request.label or type(self.request.module).__name__
 
     def agree(self) -> bytes:
-        """Rank 0's note: the number by which ranks will know the layer, and whether anything is on meta there."""
+        """Compares the ranks. Returns rank 0's note: the layer's number among ranks, and whether rank 0 has any tensor on meta."""
         subject = "a new layer" if self.error is not None else f"a new layer ({self.label})"
         note = secrets.token_bytes(IDENTITY_BYTES) + bytes([any(self.on_meta.values())])
         return agree(self.communicator, self.device, subject, self.lines, self.error, note=note)[0]
 
 
 def agree_on(requests: Sequence[Request], is_layer: Callable[[nn.Module], bool], error: Exception | None) -> None:
-    """Every rank raises the first mistake in any of `requests`, or `error`, or none does. Changes nothing.
+    """Checks all `requests`. Every rank raises the first mistake, or a rank's `error`, or none raises. Changes nothing.
 
-    `is_layer`: also says of modules that are yet to become layers that they do, unless it is the request's own.
+    `is_layer` is also True for modules that other requests will make layers.
     """
     examined = [_examine(request, _all_but(request.module, is_layer)) for request in requests]
     first = examined[0]
@@ -83,19 +86,19 @@ def _all_but(own: nn.Module, is_layer: Callable[[nn.Module], bool]) -> Callable[
 
 
 def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> LayerState:
-    """Shards `request.module`. Every rank raises the same error, or none does; before that nothing has changed.
+    """Shards `request.module`. All ranks raise the same error before anything has changed, or none raises.
 
     Raises:
-        ValueError: rank or world_size that the process group denies, a parameter or buffer that can't be sharded,
-            ranks whose models or policies differ.
-        TypeError: arguments of the wrong type.
-        RuntimeError: no process group under a launcher of several processes.
+        ValueError: `rank` or `world_size` differ from the process group's, a parameter or buffer can't be sharded, or ranks have
+            different modules or policies.
+        TypeError: An argument has the wrong type.
+        RuntimeError: A launcher started several processes, but there is no process group.
     """
     examined = _examine(request, is_layer)
     note = examined.agree()
     communicator, device, label = examined.communicator, examined.device, examined.label
+    communicator.channel = int.from_bytes(note[:IDENTITY_BYTES], "little")
     state = LayerState(label, communicator, device, request.policy)
-    state.identity = communicator.channel = int.from_bytes(note[:IDENTITY_BYTES], "little")
     unloaded: set[str] = set()
     if note[IDENTITY_BYTES]:
         empty_on_rank_0 = communicator.exchange(bytes(examined.on_meta.values()), device)[0]
@@ -103,8 +106,7 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     for group in _chunk_groups(examined.parameters):
         state.add_chunk(*_scatter(group, communicator, device, unloaded, request.policy))
     for sharded in state.parameters:
-        sharded.sites.parameter.zero3_name = f"{sharded.sites.name!r} of layer {label}"  # type: ignore[attr-defined]
-        sharded.sites.parameter.zero3_state = Owner(state)  # type: ignore[attr-defined]
+        mark_sharded(sharded.sites.parameter, f"{sharded.sites.name!r} of layer {label}", state)
     for buffer in examined.buffers:
         buffer.broadcast(communicator, device, unloaded=buffer.name in unloaded)
     state.meta_buffers = [(b.owner, b.attribute, b.name) for b in examined.buffers if b.tensor.is_meta]
@@ -116,10 +118,10 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
     try:
         device = device_of(request, is_layer)
     except (TypeError, ValueError) as caught:
-        device, error = any_device_of(request.process_group), caught  # the error has to travel
+        device, error = any_device_of(request.process_group), caught  # a device is needed to send the error to the other ranks
     try:
         communicator = communicator_for(request.process_group, device)
-    except TypeError as caught:  # no group to tell the others by: most likely they use the default one
+    except TypeError as caught:  # the argument is no group; the other ranks most likely use the default group
         communicator, error = communicator_for(None, device), error or caught
     parameters: list[ParameterSites] = []
     buffers: list[_Buffer] = []
@@ -131,6 +133,8 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
             check_parameters(parameters, request.dtype, request.label or type(request.module).__name__)
             buffers = _buffers_of(request.module, is_layer)
             lines = _digest(request, device, parameters, buffers)
+            if request.label is None:  # `shard` chooses modules that are called; its root need not be one
+                _check_callable(request.module)
         except (TypeError, ValueError) as caught:
             error = caught
     return _Examined(request, device, communicator, parameters, buffers, lines, error)
@@ -142,7 +146,7 @@ def device_of(request: Request, is_layer: Callable[[nn.Module], bool]) -> torch.
     if request.device is not None:
         try:
             device = torch.device(request.device)
-            return _not_meta(torch.empty(0, device=device).device)  # with its index, and known to exist
+            return _not_meta(torch.empty(0, device=device).device)  # a tensor's device has an index, and exists
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"device={request.device!r} is not to be had here: {error}") from None
     found: dict[torch.device, str] = {}
@@ -168,6 +172,8 @@ def _not_meta(device: torch.device) -> torch.device:
 def _check_request(request: Request, communicator: Communicator, is_layer: Callable[[nn.Module], bool]) -> None:
     if is_layer(request.module):
         raise ValueError("the module is a Zero3Layer already, expected an unwrapped module: wrap a module once")
+    if wrapper := wrapper_in(own_modules(request.module, is_layer)):
+        raise ValueError(f"the module is, or holds, {wrapper}: pass the model that was wrapped. zero3 does all that the wrapper does")
     if not isinstance(request.policy, ShardingPolicy):
         raise TypeError(f"policy must be a zero3.ShardingPolicy, found {type(request.policy).__name__}")
     if request.dtype is not None and not isinstance(request.dtype, torch.dtype):
@@ -187,6 +193,14 @@ def _check_request(request: Request, communicator: Communicator, is_layer: Calla
             )
 
 
+def _check_callable(module: nn.Module) -> None:
+    if not is_callable(module):
+        raise ValueError(
+            f"a {type(module).__name__} has no forward, so it can't be a layer: a layer is fetched when it is called. Wrap the modules in "
+            "it that are called, for instance each element by itself"
+        )
+
+
 def _digest(request: Request, device: torch.device, parameters: list[ParameterSites], buffers: list[_Buffer]) -> list[str]:
     lines = [f"policy {asdict(request.policy)}", f"device type {device.type}"]
     lines += [
@@ -198,7 +212,7 @@ def _digest(request: Request, device: torch.device, parameters: list[ParameterSi
 
 
 def _chunk_groups(parameters: list[ParameterSites]) -> list[list[ParameterSites]]:
-    """One group, so one chunk, per (trainable or frozen, dtype); in the order in which their first members come."""
+    """Groups parameters by (trainable or frozen, dtype): one chunk for each group, in the order of the groups' first parameters."""
     groups: dict[tuple[bool, torch.dtype], list[ParameterSites]] = {}
     for sites in parameters:
         groups.setdefault((sites.parameter.requires_grad, sites.parameter.dtype), []).append(sites)
@@ -209,16 +223,16 @@ def _chunk_groups(parameters: list[ParameterSites]) -> list[list[ParameterSites]
 def _scatter(
     group: list[ParameterSites], communicator: Communicator, device: torch.device, unloaded: set[str], policy: ShardingPolicy
 ) -> tuple[Chunk, list[ParameterSites]]:
-    """Deals one group out from rank 0: beside the module, a rank holds its chunk of it.
+    """Makes one group's chunk from rank 0's values. A rank holds no more memory than its module and this chunk.
 
-    Those whose names are in `unloaded` have no values on rank 0, and wait for a loader; if all have none, nothing is dealt.
+    Parameters in `unloaded` have no values on rank 0, and are loaded later. If all are unloaded, nothing is sent.
     """
     layout = ChunkLayout.build([(b.name, tuple(b.parameter.shape)) for b in group], communicator.world_size)
     by_name = {sites.name: sites for sites in group}
     ordered = [by_name[slot.name] for slot in layout.slots]
     dtype, trainable = group[0].parameter.dtype, group[0].parameter.requires_grad
     shard = torch.empty(layout.shard_numel, dtype=dtype, device=device)
-    if unloaded.issuperset(by_name):  # its loader is the first to touch it, but for the padding
+    if unloaded.issuperset(by_name):  # the loader will write everything except the padding
         shard[max(0, layout.numel - communicator.rank * layout.shard_numel) :].zero_()
     else:
         blank = torch.zeros((), dtype=dtype)
@@ -228,7 +242,7 @@ def _scatter(
             return blank.expand(sites.parameter.shape) if sites.name in unloaded else sites.parameter
 
         scatter_parameters(shard, layout, communicator, value if communicator.rank == 0 else None)
-    chunk = Chunk(layout, nn.Parameter(shard, requires_grad=trainable), communicator, policy.compute_dtype(dtype))
+    chunk = Chunk(layout, nn.Parameter(shard, requires_grad=trainable), communicator, compute_dtype(policy, dtype))
     chunk.unloaded = {index for index, sites in enumerate(ordered) if sites.name in unloaded}
     return chunk, ordered
 
@@ -244,7 +258,7 @@ class _Buffer:
         return self.owner._buffers[self.attribute]  # type: ignore[return-value]
 
     def broadcast(self, communicator: Communicator, device: torch.device, *, unloaded: bool) -> None:
-        """Rank 0's values on the layer's device; where rank 0 has none, the buffer waits on meta for its loader."""
+        """Copies rank 0's values to all ranks, on the layer's device. A buffer that is `unloaded` stays on meta for a loader."""
         if unloaded:
             self.owner._buffers[self.attribute] = self.tensor.to("meta")
             return

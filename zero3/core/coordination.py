@@ -1,22 +1,23 @@
-"""Where a model's collectives pass: open, unless ranks that have run out of data have to be told of each (see `shadow`)."""
+"""Gates. A model starts each collective inside a context of its gate. `Join` and `step_guard` need that; the usual gate does nothing."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..comm.communicator import Bounds, Communicator
+from ..comm.agreement import agree
+from ..comm.communicator import Bounds, Communicator, Told
 from ..comm.streams import Lanes, Pending
 
 __all__: list[str] = []
 
 
 class Activity(IntEnum):
-    """What a rank does with its model. Ranks meet at the first collective of each."""
+    """A phase of a rank's work with its model. Under `Join`, ranks meet at the first collective of each phase."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -25,55 +26,79 @@ class Activity(IntEnum):
 
 
 class Action(IntEnum):
-    """What all ranks do next. The highest that any rank says counts."""
+    """A collective that ranks make together. If ranks announce different ones, the highest counts."""
 
-    END = 1  # nothing more of what they met for
-    GATHER = 2  # a layer's chunks
-    REDUCE = 3  # a layer's gradients
-    AGREE = 4  # compare what they are about to do
-    LOOK = 5  # whether layers that stay whole have changed
+    END = 1  # none: the activity is over
+    GATHER = 2  # gather a layer's chunks
+    REDUCE = 3  # reduce a layer's gradients
+    AGREE = 4  # compare what ranks will do next
+    LOOK = 5  # find the layers that stay whole and whose chunks have changed
     TOKENS = 6  # count the tokens of a micro-batch
-    OTHER = 7  # what a rank without data can't take part in
-    ABORT = 8  # a rank has raised
+    OTHER = 7  # a collective that a rank without data can't take part in
+    ABORT = 8  # none: a rank has raised
 
 
 class Gate(Protocol):
-    """What a model asks before its collectives."""
+    """Contexts of a model. Each of its collectives is started inside one of them."""
 
-    def enter(self, kind: Activity) -> None:
-        """This rank begins with `kind`, unless it is within another."""
+    compares_at_end: bool  # whether ranks compare their transfers at the end of each activity, and need not do so before
+
+    def doing(self, activity: Activity) -> AbstractContextManager[Any]:
+        """Context for a forward or a backward. Inside another one it does nothing."""
         ...
 
-    def leave(self, kind: Activity, error: BaseException | None = None) -> None:
-        """It is over, or ended with `error`."""
+    def gather(self, layer: Any) -> AbstractContextManager[Any]:
+        """Context in which the gathers of a layer's chunks are started."""
         ...
 
-    def passing(self, action: Action, layer: object = None) -> AbstractContextManager[None]:
-        """Around a collective, or those of a layer, from where they are issued."""
+    def reduce(self, layer: Any) -> AbstractContextManager[Any]:
+        """Context in which the reductions of a layer's gradients are started."""
+        ...
+
+    def compare(self, layer: Any, place: str, names: list[str]) -> AbstractContextManager[Any]:
+        """Context in which ranks compare `names`. `place` is the name of the comparison."""
+        ...
+
+    def passing(self, action: Action, layer: Any = None) -> AbstractContextManager[Any]:
+        """Context for any other collective."""
         ...
 
 
 class OpenGate:
-    def __init__(self) -> None:
-        self._open = nullcontext()  # entered for every transfer of every step
+    """The usual gate, whose contexts do nothing."""
 
-    def enter(self, kind: Activity) -> None:
-        return None
+    compares_at_end = False
+    doing = gather = reduce = nullcontext
 
-    def leave(self, kind: Activity, error: BaseException | None = None) -> None:
-        return None
+    def compare(self, layer: Any, place: str, names: list[str]) -> AbstractContextManager[Any]:
+        return nullcontext()
 
-    def passing(self, action: Action, layer: object = None) -> AbstractContextManager[None]:
-        return self._open
+    def passing(self, action: Action, layer: Any = None) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+class ComparingGate(OpenGate):
+    """A gate for debugging (`compare_every=1`): before each gather, ranks compare all transfers so far."""
+
+    def gather(self, layer: Any) -> AbstractContextManager[Any]:  # type: ignore[override]
+        if layer.chunks:
+            agree(ungated(layer.communicator), layer.device, "the transfers made so far", [layer.log.summary()])
+        return nullcontext()
+
+
+def gate_for(compare_every: int) -> Gate:
+    """A layer's gate outside `Join` and `step_guard`."""
+    return ComparingGate() if compare_every == 1 else OpenGate()
 
 
 class GatedCommunicator:
-    """In place of a layer's communicator, for all but its own gathers and reductions: its collectives pass the gate."""
+    """A layer's communicator under `Join`, whose collectives go through the gate. The layer's own gathers and reductions don't use it."""
 
     def __init__(self, inner: Communicator, gate: Gate) -> None:
         self.inner = inner
         self._gate = gate
         self.rank, self.world_size, self.channel = inner.rank, inner.world_size, inner.channel
+        self.takes_pieces, self.tags_messages = False, inner.tags_messages
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         with self._gate.passing(Action.OTHER):
@@ -82,6 +107,10 @@ class GatedCommunicator:
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
         with self._gate.passing(Action.OTHER):
             return self.inner.reduce_scatter(shard, full, bounds)
+
+    def reduce_pieces(self, shard: Tensor, pieces: Any) -> Pending:
+        with self._gate.passing(Action.OTHER):
+            return self.inner.reduce_pieces(shard, pieces)
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         with self._gate.passing(Action.OTHER):
@@ -98,6 +127,10 @@ class GatedCommunicator:
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
         with self._gate.passing(Action.OTHER):
             return self.inner.exchange(payload, device)
+
+    def exchange_later(self, payload: bytes, device: torch.device) -> Told:
+        with self._gate.passing(Action.OTHER):
+            return self.inner.exchange_later(payload, device)
 
     def duplicate(self) -> Communicator:
         return self.inner.duplicate()

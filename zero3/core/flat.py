@@ -1,4 +1,4 @@
-"""Cut and shape: pure functions between parameters' shapes and a flat buffer, over a ChunkLayout."""
+"""Functions that cut a flat buffer into slots, and into chunks, by a ChunkLayout."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__: list[str] = []
 
 
 def unpack(full: Tensor, layout: ChunkLayout) -> list[Tensor]:
-    """One view of `full` `[W*S]` a slot, in the slots' shapes."""
+    """One view of `full` `[W*S]` for each slot, in the slot's shape."""
     return [view(full, layout, index) for index in range(len(layout.slots))]
 
 
 def view(full: Tensor, layout: ChunkLayout, index: int) -> Tensor:
-    """The slot number `index` as a view of `full`, in its parameter's shape."""
+    """Slot number `index` as a view of `full`, in the slot's shape."""
     slot = layout.slots[index]
-    return full.as_strided(slot.shape, slot.stride, full.storage_offset() + slot.offset)  # one call of torch, not two
+    return full.as_strided(slot.shape, slot.stride, full.storage_offset() + slot.offset)  # faster than a slice and a view
 
 
 def zero_padding(full: Tensor, layout: ChunkLayout) -> Tensor:
@@ -28,11 +28,11 @@ def zero_padding(full: Tensor, layout: ChunkLayout) -> Tensor:
 
 
 def split(full: Tensor, layout: ChunkLayout) -> list[Tensor]:
-    """The chunks `[S]` of `full` `[W*S]`, one a rank, as views."""
+    """The chunks `[S]` of `full` `[W*S]` as views, one for each rank."""
     return [full[slice(*layout.chunk_range(rank))] for rank in range(layout.world_size)]
 
 
 def not_a_number(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A 0-dim tensor to stretch over a released parameter's shape: NaN, so that a value used by mistake is loud."""
+    """A 0-dim tensor to expand to a released parameter's shape. It is NaN, so that a value used by mistake shows in the results."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device)

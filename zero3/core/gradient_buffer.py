@@ -1,31 +1,30 @@
-"""Gradients of a chunk's parameters, one sum a slot: as autograd made them, and, once they are asked for, in one flat buffer."""
+"""The gradients of a chunk's parameters: one sum for each slot, and all of them in one flat buffer when it is needed."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .flat import view, zero_padding
 from .layout import ChunkLayout
 
 __all__: list[str] = []
 
 
 class GradientBuffer:
-    """Nothing is counted: a slot that got no gradient is zero, one that got several holds their sum.
+    """Takes any number of gradients for each slot: a slot without a gradient is zero, a slot with several holds their sum.
 
-    The buffer is made as late as can be, so that the layers behind have given theirs back: only a slot's second gradient
-    needs it before, for sums are made in its dtype.
+    The flat buffer is allocated as late as possible, when the layers behind have freed theirs. It is needed earlier only for a
+    slot's second gradient, because sums are made in the buffer's dtype.
     """
 
     __slots__ = ("_came", "_dtype", "_layout", "_like", "_written", "full")
 
     def __init__(self, layout: ChunkLayout, like: Tensor, dtype: torch.dtype) -> None:
         self._layout = layout
-        self._like = like  # on the device where the buffer is to be
+        self._like = like  # a tensor on the buffer's device
         self._dtype = dtype
-        self._came: dict[int, Tensor] = {}  # by slot; not in the buffer yet
-        self._written: set[int] = set()  # slots of the buffer
+        self._came: dict[int, Tensor] = {}  # slot -> gradient that is not in the buffer yet
+        self._written: set[int] = set()  # slots that are in the buffer
         self.full: Tensor | None = None  # 1-D [W*S]
 
     @property
@@ -33,7 +32,7 @@ class GradientBuffer:
         return self.full is None and not self._came
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """Takes in the gradient of slot number `index`, and keeps it."""
+        """Adds a gradient of slot number `index`. The tensor is kept until the buffer is made."""
         if index in self._came:
             self.flat()
         if index in self._written:
@@ -42,17 +41,17 @@ class GradientBuffer:
             self._came[index] = gradient
 
     def flat(self) -> Tensor:
-        """What has come in, in the buffer; the gradients themselves are let go of. Slots without one are not written."""
+        """Makes the buffer with all gradients so far, and frees these. Slots without a gradient are not written."""
         if self.full is None:
             self.full = self._like.new_empty(self._layout.padded_numel, dtype=self._dtype)
         while self._came:
             self._write(self.full, *self._came.popitem())
         return self.full
 
-    def parts(self) -> list[list[Tensor]] | None:
-        """Of every rank's slice `[S]` the pieces, 1-D, side by side, as autograd made them; None if there is a buffer, or has to be.
+    def pieces(self) -> list[list[Tensor]] | None:
+        """For each rank the 1-D pieces of its slice `[S]`, as views of autograd's gradients.
 
-        It has to be on a device, where a transfer takes one buffer.
+        None if a buffer exists or is needed. A transfer on a GPU needs one.
         """
         if self.full is not None or self._like.device.type != "cpu" or not all(map(self._fits, self._came.values())):
             return None
@@ -63,33 +62,38 @@ class GradientBuffer:
         ]
 
     def _fits(self, gradient: Tensor) -> bool:
-        lazy = gradient.is_conj() or gradient.is_neg()  # its bytes are not its values
+        lazy = gradient.is_conj() or gradient.is_neg()  # then the bytes in memory are not the values
         return gradient.dtype == self._dtype and gradient.layout == torch.strided and gradient.device.type == "cpu" and not lazy
 
     def _zeros(self, numel: int) -> Tensor:
         return self._like.new_zeros(numel, dtype=self._dtype)
 
     def complete(self) -> Tensor:
-        """The buffer `[W*S]`, with zeros where nothing came, for whoever takes it over."""
+        """The buffer `[W*S]`, with zeros for slots without a gradient. From now on the buffer is the caller's."""
         full = self.flat()
         for index in range(len(self._layout.slots)):
             if index not in self._written:
-                view(full, self._layout, index).zero_()
-        return zero_padding(full, self._layout)
+                self._slot(full, index).zero_()
+        if self._layout.numel < self._layout.padded_numel:
+            full[self._layout.numel :].zero_()
+        return full
 
-    def join(self, other: GradientBuffer, factor: Tensor | None) -> None:
-        """Adds the sums of `other`, times `factor`, 0-dim."""
-        full = self.flat()
+    def merge(self, other: GradientBuffer, factor: Tensor | None) -> None:
+        """Adds the sums of `other`, multiplied by the 0-dim `factor`."""
+        full, others = self.flat(), other.flat()
         for index in other._written:
-            found = view(other.flat(), self._layout, index)
+            found = self._slot(others, index)
             self._write(full, index, found if factor is None else found * factor)
 
     def _write(self, full: Tensor, index: int, gradient: Tensor) -> None:
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
-        slot = view(full, self._layout, index)
+        slot = self._slot(full, index)
         if index in self._written:
             slot.add_(gradient)
         else:
             self._written.add(index)
             slot.copy_(gradient)
+
+    def _slot(self, full: Tensor, index: int) -> Tensor:
+        return full.as_strided(*self._layout.slots[index].strided)

@@ -1,17 +1,19 @@
-"""The type of a chunk's gradient: a slice of the model's, on which operations that need all of it must not pass for it."""
+"""The types of a chunk's gradient, which refuse operations that need the gradients of all ranks, and how gradients accumulate."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from ..comm.communicator import Communicator
-from .autograd import as_plain_tensors
+from .autograd import around_accumulation, as_plain_tensors
 
 __all__: list[str] = []
 
@@ -31,12 +33,12 @@ _IS_SPARSE = Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 
 
 class ShardGradient(Tensor):
-    """A gradient `[S]` of one rank's chunk; every operation but those below sees a plain tensor.
+    """The gradient `[S]` of one rank's chunk. It behaves as a plain tensor, with two exceptions.
 
-    * A norm is this rank's alone: `torch.nn.utils.clip_grad_norm_` on chunks would clip each rank by another factor.
-      It raises and names `zero3.clip_grad_norm_`; also by way of `.data` or `.detach()`.
-    * `torch.amp.GradScaler` looks for inf and nan in it: what one rank finds, all ranks are told, or they would step
-      differently. (One scalar all-reduce; every rank unscales.)
+    * A norm would be the norm of this rank's slice, so `torch.nn.utils.clip_grad_norm_` would clip each rank by another factor.
+      It raises an error that names `zero3.clip_grad_norm_`, also for `.data` and `.detach()`.
+    * `torch.amp.GradScaler` looks for inf and nan in the gradient. If one rank finds any, all ranks must skip the step, so the
+      finding is reduced over ranks (one scalar; every rank unscales).
     """
 
     communicator: Communicator
@@ -74,11 +76,11 @@ class ShardGradient(Tensor):
 
     @classmethod
     def _before_unscale(cls, gradients: Sequence[Tensor]) -> None:
-        """Nothing to say of chunks: every rank has the same number of them, so each joins in the all-reduce."""
+        """Chunks need no check: every rank has the same number of them, so every rank takes part in the all-reduce."""
 
 
 class PieceGradient(ShardGradient):
-    """That of a part of a chunk. Ranks have different numbers of them, some none: an all-reduce in here would wait for ever."""
+    """The gradient of a part of a chunk. Some ranks have no part, so they would not take part in GradScaler's all-reduce."""
 
     @classmethod
     def _before_unscale(cls, gradients: Sequence[Tensor]) -> None:
@@ -89,7 +91,7 @@ class PieceGradient(ShardGradient):
 
 
 class WholeGradient(PieceGradient):
-    """That of a parameter in its own shape: an optimizer's norm of it is right. A total over parameters is still one rank's."""
+    """The gradient of a parameter in its own shape. Its norm is right, but a total over parameters is still one rank's."""
 
     @classmethod
     def _before_norm(cls, caller: FrameType | None) -> None:
@@ -97,45 +99,71 @@ class WholeGradient(PieceGradient):
             super()._before_norm(caller)
 
 
-class DeferredGradient(Tensor):
-    """In place of a chunk's gradient while a part of what it will be is kept unreduced. Its shape can be seen, its values can't.
+class NotReducedError(RuntimeError):
+    """A gradient was used before it was reduced. This is the caller's mistake; `step_guard` does not catch it."""
 
-    It stands in nobody's way (optimizers may drop it or zero it, and then what was kept is dropped) and takes no memory.
-    Whoever looks at its values has them reduced, and it becomes what comes of that; under `no_sync` he is told that it is
-    too early, and that when he asks whether the gradient is sparse: optimizers do that before they change anything.
-    (`zero_grad` does too, but after it has detached the gradient.)
+
+class DefersReductions(Protocol):
+    """A layer that may keep gradients for a later reduction."""
+
+    def reduce_deferred(self) -> bool:
+        """Reduces the deferred gradients. Returns False if that is not allowed yet."""
+        ...
+
+
+class DeferredGradient(Tensor):
+    """A chunk's gradient while a part of it is kept unreduced. It has a shape and no values, and takes no memory.
+
+    It may be dropped or zeroed; then the kept gradients are dropped. Any operation that needs its values reduces all deferred
+    gradients first, and the object becomes the reduced gradient. Under `no_sync` this is an error. The error comes before an
+    optimizer changes anything, because optimizers begin with `gradient.is_sparse`. (`zero_grad` reads `is_sparse` too, but
+    detaches the gradient first.)
     """
 
-    zeroed: bool  # or about to be
-    look: Callable[[], bool]  # has it reduced; whether that may be
-    reduced: Tensor | None  # what was there before, for the rest to join
+    zeroed: bool  # whether it is zeroed, or detached, which `zero_grad` does before it zeroes
+    layer: Callable[[], DefersReductions | None]  # a weak reference, which does not keep a deleted model alive
+    reduced: Tensor | None  # the reduced gradient of earlier backwards
 
     @classmethod
-    def like(cls, parameter: Tensor, look: Callable[[], bool]) -> DeferredGradient:
-        """For `parameter`, which may have a gradient already."""
+    def like(cls, parameter: Tensor, layer: Callable[[], DefersReductions | None]) -> DeferredGradient:
+        """A deferred gradient for `parameter`, which may have a gradient already."""
         nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        awaited = torch.Tensor._make_subclass(cls, nothing.expand(parameter.shape))  # no view: that would hold `nothing` for life
-        awaited.zeroed, awaited.look = False, look
+        deferred = torch.Tensor._make_subclass(cls, nothing.expand(parameter.shape))  # as_subclass would make a view of `nothing`
+        deferred.zeroed, deferred.layer = False, layer
         before = parameter.grad
-        awaited.reduced = before.earlier if isinstance(before, DeferredGradient) else before
-        return awaited
+        deferred.reduced = before.earlier if isinstance(before, DeferredGradient) else before
+        return deferred
 
     @property
     def earlier(self) -> Tensor | None:
         return None if self.zeroed else self.reduced
 
+    def reduce_now(self) -> None:
+        """Reduces this and all other deferred gradients of the model. This object becomes an ordinary gradient.
+
+        Raises:
+            NotReducedError: It can't be reduced yet, under `no_sync`.
+        """
+        layer = self.layer()
+        if layer is None or not layer.reduce_deferred() or isinstance(self, DeferredGradient):
+            raise NotReducedError(
+                "this gradient is not known yet: a zero3.step_guard(model) has not decided on it, or all backwards since the last step "
+                "ran inside zero3.no_sync(model). Leave the guard, or run the last micro-batch's backward outside of no_sync; then clip "
+                "and step."
+            )
+
     def become(self, gradient: Tensor) -> None:
-        """The same object from now on is `gradient`: an optimizer may have it in hand already."""
+        """Makes this very object the same as `gradient`, because an optimizer may hold a reference to it already."""
         with as_plain_tensors():
             self.data = gradient
         vars(self).clear()
         vars(self).update(vars(gradient))
         self.__class__ = type(gradient)  # type: ignore[assignment]
 
-    def leave(self, parameter: Tensor, guard: Callable[[Tensor], Tensor]) -> None:
-        """Nothing is awaited any more: the parameter has what it had before, or zeros."""
+    def leave(self, parameter: Tensor, typed: Callable[[Tensor], Tensor]) -> None:
+        """Ends the deferral, after kept gradients were dropped: the parameter gets its earlier gradient back, or zeros."""
         if self.zeroed:
-            self.become(guard(torch.zeros_like(parameter)))
+            self.become(typed(torch.zeros_like(parameter)))
         else:
             parameter.grad = self.earlier
 
@@ -153,16 +181,92 @@ class DeferredGradient(Tensor):
         if func in (Tensor.requires_grad_, Tensor.detach_):
             args[0].zeroed = True
         if func not in _SEEN_WITHOUT_VALUES and not (func is _IS_SPARSE and args[0].zeroed):
-            awaited = next(each for each in _flat(args) if isinstance(each, cls))
-            if awaited.look() and not isinstance(awaited, cls):
-                return func(*args, **(kwargs or {}))
-            raise RuntimeError(
-                "this gradient is not known yet: all backwards since the last step ran inside zero3.no_sync(model). Run the last "
-                "micro-batch's backward outside of it, then clip and step."
-            )
+            next(each for each in _flat(args) if isinstance(each, cls)).reduce_now()
+            return func(*args, **(kwargs or {}))
         with as_plain_tensors():
             return func(*args, **(kwargs or {}))
 
 
+def accumulate_beside(parameter: nn.Parameter) -> Node | None:
+    """Lets autograd add to `parameter.grad` while it is deferred, as a penalty over chunks does: it adds to the reduced part.
+
+    This works as long as the caller keeps the returned node.
+    """
+    reference, put_aside = weakref.ref(parameter), list[DeferredGradient]()
+
+    def before() -> None:
+        leaf = reference()
+        if leaf is not None and isinstance(leaf.grad, DeferredGradient):
+            put_aside.append(leaf.grad)
+            leaf.grad = leaf.grad.earlier
+
+    def after() -> None:
+        leaf = reference()
+        if leaf is not None and put_aside:
+            deferred = put_aside.pop()
+            deferred.reduced, deferred.zeroed = leaf.grad, False
+            leaf.grad = deferred
+
+    return around_accumulation(parameter, before, after)
+
+
+def reduce_deferred(gradients: Iterable[Tensor | None]) -> None:
+    """Reduces those of `gradients` that are deferred, so that their values can be read. All ranks call it.
+
+    Raises:
+        NotReducedError: They can't be reduced yet, under `no_sync`.
+    """
+    for gradient in gradients:
+        if isinstance(gradient, DeferredGradient):
+            gradient.reduce_now()
+
+
 def _flat(values: Any) -> list[Any]:
     return [inner for value in values for inner in (_flat(value) if isinstance(value, (list, tuple)) else [value])]
+
+
+# -- accumulation
+
+TOKENS = "_zero3_tokens"  # attribute of a gradient: (the number of tokens it is the mean over, 0-dim; its version then)
+_EXACT = "_zero3_exact"  # attribute of a gradient: (the wider tensor that it was rounded from; its version then)
+
+
+def accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None) -> None:
+    """[backup 4] Adds `gradient` to the parameter's gradient, and calls the parameter's hooks, as autograd would.
+
+    `exact` is the gradient in a wider dtype. It stays with the parameter's gradient, and later micro-batches are added to it, so
+    that the sum is rounded only once. It is freed with that gradient. If the caller changes the gradient, it is not used again.
+    """
+    for hook in (parameter._backward_hooks or {}).values():
+        changed = hook(gradient)
+        gradient, exact = (gradient, exact) if changed is None else (changed, None)
+    deferred = parameter.grad if isinstance(parameter.grad, DeferredGradient) else None
+    if deferred is not None:
+        parameter.grad = deferred.earlier
+    if parameter.grad is None:
+        parameter.grad = gradient
+    elif exact is None:
+        parameter.grad.add_(gradient)
+    else:
+        earlier, version = getattr(parameter.grad, _EXACT, (exact, -1))
+        # The sum is made in the older tensor, because the newer one belongs to a backup that is still waited for.
+        exact = earlier.add_(exact) if version == parameter.grad._version else exact.add_(parameter.grad)
+        parameter.grad.copy_(exact)
+    if deferred is not None:
+        deferred.become(parameter.grad)
+        parameter.grad = deferred
+    vars(parameter.grad).pop(TOKENS, None)
+    if exact is not None:
+        setattr(parameter.grad, _EXACT, (exact, parameter.grad._version))
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        hook(parameter)
+
+
+def scale_gradient(gradient: Tensor, factor: Tensor) -> None:
+    """Multiplies a gradient, and the wider tensor that it was rounded from, by the 0-dim `factor`."""
+    exact, version = getattr(gradient, _EXACT, (None, -1))
+    if exact is not None and version == gradient._version:
+        gradient.copy_(exact.mul_(factor))
+        setattr(gradient, _EXACT, (exact, gradient._version))
+    else:
+        gradient.mul_(factor)

@@ -1,4 +1,4 @@
-"""A layer without its module: chunks, parameters, gradients, and whether they are fetched."""
+"""The state of one layer: its chunks, parameters and gradients, and whether it is fetched."""
 
 from __future__ import annotations
 
@@ -11,60 +11,71 @@ from torch.autograd.graph import increment_version
 
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
+from ..comm.log import Transfer, TransferLog
 from ..comm.streams import Lanes
 from ..policy import ShardingPolicy
-from .casting import Casting
+from .autograd import as_plain_tensors, profiler_label
+from .casting import caller_for
 from .chunk import Chunk, registered
-from .coordination import Action, Gate, OpenGate
+from .coordination import Gate, gate_for
 from .flat import not_a_number
-from .layer_gradients import LayerGradients
-from .parameters import ParameterSites, ShardedParameter, mark, remember_order, restore_order, show_all
-from .transfer_log import TransferWatch
+from .gradient_reducer import GradientReducer, LayerGradients
+from .marks import mark
+from .parameters import ParameterSites, ShardedParameter, remember_order, show_all
+from .policy_facts import keeps_until_backward, shards_parameters
+from .transactions import TransactionalReducer
 
 __all__: list[str] = []
 
 
 class Presence(Enum):
     RELEASED = "released"  # chunks only
-    FETCHING = "fetching"  # full buffer filling, parameters still hidden
+    FETCHING = "fetching"  # the gather is under way, parameters are still hidden
     FETCHED = "fetched"  # parameters shown
-    KEPT = "kept"  # full buffer filled, parameters hidden again: the forward is over, a backward may come at once
+    KEPT = "kept"  # full buffer filled, parameters hidden: the forward is over, and its backward may begin at once
 
 
 class LayerState:
-    """Moves a layer between released and fetched. Knows neither what comes next nor why: the runtime does.
+    """Fetches and releases a layer. The runtime decides when.
 
-    presence  | parameters in the modules        | full buffer    | next
+    presence  | parameters in the modules        | full buffer    | next call
     released  | hidden: metadata yes, values no  | no storage     | start_fetch
     fetching  | hidden                           | being written  | finish_fetch
-    fetched   | shown, views of the full buffer  | all values     | keep (then as fetching, but written), release
+    fetched   | shown, views of the full buffer  | all values     | release or keep
+    kept      | hidden                           | all values     | release or finish_fetch
     """
 
     def __init__(self, label: str, communicator: Communicator, device: torch.device, policy: ShardingPolicy) -> None:
         self.subject = Subject(f"layer {label}")
-        self.watch = TransferWatch(communicator, device, policy, self.subject)
-        self.identity = 0  # a random number, the same on all ranks: labels are not, if ranks wrap equal modules in other orders
+        self.identity = communicator.channel  # a random number, the same on all ranks; labels may differ between ranks
         self.communicator = communicator
         self.device = device
         self.policy = policy
-        self.casting = Casting(policy)
+        self.call = caller_for(policy)  # calls the layer's module
         self.chunks: list[Chunk] = []
         self.parameters: list[ShardedParameter] = []
+        kind = TransactionalReducer if policy.transactional else GradientReducer
+        self.gradients = LayerGradients(communicator, policy, self.subject, kind)
+        self.gate: Gate = gate_for(policy.compare_every)
         self.presence = Presence.RELEASED
+        self.stays_whole = not shards_parameters(policy)  # stages 1 and 2: the layer is kept from step to step
+        self.keeps_until_backward = keeps_until_backward(policy)
+        self.toggled = False  # whether a parameter's `requires_grad` may differ from its chunk's: see `requires_grad`
+        self.resident = 0  # the number of `resident` contexts that the layer is in
+        self.registry: dict[str, nn.Parameter | None] = {}  # the `_parameters` of the module that lists the chunks
+        self.meta_buffers: list[tuple[nn.Module, str, str]] = []  # (owner, attribute, name) of buffers without values
+        self.unfinished: Callable[[], None] | None = None  # waits for a checkpoint that is still being written
         self._lanes: Lanes | None = None
-        self.registry: dict[str, nn.Parameter | None] = {}  # where the module tree finds the chunks
-        self.meta_buffers: list[tuple[nn.Module, str, str]] = []  # owner, attribute, name: to be filled before use
         self._gathering = NamingFailures(communicator, "gathering", self.subject)
-        self._pins = 0
-        self._as_stored = False  # while pinned: parameters are shown in the chunks' dtypes, although they compute in another
-        self.resident = 0  # contexts in which ranks go their own ways
-        self.gradients = LayerGradients(communicator, policy, self.subject, self.watch)
-        self.unfinished: Callable[[], None] | None = None  # waits for a checkpoint of the model that is still being written
-        self.gate: Gate = OpenGate()
-        self._versions: list[int] = []  # of the parameters, as graphs know them
+        self._entry = Transfer("gathering", self.subject, 2 * self.identity + 1)
+        self.pins = 0
+        self.as_stored = False  # while pinned: whether parameters are shown in the chunks' dtype and not in the compute dtype
+        self.versions: list[int] = []  # the parameters' versions while the layer was fetched; graphs save these
+        self.log = TransferLog()
+        self.label = label
 
     def add_chunk(self, chunk: Chunk, parameters: list[ParameterSites]) -> None:
-        """Takes over the parameters of `parameters` (in the order of the slots); they are hidden from now on."""
+        """Adds a chunk and its parameters, which are in the order of its slots. They are hidden from now on."""
         self.chunks.append(chunk)
         mark(chunk.shard, self)
         self.gradients.add_chunk(chunk)
@@ -86,6 +97,17 @@ class LayerState:
     @label.setter
     def label(self, label: str) -> None:
         self.subject.name = f"layer {label}"
+        spans = (profiler_label(f"zero3::{name} layer {label}") for name in ("fetch", "wait", "forward", "backup", "release"))
+        self.fetch_span, self.wait_span, self.forward_span, self.backup_span, self.release_span = spans
+
+    @property
+    def log(self) -> TransferLog:
+        """The transfer log, which all layers of a runtime share."""
+        return self._log
+
+    @log.setter
+    def log(self, log: TransferLog) -> None:
+        self._log = self.subject.log = self.gradients.log = log
 
     @property
     def name_among_ranks(self) -> str:
@@ -93,7 +115,7 @@ class LayerState:
 
     @property
     def lanes(self) -> Lanes:
-        """The runtime gives all its layers the same; a layer that is read before any forward makes its own."""
+        """The lanes, which all layers of a runtime share. A layer that is fetched before it has a runtime makes its own."""
         self._lanes = self._lanes or self.communicator.lanes(self.device)
         return self._lanes
 
@@ -102,17 +124,17 @@ class LayerState:
         self._lanes = lanes
 
     def trainable(self) -> list[nn.Parameter]:
-        """What an optimizer takes: the trainable chunks, or the parts that stand in for them."""
+        """The parameters for an optimizer: the trainable chunks, or their parts."""
         return [part.parameter for chunk in self.chunks for part in chunk.parts if part.parameter.requires_grad]
 
     def full_nbytes(self) -> int:
-        """Bytes of the layer's full buffers while it is fetched."""
+        """The bytes of the layer's full buffers while it is fetched."""
         return sum(chunk.layout.padded_numel * chunk.compute_dtype.itemsize for chunk in self.chunks)
 
     # -- fetch and release
 
     def fetch(self) -> None:
-        if self._as_stored:
+        if self.as_stored:
             raise RuntimeError(
                 f"rank {self.communicator.rank}: layer {self.label} was to compute inside zero3.full_params(), where its parameters are "
                 f"as they are stored, not in param_dtype={self.policy.param_dtype}. Use `with zero3.resident(model):` to compute."
@@ -121,76 +143,107 @@ class LayerState:
         self.finish_fetch()
 
     def start_fetch(self) -> None:
+        """[fetch 1] Starts to gather the layer, if it is released."""
         if self.presence is not Presence.RELEASED:
             return
         self._check_loaded()
         self.presence = Presence.FETCHING
-        for chunk in self.chunks if self._as_stored else ():
+        for chunk in self.chunks if self.as_stored else ():
             chunk.show_as_stored()
-        with self.gate.passing(Action.GATHER, self), self._gathering:
-            self.watch.gathers(self.identity, bool(self.chunks))
-            for chunk in self.chunks:
-                chunk.start_fetch(self.lanes.fetch)
+        with self.fetch_span, self.gate.gather(self):
+            try:
+                if self.chunks:
+                    self._log.entries.append(self._entry)
+                for chunk in self.chunks:
+                    chunk.start_fetch(self.lanes.fetch)
+            except RuntimeError as failure:
+                self._gathering.explain(failure)
+                raise
+
+    def take_part_in_fetch(self) -> None:
+        """Takes part in a fetch that only other ranks need."""
+        if self.stays_whole:
+            self.fetch()
+            self.release_or_keep()
+            return
+        if self.chunks:
+            self._log.entries.append(self._entry)
+        for chunk in self.chunks:
+            chunk.take_part_in_fetch()
 
     def finish_fetch(self) -> None:
-        """After this, compute on the current stream may use the parameters."""
+        """[fetch 4] Waits for the gather, and shows the parameters. Then the current stream may compute with them."""
         if self.presence in (Presence.FETCHING, Presence.KEPT):
-            with self._gathering:
-                for chunk in self.chunks:
-                    chunk.finish_fetch()
-            self.presence = Presence.FETCHED  # first: an interrupt between two parameters must find all to hide
+            with self.wait_span:
+                try:
+                    for chunk in self.chunks:
+                        chunk.finish_fetch()
+                except RuntimeError as failure:
+                    self._gathering.explain(failure)
+                    raise
+            self.presence = Presence.FETCHED  # set first: after an interrupt in between, release must hide every parameter
             for chunk in self.chunks:
                 if chunk.trains != chunk.shard.requires_grad:
-                    self.gradients.follow_requires_grad(chunk, self.parameters)
-            show_all(self.parameters, self._versions)
+                    self._follow_requires_grad(chunk)
+            show_all(self.parameters, self.versions)
         for chunk in self.chunks:
-            if chunk.changed():  # then what older graphs saved is stale: torch's own version check has to see it
-                increment_version([b.sites.parameter for b in self.parameters if b.chunk is chunk])
-        self._versions = [sharded.sites.parameter._version for sharded in self.parameters]
+            if chunk.changed():  # [S2] older graphs hold old values: with a new version, torch's own check raises for them
+                increment_version([sharded.sites.parameter for sharded in self.parameters if sharded.chunk is chunk])
+        self.versions = [sharded.sites.parameter._version for sharded in self.parameters]
+
+    def _follow_requires_grad(self, chunk: Chunk) -> None:
+        """Gives the chunk's parameters the chunk's `requires_grad`, after the caller has changed that."""
+        chunk.trains = chunk.shard.requires_grad
+        for sharded in self.parameters:
+            if sharded.chunk is chunk:
+                with as_plain_tensors():
+                    sharded.sites.parameter.requires_grad_(chunk.trains)
+                self.gradients.hook(sharded)
 
     def keep(self) -> None:
-        """Nobody finds the parameters, as if the layer were released, but a backward need not gather it again."""
-        if any(chunk.lent for chunk in self.chunks):  # views of them are about: they are left to whoever has them
+        """Hides the parameters as `release` does, but keeps the full buffer, so that a backward need not gather the layer again."""
+        if any(chunk.left for chunk in self.chunks):  # views of the buffer are in use, so the layer can't keep it
             self.release()
-        elif self.presence is Presence.FETCHED and not self._pins:
+        elif self.presence is Presence.FETCHED and not self.pins:
             self._hide()
             self.presence = Presence.KEPT
             self._invalidate_saved()
 
     def release_or_keep(self) -> None:
-        """Where layers are released as a matter of course: those that the policy keeps whole are only hidden."""
-        if self.policy.shards_parameters or self.presence is Presence.FETCHING:
-            self.release()
-        else:
+        """Releases the layer, or keeps it if the policy keeps layers whole (stages 1 and 2)."""
+        if self.stays_whole and self.presence is not Presence.FETCHING:
             self.keep()
+        else:
+            self.release()
 
     def is_stale(self) -> Tensor:
-        """Whether a layer that was kept has to be gathered anew, on this rank, 0-dim."""
+        """Whether a kept layer has to be gathered again because of this rank's chunks, as a 0-dim tensor."""
         if self.presence is not Presence.KEPT:
             return torch.ones((), dtype=torch.bool, device=self.device)
         return torch.stack([chunk.is_stale() for chunk in self.chunks if not chunk.resident]).any()
 
     def release(self) -> None:
-        if self._pins or self.presence is Presence.RELEASED:
+        if self.pins or self.presence is Presence.RELEASED:
             return
-        if self.presence is Presence.FETCHED:
-            self._hide()
-        for chunk in self.chunks:
-            chunk.release()
-        self.presence = Presence.RELEASED
-        self._invalidate_saved()
+        with self.release_span:
+            if self.presence is Presence.FETCHED:
+                self._hide()
+            for chunk in self.chunks:
+                chunk.release()
+            self.presence = Presence.RELEASED
+            self._invalidate_saved()
 
     def let_escape(self, tensors: Iterable[Tensor]) -> None:
-        """Tensors that are views of parameters keep the memory they look at. (A parameter itself is hidden wherever it is.)"""
+        """Keeps the memory of those `tensors` that are views of parameters. A parameter itself is hidden wherever it is."""
         for tensor in tensors:
             if not isinstance(tensor, nn.Parameter):
                 for chunk in self.chunks:
                     chunk.let_escape(tensor)
 
     def check_unwritten(self) -> None:
-        """Raises if a parameter was changed in place since it was shown: with the full buffer, the change would be lost."""
-        for sharded, version in zip(self.parameters, self._versions, strict=True):
-            if sharded.sites.parameter._version != version and not self._pins and not sharded.chunk.resident:
+        """Raises if a parameter was changed in place since it was shown, because a release would lose the change."""
+        for sharded, version in zip(self.parameters, self.versions, strict=True):
+            if sharded.sites.parameter._version != version and not self.pins and not sharded.chunk.resident:
                 raise RuntimeError(
                     f"rank {self.communicator.rank}: while layer {self.label} computed, parameter {sharded.sites.name!r} was changed "
                     "in place, which the ranks' chunks can't follow. Change it between steps, inside "
@@ -198,90 +251,35 @@ class LayerState:
                 )
 
     def _hide(self) -> None:
-        self._versions = [sharded.sites.parameter._version for sharded in self.parameters]
+        self.versions = [sharded.sites.parameter._version for sharded in self.parameters]
         for sharded in self.parameters:
             sharded.sites.hide(sharded.value if sharded.chunk.resident else sharded.stand_in)
 
     def _invalidate_saved(self) -> None:
-        """A graph that comes to a hidden parameter must raise torch's error, not read what it finds."""
-        increment_version([sharded.sites.parameter for sharded in self.parameters if sharded.chunk.guarded])
+        """Gives hidden parameters a new version, so that torch raises its own error if a backward would read one."""
+        increment_version([sharded.sites.parameter for sharded in self.parameters if sharded.chunk.tracks_versions])
 
     def reset(self, *, broken: bool = True) -> None:
-        """Whatever was under way is dropped. Transfers are waited for first (their buffers must not be written later)."""
-        self.gradients.drop_pending()
+        """Drops all that was under way. It waits for transfers first, because they write into the buffers."""
+        for reducer in self.gradients.reducers.values():
+            if reducer.pending:
+                reducer.abandon()
         if self.presence is Presence.FETCHING:
             for chunk in self.chunks:
                 chunk.abandon_fetch()
-        self.release() if broken else self.release_or_keep()
-
-    # -- access outside a forward
-
-    def pin(self, *, to_compute: bool = False) -> None:
-        """Fetched until unpinned: parameters stand in the modules, and the chunks do not.
-
-        `to_compute`: as in a forward; otherwise in the dtypes they are stored in.
-        """
-        self.release()  # a layer kept for a backward may be older than the last optimizer step
-        stored = not to_compute and any(chunk.casts for chunk in self.chunks)
-        if self._pins and stored != self._as_stored:
-            raise RuntimeError(
-                f"rank {self.communicator.rank}: zero3.full_params shows layer {self.label} as it is stored, zero3.resident in "
-                f"param_dtype={self.policy.param_dtype}: leave one before you enter the other"
-            )
-        self._as_stored = stored
-        try:
-            self.start_fetch()
-            self.finish_fetch()
-        except BaseException:
-            self._as_stored = False
-            raise
-        self._pins += 1
-        if self._pins == 1:
-            for name in self.chunk_names():
-                self.registry.pop(name)
-            restore_order([sharded.sites for sharded in self.parameters])
-
-    def pin_unloaded(self) -> None:
-        """As `pin`, for a loader: chunks that have no values yet count as loaded, for it is about to fill them."""
-        for chunk in self.chunks:
-            chunk.unloaded.clear()
-        meta_buffers, self.meta_buffers = self.meta_buffers, []
-        self.pin()
-        self.meta_buffers = meta_buffers
-
-    def unpin(self) -> None:
-        self._pins -= 1
-        if not self._pins:
-            self.registry.update(self.chunk_names())
-            for chunk in self.chunks:
-                chunk.lend()
+        if broken:
             self.release()
-            self._as_stored = False
+        else:
+            self.release_or_keep()
 
     @property
     def pinned(self) -> bool:
-        return self._pins > 0
+        """Whether the layer stays fetched until it is unpinned. See `pinning`."""
+        return self.pins > 0
 
     def chunk_names(self) -> dict[str, nn.Parameter | None]:
-        """The names under which chunks, or their parts, are parameters."""
+        """The chunks, or their parts, by parameter name."""
         return registered(self.chunks)
-
-    def replace_chunks(self, chunks: list[Chunk]) -> None:
-        """The same parameters in other chunks, while released; graphs made before are stale."""
-        places = {slot.name: (chunk, index) for chunk in chunks for index, slot in enumerate(chunk.layout.slots)}
-        moved = [ShardedParameter(sharded.sites, *places[sharded.sites.name], sharded.stand_in) for sharded in self.parameters]
-        self.parameters = sorted(moved, key=lambda sharded: (chunks.index(sharded.chunk), sharded.index))
-        self.chunks = chunks
-        self._versions = [sharded.sites.parameter._version for sharded in self.parameters]
-        self.gradients.replace_chunks(chunks, self.parameters)
-
-    def write_back(self) -> None:
-        """Rank 0's values of the fetched parameters become everybody's."""
-        for sharded in self.parameters:
-            if sharded.sites.parameter.data_ptr() != sharded.value.data_ptr():  # given other data: that is what was meant
-                sharded.value.copy_(sharded.sites.parameter.data)
-        for chunk in self.chunks:
-            chunk.scatter()
 
     def _check_loaded(self) -> None:
         if self.meta_buffers:
@@ -294,3 +292,8 @@ class LayerState:
                 "device when it was wrapped. Load them (zero3.load_pretrained, zero3.load_full_state_dict); give a buffer that no "
                 "checkpoint holds to its module."
             )
+
+
+def reducers_of(states: Iterable[LayerState]) -> list[GradientReducer]:
+    """The gradient reducers of all chunks of the layers."""
+    return [reducer for state in states for reducer in state.gradients.reducers.values()]

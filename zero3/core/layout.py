@@ -9,8 +9,8 @@ from functools import cached_property
 
 __all__: list[str] = []
 
-# Slots whose length is a multiple of this come first, so that every one of them starts on a boundary that
-# vectorised kernels like (64 bytes for fp32). Odd lengths follow; no padding is spent between slots.
+# Slots whose length is a multiple of this come first, so that each of them starts on a boundary that vectorised kernels need
+# (64 bytes for fp32). Slots of other lengths follow, so no padding is needed between slots.
 ALIGNMENT_NUMEL = 16
 
 
@@ -32,8 +32,13 @@ class Slot:
 
     @cached_property
     def stride(self) -> tuple[int, ...]:
-        """In elements, as of a contiguous tensor of this shape."""
+        """The strides of a contiguous tensor of this shape, in elements."""
         return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+
+    @cached_property
+    def strided(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """The arguments of `as_strided`: shape, stride, and offset in the flat buffer."""
+        return self.shape, self.stride, self.offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class ChunkLayout:
     |-------- S --------|-------- S --------|-------- S --------|
     | slot a | slot b        | slot c   | slot d           |pad|      pad < world_size elements, always zero
 
-    With `bounds` (`world_size + 1` of them) the cuts lie where those say, and there is no padding: see `dealt`.
+    `bounds`, if given, are `world_size + 1` positions at which the buffer is cut instead; then there is no padding. See `dealt`.
     """
 
     slots: tuple[Slot, ...]
@@ -73,7 +78,7 @@ class ChunkLayout:
 
     @classmethod
     def dealt(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], owners: Sequence[int], world_size: int) -> ChunkLayout:
-        """Every slot lies whole in the chunk of its owner, a rank; a rank that owns nothing has an empty chunk."""
+        """A layout in which each slot is whole in the chunk of one rank, its owner. A rank that owns nothing has an empty chunk."""
         named = list(zip(shapes, owners, strict=True))
         sizes = [sum(math.prod(shape) for (_, shape), owner in named if owner == rank) for rank in range(world_size)]
         ordered = [item for rank in range(world_size) for item, owner in named if owner == rank]
@@ -104,7 +109,7 @@ class ChunkLayout:
 
     @cached_property
     def shard_numel(self) -> int:
-        """S, the length of every rank's chunk, if the cuts are equal; see `chunk_numel`."""
+        """S, the length of each rank's chunk if all have the same length. See `chunk_numel` otherwise."""
         return -(-self.numel // self.world_size)
 
     @cached_property
@@ -114,23 +119,23 @@ class ChunkLayout:
 
     @property
     def first_holder(self) -> int:
-        """The rank that empty parameters belong to, which lie in no chunk: the first that holds anything."""
+        """The first rank with a chunk that is not empty. Empty parameters, which are in no chunk, belong to it."""
         return next((rank for rank in range(self.world_size) if self.pieces(rank)), 0)
 
     def chunk_range(self, rank: int) -> tuple[int, int]:
-        """The half-open range of the full buffer that `rank` keeps."""
+        """The half-open range of the full buffer that is `rank`'s chunk."""
         if self.bounds is not None:
             return self.bounds[rank], self.bounds[rank + 1]
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def chunk_numel(self, rank: int) -> int:
-        """The length of `rank`'s chunk, padding included."""
+        """The length of `rank`'s chunk, with padding."""
         low, high = self.chunk_range(rank)
         return high - low
 
     @cached_property
     def cuts(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        """Of every rank's chunk the pieces as (number of the slot, start, stop), and padding as the slot after the last."""
+        """For each rank the pieces of its chunk, as (slot number, start, stop). Padding has the number after the last slot's."""
         index = {slot.name: number for number, slot in enumerate(self.slots)}
         found = []
         for rank in range(self.world_size):
@@ -140,7 +145,7 @@ class ChunkLayout:
         return tuple(found)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """The parts of parameters in `rank`'s chunk, in order; empty parameters have none."""
+        """The pieces of slots in `rank`'s chunk, in order. Empty slots have no piece."""
         low, high = self.chunk_range(rank)
         found = []
         for slot in self.slots:
@@ -151,15 +156,15 @@ class ChunkLayout:
 
 
 def deal(sizes: Sequence[int], world_size: int) -> list[int]:
-    """An owner for each of `sizes`, so that ranks own about as much: the largest first, each to the rank that has least."""
+    """Chooses an owner for each of `sizes` so that ranks own about the same. The largest comes first; the rank with least gets it."""
     owned = [0] * world_size
     owners = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):  # stable, so the same on all ranks
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):  # a stable sort, so the result is the same on all ranks
         owners[index] = owned.index(min(owned))
         owned[owners[index]] += sizes[index]
     return owners
 
 
 def megabytes(nbytes: int) -> str:
-    """For people: "12.3 MB"."""
+    """A size for messages: "12.3 MB"."""
     return f"{nbytes / 1e6:.1f} MB"

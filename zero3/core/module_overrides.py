@@ -1,4 +1,4 @@
-"""What modules answer while their parameters are released: methods that would find nothing, or a slice, say so instead."""
+"""Replaces methods of modules that would silently leave out released parameters: these methods raise instead."""
 
 from __future__ import annotations
 
@@ -12,18 +12,25 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from .parameters import own_modules, released_in
+from .parameters import named, own_modules, parameters_of, released_in
+from .wrappers import refuse_wrappers
 
 __all__: list[str] = []
 
 IsLayer = Callable[[nn.Module], bool]
 
+INSTEAD_OF_STATE_DICT = (
+    "zero3.full_state_dict(model), or `with zero3.full_params(model, writeback=True):` around what reads and loads one, as peft's "
+    "load_adapter does"
+)
+_GUARDED = "_zero3_guarded"  # in a module's __dict__: it belongs to a sharded model
+
 
 class Override:
-    """Stands in one module for its method `name`: `around(module, method, *args, **kwargs)` is called instead.
+    """Replaces the method `name` of one module: a call runs `around(module, method, *args, **kwargs)`.
 
-    It holds no module (a cycle would keep a deleted model's memory), and a copy of the module has the plain method. `default` is the plain
-    method of classes that have none.
+    It refers to the module weakly, because a cycle would keep a deleted model's memory. A copy of the module has the plain method.
+    `default` is the plain method of classes that have none.
     """
 
     def __init__(self, module: nn.Module, name: str, around: Callable[..., Any], *, default: Callable[..., Any] | None = None) -> None:
@@ -37,7 +44,7 @@ class Override:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._own or functools.partial(self._plain, None))  # without self
+        return inspect.signature(self._own or functools.partial(self._plain, None))  # leaves out `self`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
@@ -47,8 +54,11 @@ class Override:
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """As of a bound method. torch.compile asks whether `named_parameters` is torch's own: then it takes addresses for fixed."""
-        return self
+        """An attribute of bound methods: a function that takes the module first. Tools that wrap methods read it.
+
+        torch.compile reads it too: it takes parameters' addresses as fixed only if `named_parameters` is torch's own function.
+        """
+        return lambda module, *args, **kwargs: self(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self._own or MethodType(self._plain, memo[id(self._module())])
@@ -58,13 +68,19 @@ class Override:
 
 
 def guard(module: nn.Module, is_layer: IsLayer, *, lists_chunks: bool = False) -> None:
-    """Makes `module` refuse what would leave its released parameters out in silence. `lists_chunks`: its `parameters()` are the chunks."""
+    """Replaces methods of `module` that would silently leave out released parameters, and refuses parameters that are new.
+
+    `lists_chunks`: the module's `parameters()` are the chunks, and stay as they are.
+    """
+    module.__dict__[_GUARDED] = True
     Override(module, "_apply", _guarded_apply)
     # torch.distributed.checkpoint.state_dict asks every module for it, before anything else
     Override(module, "_fqn_modifiers", _before_distributed_state_dict, default=lambda module: {})
     module.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(_before_load_state_dict)  # type: ignore[no-untyped-call]
-    if not lists_chunks:
+    if lists_chunks:
+        Override(module, "named_modules", _named_modules)
+    else:
         Override(module, "named_parameters", functools.partial(_named_parameters, is_layer))
 
 
@@ -73,7 +89,7 @@ def refuse(what: str, why: str, instead: str) -> NoReturn:
 
 
 def check_conversion(probe: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor], what: str) -> None:
-    """Raises if `fn`, of `nn.Module._apply`, would give `what`, of the dtype and on the device of `probe`, another of either."""
+    """Raises if `fn`, an argument of `nn.Module._apply`, would change the dtype or the device of `what`. `probe` has both."""
     result = fn(probe)
     moved = result.is_shared() != result.is_cuda  # type: ignore[no-untyped-call]
     if moved or (result.dtype, result.device) != (probe.dtype, probe.device):
@@ -85,10 +101,16 @@ def check_conversion(probe: torch.Tensor, fn: Callable[[torch.Tensor], torch.Ten
 
 
 def _guarded_apply(module: nn.Module, apply: Callable[..., nn.Module], fn: Any, recurse: bool = True) -> nn.Module:
-    for inner in module.modules():  # all of them before the first is converted
+    for inner in module.modules():  # check all before the first is converted
         for _, parameter in released_in(inner):
             check_conversion(torch.empty(1, dtype=parameter.dtype, device=parameter.device), fn, parameter.zero3_name)
     return apply(fn, recurse)
+
+
+def _named_modules(module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Refuses wrappers here too, because one that visits modules in turn would change the root's chunks before it finds a layer."""
+    refuse_wrappers(lambda: f"the root ({type(module).__name__})")
+    return method(*args, **kwargs)
 
 
 def _named_parameters(
@@ -99,7 +121,8 @@ def _named_parameters(
     recurse: bool = True,
     remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Released ones too, and first: a loop that freezes them, or an optimizer, raises with their names, and not over nothing in silence."""
+    """Yields released parameters first, then the others. So a loop that freezes parameters raises with a name, and is not empty."""
+    refuse_wrappers(lambda: next((parameter.zero3_name for _, parameter in released_in(module)), type(module).__name__))
     seen: set[int] = set()
     for name, inner in own_modules(module, is_layer, prefix) if recurse else [(prefix, module)]:
         for attribute, parameter in released_in(inner):
@@ -111,7 +134,7 @@ def _named_parameters(
 
 def _before_state_dict(module: nn.Module, *_: object) -> None:
     if released_in(module):
-        refuse("state_dict()", "a state dict of chunks has neither the names nor the shapes of the model", "zero3.full_state_dict(model)")
+        refuse("state_dict()", "a state dict of chunks has neither the names nor the shapes of the model", INSTEAD_OF_STATE_DICT)
 
 
 def _before_distributed_state_dict(module: nn.Module, method: Callable[[], dict[str, str]]) -> dict[str, str]:
@@ -128,3 +151,33 @@ def _before_distributed_state_dict(module: nn.Module, method: Callable[[], dict[
 def _before_load_state_dict(module: nn.Module, *_: object) -> None:
     if released_in(module):
         refuse("load_state_dict()", "the model's values lie in chunks on all ranks", "zero3.load_full_state_dict(model, state_dict)")
+
+
+def _check_new_module(module: nn.Module, name: str, new: nn.Module | None) -> None:
+    """Whatever is put into a sharded model brings no parameters of its own: those would be neither sharded, nor reduced, nor loaded."""
+    if _GUARDED in vars(module) and isinstance(new, nn.Module):
+        _check_strangers(module, [f"{name}.{inner}" for inner, parameter in new.named_parameters() if not _is_sharded(parameter)])
+
+
+def _check_new_parameter(module: nn.Module, name: str, new: nn.Parameter | None) -> None:
+    known = {known for known, _ in parameters_of(module)} if _GUARDED in vars(module) else set()  # replaced: told of when it is shown
+    if _GUARDED in vars(module) and new is not None and name not in known and not _is_sharded(new):
+        _check_strangers(module, [name])
+
+
+def _check_strangers(module: nn.Module, names: list[str]) -> None:
+    if names:
+        raise RuntimeError(
+            f"this {type(module).__name__} belongs to a sharded model, and was to get parameters that are not: {named(names)}. Each rank "
+            "would train them alone, and no checkpoint would hold them. Change the model, or add adapters (peft's get_peft_model, "
+            "add_adapter, load_adapter), before it is sharded."
+        )
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "zero3_state")
+
+
+# torch knows no such hooks for one module alone. These look at marked modules only.
+nn.modules.module.register_module_module_registration_hook(_check_new_module)
+nn.modules.module.register_module_parameter_registration_hook(_check_new_parameter)

@@ -1,12 +1,10 @@
-"""A layer's parameters in its modules: found, checked, shown while the layer is fetched, hidden while it is not."""
+"""A layer's parameters in its modules. They are found, checked, shown while the layer is fetched, and hidden while it is not."""
 
 from __future__ import annotations
 
 import re
-import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,44 +21,16 @@ _WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
 _PREFIX = re.compile(rf"(?<![^.:])(?:{'|'.join(_WRAPPED)})\.")  # in a name, or in a key of a file (`parameter:0.weight[0:4]`)
 
 
-class Owner(weakref.ref[Any]):
-    """On a parameter: the state of its layer, not held. A copy of the parameter, or a pickle, has none."""
-
-    __slots__ = ()
-
-    def __deepcopy__(self, memo: object) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
-
-def _refuse_distributed_checkpoint(*_: object) -> NoReturn:
-    """What torch.distributed.checkpoint finds where it asks a tensor which part of a whole it is."""
-    raise RuntimeError(
-        "torch.distributed.checkpoint over a sharded model's chunks: every rank's slice has the same name, so one rank's would stand for "
-        "all. Use zero3.save_checkpoint and zero3.load_checkpoint, or give it what zero3.full_state_dict(model) returns."
-    )
-
-
-def mark(parameter: nn.Parameter, state: Any) -> nn.Parameter:
-    """So that whoever holds the chunk, or the part of one, finds its layer, and takes it for no whole tensor."""
-    parameter.zero3_state = Owner(state)  # type: ignore[attr-defined]
-    for question in ("__create_write_items__", "__create_chunk_list__"):
-        setattr(parameter, question, _refuse_distributed_checkpoint)
-    return parameter
-
-
 @dataclass(eq=False)
 class ParameterSites:
-    """One parameter and all the places in the layer's modules that have it (several, if it is tied)."""
+    """One parameter, and all places in the layer's modules that have it. A tied parameter has several places."""
 
     name: str
     parameter: nn.Parameter
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     def show(self, value: Tensor) -> None:
-        """The parameter is itself again, with the values of `value` (its slot of the full buffer, no copy)."""
+        """Makes the parameter an ordinary one whose data is `value`, its slot of the full buffer. Nothing is copied."""
         self.parameter.__class__ = nn.Parameter
         self.parameter.data = value
         for module, attribute in self.places:
@@ -72,7 +42,10 @@ class ParameterSites:
             module._parameters[attribute] = self.parameter
 
     def hide(self, stand_in: Tensor) -> None:
-        """Metadata stays readable, values raise; `model.parameters()` no longer finds it. Twice is as good as once."""
+        """[release 1] Makes the parameter a released one: metadata can be read, values raise, `model.parameters()` leaves it out.
+
+        It may be called again on a hidden parameter.
+        """
         self.parameter.__class__ = nn.Parameter
         self.parameter.grad = None
         self.parameter.data = stand_in
@@ -82,12 +55,12 @@ class ParameterSites:
         self.parameter.__class__ = ReleasedParameter
 
     def replaced(self) -> bool:
-        """Whether, while it is shown, another object stands in one of its places."""
+        """Whether a module has another object in the place of this parameter. Only for a shown parameter."""
         return any(module._parameters.get(attribute) is not self.parameter for module, attribute in self.places)
 
     def replace(self, parameter: nn.Parameter) -> None:
-        """For a parameter on the meta device, which can't be given other data: a new object takes its places."""
-        parameter.__dict__.update(self.parameter.__dict__)  # users' marks, such as no_weight_decay
+        """Puts a new object into all places. A parameter on the meta device needs it, because it can't be given other data."""
+        parameter.__dict__.update(self.parameter.__dict__)  # attributes that users set, such as no_weight_decay
         for module, attribute in self.places:
             setattr(module, attribute, parameter)  # not into _parameters: some modules keep lists of their own (LSTM)
         self.parameter = parameter
@@ -95,12 +68,12 @@ class ParameterSites:
 
 @dataclass(frozen=True, slots=True)
 class ShardedParameter:
-    """A parameter of a layer: its places in the modules, and the chunk and the slot that hold its values."""
+    """A layer's parameter: its places in the modules, its chunk, and the number of its slot there."""
 
     sites: ParameterSites
     chunk: Chunk
     index: int
-    stand_in: Tensor  # what the parameter shows while released, in its shape
+    stand_in: Tensor  # the parameter's data while it is released, in its shape
 
     @property
     def value(self) -> Tensor:
@@ -108,11 +81,11 @@ class ShardedParameter:
 
 
 def show_all(sharded: Iterable[ShardedParameter], versions: Iterable[int]) -> None:
-    """Each shows its slot; what graphs have saved of them counts as unchanged, if it was saved at these versions."""
+    """[fetch 5] Shows each parameter, and sets its version: graphs that saved the parameter at this version stay valid."""
     saved, saved_at = [], []
     for each, version in zip(sharded, versions, strict=True):
         each.sites.show(each.chunk.full.views[each.index])
-        if each.chunk.guarded:
+        if each.chunk.tracks_versions:
             saved.append(each.sites.parameter)
             saved_at.append(version)
     restore_versions(saved, saved_at)
@@ -128,10 +101,20 @@ def wrapped_in(module: nn.Module) -> nn.Module | None:
     return next((child for name in _WRAPPED if (child := module._modules.get(name)) is not None), None)
 
 
+def named(names: Sequence[str], most: int = 6) -> str:
+    """For errors: the first of many names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def is_callable(module: nn.Module) -> bool:
+    """Whether it has a forward. Lists and dicts of modules or parameters have none, nor has a bare `nn.Module()`."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
 def own_modules(
     module: nn.Module, is_layer: Callable[[nn.Module], bool], prefix: str = "", seen: set[nn.Module] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
-    """`module` and those below it, in order, once each; wrapped layers inside keep their own, so they are left out.
+    """`module` and the modules inside it, in order, each once. Layers inside it are left out, with their modules.
 
     Names are those of the model without torch's wrappers.
     """
@@ -152,9 +135,9 @@ def find_parameters(
     elsewhere: Container[int] = (),
     borrowed: Iterable[ParameterSites] = (),
 ) -> list[ParameterSites]:
-    """The parameters that belong to `module` itself, in order; a tied one once, under its first name.
+    """The parameters that belong to `module`'s own layer, in order. A tied parameter comes once, under its first name.
 
-    Left out are those whose ids are in `elsewhere`; `borrowed` ones, which stand in other layers, come first.
+    Parameters with their ids in `elsewhere` are left out. `borrowed` parameters, which are inside other layers, come first.
     """
     found = {id(sites.parameter): ParameterSites(sites.name, sites.parameter, list(sites.places)) for sites in borrowed}
     for prefix, owner in own_modules(module, is_layer):
@@ -169,13 +152,13 @@ def find_parameters(
 
 
 def remember_order(parameters: Iterable[ParameterSites]) -> None:
-    """Before the first parameter of a module is hidden: several layers, or chunks, may show and hide them in another order."""
+    """Stores the order of each module's parameters, before any of them is hidden. Chunks may show them again in another order."""
     for module in {module for sites in parameters for module, _ in sites.places}:
         module.__dict__.setdefault(_ORDER, tuple(module._parameters))
 
 
 def restore_order(parameters: Iterable[ParameterSites]) -> None:
-    """The parameters that are shown stand as they did before wrapping: state dicts have an order."""
+    """Puts shown parameters into the order that they had before wrapping, because a state dict has this order."""
     for module in {module for sites in parameters for module, _ in sites.places}:
         ordered = {name: parameter for name, parameter in parameters_of(module) if name in module._parameters}
         if list(ordered) != list(module._parameters):
@@ -184,25 +167,30 @@ def restore_order(parameters: Iterable[ParameterSites]) -> None:
 
 
 def parameters_of(module: nn.Module) -> list[tuple[str, nn.Parameter | None]]:
-    """The module's own parameters, shown and released, in the order that they had before wrapping."""
+    """The module's own parameters, shown and released, in their order before wrapping."""
     found: dict[str, nn.Parameter | None] = {**module._parameters, **dict(released_in(module))}
     first = [name for name in vars(module).get(_ORDER, ()) if name in found]
     return [(name, found[name]) for name in dict.fromkeys([*first, *found])]
 
 
 def released_in(module: nn.Module) -> list[tuple[str, ReleasedParameter]]:
-    """The parameters that `module` has lent to a layer."""
+    """The released parameters that `module` itself has."""
     return [(name, value) for name, value in vars(module).items() if isinstance(value, ReleasedParameter)]
 
 
 def check_parameters(parameters: list[ParameterSites], dtype: torch.dtype | None, label: str) -> None:
-    """Raises ValueError, naming the parameter, for what can't be sharded; touches nothing."""
+    """Raises ValueError, with the parameter's name, if one of `parameters` can't be sharded. Changes nothing."""
     for sites in parameters:
         parameter = sites.parameter
         if isinstance(parameter, ReleasedParameter):
             raise ValueError(
                 f"parameter {sites.name!r} of {label} is already sharded, as {parameter.zero3_name}. Wrap a module once; if the "
                 "parameter is tied across layers, put both into one Zero3Layer, or use zero3.shard(model)."
+            )
+        if hasattr(parameter, "ds_id"):
+            raise ValueError(
+                f"parameter {sites.name!r} of {label} has been partitioned by DeepSpeed (zero.Init), which keeps its values: build the "
+                'model without it, on torch.device("meta") if it does not fit'
             )
         if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:
             raise ValueError(
@@ -228,7 +216,7 @@ def _check_overlap(parameters: list[ParameterSites]) -> None:
             )
         last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
         spans.append((parameter.data_ptr(), parameter.data_ptr() + (last + 1) * parameter.element_size(), sites))
-    reached: list[tuple[int, ParameterSites]] = []  # spans that reach beyond where the next one starts
+    reached: list[tuple[int, ParameterSites]] = []  # spans that end behind the start of the present one
     for start, stop, sites in sorted(spans, key=lambda span: span[:2]):
         reached = [(end, other) for end, other in reached if end > start]
         for _, other in reached:
@@ -250,12 +238,12 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 
 
 def _share_elements(a: Tensor, b: Tensor) -> bool:
-    """Exactly: interleaved columns of one buffer cover each other's range without sharing an element."""
+    """Compares every element, because ranges may overlap without a shared element (interleaved columns of one buffer)."""
     return bool(torch.isin(_addresses(a), _addresses(b)).any())
 
 
 def _addresses(tensor: Tensor) -> Tensor:
-    """Where every element lies, in bytes."""
+    """The address of every element, in bytes."""
     index = torch.tensor(tensor.data_ptr())
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         index = index[..., None] + torch.arange(size) * stride * tensor.element_size()

@@ -1,11 +1,12 @@
-"""The guard that stands for a parameter while its layer is released: metadata is answered, values are refused.
+"""The class of a parameter while its layer is released: its metadata can be read, its values can't.
 
-A parameter stays one object for life. While it is released its class is `ReleasedParameter`, so that every operation
-of Python on it comes through `__torch_function__`, whoever kept the object; its data is a NaN stretched to its shape.
+A parameter stays one object for life. While it is released, its class is `ReleasedParameter`, and its data is one NaN expanded to
+its shape. So every operation on the object comes through `__torch_function__`, even if user code kept the object.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -24,14 +25,15 @@ _METADATA_PROPERTIES = (
 _METADATA = frozenset(getattr(Tensor, name).__get__ for name in _METADATA_PROPERTIES if hasattr(Tensor, name)) | {
     Tensor.numel, Tensor.nelement, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.element_size, Tensor.__len__,
     Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__, Tensor.type, torch.numel, torch.is_floating_point,
-    torch.is_complex, torch.is_tensor, Tensor.untyped_storage,  # the last for whoever counts live memory: it is the stand-in's
+    torch.is_complex, torch.is_tensor, Tensor.untyped_storage,  # untyped_storage lets tools count memory: it is the stand-in's
 }  # fmt: skip
 
 
 class ReleasedParameter(nn.Parameter):
-    """A parameter whose values live in chunks on all ranks. Made only by switching a parameter's class."""
+    """A parameter whose values are in the chunks of all ranks. An object gets this class by an assignment to `__class__`."""
 
-    zero3_name: str  # "weight of layer '0' (Linear)": set on the instance when its layer is made
+    zero3_state: Callable[[], Any]  # its layer, not held
+    zero3_name: str  # "weight of layer '0' (Linear)", set when the layer is made
 
     @classmethod
     def __torch_function__(
@@ -40,6 +42,8 @@ class ReleasedParameter(nn.Parameter):
         if func in _METADATA:
             with as_plain_tensors():
                 return func(*args, **(kwargs or {}))
+        if func == Tensor.is_leaf.__get__ and not _asked_by("torch.optim.optimizer"):  # type: ignore[attr-defined]
+            return True
         if func in (Tensor.__repr__, Tensor.__format__):
             return args[0]._describe()
         if func in (Tensor.requires_grad_, Tensor.requires_grad.__set__):  # type: ignore[attr-defined]
@@ -47,12 +51,11 @@ class ReleasedParameter(nn.Parameter):
         _refuse(_first_released((args, kwargs)), _name_of(func))
 
     def _set_requires_grad(self, requires_grad: bool = True) -> ReleasedParameter:
-        if self.requires_grad != requires_grad:
-            raise RuntimeError(
-                f"requires_grad: {self.zero3_name} can't be {'trained' if requires_grad else 'frozen'} by itself, its whole chunk is "
-                f"{'frozen' if requires_grad else 'trained'}. Freeze parameters before sharding, or use requires_grad_ of the whole "
-                "chunk (for chunk in layer.parameters(): ...)."
-            )
+        """Remembered, for tools switch adapters off and on again; the next forward with gradients looks at it."""
+        with as_plain_tensors():
+            self.requires_grad_(requires_grad)
+        if (state := self.zero3_state()) is not None:
+            state.toggled = True
         return self
 
     def _describe(self) -> str:
@@ -69,6 +72,11 @@ class ReleasedParameter(nn.Parameter):
         _refuse(self, "pickle")
 
 
+def _asked_by(module: str) -> bool:
+    """Whether the operation is one of `module`'s. An optimizer asks nothing but `is_leaf` of what it is given; it must not take this."""
+    return bool(sys._getframe(2).f_globals.get("__name__") == module)
+
+
 def _first_released(arguments: Any) -> ReleasedParameter | None:
     if isinstance(arguments, ReleasedParameter):
         return arguments
@@ -78,7 +86,7 @@ def _first_released(arguments: Any) -> ReleasedParameter | None:
 
 def _name_of(func: Callable[..., Any]) -> str:
     name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__"):  # of a property: `data`, not the accessor
+    if name in ("__get__", "__set__"):  # take the property's name, such as `data`
         return str(getattr(getattr(func, "__self__", None), "__name__", name))
     return name
 
@@ -86,7 +94,7 @@ def _name_of(func: Callable[..., Any]) -> str:
 def _refuse(parameter: ReleasedParameter | None, operation: str) -> NoReturn:
     name = getattr(parameter, "zero3_name", "a parameter")
     raise RuntimeError(
-        f"{operation}: {name} is released, its values lie in chunks on all ranks. Read or change it inside "
-        "`with zero3.full_params(module):` (entered by every rank), or work on the chunks that "
-        "get_trainable_chunk() returns."
+        f"{operation}: {name} is released, its values lie in chunks on all ranks. Read it inside "
+        "`with zero3.full_params(module):`, change it there with writeback=True, compute with it outside a forward inside "
+        "`with zero3.resident(model):` (every rank enters them), or work on the chunks that get_trainable_chunk() returns."
     )

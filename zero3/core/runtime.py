@@ -1,168 +1,259 @@
-"""One per model: decides when its layers are fetched and released in forward, and hands them to backward.
+"""The runtime of one model. It decides when layers are fetched and released in forward, and records calls for backward.
 
-    forward of layer i     release what the last call left; wait fetch(i); start fetch(i+1); module(x)
+    forward of layer i     release layer i-1; wait fetch(i); start fetch(i+1); module(x)
 
-Every rank makes the same collectives in the same order, whatever its data: forward by the order of calls, which is
-compared before it is first relied on, backward by walking the tape of that forward from its end.
+Every rank makes the same collectives in the same order, whatever its data is. In forward they follow the order of calls, which
+ranks have compared. In backward they follow the trace of the forward, from its end. The numbers in comments, such as [F1], are
+those of "a step, call by call" in docs/design.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from types import TracebackType
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..comm.agreement import agree
 from ..comm.communicator import Communicator
 from ..policy import ShardingPolicy
-from .autograd import graph_clock, inside_backward, nodes_since
-from .backward import Backward, Frame, LayerTrace
+from .autograd import graph_clock, inside_backward, nodes_since, tensors_in
+from .backward import Backward, LayerCall, LayerTrace
+from .comparison import FOLD_EVERY, compare_call, compare_logs
 from .coordination import Action, Activity
+from .dynamic import DynamicOrder
 from .layer_state import LayerState, Presence
-from .schedule import CallTrace, Event, ForwardOrder, StaticOrder
-from .tree import tensors_in
+from .requires_grad import check_requires_grad
+from .schedule import CallStack, CallTrace, ForwardOrder, ForwardPass, Frame, LearnedOrder
 
 __all__: list[str] = []
 
 
 class Runtime:
     def __init__(self, layers: Sequence[LayerState], policy: ShardingPolicy, *, ordered: bool, depths: Sequence[int]) -> None:
-        """`ordered`: layers are called in this order. `depths`: in how many layers each lies."""
+        """`ordered`: the layers are called in this order. `depths`: for each layer, how many layers it is inside of."""
         first = layers[0]
-        self._communicator = first.communicator
+        self.communicator = first.communicator
+        self.replays: dict[object, Any] = {}  # the collectives of micro-batches, for `step_guard`
         self._device = first.device
-        self._depth = policy.prefetch_depth
-        self._order: ForwardOrder[LayerState | None] = ForwardOrder(layers if ordered else ())  # None: between modules
-        self._program = StaticOrder(zip(layers, depths, strict=True)) if policy.dynamic else None
-        self._passed_over: dict[LayerState, int] = {}  # layers of the program that this rank has not called: when they began
-        twin = first.communicator.duplicate() if policy.separate_backup_group else first.communicator
-        self._backward = Backward(first.communicator, twin, first.device, policy.prefetch_depth)
-        self._tape: LayerTrace | None = None  # of the forward under way
-        self._open_tape: LayerTrace | None = None  # of a forward that another module may continue
+        self._stack = CallStack(layers)
+        self._order: LearnedOrder[LayerState] | DynamicOrder = (
+            DynamicOrder(zip(layers, depths, strict=True), policy.prefetch_depth)
+            if policy.dynamic
+            else LearnedOrder(layers if ordered else (), policy.prefetch_depth, partial(compare_call, first.communicator))
+        )
+        self._tells = not policy.dynamic and policy.compare_every > 1 and not first.communicator.tags_messages
+        self._compare_every = 0 if policy.dynamic else policy.compare_every
+        self._due = self._compare_every or FOLD_EVERY  # the number of transfers at which the log is folded or compared
+        backups = first.communicator.duplicate() if policy.separate_backup_group else first.communicator
+        self._backward = Backward(self._stack, first.communicator, backups, first.device, policy.prefetch_depth)
+        self._trace: LayerTrace | None = None  # the trace of the forward under way
+        self._open_trace: LayerTrace | None = None  # the trace of the last pass, which another outermost module may continue
+        self._pass_is_over = False  # whether no module may continue that pass, because ranks ran inside `resident` since
+        self._any_stays_whole = False
         self._passes = 0
-        self.rehearsed: dict[object, Any] = {}  # see `step_guard`
-        self._lingering: list[LayerState] = []  # forward is over, backward may need them at once
-        self._called: set[int] = set()  # outermost modules of the present pass, by id: a reference would keep them alive
+        self._lingering: list[LayerState] = []  # layers whose call is over and that are not released yet
+        self._called: set[int] = set()  # ids of the outermost modules called in this pass; references would keep them alive
         for state in layers:
             self._watch(state)
 
-    # -- forward
-
-    def forward_pass(self, module: object) -> _ForwardPass:
-        """The context of any zero3 module's forward. See `_begin_call` for when a new pass begins."""
-        return _ForwardPass(self, module)
-
     @property
     def layers(self) -> list[LayerState]:
-        return self._backward.layers
+        return self._stack.layers
 
     @property
     def orders(self) -> tuple[ForwardOrder[Any], ForwardOrder[Any]]:
-        """Of forwards and of backwards."""
-        return self._order, self._backward.order
+        """The learned orders of forwards and of backwards."""
+        return self._order.calls, self._backward.order
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether there is a forward that no backward has been through."""
-        return self._open_tape is not None and bool(self._open_tape.calls) and not self._open_tape.walked
+        """Whether the last pass has calls that no backward has reached."""
+        return self._open_trace is not None and bool(self._open_trace.calls) and not self._open_trace.walked
+
+    @property
+    def _at_own_pace(self) -> bool:
+        """Whether the model is inside `resident`, where ranks may do different things."""
+        return all(state.resident for state in self.layers)
 
     def is_running(self, state: LayerState) -> bool:
         """Whether a forward of `state` is under way."""
-        return any(frame.state is state for frame in self._backward.frames)
+        return self._stack.is_under_way(state)
 
     def serves(self, communicator: Communicator, device: torch.device) -> bool:
-        return self._communicator.same_ranks(communicator) and self._device == device
+        return self.communicator.same_ranks(communicator) and self._device == device
 
-    def join(self, state: LayerState) -> None:
-        """Takes in a layer that was found to follow this runtime's in a graph."""
-        if self._program is not None:
-            raise ValueError(
-                f"layer {state.label} is called by a plain module, after others with ShardingPolicy(dynamic=True): a rank that leaves it "
-                "out could not know of it. Put the layers into one Zero3Sequential, or use zero3.shard(model)."
-            )
+    def take_in(self, state: LayerState) -> None:
+        """Adds a layer whose inputs come from this runtime's layers."""
+        self._order.adopt(state)
+        self.layers.append(state)
         self._watch(state)
 
     def _watch(self, state: LayerState) -> None:
         self._backward.watch(state)
+        self._any_stays_whole = self._any_stays_whole or state.stays_whole
         state.lanes = self.layers[0].lanes
-        state.watch.share(self.layers[0].watch.journal)
+        state.log = self.layers[0].log
+
+    def take_part_in_backup(self, state: LayerState) -> None:
+        self._backward.take_part_in_backup(state)
+
+    # -- the call of an outermost module
+
+    def forward_pass(self, module: object) -> ForwardPass:
+        """The context around the forward of a zero3 module."""
+        return ForwardPass(self, module)
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether an outermost module's forward is under way."""
+        return self._trace is not None
+
+    @property
+    def depth(self) -> int:
+        """How many layers' forwards are under way."""
+        return len(self._stack.frames)
+
+    def unwind(self, depth: int) -> None:
+        """Drops all but the outer `depth` frames, after an exception."""
+        del self._stack.frames[depth:]
+
+    def begin_pass(self, module: object) -> AbstractContextManager[Any] | None:
+        """[F1] An outermost module is called. Returns the gate's context, which is entered, or None in a recomputation.
+
+        The module continues the last pass, because a plain container may call one layer after another. A new pass begins if the
+        module was called in the last pass already, or if a backward has ended since.
+        """
+        if inside_backward():
+            self._backward.recompute()
+            self._trace = self._new_trace()
+            return None
+        first = self.layers[0]
+        activity = first.gate.doing(Activity.FORWARD)
+        activity.__enter__()
+        if self._at_own_pace:
+            self._pass_is_over = True  # other ranks may run no forward here, so the next pass must be a new one on all ranks
+            self._trace = self._new_trace()
+            return activity
+        before = self._open_trace
+        continues = not (before is None or before.walked or self._pass_is_over or id(module) in self._called)
+        if not continues:
+            self.reset(broken=False)
+        if self._any_stays_whole:
+            self.drop_stale()
+        self._compare_transfers(first)
+        self._order.begin(continues=continues)
+        if continues:
+            self._release_lingering(keep=())  # an optimizer may have stepped since the last module
+        self._trace = before if continues else self._new_trace()
+        self._called.add(id(module))
+        return activity
+
+    def _compare_transfers(self, first: LayerState) -> None:
+        """If messages carry no tag, transfers of two different layers could be matched by mistake. So ranks send their hashes at every
+        forward, and compare them one forward later. Otherwise they compare after every `compare_every` transfers.
+        """
+        log = first.log
+        if self._tells:
+            log.look()
+            if not first.gate.compares_at_end:
+                log.tell(self.communicator, self._device)
+        elif log.folded + len(log.entries) >= self._due:
+            log.fold()
+            if not first.gate.compares_at_end:
+                self._due = log.folded + (self._compare_every or FOLD_EVERY)
+                compare_logs(self.communicator, first, self._compare_every)
+
+    def end_pass(self, activity: AbstractContextManager[Any] | None, error: BaseException | None) -> None:
+        """[F5] The outermost module's forward is over, or has raised `error`."""
+        try:
+            if error is None:
+                self._finish_pass()
+            else:
+                self._fail_pass(error)
+        except BaseException as failure:
+            self._trace = self._open_trace = None
+            if activity is not None:
+                activity.__exit__(type(failure), failure, None)
+            raise
+        if activity is not None:
+            activity.__exit__(None if error is None else type(error), error, None)
+
+    def _finish_pass(self) -> None:
+        if inside_backward():
+            self._trace = None
+            return
+        if not self._at_own_pace:
+            self._order.finish(self.layers[0], self)
+        self._open_trace, self._trace = self._trace, None
+        kept = self._lingering if self._open_trace is not None and self._open_trace.calls else []
+        for state in self.layers:
+            if state in kept:
+                state.keep()
+            elif state.presence is not Presence.RELEASED:
+                self._backward.release(state)
+
+    def _fail_pass(self, error: BaseException) -> None:
+        if not inside_backward() and not self._at_own_pace:
+            self._order.fail(self.layers[0], self, error)
+        self._trace = self._open_trace = None
+
+    def _new_trace(self) -> LayerTrace:
+        self._passes += 1
+        self.layers[0].log.passes += not inside_backward()
+        return CallTrace(serial=self._passes)
+
+    def drop_stale(self) -> None:
+        """Releases kept layers (stages 1 and 2) whose chunk has changed on any rank, so that they are gathered again."""
+        whole = [state for state in self.layers if state.chunks and state.stays_whole and not state.resident]
+        if not whole or self.communicator.world_size == 1:
+            return
+        stale = torch.stack([state.is_stale() for state in whole]).to(torch.uint8)
+        with self.layers[0].gate.passing(Action.LOOK, self.layers[0]):
+            self.communicator.all_reduce(stale, maximum=True)
+        for state, flag in zip(whole, stale.tolist(), strict=True):
+            if flag:
+                state.release()
+
+    def reset(self, *, broken: bool = True) -> None:
+        """Releases all layers and drops the present pass. See `Backward.reset` for the gradients.
+
+        `broken`: layers that stay whole are released too.
+        """
+        self._lingering.clear()
+        self._called.clear()
+        self._order.forget_pass()
+        self._trace = self._open_trace = None
+        self._pass_is_over = False
+        self._backward.reset(broken=broken)
+
+    # -- the call of a layer
 
     def pre_forward(self, state: LayerState) -> None:
-        if state.resident or self._backward.is_recomputing(state):  # resident: ranks may be at different points, so no word to them
+        """[F2] Releases the layer of the last call, waits for this layer's parameters, and starts to fetch the next layers."""
+        if state.resident or self._backward.is_recomputing(state):  # ranks do not compare: they may do different things here
             released = state.presence not in (Presence.FETCHED, Presence.KEPT) and not state.resident
             state.fetch()
-            self._backward.frames.append(Frame(state, 0, graph_clock(), recomputes=True, fetched_here=released))
+            self._stack.frames.append(Frame(state, 0, graph_clock(), recomputes=True, fetched_here=released))
             return
-        tape = self._tape
-        if tape is None:
+        if self._trace is None:
             raise RuntimeError(f"layer {state.label} was called outside a forward pass of its model")
-        if self._program is not None and inside_backward():
-            raise RuntimeError(
-                f"layer {state.label}: reentrant checkpointing does not go together with ShardingPolicy(dynamic=True), for ranks would "
-                "recompute different layers. Use checkpoint(..., use_reentrant=False)."
-            )
-        ahead: list[LayerState] = []
-        if not inside_backward():
-            if not self._backward.frames and self._program is None:
-                state.watch.compare_if_due()
-            self._advance(state)
-            ahead = self._ahead()
+        ahead = self._order.recompute(state) if inside_backward() else self._order.enter(state, self)
         self._release_lingering(keep=[state, *ahead])
         state.fetch()
+        if state.toggled:
+            check_requires_grad(state, self.layers)
         for following in ahead:
             following.start_fetch()
-        self._backward.frames.append(Frame(state, tape.begin(), graph_clock(), recomputes=False, fetched_here=True))
-
-    def _advance(self, state: LayerState) -> None:
-        """`state` is called now, which the other ranks have foreseen, or are asked about."""
-        if self._program is not None:
-            self._take_part(self._program.until(state, begins=True), state)
-        elif not self._order.advance(state):
-            place = f"the layer called as number {self._order.position} of a forward"
-            state.watch.recorder("agree", place, state.name_among_ranks)
-            with state.gate.passing(Action.AGREE, self.layers[0]):
-                agree(self._communicator, self._device, place, [state.name_among_ranks])
-
-    def _take_part(self, passed: list[Event[LayerState]] | None, state: LayerState | None = None) -> None:
-        """The transfers of layers that this rank passes over, and others may call; a backward will make theirs too."""
-        if passed is None:
-            label = state.label if state is not None else ""
-            raise ValueError(
-                f"layer {label} is called a second time in a forward, or after layers that stand behind it in the model. With "
-                "ShardingPolicy(dynamic=True) layers are called in the order in which they stand, each at most once."
-            )
-        for layer, begins in passed:
-            if begins:
-                self._release_lingering(keep=[layer])
-                layer.fetch()
-                self._passed_over[layer] = self._tape.begin() if self._tape is not None else 0
-                continue
-            start = self._passed_over.pop(layer, None)
-            if start is None:
-                continue  # a call of this rank's own, which an exception has ended
-            if self._tape is not None and torch.is_grad_enabled():
-                self._tape.record(layer, start)
-                self._lingering.append(layer)
-            else:
-                self._backward.release(layer)
-
-    def fail_together(self, error: BaseException) -> None:
-        """The others wait for this rank's part in the rest of the forward; then they hear why it ends."""
-        alone = inside_backward() or self._backward.at_own_pace or not isinstance(error, Exception)
-        if self._program is None or self._tape is None or alone:
-            return
-        try:
-            self._take_part(self._program.rest())
-            cause = RuntimeError(f"its forward failed with {type(error).__name__}: {error}")
-            agree(self._communicator, self._device, "the end of a forward", [], cause)
-        except (RuntimeError, ValueError, TypeError) as told:  # this rank's own error is on its way
-            told.__traceback__ = None  # a cycle: it would keep the forward's tensors alive
+        self._stack.frames.append(Frame(state, self._trace.begin(), graph_clock()))
 
     def post_forward(self, state: LayerState, output: Any, kept: Any) -> Any:
-        """`kept`: wherever else the layer may have left tensors: arguments that it changed, attributes of its modules."""
-        frame = self._backward.frames.pop()
+        """[F4] Puts hooks on the graph, by which backward finds the layer. The layer is released at the next call.
+
+        `kept`: other places where the layer may have left tensors, such as its arguments and its modules' attributes.
+        """
+        frame = self._stack.frames.pop()
         outputs = tensors_in(output)
         seen = outputs + tensors_in(kept)
         state.check_unwritten()
@@ -175,124 +266,34 @@ class Runtime:
             if frame.fetched_here:
                 self._backward.release(state)
             return output
-        if self._program is not None and not inside_backward():
-            self._take_part(self._program.until(state, begins=False), state)
-        # Whether it is recorded must not depend on what this rank's data made it do: its input may be its output.
-        takes_part = nodes or state.trainable() or any(tensor.requires_grad for tensor in outputs) or self._program is not None
-        if self._tape is not None and torch.is_grad_enabled() and takes_part:
-            call = self._tape.record(state, frame.start)
-            self._backward.follow(self._tape, call, nodes, mark=self)
-            self._lingering.append(state)
-        else:
+        self._order.leave(state, self)
+        # All ranks must record the same calls. A layer's output may be its input on one rank only, so `nodes` can't decide alone.
+        takes_part = nodes or state.trainable() or any(tensor.requires_grad for tensor in outputs) or self._order.counts_every_call
+        if not takes_part:
             self._backward.release(state)
+        elif (call := self.end_call(state, frame.start)) is not None and self._trace is not None:
+            self._backward.follow(self._trace, call, nodes, mark=self)
         return output
 
-    def _begin_call(self, module: object) -> None:
-        """An outermost module is called. It continues the pass of the one before (a plain container calls one layer
-        after another), unless it has been called in that pass, or a backward has ended since: then a new one begins.
-        """
-        if inside_backward():
-            self._backward.recompute()
-            self._tape = self._new_tape()
-            return
-        if self._open_tape is not None and not self._open_tape.walked and id(module) not in self._called:
-            self._tape = self._open_tape
-            self._order.advance(None)
-            self._release_lingering(keep=())  # an optimizer may have stepped between two modules
-        else:
-            self.reset(broken=False)
-            self._drop_stale()
-            self._order.begin()
-            self.layers[0].watch.journal.passes += 1
-            self._tape = self._new_tape()
-        self._called.add(id(module))
-        if self._program is not None:
-            self._program.begin()
+    def begin_call(self, state: LayerState) -> int:
+        """Begins the call of a layer that this rank leaves out, because other ranks may call it."""
+        self._release_lingering(keep=[state])
+        state.fetch()
+        return self._trace.begin() if self._trace is not None else 0
 
-    def _end_call(self) -> None:
-        if self._program is not None and not inside_backward() and not self._backward.at_own_pace:
-            self._take_part(self._program.rest())
-        tape, self._tape = self._tape, None
-        if inside_backward() or tape is None:
-            return
-        if self._program is not None and not self._backward.at_own_pace:
-            agree(self._communicator, self._device, "the end of a forward", [self.layers[0].watch.journal.summary()])
-        self._open_tape = tape
-        self._order.learn()
-        kept = self._lingering if tape.calls else []
-        for state in self.layers:
-            if state in kept:
-                state.keep()
-            elif state.presence is not Presence.RELEASED:
-                self._backward.release(state)
-
-    def _new_tape(self) -> LayerTrace:
-        self._passes += 1
-        return CallTrace(serial=self._passes)
-
-    def _ahead(self) -> list[LayerState]:
-        """The layers to prefetch: never beyond the outermost module that runs, for what follows it may come after a step."""
-        upcoming = self._order.upcoming(self._depth) if self._program is None else self._program.upcoming(self._depth)
-        return [state for state in upcoming[: upcoming.index(None) if None in upcoming else None] if state is not None]
+    def end_call(self, state: LayerState, start: int) -> LayerCall | None:
+        """Records a call for the backward. Without gradients it releases the layer and returns None."""
+        if self._trace is None or not torch.is_grad_enabled():
+            self._backward.release(state)
+            return None
+        self._lingering.append(state)
+        return self._trace.record(state, start)
 
     def _release_lingering(self, keep: Iterable[LayerState]) -> None:
         kept = set(keep)
         for state in self._lingering:
-            if state not in kept and not state.policy.keeps_until_backward:
+            if state not in kept and not state.keeps_until_backward:
                 self._backward.release(state)
+            elif state not in kept and not self._stack.is_under_way(state):
+                state.keep()  # hidden, so that another layer's use of its parameters is an error here too
         self._lingering = [state for state in self._lingering if state.presence is not Presence.RELEASED]
-
-    def _drop_stale(self) -> None:
-        """Layers that stayed whole are gathered anew where any rank's chunk has changed since."""
-        whole = [state for state in self.layers if state.chunks and not state.policy.shards_parameters and not state.resident]
-        if not whole or self._communicator.world_size == 1:
-            return
-        is_stale = torch.stack([state.is_stale() for state in whole]).to(torch.uint8)
-        with self.layers[0].gate.passing(Action.LOOK, self.layers[0]):
-            self._communicator.all_reduce(is_stale, maximum=True)
-        for state, flag in zip(whole, is_stale.tolist(), strict=True):
-            if flag:
-                state.release()
-
-    def reset(self, *, broken: bool = True) -> None:
-        """Releases everything and forgets the pass under way. See `Backward.reset` for the gradients.
-
-        `broken`: layers that stay whole are released as well.
-        """
-        self._lingering.clear()
-        self._passed_over.clear()
-        self._called.clear()
-        self._tape = self._open_tape = None
-        self._backward.reset(broken=broken)
-
-
-class _ForwardPass:
-    """Entered by every zero3 module's forward. Restores what it found, so an exception anywhere leaves no trace."""
-
-    __slots__ = ("_enters", "_frames", "_module", "_outermost", "_runtime")
-
-    def __init__(self, runtime: Runtime, module: object) -> None:
-        self._runtime = runtime
-        self._module = module
-
-    def __enter__(self) -> None:
-        runtime = self._runtime
-        self._outermost = runtime._tape is None
-        self._enters = self._outermost and not inside_backward()
-        if self._enters:
-            runtime.layers[0].gate.enter(Activity.FORWARD)
-        if self._outermost:
-            runtime._begin_call(self._module)
-        self._frames = len(runtime._backward.frames)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        runtime = self._runtime
-        del runtime._backward.frames[self._frames :]
-        if self._outermost and kind is None:
-            runtime._end_call()
-        elif self._outermost:
-            if error is not None:
-                runtime.fail_together(error)
-            runtime._tape = runtime._open_tape = None
-        if self._enters:
-            runtime.layers[0].gate.leave(Activity.FORWARD, error)

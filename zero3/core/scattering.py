@@ -1,4 +1,4 @@
-"""Rank 0's parameters into everybody's chunks, from where they lie: never side by side in a buffer of their own."""
+"""Scatters rank 0's parameters into the chunks of all ranks, without a full buffer."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .layout import ChunkLayout
 
 __all__: list[str] = []
 
-_SMALL_NUMEL = 2**15  # parameters below it travel with their neighbours: a message costs more than a copy of them
-_LARGE_NUMEL = 2**18  # no slice is longer, so that what is under way stays small
-_UNDER_WAY = 2  # scatters at a time, so that copies of small parameters don't add up
+_SMALL_NUMEL = 2**15  # smaller parameters are sent together: one more message costs more than a copy of them
+_LARGE_NUMEL = 2**18  # the longest slice of one scatter, so that transfers take little memory
+_UNDER_WAY = 2  # scatters at the same time, so that few copies of small parameters exist
 
-Values = Callable[[int], Tensor]  # of the slot of this number, in its shape, of any strides and device
+Values = Callable[[int], Tensor]  # slot number -> the slot's values in its shape, with any strides, on any device
 
 
 @torch.no_grad()
 def scatter_parameters(shard: Tensor, layout: ChunkLayout, communicator: Communicator, values: Values | None) -> None:
-    """Fills `shard` `[S]` on every rank with its slice of the slots' `values`, which rank 0 alone passes; padding is zero.
+    """Fills `shard` `[S]` on every rank with its slice of the flat parameters. Only rank 0 passes `values`. Padding is zero.
 
-    Every chunk is cut where, on any rank, one run of the flat buffer ends and the next begins. So what a rank gets at a time
-    lies in one run, which is one large parameter, and then it is sent from there, or a few small ones.
+    A run is one large parameter, or a few small ones. All chunks are cut at the same positions, so that no slice contains the
+    border of two runs. So a slice of a large parameter is a view of it, and needs no copy.
 
      runs     | a        | b    | c          |
      rank 0   | a        | b |
@@ -49,7 +49,7 @@ def scatter_parameters(shard: Tensor, layout: ChunkLayout, communicator: Communi
 
 
 def _borders(layout: ChunkLayout) -> Iterator[int]:
-    """Where runs begin: at every large slot, and among small ones as soon as enough have come together. Padding is as a small slot."""
+    """The starts of runs: every large slot, and small slots whenever enough of them are together. Padding counts as a small slot."""
     gathered = _SMALL_NUMEL
     for slot in layout.slots:
         if max(slot.numel, gathered) >= _SMALL_NUMEL:
@@ -61,17 +61,17 @@ def _borders(layout: ChunkLayout) -> Iterator[int]:
 
 
 class _Source:
-    """The flat buffer that is not there."""
+    """Reads parts of the flat parameters from the parameters themselves, as if they were one flat buffer."""
 
     def __init__(self, layout: ChunkLayout, values: Values, like: Tensor) -> None:
         self._layout = layout
         self._values = values
         self._like = like
         self._offsets = [slot.offset for slot in layout.slots]
-        self._flat: dict[int, Tensor] = {}  # one copy of each that is not contiguous, however many parts it has
+        self._flat: dict[int, Tensor] = {}  # slot number -> its values, 1-D; a parameter that is not contiguous is copied once
 
     def part(self, start: int, stop: int) -> Tensor:
-        """Elements `[start, stop)`: a view, if they belong to one parameter on the chunk's device."""
+        """Elements `[start, stop)` of the flat parameters. It is a view if they belong to one parameter on the chunk's device."""
         pieces, index = [], max(0, bisect_right(self._offsets, start) - 1)
         for number, slot in enumerate(self._layout.slots[index:], index):
             if slot.offset >= stop:

@@ -1,12 +1,12 @@
-"""Who is next in forward, and in which order a backward opens and closes the calls of its forward. No torch."""
+"""The order of layers in forward, and the order in which a backward opens and closes the calls of its forward. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
-from typing import Generic, NamedTuple, TypeVar
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 __all__: list[str] = []
 
@@ -14,24 +14,24 @@ L = TypeVar("L", bound=Hashable)
 
 
 class ForwardOrder(Generic[L]):
-    """The orders in which forwards call their layers, learned from those that ran, used to look ahead.
+    """Learns the orders in which forwards call their layers, and predicts the next layers from them.
 
-    All ranks learn the same orders and expect the same one, so a layer that it foresees needs no word with the other
-    ranks. A layer that comes otherwise does, though another known order begins so: to which one a rank turns depends
-    on its data. That order is followed then; where there is none, nothing is foreseen for the rest of the pass.
+    All ranks learn the same orders, and all follow the same one. So ranks need not compare a call that this order predicts. They
+    compare any other call, even if another known order begins like this pass, because a rank's choice of order may depend on its
+    data. After the comparison this pass follows that known order. If there is none, nothing is predicted for the rest of the pass.
     """
 
     MAX_KNOWN = 8  # training, evaluation, generation with and without a cache, ...
 
     def __init__(self, expected: Iterable[L] = ()) -> None:
         self._first = tuple(expected)
-        self._known: list[tuple[L, ...]] = [self._first] if self._first else []  # the one used last comes first
+        self._known: list[tuple[L, ...]] = [self._first] if self._first else []  # the last one used comes first
         self._seen: list[L] = []
         self._follows: tuple[L, ...] | None = None
 
     @property
     def position(self) -> int:
-        """How many layers this pass has called."""
+        """The number of calls in this pass so far."""
         return len(self._seen)
 
     def begin(self) -> None:
@@ -39,7 +39,7 @@ class ForwardOrder(Generic[L]):
         self._follows = self._known[0] if self._known else None
 
     def advance(self, layer: L) -> bool:
-        """Notes that `layer` is called now; True if the order that this pass follows foresaw it."""
+        """Notes that `layer` is called now. Returns whether the order that this pass follows predicted it."""
         position = len(self._seen)
         self._seen.append(layer)
         order = self._follows
@@ -53,25 +53,25 @@ class ForwardOrder(Generic[L]):
 
     @property
     def known(self) -> tuple[tuple[L, ...], ...]:
-        """The one used last comes first."""
+        """The known orders. The last one used comes first."""
         return tuple(self._known)
 
     def expect(self, known: Sequence[tuple[L, ...]]) -> None:
-        """From the next pass on, looks for these orders first, as when `known` was asked for."""
+        """Restores the orders that `known` returned earlier. Orders that were learned since come after them."""
         self._known = [*known, *(order for order in self._known if order not in known)][: self.MAX_KNOWN]
 
     def upcoming(self, depth: int) -> Sequence[L]:
-        """The layers expected next, at most `depth`."""
+        """The next predicted layers, at most `depth`."""
         position = len(self._seen)
         return self._follows[position : position + depth] if self._follows is not None else ()
 
     def forget(self) -> None:
-        """Back to what was expected at first: ranks that did not all run the same forwards have learned different orders."""
+        """Forgets all learned orders. This is needed if ranks ran different forwards, and so learned different orders."""
         self._known = [self._first] if self._first else []
         self._follows = None
 
     def learn(self) -> None:
-        """The pass is over: its order is known from now on, and expected first next time."""
+        """Called when a pass is over. Its order is known from now on, and the next pass follows it first."""
         if not self._seen:
             return
         order = self._follows if self._follows is not None else tuple(self._seen)
@@ -80,71 +80,103 @@ class ForwardOrder(Generic[L]):
         self._known = [order, *self._known][: self.MAX_KNOWN]
 
 
-class Event(NamedTuple, Generic[L]):
-    """A layer's call begins, or ends."""
+class Passes(Protocol):
+    """The part of the runtime that an order uses for layers that this rank leaves out."""
+
+    def begin_call(self, layer: Any) -> int:
+        """Fetches the layer. Returns the tick at which its call begins."""
+        ...
+
+    def end_call(self, layer: Any, start: int) -> object:
+        """Records the call for the backward. Without gradients it releases the layer."""
+        ...
+
+
+class LearnedOrder(Generic[L]):
+    """Calls in any order. The order is learned from forwards. Ranks compare each call that the order does not predict."""
+
+    counts_every_call = False
+
+    def __init__(self, expected: Iterable[L], depth: int, compare: Callable[[L, int], None]) -> None:
+        """`compare`: of a layer, and its number in the forward, between ranks."""
+        self.calls: ForwardOrder[L | None] = ForwardOrder(expected)  # None: the next outermost module begins
+        self._depth = depth
+        self._compare = compare
+
+    def forget_pass(self) -> None: ...
+
+    def adopt(self, layer: L) -> None: ...
+
+    def begin(self, *, continues: bool) -> None:
+        """Called before an outermost module's forward."""
+        if continues:
+            self.calls.advance(None)
+        else:
+            self.calls.begin()
+
+    def enter(self, layer: L, passes: Passes) -> list[L]:
+        """Called before a layer's forward. Returns the layers to prefetch.
+
+        Layers after the present outermost module are not prefetched, because an optimizer may step before them.
+        """
+        if not self.calls.advance(layer):
+            self._compare(layer, self.calls.position)
+        upcoming = self.calls.upcoming(self._depth)
+        return [each for each in upcoming[: upcoming.index(None) if None in upcoming else None] if each is not None]
+
+    def recompute(self, layer: L) -> list[L]:
+        """Called in place of `enter` inside a backward, which knows its order itself."""
+        return []
+
+    def leave(self, layer: L, passes: Passes) -> None: ...
+
+    def finish(self, first: L, passes: Passes) -> None:
+        self.calls.learn()
+
+    def fail(self, first: L, passes: Passes, error: BaseException) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class Frame(Generic[L]):
+    """A layer's forward under way."""
 
     layer: L
-    begins: bool
+    start: int  # tick of the trace's clock
+    clock: int  # value of `graph_clock` at the start: this forward's nodes are not older
+    recomputes: bool = False  # whether the call is not recorded: a recomputation, or inside `resident`
+    fetched_here: bool = True  # whether this forward has fetched the layer
 
 
-class StaticOrder(Generic[L]):
-    """The one order in which a forward may call layers, any of which it may leave out: that in which they stand in the model.
+class CallStack(Generic[L]):
+    """A model's layers, and the frames of forwards under way, outer before inner. Inside a backward these are recomputations."""
 
-    For ranks that leave out different ones: what a rank passes over, it still takes part in.
-    """
+    def __init__(self, layers: Iterable[L]) -> None:
+        self.layers = list(layers)
+        self.frames: list[Frame[L]] = []
 
-    def __init__(self, nested: Iterable[tuple[L, int]]) -> None:
-        """`nested`: the layers in order, outer before inner, each with its depth."""
-        self._events: list[Event[L]] = []
-        under_way: list[tuple[L, int]] = []
-        for layer, depth in nested:
-            while under_way and under_way[-1][1] >= depth:
-                self._events.append(Event(under_way.pop()[0], begins=False))
-            self._events.append(Event(layer, begins=True))
-            under_way.append((layer, depth))
-        self._events += [Event(layer, begins=False) for layer, _ in reversed(under_way)]
-        self._next = 0
-
-    def begin(self) -> None:
-        self._next = 0
-
-    def until(self, layer: L, *, begins: bool) -> list[Event[L]] | None:
-        """What is passed over before `layer` begins or ends; None if that lies behind."""
-        try:
-            at = self._events.index(Event(layer, begins), self._next)
-        except ValueError:
-            return None
-        passed, self._next = self._events[self._next : at], at + 1
-        return passed
-
-    def rest(self) -> list[Event[L]]:
-        passed, self._next = self._events[self._next :], len(self._events)
-        return passed
-
-    def upcoming(self, depth: int) -> list[L]:
-        """The layers that begin next, at most `depth`."""
-        return list(islice((event.layer for event in self._events[self._next :] if event.begins), depth))
+    def is_under_way(self, layer: L) -> bool:
+        return any(frame.layer is layer for frame in self.frames)
 
 
-class Phase(Enum):
-    PENDING = "pending"  # backward has not come to it
+class CallPhase(Enum):
+    PENDING = "pending"  # backward has not reached it
     OPEN = "open"  # fetched for backward, gradients arriving
     CLOSED = "closed"  # backed up and released
 
 
 @dataclass(eq=False, slots=True)
 class Call(Generic[L]):
-    """One call of a layer in a forward with gradients. `start` and `end` are ticks of the tape's clock."""
+    """One call of a layer in a forward with gradients. `start` and `end` are ticks of the trace's clock."""
 
     layer: L
     start: int
     end: int
     index: int
-    phase: Phase = Phase.PENDING
+    phase: CallPhase = CallPhase.PENDING
 
 
 class Step(NamedTuple, Generic[L]):
-    """What backward does next with a call. `reduce`: nothing more can flow to its layer, its gradient is complete."""
+    """A step of backward: it opens or closes a call. `reduce`: the layer's gradient is complete and can be reduced."""
 
     call: Call[L]
     opens: bool
@@ -153,26 +185,26 @@ class Step(NamedTuple, Generic[L]):
 
 @dataclass(eq=False)
 class CallTrace(Generic[L]):
-    """The calls of one forward, in the order in which they ended; backward walks them from the last to the first.
+    """The calls of one forward, in the order in which they ended. Backward walks over them from the last to the first.
 
-    Which collectives a backward makes must not depend on where gradients happen to flow on this rank. So when the
-    gradient of a call arrives, all calls that the walk would have opened before are opened too, and those that are
-    over are closed. A call is over when one that ended before it began is opened:
+    A backward's collectives must not depend on the path of gradients on this rank. So when a gradient reaches a call, the walk
+    opens all later calls first, and closes the calls that are over. A call is over when the walk opens another one that ended
+    before this call began:
 
-        outer  |--------------------------------|        an outer layer is over only at the very end:
-        inner      |---- a ----|  |---- b ----|          opening a (ended) closes b (began later), never outer
+        outer  |--------------------------------|        opening a closes b, because a ended before b began;
+        inner      |---- a ----|  |---- b ----|          outer began before a ended: it closes only at the end
         clock  1   2           3  4           5  6
     """
 
     calls: list[Call[L]] = field(default_factory=list)
-    serial: int = 0  # the later the forward, the higher
-    task: int = 0  # the backward (or backward within a backward) that came to it last
-    reduces: bool = False  # whether that backward writes gradients of parameters
-    walked: bool = False  # a backward has been through it
+    serial: int = 0  # the number of the forward; later forwards have higher ones
+    task: int = 0  # the number of the backward that reached this trace last
+    reduces: bool = False  # whether that backward computes gradients of parameters
+    walked: bool = False  # whether a backward has walked over it
     _clock: int = 0
-    _cursor: int = -1  # the next call to open, from the end; reset by rewind()
+    _cursor: int = -1  # the index of the call that is opened next
     _open: list[Call[L]] = field(default_factory=list)
-    _first: dict[L, Call[L]] = field(default_factory=dict)  # layer -> the call that began first: backward closes it last
+    _first: dict[L, Call[L]] = field(default_factory=dict)  # layer -> its call that began first, and that backward closes last
 
     def begin(self) -> int:
         self._clock += 1
@@ -180,7 +212,7 @@ class CallTrace(Generic[L]):
 
     def record(self, layer: L, start: int) -> Call[L]:
         call = Call(layer, start, self.begin(), len(self.calls))
-        if layer not in self._first or start < self._first[layer].start:  # it may have called itself
+        if layer not in self._first or start < self._first[layer].start:  # the layer may have called itself
             self._first[layer] = call
         self.calls.append(call)
         self._cursor = call.index
@@ -193,40 +225,40 @@ class CallTrace(Generic[L]):
         return any(call.layer == layer for call in self._open)
 
     def advance(self, call: Call[L]) -> Iterator[Step[L]]:
-        """The steps that lead to `call` being open."""
+        """The steps until `call` is open."""
         while self._cursor >= call.index:
             following = self.calls[self._cursor]
             self._cursor -= 1
-            opening = self._opened(following)  # before others close: a layer called twice running stays fetched
+            opening = self._opened(following)  # before others close, so that a layer called twice in a row stays fetched
             yield from self._close_those_after(following.end)
             yield opening
-        if call.phase is Phase.CLOSED:  # a gradient came late, by a path that the forward order did not foretell
+        if call.phase is CallPhase.CLOSED:  # the gradient came later than the order of the forward implies
             yield self._opened(call)
 
     def finish(self, *, complete: bool) -> Iterator[Step[L]]:
-        """The steps that end a backward. `complete`: also calls that nothing flowed to take part."""
+        """The steps that end a backward. `complete`: calls that no gradient reached are opened and closed too."""
         if complete and self.calls:
             yield from self.advance(self.calls[0])
         yield from self._close_those_after(0)
         self.rewind()
 
     def rewind(self) -> None:
-        """Ready for another backward through the same graph (`retain_graph`)."""
+        """Makes the trace ready for another backward through the same graph (`retain_graph`)."""
         self.walked = True
         for call in self.calls:
-            call.phase = Phase.PENDING
+            call.phase = CallPhase.PENDING
         self._open.clear()
         self._cursor = len(self.calls) - 1
 
     def upcoming(self, depth: int) -> list[L]:
-        """The layers that backward opens next, at most `depth`."""
+        """The layers that backward opens next, at most `depth` of them."""
         return [self.calls[i].layer for i in range(self._cursor, max(self._cursor - depth, -1), -1)]
 
     def signature(self) -> tuple[L, ...]:
         return tuple(call.layer for call in self.calls)
 
     def _opened(self, call: Call[L]) -> Step[L]:
-        call.phase = Phase.OPEN
+        call.phase = CallPhase.OPEN
         self._open.append(call)
         return Step(call, opens=True)
 
@@ -234,5 +266,25 @@ class CallTrace(Generic[L]):
         over = sorted((call for call in self._open if call.start > end), key=lambda call: -call.start)
         for call in over:
             self._open.remove(call)
-            call.phase = Phase.CLOSED
+            call.phase = CallPhase.CLOSED
             yield Step(call, opens=False, reduce=self._first[call.layer] is call)
+
+
+class ForwardPass:
+    """Context around the forward of a zero3 module. At its end the runtime has the same frames as before, also after an exception."""
+
+    __slots__ = ("_activity", "_depth", "_module", "_outermost", "_runtime")
+
+    def __init__(self, runtime: Any, module: object) -> None:
+        self._runtime = runtime
+        self._module = module
+
+    def __enter__(self) -> None:
+        self._outermost = not self._runtime.in_pass
+        self._activity = self._runtime.begin_pass(self._module) if self._outermost else None
+        self._depth = self._runtime.depth
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._runtime.unwind(self._depth)
+        if self._outermost:
+            self._runtime.end_pass(self._activity, error)

@@ -1,1 +1,1 @@
-"""Tells what a sharded model holds, computes and waits for."""
+"""Tells how much memory a sharded model takes, what it waits for, and whether its results are right."""

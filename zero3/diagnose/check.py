@@ -1,4 +1,4 @@
-"""check(): one training step sharded and unsharded, side by side, for who suspects the sharding."""
+"""check(): runs one training step with and without sharding, and compares the results."""
 
 from __future__ import annotations
 
@@ -12,33 +12,41 @@ from torch import Tensor, nn
 
 from ..access import full_params, get_trainable_chunk, states_of
 from ..comm.communicator import Communicator
-from ..core.gradient_types import DeferredGradient
+from ..core.gradient_types import reduce_deferred
+from ..core.policy_facts import compute_dtype, gradient_dtype
 from ..policy import ShardingPolicy
 from ..shard import shard
 
 __all__: list[str] = []
 
-_OF_DOUBLE, _OF_SINGLE, _OF_HALF = 1e-9, 1e-3, 5e-2  # tolerances
+_OF_DOUBLE, _OF_SINGLE, _OF_HALF = 1e-9, 1e-3, 5e-2  # tolerances for float64, float32 and narrower dtypes
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of a tensor in two runs. `largest`: of all elements, nan where one of them is nan and the other is not."""
+    """A tensor that is not the same in the sharded and in the unsharded run.
+
+    Attributes:
+        name: The parameter's name in the unwrapped model; "" for the loss.
+        what: "loss", "gradient" or "value after the step".
+        largest: The largest difference of an element; nan where one of the two is nan and the other is not.
+        scale: The largest absolute value of the unsharded tensor.
+    """
 
     name: str
-    what: str  # "loss", "gradient" or "value after the step"
+    what: str
     largest: float
-    scale: float  # the largest absolute value of the unsharded one
+    scale: float
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `check` found; the same on every rank, but for the loss.
+    """What `check` found. It is the same on every rank, except for the loss. `str(report)` tells it in words.
 
     Attributes:
-        differences: beyond the tolerance, in the order of the model's parameters; the loss first.
-        compared: how many tensors there were.
-        worst: the largest difference of a tensor, relative to its scale.
+        differences: The differences beyond the tolerance: the loss first, then in the order of the model's parameters.
+        compared: How many tensors were compared.
+        worst: The largest difference of a tensor, relative to its scale.
     """
 
     differences: list[Difference]
@@ -47,7 +55,7 @@ class CheckReport:
 
     @property
     def first(self) -> str | None:
-        """The name of the first parameter that differs ("" is the loss); None, if nothing does."""
+        """The name of the first parameter that differs ("" is the loss), or None."""
         return self.differences[0].name if self.differences else None
 
     def __str__(self) -> str:
@@ -68,20 +76,33 @@ def check(
     process_group: Any = None,
     tolerance: float | None = None,
 ) -> CheckReport:
-    """Runs one step of SGD on two copies of `model`, one sharded and one not, and names the first parameter that differs.
+    """Runs one step of SGD on two copies of a model, one sharded and one not, and names the first parameter that differs.
 
-        print(zero3.check(model, batch, lambda model, batch: model(**batch).loss))
-
-    The unsharded copy's gradients are averaged over ranks by plain all-reduces. Both begin with rank 0's values and the
+    The unsharded copy's gradients are averaged over ranks by plain all-reduces. Both copies begin with rank 0's values and the
     same random numbers. Every rank calls it, with its own batch, and holds the whole model several times: use a small one.
 
     Args:
-        model: not sharded; it stays as it is.
-        batch: whatever `loss` takes.
-        loss: of a model and a batch; None: the sum of squares of `model(**batch)` or `model(batch)`, or its `.loss`.
-        wrap: how to shard; None: `zero3.shard(model, policy=policy, process_group=process_group)`.
-        tolerance: relative to the largest absolute value of each tensor; None: 1e-9, 1e-3 and 5e-2 for float64, float32
-            and narrower dtypes (the narrowest of parameters and policy counts).
+        model: Not sharded; it stays as it is.
+        batch: The second argument of `loss`.
+        loss: A function of a model and a batch. None: the `.loss` of `model(**batch)` or `model(batch)` or, if there is none, the
+            sum of its squares.
+        wrap: A function that shards a model. None: `zero3.shard(model, policy=policy, process_group=process_group)`.
+        policy: For `zero3.shard`.
+        process_group: For `zero3.shard`.
+        tolerance: The largest difference that counts as equal, relative to the largest absolute value of each tensor. None: 1e-9,
+            1e-3 and 5e-2 for float64, float32 and narrower dtypes; the narrowest of parameters and policy counts.
+
+    Returns:
+        A `CheckReport`.
+
+    Raises:
+        ValueError: `model` can't be sharded, as for `shard`.
+
+    Example::
+
+        found = zero3.check(plain_model, batch, loss_of)
+        print(found)
+        assert found.first is None
     """
     loss = _default_loss if loss is None else loss
     sharded = copy.deepcopy(model)
@@ -109,12 +130,10 @@ def check(
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Every trainable parameter's whole gradient under its own name; zeros where there is none. All ranks call it."""
+    """Every trainable parameter's full gradient by name, with zeros for a parameter without one. All ranks call it."""
     with full_params(model):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for part in get_trainable_chunk(model):
-        if isinstance(part.grad, DeferredGradient):
-            part.grad.is_sparse  # noqa: B018  has it reduced
+    reduce_deferred(part.grad for part in get_trainable_chunk(model))
     gradients = {}
     for state in states_of(model):
         for chunk in (chunk for chunk in state.chunks if chunk.shard.requires_grad):
@@ -135,7 +154,7 @@ def _default_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _tolerance(dtype: torch.dtype, policy: ShardingPolicy) -> float:
-    narrowest = min(each.itemsize for each in (dtype, policy.compute_dtype(dtype), policy.gradient_dtype(dtype)))
+    narrowest = min(each.itemsize for each in (dtype, compute_dtype(policy, dtype), gradient_dtype(policy, dtype)))
     return _OF_HALF if narrowest < 4 else _OF_SINGLE if narrowest < 8 else _OF_DOUBLE
 
 

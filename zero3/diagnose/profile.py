@@ -1,7 +1,7 @@
-"""profile(): what of the communication computation has to wait for, layer by layer, without torch's profiler.
+"""profile(): how long each layer computes, and how long the computation waits for its transfers.
 
-Nothing of it is in the way of a step that is not profiled: while the context is open, the objects where computation
-meets transfers have methods of their own in place of their class's.
+A step outside the context pays nothing. Inside the context, the methods that start and await transfers are replaced on the model's
+own objects.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.profiler import record_function
 
 from ..access import states_of
 from ..comm.streams import Clock, Lane, Mark, Pending, clock_for
 from ..core.autograd import inside_backward
 from ..core.chunk import Chunk
 from ..core.layer_state import LayerState
+from ..core.policy_facts import gradient_dtype
 from ..layer import layers_of
 from .timeline import Kind, Phase, Profile, Span, Transfer
 
@@ -28,24 +28,29 @@ __all__: list[str] = []
 
 @contextmanager
 def profile(model: nn.Module) -> Iterator[Profile]:
-    """Inside, steps of `model` are timed: how long each layer computed, and was waited for. Complete when the context is left.
+    """Context that times the steps of a model: how long each layer computed, and how long it was waited for.
 
-        with zero3.profile(model) as found:
-            for _ in range(5):
-                train_step()
-        print(found)                                            # a line a layer, totals, bytes a second, advice
-        found.draw("step.png")                                  # fetch, compute and backup lanes over time
-
-    Every rank may take its own, or one rank alone: no collectives are added. Under torch's profiler the layers are named
-    ("zero3 forward: layer 'h.3' (Block)", "zero3 fetch: ..."). On CUDA times are those of the streams, by events; the host is not
-    made to wait before the end. On the CPU a transfer's end is seen when somebody waits for it.
+    Every rank may enter it by itself: no collectives are added. On CUDA times are those of the streams, by events, and the host
+    waits at the end only. On the CPU the end of a transfer is seen when somebody waits for it. (torch.profiler needs no context:
+    every fetch, wait, forward, backup and release has a name in its traces, such as "zero3::fetch layer 'h.3' (Block)".)
 
     Args:
-        model: a sharded model, or a part of one.
+        model: A sharded model, or a part of one.
+
+    Yields:
+        A `Profile`, which is complete when the context is left.
 
     Raises:
-        ValueError: nothing in `model` is sharded.
+        ValueError: Nothing in `model` is sharded.
         RuntimeError: `model` is being profiled already.
+
+    Example::
+
+        with zero3.profile(model) as found:
+            for batch in batches:
+                loss_of(model, batch).backward()
+        print(found)
+        found.draw(f"{directory}/step.png")
     """
     states = states_of(model)
     recorder = _Recorder(clock_for(states[0].device))
@@ -60,7 +65,7 @@ def profile(model: nn.Module) -> Iterator[Profile]:
 
 @dataclass(eq=False, slots=True)
 class _Timed:
-    """A transfer, and moments of it as the clock gave them."""
+    """A transfer, and its moments by the clock. The attributes are those of `Transfer`."""
 
     layer: str
     kind: Kind
@@ -73,14 +78,14 @@ class _Timed:
 
 
 class _TimedLane:
-    """A lane that notes when the transfers of one layer begin and end."""
+    """A lane that records when the transfers of one layer begin and end."""
 
     def __init__(self, lane: Lane, recorder: _Recorder, state: LayerState, kind: Kind, sizes: Iterator[int]) -> None:
         self._lane = lane
         self._recorder = recorder
         self._state = state
         self._kind = kind
-        self._sizes = sizes  # of the transfers to come
+        self._sizes = sizes  # the bytes of each transfer that follows
 
     @contextmanager
     def issue(self) -> Iterator[None]:
@@ -108,8 +113,7 @@ class _TimedMark:
             self._mark.wait()
             return
         stopped = clock.now()
-        with record_function(f"zero3 wait for {timed.kind}: {timed.layer}"):
-            self._mark.wait()
+        self._mark.wait()
         timed.stopped, timed.resumed = stopped, clock.now()
         timed.end = timed.end or timed.resumed
         if timed.nbytes:
@@ -117,19 +121,19 @@ class _TimedMark:
 
 
 class _Recorder:
-    """Stands where computation meets transfers. Computation belongs to the layer that was fetched last and is not over."""
+    """Records computation and transfers. Computation counts for the layer that was fetched last, until that layer's call is over."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.transfers: list[_Timed] = []
         self._spans: list[tuple[str, Phase, object, object]] = []
         self._running: tuple[str, Phase, object] | None = None
-        self._forwards: list[str] = []  # under way, outer before inner
+        self._forwards: list[str] = []  # the layers whose forwards are under way, outer before inner
         self._undo: list[Callable[[], object]] = []
         self._start: object = None
         self._stop: object = None
 
-    # -- coming and going
+    # -- begin and end
 
     def attach(self, model: nn.Module, states: list[LayerState]) -> None:
         for state in states:
@@ -138,9 +142,7 @@ class _Recorder:
             for chunk in state.chunks:
                 self._replace(chunk, "start_fetch", partial(self._start_fetch, state, chunk, chunk.start_fetch))
         for layer in layers_of(model):
-            labels: list[record_function] = []
-            self._undo.append(layer.register_forward_pre_hook(partial(self._enter, labels, layer._state)).remove)
-            self._undo.append(layer.register_forward_hook(partial(self._leave, labels), always_call=True).remove)
+            self._undo.append(layer.register_forward_hook(self._leave, always_call=True).remove)
         self._undo.append(model.register_forward_hook(self._forward_over, always_call=True).remove)
         self._start = self.clock.now()
 
@@ -164,9 +166,9 @@ class _Recorder:
         transfers = [
             Transfer(t.layer, t.kind, t.phase, t.nbytes, at(t.begin), at(t.end), at(t.stopped), at(t.resumed)) for t in self.transfers
         ]
-        result.finish(at(self._stop), spans, transfers, prefetch_depth)
+        result._finish(at(self._stop), spans, transfers, prefetch_depth)
 
-    # -- in place of methods
+    # -- replacements of methods
 
     def _fetch(self, state: LayerState, fetch: Callable[[], None]) -> None:
         self._close()
@@ -178,25 +180,17 @@ class _Recorder:
 
     def _start_fetch(self, state: LayerState, chunk: Chunk, start_fetch: Callable[[Lane], None], lane: Lane) -> None:
         nbytes = _received(chunk, chunk.compute_dtype.itemsize)
-        with record_function(f"zero3 fetch: {state.subject.name}"):
-            start_fetch(_TimedLane(lane, self, state, "fetch", iter([nbytes])))
+        start_fetch(_TimedLane(lane, self, state, "fetch", iter([nbytes])))
 
-    def _back_up(self, state: LayerState, back_up: Callable[..., Any], lane: Lane, communicator: object, **options: bool) -> Any:
+    def _back_up(self, state: LayerState, back_up: Callable[..., Any], lane: Lane, communicator: object) -> Any:
         self._close()
         trained = [chunk for chunk in state.chunks if chunk.shard.requires_grad]
-        sizes = [_received(chunk, state.policy.gradient_dtype(chunk.shard.dtype).itemsize) for chunk in trained]
-        with record_function(f"zero3 backup: {state.subject.name}"):
-            return back_up(_TimedLane(lane, self, state, "backup", iter(sizes)), communicator, **options)
+        sizes = [_received(chunk, gradient_dtype(state.policy, chunk.shard.dtype).itemsize) for chunk in trained]
+        return back_up(_TimedLane(lane, self, state, "backup", iter(sizes)), communicator)
 
-    # -- around forwards
+    # -- forward hooks
 
-    def _enter(self, labels: list[record_function], state: LayerState, *_: object) -> None:
-        labels.append(record_function(f"zero3 forward: {state.subject.name}"))
-        labels[-1].__enter__()  # type: ignore[no-untyped-call]
-
-    def _leave(self, labels: list[record_function], *_: object) -> None:
-        if labels:
-            labels.pop().__exit__(None, None, None)
+    def _leave(self, *_: object) -> None:
         if not inside_backward():
             self._close()
             if self._forwards:
@@ -209,7 +203,7 @@ class _Recorder:
             self._close()
             self._forwards.clear()
 
-    # -- the computation that runs
+    # -- spans of computation
 
     def _open(self, name: str, phase: Phase) -> None:
         self._running = (name, phase, self.clock.now())
@@ -225,5 +219,5 @@ def _phase() -> Phase:
 
 
 def _received(chunk: Chunk, itemsize: int) -> int:
-    """Bytes that a rank receives in a gather or a reduction: everything but its own slice."""
+    """The bytes that a rank receives in a gather or a reduction: the full buffer without the rank's own slice."""
     return (chunk.layout.padded_numel - chunk.shard.numel()) * itemsize

@@ -1,10 +1,10 @@
-"""What a sharded model holds, in which dtypes, in one line."""
+"""report(): how much memory a sharded model takes, by dtype, in one line."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress
-from typing import Literal
 
 import torch
 from torch import nn
@@ -12,23 +12,39 @@ from torch import nn
 from ..access import states_of
 from ..core.layer_state import LayerState
 from ..core.layout import megabytes
+from ..core.policy_facts import gradient_dtype, shards_gradients, shards_parameters
+from ..policy import ShardingPolicy
 
 __all__: list[str] = []
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Bytes on one rank. `str` of it is the line to print at the start; optimizer state comes on top."""
+    """The memory that one rank holds for a model, in bytes, without the optimizer's state. `str(report)` is one line to print.
+
+    Attributes:
+        rank: The rank that made the report.
+        world_size: The number of ranks.
+        layers: The number of layers, the root's own included.
+        parameters: Elements of the whole model, trainable and frozen.
+        chunks: Bytes by kind and dtype, such as `"trainable float32"`.
+        gradients: Bytes of the trainable chunks' gradients.
+        gathered: Bytes of all layers' full buffers by dtype. A step holds only `full_parameters` of them at once.
+        full_parameters: The most bytes of full buffers that a step may hold at once. It assumes that the largest layers follow
+            each other.
+        full_gradients: The most bytes of full gradients that a step may hold at once.
+        policies: The distinct policies, as text.
+    """
 
     rank: int
     world_size: int
     layers: int
-    parameters: int  # of the whole model, trainable and frozen
-    chunks: dict[str, int]  # bytes by kind and dtype: "trainable float32"
-    gradients: int  # bytes of the trainable chunks' gradients
-    gathered: dict[str, int]  # bytes of all layers' full buffers, by dtype; `full_parameters` of it at once
-    full_parameters: int  # most bytes of full buffers that a step may hold: of the largest layers, were they neighbours
-    full_gradients: int  # most bytes of full gradients that a step holds
+    parameters: int
+    chunks: dict[str, int]
+    gradients: int
+    gathered: dict[str, int]
+    full_parameters: int
+    full_gradients: int
     policies: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -42,10 +58,20 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """What this rank holds of `model`, and what a step adds: print it once at the start. Makes no collective.
+    """Tells how much memory this rank holds for a model, and how much a step adds. It makes no collective.
+
+    Args:
+        model: Any model that contains zero3 layers.
+
+    Returns:
+        A `Report`.
 
     Raises:
-        ValueError: nothing in `model` is sharded.
+        ValueError: Nothing in `model` is sharded.
+
+    Example::
+
+        print(zero3.report(model))
     """
     states = states_of(model)
     first = states[0]
@@ -66,24 +92,24 @@ def report(model: nn.Module) -> Report:
         gradients=sum(part.nbytes for state in states for part in state.trainable()),
         gathered=gathered,
         full_parameters=_at_once(
-            states, [state.full_nbytes() * (not all(c.resident for c in state.chunks)) for state in states], "parameters"
+            states, [state.full_nbytes() * (not all(c.resident for c in state.chunks)) for state in states], shards_parameters
         ),
-        full_gradients=_at_once(states, [_gradient_nbytes(state) for state in states], "gradients"),
+        full_gradients=_at_once(states, [_gradient_nbytes(state) for state in states], shards_gradients),
         policies=tuple(dict.fromkeys(repr(state.policy) for state in states)),
     )
 
 
 def _gradient_nbytes(state: LayerState) -> int:
     return sum(
-        chunk.layout.padded_numel * state.policy.gradient_dtype(chunk.shard.dtype).itemsize
+        chunk.layout.padded_numel * gradient_dtype(state.policy, chunk.shard.dtype).itemsize
         for chunk in state.chunks
         if chunk.shard.requires_grad
     )
 
 
-def _at_once(states: list[LayerState], sizes: list[int], what: Literal["parameters", "gradients"]) -> int:
-    """The most that `d + 1` layers take, and all of those that stay whole."""
-    whole = [not getattr(state.policy, f"shards_{what}") for state in states]
+def _at_once(states: list[LayerState], sizes: list[int], sharded: Callable[[ShardingPolicy], bool]) -> int:
+    """The sizes of the largest layers that are held at once (one more than the prefetch depth), and of all layers that stay whole."""
+    whole = [not sharded(state.policy) for state in states]
     moving = sorted(size for size, stays in zip(sizes, whole, strict=True) if not stays)
     return sum(moving[-(states[0].policy.prefetch_depth + 1) :]) + sum(compress(sizes, whole))
 

@@ -1,4 +1,4 @@
-"""What a profiled run did and when: spans of computation, transfers, waits; their sums, advice, and a picture. No torch."""
+"""The result of a profile: spans of computation, transfers and waits, with totals, advice and a picture. No torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,19 @@ __all__: list[str] = []
 
 Phase = Literal["forward", "backward"]
 Kind = Literal["fetch", "backup"]
-SEEN = 2e-4  # seconds: compute that waited as long as this saw the transfer end
+SEEN = 2e-4  # seconds; after a wait of this length the end of the transfer is known exactly
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A layer's computation, in seconds from the beginning of the profile."""
+    """One stretch of a layer's computation.
+
+    Attributes:
+        layer: The layer's name in the model.
+        phase: "forward" or "backward".
+        begin: Seconds from the beginning of the profile.
+        end: Seconds from the beginning of the profile.
+    """
 
     layer: str
     phase: Phase
@@ -29,12 +36,23 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One fetch or backup: asked for at `begin`, known to be over at `end`; compute stood still from `stopped` to `resumed`."""
+    """One fetch or backup. All times are seconds from the beginning of the profile.
+
+    Attributes:
+        layer: The layer's name in the model.
+        kind: "fetch" or "backup".
+        phase: "forward" or "backward".
+        nbytes: The bytes that the rank receives.
+        begin: When it was started.
+        end: When it was over. On the CPU: when the computation saw that it was over.
+        stopped: When the computation began to wait for it.
+        resumed: When the computation went on.
+    """
 
     layer: str
     kind: Kind
     phase: Phase
-    nbytes: int  # what the rank receives
+    nbytes: int
     begin: float
     end: float
     stopped: float
@@ -42,33 +60,46 @@ class Transfer:
 
     @property
     def exposed(self) -> float:
+        """How many seconds the computation waited for the transfer."""
         return self.resumed - self.stopped
 
 
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
-    """One layer's share, summed over all that was profiled."""
+    """One layer's share of a profile. Times are summed over all steps, in milliseconds.
+
+    Attributes:
+        label: The layer's name in the model.
+        compute_ms: How long the layer computed.
+        fetches: The number of its fetches.
+        fetch_wait_ms: How long the computation waited for its parameters.
+        backups: The number of its backups.
+        backup_wait_ms: How long the computation waited until its gradients were reduced.
+        nbytes: The bytes that the rank received for the layer.
+    """
 
     label: str
     compute_ms: float
     fetches: int
-    fetch_wait_ms: float  # computation stood still until the layer's parameters were there
+    fetch_wait_ms: float
     backups: int
-    backup_wait_ms: float  # ... until its gradients were reduced
-    nbytes: int  # received
+    backup_wait_ms: float
+    nbytes: int
 
     @property
     def exposed_ms(self) -> float:
+        """How many milliseconds the computation waited for the layer's transfers."""
         return self.fetch_wait_ms + self.backup_wait_ms
 
 
 class Profile:
-    """What `zero3.profile` found; complete when the context is left.
+    """What `profile` found. `str(profile)` is a table: a line for each layer, totals, and advice.
 
     Attributes:
-        layers: a `LayerProfile` each, in the order of their first fetch; times in ms, summed over the profile.
-        seconds: the length of the profile.
-        spans, transfers: what it is summed from; times in seconds from its beginning.
+        layers: A `LayerProfile` for each layer, in the order of their first fetch.
+        seconds: The length of the profile.
+        spans: Every `Span` of computation.
+        transfers: Every `Transfer`.
     """
 
     def __init__(self) -> None:
@@ -76,10 +107,10 @@ class Profile:
         self.layers: list[LayerProfile] = []
         self.spans: list[Span] = []
         self.transfers: list[Transfer] = []
-        self.prefetch_depth = 1
+        self._prefetch_depth = 1
 
-    def finish(self, seconds: float, spans: Iterable[Span], transfers: Iterable[Transfer], prefetch_depth: int) -> None:
-        self.seconds, self.prefetch_depth = seconds, prefetch_depth
+    def _finish(self, seconds: float, spans: Iterable[Span], transfers: Iterable[Transfer], prefetch_depth: int) -> None:
+        self.seconds, self._prefetch_depth = seconds, prefetch_depth
         self.spans = sorted(spans, key=lambda span: span.begin)
         self.transfers = sorted(transfers, key=lambda transfer: transfer.begin)
         labels = dict.fromkeys([transfer.layer for transfer in self.transfers] + [span.layer for span in self.spans])
@@ -99,23 +130,23 @@ class Profile:
 
     @property
     def exposed_ms(self) -> float:
-        """How long the computation stood still for transfers, in all."""
+        """How many milliseconds the computation waited for transfers, in all."""
         return sum(layer.exposed_ms for layer in self.layers)
 
     @property
     def nbytes(self) -> int:
-        """What this rank received in fetches and backups."""
+        """The bytes that this rank received in fetches and backups."""
         return sum(layer.nbytes for layer in self.layers)
 
     @property
     def bytes_per_second(self) -> float:
-        """Achieved by the transfers whose end was seen because compute waited for it; of all, if none was (then at least that)."""
+        """The speed of the transfers that the computation waited for, since only their ends are exact. Without any, of all transfers."""
         seen = [transfer for transfer in self.transfers if transfer.exposed >= SEEN] or self.transfers
         return sum(t.nbytes for t in seen) / busy if (busy := _union((t.begin, t.end) for t in seen)) else 0.0
 
     @property
     def advice(self) -> list[str]:
-        """What would make the exposed part smaller, most effective first; [] if there is next to none."""
+        """Changes that would make the waits shorter, the most effective first. `[]` if the waits are short already."""
         exposed, seconds = self.exposed_ms / 1e3, self.seconds
         if not seconds or exposed < 0.05 * seconds:
             return []
@@ -125,10 +156,10 @@ class Profile:
             found.append(f"layer {worst.label} alone is waited for {worst.exposed_ms:.0f} ms: split it into several layers.")
         moving = _union((transfer.begin, transfer.end) for transfer in self.transfers)
         computing = max(seconds - exposed, 1e-9)
-        if moving < computing and self.prefetch_depth < 4:
+        if moving < computing and self._prefetch_depth < 4:
             found.append(
                 f"transfers take {moving / seconds:.0%} of the time and could hide behind computation: try "
-                f"ShardingPolicy(prefetch_depth={self.prefetch_depth + 1}), for the memory of one more layer."
+                f"ShardingPolicy(prefetch_depth={self._prefetch_depth + 1}), for the memory of one more layer."
             )
         else:
             found.append(
@@ -156,11 +187,12 @@ class Profile:
         return "\n".join([*lines, *self.advice])
 
     def draw(self, path: str | PathLike[str], begin: float = 0.0, end: float | None = None) -> None:
-        """Draws fetch, compute and backup lanes over time into the file `path` (its suffix says which format).
+        """Draws fetch, compute and backup lanes over time.
 
         Args:
-            path: of the picture.
-            begin, end: the part of the profile to show, in seconds from its beginning; None: to its end.
+            path: The picture's file; its suffix says the format.
+            begin: Where the picture begins, in seconds from the beginning of the profile.
+            end: Where it ends. None: at the end of the profile.
 
         Raises:
             RuntimeError: matplotlib is not installed.
@@ -204,7 +236,7 @@ def _draw(axes: Any, profile: Profile, begin: float, end: float) -> None:
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of what the intervals cover together."""
+    """The length of the union of the intervals."""
     covered, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         covered += max(0.0, end - max(begin, reached))

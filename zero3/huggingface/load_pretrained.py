@@ -24,31 +24,35 @@ __all__: list[str] = []
 
 
 def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> None:
-    """Fills a sharded model from a directory with `model.safetensors`, or several files and `model.safetensors.index.json`.
+    """Fills a sharded model from a Hugging Face directory: `model.safetensors`, or several files with their index.
+
+    Every rank calls it. Each reads the ranges of the files that its own chunks hold, a few MB at a time, so no tensor is ever
+    whole anywhere, and every byte is read once in all. Values are converted to the chunks' dtypes.
+
+    Names are those of the unwrapped model, with or without its `base_model_prefix`; a tied parameter may stand under any of its
+    names. Parameters that transformers renames, stacks or concatenates for this model (experts) are found. A peft model's base is
+    filled, and its adapters are left alone. Persistent buffers come from the files. Other buffers on the meta device (rotary
+    frequencies) are computed by the model's `_init_weights`, or by `reset_parameters`.
+
+    Args:
+        model: Sharded by `shard`, `Zero3Layer` or `Zero3Sequential`; built on the meta device, or with values to replace.
+        path: The directory: the same files for every rank.
+        strict: Missing and unexpected names are an error. Otherwise they are left alone, and the first forward names parameters
+            that have no values.
+
+    Raises:
+        ValueError: No safetensors; a corrupt or truncated file; files that differ between ranks; missing or unexpected names,
+            other shapes, other kinds of values (all in one error); or a tied parameter that is stored twice with two values. On
+            every rank, before anything has changed.
+        TypeError: `path` is no path.
+        RuntimeError: The call is inside `full_params` or `resident`; or a read failed: then the parameters that it was to fill
+            count as unloaded.
+
+    Example::
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         zero3.load_pretrained(zero3.shard(model, device=device), directory)
-
-    Every rank calls it. Each reads the ranges of the files that its own chunks hold, a few MB at a time, so no tensor is
-    ever whole anywhere, and every byte is read once in all. Values are converted to the chunks' dtypes. Names are the
-    unwrapped model's (of a peft model: the base's; adapters are left alone), with or without its `base_model_prefix`; a tied
-    parameter may stand under any of its names; what
-    transformers renames, stacks or concatenates for this model (experts) is followed. Persistent buffers come from the
-    file. Others that are on meta (rotary frequencies) are computed by the model's `_init_weights`, or `reset_parameters`.
-
-    Args:
-        model: sharded by `shard`, `Zero3Layer` or `Zero3Sequential`; built on meta, or with values, which are replaced.
-        path: the directory, the same files on every rank.
-        strict: missing and unexpected names are an error; otherwise they are left alone, and the first forward names
-            the parameters that have no values.
-
-    Raises:
-        ValueError: no safetensors, a corrupt or truncated file, files that differ between ranks; missing or unexpected
-            names, other shapes, other kinds of values (all in one); a tied parameter stored twice with two values.
-            On every rank alike, before anything has changed.
-        TypeError: `path` is no path.
-        RuntimeError: called inside `full_params` or `resident`; a read that failed: what was to be filled is unloaded then.
 
     Source: the safetensors format, https://huggingface.co/docs/safetensors.
     """

@@ -39,23 +39,28 @@ _BESIDE = (
 def save_pretrained(
     model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", dtype: torch.dtype | None = None
 ) -> None:
-    """Writes what `from_pretrained` reads: safetensors, their index, `config.json`. Of a peft model: its adapters, as peft reads them.
+    """Writes a directory that `from_pretrained` reads: safetensors, their index and `config.json`; or a peft model's adapters.
 
     Every rank calls it. Each writes the bytes of its own chunks at their place in the files, a few MB at a time, so no tensor is
-    ever whole anywhere. Names, ties and experts are as `transformers` writes them. Tokenizer files come along from the
-    directory that the model came from. Files appear under their names when they are complete; the index comes last.
+    ever whole anywhere. Names, ties and experts are as `transformers` writes them. Tokenizer files are copied from the directory
+    that the model came from. Files appear under their names when they are complete; the index comes last.
 
     Args:
-        model: any model that contains zero3 layers. With a `config` it is written too.
-        path: a directory of a file system that all ranks see. Parents are created, files of the same names replaced.
-        max_shard_size: of one file, in bytes or as in "5GB"; a larger tensor has a file of its own. Adapters are one file.
-        dtype: a floating dtype of 16 bits or more; floating tensors are converted to it on their way.
+        model: Any model that contains zero3 layers. If it has a `config`, that is written too.
+        path: A directory of a file system that all ranks see. Parents are created, files of the same names replaced.
+        max_shard_size: The largest size of one file, in bytes or as in "5GB". A larger tensor has a file of its own. Adapters are
+            one file.
+        dtype: A floating dtype of 16 bits or more; floating tensors are converted to it. None: as they are stored.
 
     Raises:
-        ValueError: nothing in `model` is sharded, no size, ranks that save different things.
-        TypeError: `path` is no path, `dtype` no dtype.
-        RuntimeError: parameters without values; called inside `full_params` or `resident`.
-        OSError: a rank could not write. Every rank raises the same.
+        ValueError: Nothing in `model` is sharded, `max_shard_size` is no size, or ranks save different things.
+        TypeError: `path` is no path, or `dtype` no dtype.
+        RuntimeError: Parameters have no values, or the call is inside `full_params` or `resident`.
+        OSError: A rank could not write. Every rank raises the same error.
+
+    Example::
+
+        zero3.save_pretrained(model, directory, dtype=torch.bfloat16)
 
     Source: the safetensors format, https://huggingface.co/docs/safetensors.
     """

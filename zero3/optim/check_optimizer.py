@@ -17,35 +17,47 @@ from ..comm.plain_values import encode_scalar
 from ..core.layer_state import LayerState
 from ..core.released import ReleasedParameter
 from .ownership import Owned, owned, owned_by
+from .param_groups import named_parameters
 from .pieces import Superseded
 from .probe import CannotProbe, builder, probe_flat, probe_whole
 from .several import Optimizers, members_of
 
 __all__: list[str] = []
 
+_REPLICATED = frozenset(
+    {
+        ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"),
+        ("torch.distributed.optim.post_localSGD_optimizer", "PostLocalSGDOptimizer"),
+        ("zero3.zero1.optimizer", "ZeroRedundancyOptimizer"),
+    }
+)
 _WHOLE = 'zero3.param_groups(model, lambda name, info: {"whole": True})'
 
 
 def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = True) -> None:
-    """Raises for optimizers that would train a sharded model in another way than an unsharded one. Every rank calls it.
+    """Raises for optimizers that would train a sharded model in another way than the unsharded one. Every rank calls it.
 
-    Saving a checkpoint, or the optimizer's full state, warns of the same maths; this finds it before the first step.
-
-    Each class is tried out, with the options of each of its groups, on a few small tensors: once on the whole, and once
-    spread out as it is over ranks. So it judges any optimizer, of any library. It takes a few milliseconds a group. Ranks also
-    compare their options: a schedule that goes by a loss, and not by its mean over ranks, would set each its own rate.
+    Each class is tried out, with the options of each of its groups, on a few small tensors: once on the whole, and once spread
+    out as it is over ranks. So any optimizer of any library can be judged, in a few milliseconds a group. Ranks also compare
+    their options: a schedule that follows a loss, and not the loss's mean over ranks, would give each rank its own rate. Saving a
+    checkpoint, or the optimizer's full state, warns of the same faults; this finds them before the first step.
 
     Args:
-        model: any model that contains zero3 layers.
-        optimizers: all that train it, one by one or in a list or a dict; each trainable parameter must be held by one of them.
-        strict: False accepts an optimizer that can't be tried out.
+        model: Any model that contains zero3 layers.
+        optimizers: All that train it, one by one or in a list or a dict. One of them must hold each trainable parameter.
+        strict: An optimizer that can't be tried out is an error; otherwise it is accepted.
 
     Raises:
-        ValueError: on every rank alike: maths that needs shapes, norms or other parameters that a flat slice does not have
-            (use `whole=True` in `zero3.param_groups`); parameters that no optimizer holds, or two; parameters of the model as it
-            was before sharding, or before the last `param_groups`; options that differ between ranks; with `strict`, an optimizer
-            that can't be tried out.
-        TypeError: something else than optimizers; on every rank alike.
+        ValueError: The optimizer needs shapes, norms or other parameters, which a flat slice does not have (`whole=True` in
+            `param_groups` gives them); no optimizer, or two, hold a parameter; one holds parameters of before sharding, or of before
+            the last `param_groups`; a group is empty, as filters by names over `named_parameters()` leave it, which see chunks; an
+            optimizer takes all ranks' parameters to be equal; options differ between ranks; or one can't be tried out. On every rank.
+        TypeError: An argument is no optimizer; on every rank.
+
+    Example::
+
+        optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=3e-4)
+        zero3.check_optimizer(model, optimizer)
     """
     states = states_of(model)
     first, lines = states[0], [""]
@@ -53,6 +65,8 @@ def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = Tr
     try:
         members = [member for given in optimizers for member in members_of(given)]
         lines = [line for member in members for line in _options_of(member)]
+        for optimizer in members:
+            _check_groups(model, states, optimizer)
         _check_held(model, states, members)
         for optimizer in members:
             _check_maths(first, owned(model), optimizer, strict)
@@ -79,6 +93,31 @@ def warn_if_inexact(states: list[LayerState], optimizer: torch.optim.Optimizer) 
         _check_maths(states[0], owned_by(states), optimizer, strict=False)
     except ValueError as problem:
         warnings.warn(f"this run does not train as an unsharded one would: {problem}", stacklevel=4)
+
+
+def _check_groups(model: nn.Module, states: list[LayerState], optimizer: torch.optim.Optimizer) -> None:
+    if any((kind.__module__, kind.__name__) in _REPLICATED for kind in type(optimizer).__mro__):
+        raise ValueError(
+            f"a {type(optimizer).__name__} takes the parameters of all ranks to be equal, and would give every rank the same, but chunks "
+            "are each rank's own slice. Use the plain torch.optim optimizer: its state is as long as the chunks, so it is sharded already"
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        if not group["params"]:
+            others = [other for other in optimizer.param_groups if other is not group]
+            own = [f"{k}={v!r}" for k, v in group.items() if k != "params" and any(k not in o or o[k] is not v for o in others)]
+            label = f"group {number} of the {type(optimizer).__name__} ({', '.join(own) or 'no options of its own'})"
+            names = [name for name, _, _ in named_parameters(model, states)]
+            chunks = [name for name, _ in model.named_parameters()]
+            raise ValueError(
+                f"{label} is empty. Was it made by a filter over model.named_parameters()? These are {len(chunks)} flat chunks now "
+                f"({_listed(chunks)}): no name or shape of the model's {len(names)} parameters ({_listed(names)}) is found among them, and "
+                "all parameters of a chunk would get the options of the group that holds it. zero3.param_groups(model, lambda name, info: "
+                "{...}) makes groups by the parameters' own names and shapes"
+            )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
 
 
 def _check_held(model: nn.Module, states: list[LayerState], optimizers: list[torch.optim.Optimizer]) -> None:

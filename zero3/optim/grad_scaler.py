@@ -5,55 +5,64 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from ..core.autograd import as_plain_tensors
-from ..core.gradient_types import DeferredGradient
+from ..core.gradient_types import reduce_deferred
+from ..core.layer_state import LayerState
 
 __all__: list[str] = []
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for sharded models: an inf or nan that one rank finds makes every rank skip the step.
+    """`torch.amp.GradScaler` for sharded models: an inf or nan on one rank makes every rank skip the step.
 
-        scaler = zero3.GradScaler("cuda")
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    It takes chunks, and what `zero3.param_groups` puts in their place, and plain parameters beside them. One all-reduce of
-    one number per optimizer and step, on every rank, also on those that have no parameter in the optimizer. As torch's it
-    makes no other use of the host than to read whether to skip.
+    It takes optimizers of chunks, of the parts that `param_groups` makes, and of plain parameters beside them. A step costs one
+    all-reduce of one number for each optimizer, on every rank, also on ranks that have no parameter in it.
 
     Args:
-        device: the type of the device that computes, "cuda" or "cpu".
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as for `torch.amp.GradScaler`.
+        device: The type of the device that computes: "cuda" or "cpu".
+        init_scale: As for `torch.amp.GradScaler`.
+        growth_factor: As for `torch.amp.GradScaler`.
+        backoff_factor: As for `torch.amp.GradScaler`.
+        growth_interval: As for `torch.amp.GradScaler`.
+        enabled: As for `torch.amp.GradScaler`.
+
+    Raises:
+        RuntimeError: In `unscale_` and `step`: the ranks' all-reduce failed.
+
+    Example::
+
+        scaler = zero3.GradScaler(device.type)
+        scaler.scale(loss_of(model, batch)).backward()
+        scaler.unscale_(optimizer)
+        zero3.clip_grad_norm_(model, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
     """
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            if isinstance(parameter.grad, DeferredGradient):
-                parameter.grad.is_sparse  # noqa: B018  has it reduced, or raises: under `no_sync` it has no values yet
+        reduce_deferred(parameter.grad for group in optimizer.param_groups for parameter in group["params"])
         with as_plain_tensors():  # chunks' gradients would begin a reduction of their own
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         agreed = found_inf
         for other in found.values():
             agreed = torch.maximum(agreed, other.to(agreed.device))
-        for communicator in _communicators(optimizer):
-            with NamingFailures(communicator, "comparing", Subject("whether the gradients are finite")):
-                communicator.all_reduce(agreed, maximum=True)
+        for state in _one_layer_of_each_group(optimizer):
+            state.log.look()
+            with NamingFailures(state.communicator, "comparing", Subject("whether the gradients are finite")):
+                state.communicator.all_reduce(agreed, maximum=True)
         return {device: agreed.to(device) for device in [*found, agreed.device]}
 
 
-def _communicators(optimizer: torch.optim.Optimizer) -> list[Communicator]:
-    """Of all parameters that know their layer, once each: most often one."""
-    found: list[Communicator] = []
+def _one_layer_of_each_group(optimizer: torch.optim.Optimizer) -> list[LayerState]:
+    """Of the process groups that share the optimizer's parameters: most often it is one."""
+    found: list[LayerState] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             owner = getattr(parameter, "zero3_state", None)
             state = owner() if owner is not None else None
-            if state is not None and not any(known.same_ranks(state.communicator) for known in found):
-                found.append(state.communicator)
+            if state is not None and not any(known.communicator.same_ranks(state.communicator) for known in found):
+                found.append(state)
     return found

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..access import states_of
+from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
 from ..core.chunk import Chunk
-from ..core.gradient_types import DeferredGradient
+from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
 from .param_groups import named_parameters
 
@@ -22,47 +23,65 @@ __all__: list[str] = []
 def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", norm_type: float = 2.0) -> dict[str, Tensor]:
     """The norm of each parameter, or of its gradient, by its name in the unwrapped model. Every rank calls it.
 
-    In one all-reduce, of a number for each parameter. The host waits for nothing.
+    It makes one all-reduce, of a number for each parameter, and does not make the host wait.
 
     Args:
-        model: any model that contains zero3 layers.
-        of: "grad": of the gradients of trainable parameters (0 where there is none); "param": of all parameters, frozen ones too.
-        norm_type: p of the p-norm, `float("inf")` for the largest element.
+        model: Any model that contains zero3 layers.
+        of: "grad": gradients of trainable parameters, 0 where there is none. "param": values of all parameters, frozen ones too.
+        norm_type: p of the p-norm; `float("inf")` for the largest element.
 
     Returns:
-        0-dim float64 tensors, in the model's order, the same on all ranks; a tied parameter once, under its first name.
+        Name to norm, as 0-dim float64 tensors in the model's order, the same on all ranks. A tied parameter stands once, under its
+        first name.
 
     Raises:
-        ValueError: nothing in `model` is sharded, `norm_type` is not positive, or `of` is neither "grad" nor "param".
+        ValueError: `norm_type` is not positive, or `of` is neither "grad" nor "param"; on every rank (on a GPU the others get nan).
+            Nothing in `model` is sharded.
+        TypeError: `norm_type` is no number; on every rank.
+
+    Example::
+
+        loss_of(model, batch).backward()
+        for name, norm in zero3.parameter_norms(model).items():
+            print(name, norm.item())
     """
-    norm_type = float(norm_type)
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be positive, found {norm_type}")
-    if of not in ("grad", "param"):
-        raise ValueError(f'of must be "grad" or "param", found {of!r}')
     states = states_of(model)
+    norm_type, error = _checked(of, norm_type)
     communicator, maximum = states[0].communicator, math.isinf(norm_type)
-    for gradient in [part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts]:
-        if isinstance(gradient, DeferredGradient):
-            gradient.is_sparse  # noqa: B018  has it reduced, on every rank, whether it has a piece of a parameter or not
+    # on every rank, whether it has a piece of a parameter or not
+    reduce_deferred(part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts)
     every = [(name, sharded) for name, _, sharded in named_parameters(model, states)]
     named = [(name, sharded) for name, sharded in every if of == "param" or sharded.chunk.shard.requires_grad]
     rows = {(sharded.chunk, sharded.index): row for row, (_, sharded) in enumerate(named)}
     values = torch.zeros(len(named), dtype=torch.float64, device=states[0].device)
-    for chunk in {sharded.chunk: None for _, sharded in named}:
+    for chunk in {sharded.chunk: None for _, sharded in named} if error is None else ():
         indices = {slot: index for index, slot in enumerate(chunk.layout.slots)}
         for piece in chunk.layout.pieces(communicator.rank):
             flat = _slice(chunk, piece.offset, piece.offset + piece.stop - piece.start, of)
             if flat is not None:
                 norm = torch.linalg.vector_norm(flat, norm_type, dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32)
                 values[rows[chunk, indices[piece.slot]]] = norm if maximum else norm.double() ** norm_type
+    if error is not None:
+        values.fill_(math.nan)
     with NamingFailures(communicator, "summing up", Subject("the norms of the parameters")):
         if maximum:
             communicator.all_reduce(values.view(torch.int64), maximum=True)  # see clip_grad_norm_
         else:
             communicator.all_reduce(values)
+    agree_where_nan(communicator, states[0].device, "parameter_norms", values, error)
     values = values if maximum else values ** (1.0 / norm_type)
     return {name: value for (name, _), value in zip(named, values, strict=True)}
+
+
+def _checked(of: str, norm_type: float) -> tuple[float, Exception | None]:
+    """The order of the norm, by which a rank takes part in the sum even if it has found a mistake."""
+    try:
+        order = float(norm_type)
+    except (TypeError, ValueError):
+        return 2.0, TypeError(f"norm_type must be a number, found {norm_type!r}")
+    if not order > 0:
+        return order, ValueError(f"norm_type must be positive, found {order}")
+    return order, None if of in ("grad", "param") else ValueError(f'of must be "grad" or "param", found {of!r}')
 
 
 def gradients_to_measure(model: nn.Module, states: list[LayerState]) -> list[Tensor]:

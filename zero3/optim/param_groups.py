@@ -14,6 +14,7 @@ from ..comm.agreement import agree
 from ..core.layer_state import LayerState, Presence
 from ..core.layout import Slot
 from ..core.parameters import ShardedParameter
+from ..core.policy_facts import shards_gradients
 from ..names import named_tensors
 from .pieces import Choice, divide, placeholder
 from .whole_parameters import Family, families, new_cuts, repartition
@@ -23,7 +24,20 @@ __all__: list[str] = []
 
 @dataclass(frozen=True, slots=True)
 class ParamInfo:
-    """What `param_groups` tells of a parameter: its `name` in the unwrapped model, `shape`, `numel`, `dtype` and `ndim`."""
+    """What `param_groups` tells of a parameter.
+
+    Attributes:
+        name: Its name in the unwrapped model.
+        shape: Its shape there.
+        numel: The number of its elements.
+        dtype: The dtype in which it is stored.
+        ndim: The number of its dimensions.
+
+    Example::
+
+        def options(name: str, info: zero3.ParamInfo) -> dict:
+            return {"weight_decay": 0.1 if info.ndim > 1 else 0.0}
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -38,32 +52,36 @@ Options = Callable[[str, ParamInfo], Mapping[str, Any] | None]
 def param_groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
     """Optimizer parameter groups by the names and shapes of the model's own parameters.
 
-        groups = zero3.param_groups(model, lambda name, info: {"weight_decay": 0.1 if info.ndim > 1 else 0.0})
-        optimizer = torch.optim.AdamW(groups, lr=3e-4)
+    From then on parts of the chunks stand for the chunks, in these groups, in `model.parameters()` and in `get_trainable_chunk`.
+    They share the chunks' memory. Neighbours with equal options are one part, and a chunk of one kind stays as it is.
 
-    Parts of the chunks stand in for them from then on, here and in `model.parameters()` and `get_trainable_chunk`. They
-    share the chunks' memory; neighbours with the same options are one part, and a chunk of one kind stays as it is.
+    `whole=True` among the options: the parameter comes in its own shape, on exactly one rank. Its gradient is complete there
+    before `step()`, and every rank gets the result: for Muon, Shampoo, Adafactor, LAMB. That rank alone holds the parameter's
+    optimizer state; parameters are dealt out so that ranks hold about as much.
 
-    `whole=True` among the options: the parameter comes in its own shape, on exactly one rank. Its gradient is complete
-    there before `step()`, and what the optimizer makes of it reaches every rank: for Muon, Shampoo, Adafactor, LAMB.
-    The rank holds the parameter's optimizer state alone; parameters are dealt out so that ranks hold about as much.
-
-    Every rank calls it, with the same options; where they come from a file, read the same file. A second call divides
-    anew: make new optimizers then, for what the first call returned raises when it is used.
+    Every rank calls it, with the same options. A second call divides anew: make new optimizers then, since parameters of the
+    first call raise when they are used.
 
     Args:
-        model: any model that contains zero3 layers, between two steps: no gradients, not inside `full_params`.
-        options: is called with the name and `ParamInfo` of each trainable parameter (a tied one once, under its first
-            name) and returns the options of its group; unknown keys pass through. None: the parameter is in no group,
-            keeps its value, and its gradient is dropped. (Freeze before sharding what need not have one computed.)
+        model: Any model that contains zero3 layers, between two steps: without gradients, and outside `full_params`.
+        options: Called with the name and the `ParamInfo` of each trainable parameter; returns the options of its group. A tied
+            parameter comes once, under its first name. Unknown keys pass through. None instead of options: the parameter is in no
+            group, keeps its value, and its gradient is dropped.
 
     Returns:
-        A group for each distinct options, in the order in which they first come, the same on all ranks. A rank that has
-        nothing of a group has an empty parameter in its `params`. For two optimizers, divide the list.
+        A group for each distinct options, in the order in which they first come, the same on all ranks. A rank that has nothing of
+        a group has an empty parameter in its `params`. For two optimizers, divide the list.
 
     Raises:
-        ValueError, TypeError, RuntimeError: on every rank alike, and nothing has changed: options that differ between ranks, are no dict,
-            or hold "params"; a model with gradients, or of stage 1; a call while a layer computes or in `full_params`.
+        ValueError: Nothing in `model` is sharded, options differ between ranks or hold "params", or the model has stage 1. All
+            ranks raise the same error, and nothing has changed.
+        TypeError: `options` is no function, or returned something else than a dict or None; likewise.
+        RuntimeError: The model has gradients, computes, or is in `full_params`; likewise.
+
+    Example::
+
+        groups = zero3.param_groups(model, lambda name, info: {"weight_decay": 0.1 if info.ndim > 1 else 0.0})
+        optimizer = torch.optim.AdamW(groups, lr=3e-4)
     """
     states = states_of(model)
     first = states[0]
@@ -98,7 +116,7 @@ def _divided(states: list[LayerState], found: list[Family], plan: _Plan) -> list
 
 def _check(states: list[LayerState]) -> None:
     for state in states:
-        if not state.policy.shards_gradients and state.communicator.world_size > 1:
+        if not shards_gradients(state.policy) and state.communicator.world_size > 1:
             raise ValueError(
                 "param_groups with stage=1, where gradients are reduced when an optimizer first looks at one: a rank may have nothing "
                 "of a group to look at, and the others would wait for it. Use stage 2 or 3"

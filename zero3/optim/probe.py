@@ -152,10 +152,10 @@ def _steps(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], pro
 
     takes_closure = "closure" in inspect.signature(optimizer.step).parameters
     for number in range(STEPS):
+        closure()  # for those that ignore theirs, too
         if takes_closure:
             optimizer.step(closure)  # type: ignore[arg-type]  # torch's own take and return tensors
         else:
-            closure()
             optimizer.step()
         yield number
 

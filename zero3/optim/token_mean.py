@@ -2,74 +2,90 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from math import nan
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..access import states_of
+from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
-from ..core.accumulation import TOKENS
 from ..core.coordination import Action, ungated
-from ..core.gradient_types import DeferredGradient
-from ..core.layer_state import LayerState
+from ..core.gradient_types import TOKENS, DeferredGradient
+from ..core.layer_state import LayerState, reducers_of
 
 __all__: list[str] = []
 
 
 def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Tensor:
-    """Backward of a loss summed over tokens, so that gradients are those of its mean over all tokens of all ranks.
+    """Backward of a loss that is summed over tokens: gradients are those of its mean over all tokens of all ranks.
 
-        optimizer.zero_grad()
-        for batch in micro_batches:
-            loss_sum = cross_entropy(model(batch.ids), batch.labels, ignore_index=-100, reduction="sum")
-            zero3.backward(loss_sum, (batch.labels != -100).sum(), model)
-        optimizer.step()
-
-    After each call the gradients are the mean over the tokens of all micro-batches since they were last zeroed. (A mean of
-    the means that each rank and micro-batch has would weigh a token of a short one more.) Every rank calls it, also one
-    whose batch has no tokens. Costs one all-reduce of four numbers, and from the second micro-batch on one pass over the chunks'
-    gradients; the host waits for nothing. May be used inside `no_sync` and with a scaled loss.
+    After each call the gradients are the mean over the tokens of all micro-batches since they were last zeroed. (In a mean of
+    means, a token of a short micro-batch would weigh more.) Every rank calls it, also one whose batch has no tokens. It costs one
+    all-reduce of four numbers and, from the second micro-batch on, one pass over the chunks' gradients; the host does not wait.
+    It may be used inside `no_sync`, and with a scaled loss.
 
     Args:
-        loss_sum: 0-dim, this rank's loss, summed over its `num_tokens` tokens.
-        num_tokens: how many tokens this rank's sum holds, 0 or more; an integer or a 0-dim tensor.
+        loss_sum: 0-dim: this rank's loss, summed over its `num_tokens` tokens.
+        num_tokens: How many tokens this rank's sum holds, 0 or more; an integer or a 0-dim tensor.
+        model: The sharded model that computed it.
 
     Returns:
         The mean loss over this micro-batch's tokens of all ranks, 0-dim, detached, the same on all ranks; 0 if there are none.
 
     Raises:
-        ValueError: nothing in `model` is sharded, a loss that is not 0-dim or has no graph, a negative number of tokens;
-            gradients that another backward has left: of how many tokens they are the mean nobody knows.
+        ValueError: The loss is not 0-dim or has no graph; the number of tokens is negative; or there are gradients of another
+            backward, whose number of tokens is unknown. On every rank; on a GPU, where the host does not wait for the other ranks, on
+            the rank that has found it. Nothing in `model` is sharded.
+        TypeError: The loss is no tensor, or the number of tokens no number; on every rank.
+
+    Example::
+
+        optimizer.zero_grad()
+        for ids, labels in token_batches:
+            logits = model(ids).flatten(0, 1)
+            loss_sum = cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+            zero3.backward(loss_sum, (labels != -100).sum(), model)
+        optimizer.step()
     """
     states = states_of(model)
-    _check(loss_sum, num_tokens, states)
+    error = _mistake(loss_sum, num_tokens, states)
     with states[0].gate.passing(Action.TOKENS, states[0]):
-        weights = weigh(states, num_tokens, loss_sum.detach())
+        weights = weigh(states, num_tokens, loss_sum.detach()) if error is None else weigh(states, 0, 0, error)
     try:
         _without_ranks(loss_sum, weights.share, states).backward()  # type: ignore[no-untyped-call]
     except BaseException:
-        for state in states:  # earlier gradients have been scaled for a sum that does not come
-            state.gradients.give_up()
+        for reducer in reducers_of(states):  # earlier gradients have been scaled for a sum that does not come
+            reducer.give_up()
         raise
     note(states, weights.total)
     return torch.where(weights.tokens > 0, weights.loss / weights.tokens, 0).to(loss_sum.dtype)
 
 
-def _check(loss_sum: Tensor, num_tokens: int | Tensor, states: list[LayerState]) -> None:
-    communicator = states[0].communicator
+def _mistake(loss_sum: Any, num_tokens: Any, states: list[LayerState]) -> Exception | None:
+    """What this rank can see by itself."""
+    if not isinstance(loss_sum, Tensor):
+        return TypeError(f"loss_sum is a {type(loss_sum).__name__}, expected a 0-dim tensor with a graph")
     if loss_sum.ndim or not loss_sum.requires_grad:
-        raise ValueError(
-            f"rank {communicator.rank}: loss_sum has shape {tuple(loss_sum.shape)} and requires_grad={loss_sum.requires_grad}, expected "
-            "a 0-dim tensor with a graph: a rank without tokens runs the model too, and sums over nothing (reduction='sum')"
+        return ValueError(
+            f"loss_sum has shape {tuple(loss_sum.shape)} and requires_grad={loss_sum.requires_grad}, expected a 0-dim tensor with a graph: "
+            "a rank without tokens runs the model too, and sums over nothing (reduction='sum')"
         )
-    if not isinstance(num_tokens, Tensor) and num_tokens < 0:
-        raise ValueError(f"rank {communicator.rank}: num_tokens must be 0 or more, found {num_tokens}")
-    if any(state.gradients.undecided for state in states):
-        raise ValueError(
-            f"rank {communicator.rank}: a second zero3.backward inside one zero3.step_guard: of how many tokens the first one's gradients "
-            "are the mean counts when the guard ends. Give each micro-batch a guard of its own."
+    if isinstance(num_tokens, Tensor):
+        if num_tokens.numel() != 1:
+            return ValueError(f"num_tokens has shape {tuple(num_tokens.shape)}, expected an integer or a 0-dim tensor")
+    elif not isinstance(num_tokens, Real):
+        return TypeError(f"num_tokens is a {type(num_tokens).__name__}, expected an integer or a 0-dim tensor")
+    elif not float(num_tokens) >= 0:
+        return ValueError(f"num_tokens must be 0 or more, found {num_tokens}")
+    if any(reducer.undecided for reducer in reducers_of(states)):
+        return ValueError(
+            "a second zero3.backward inside one zero3.step_guard: of how many tokens the first one's gradients are the mean counts when "
+            "the guard ends. Give each micro-batch a guard of its own."
         )
+    return None
 
 
 class Weights(NamedTuple):
@@ -81,28 +97,37 @@ class Weights(NamedTuple):
     share: Tensor  # of one of them
 
 
-def weigh(states: list[LayerState], tokens: int | Tensor, loss: float | Tensor) -> Weights:
-    """Counts with the other ranks, and makes room in the gradients that there are for those to come."""
+def weigh(states: list[LayerState], tokens: int | Tensor, loss: float | Tensor, error: Exception | None = None) -> Weights:
+    """Counts with the other ranks, and makes room in the gradients that there are for those to come.
+
+    `error`: what this rank has found to be wrong; every rank raises it, and nothing has changed.
+    """
     counts = torch.zeros(4, dtype=torch.float64, device=states[0].device)  # tokens, their loss, tokens so far, ranks that know these
     counts[0] = tokens
     counts[1] = loss
-    counts[2:] = _so_far(states, counts.new_zeros(2))
-    states[0].watch.recorder("count")
+    known = _so_far(states, counts.new_zeros(2))
+    if isinstance(known, Tensor):
+        counts[2:] = known
+    else:
+        error = error or known
+    if error is not None:
+        counts.fill_(nan)
     communicator = ungated(states[0].communicator)
     with NamingFailures(communicator, "counting", Subject("the tokens of the micro-batch")):
         communicator.all_reduce(counts)
+    agree_where_nan(communicator, states[0].device, "zero3.backward", counts[3:], error)
     so_far = counts[2] / counts[3].clamp(min=1)
     total = counts[0] + so_far
     share = torch.where(total > 0, 1 / total, 0)
-    for state in states:
-        state.gradients.scale(so_far * share)
+    for reducer in reducers_of(states):
+        reducer.scale(so_far * share)
     return Weights(counts[0], counts[1], total, share)
 
 
 def note(states: list[LayerState], total: Tensor) -> None:
     """After the backward: gradients are now the mean over `total` tokens."""
-    for state in states:
-        state.gradients.note_tokens(total)
+    for reducer in reducers_of(states):
+        reducer.note_tokens(total)
 
 
 def _without_ranks(loss_sum: Tensor, share: Tensor, states: list[LayerState]) -> Tensor:
@@ -116,14 +141,14 @@ def _gradients(states: list[LayerState]) -> list[Tensor]:
     return [gradient for gradient in parts if gradient is not None]
 
 
-def _so_far(states: list[LayerState], nothing: Tensor) -> Tensor:
+def _so_far(states: list[LayerState], nothing: Tensor) -> Tensor | ValueError:
     """How many tokens the gradients are the mean of, and 1 if this rank knows; zeros if they were zeroed since."""
     gradients = _gradients(states)
     known = [(gradient, *noted) for gradient in gradients if (noted := getattr(gradient, TOKENS, None)) is not None]
     if len(known) < len(gradients):
-        raise ValueError(
-            f"rank {states[0].communicator.rank}: there are gradients that loss.backward() has left, and their weight among tokens is "
-            "unknown. Use zero3.backward for every backward of a step, and begin it with optimizer.zero_grad()."
+        return ValueError(
+            "there are gradients that loss.backward() has left, and their weight among tokens is unknown. Use zero3.backward for every "
+            "backward of a step, and begin it with optimizer.zero_grad()."
         )
     if not known:
         return nothing

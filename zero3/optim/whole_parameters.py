@@ -13,6 +13,7 @@ from ..comm.agreement import agree
 from ..core.chunk import Chunk
 from ..core.layer_state import LayerState
 from ..core.layout import ChunkLayout, Slot, deal
+from ..core.pinning import replace_chunks
 from .pieces import retire
 
 __all__: list[str] = []
@@ -139,7 +140,7 @@ def _exchange(family: Family, chunks: list[Chunk]) -> None:
     kept = [chunk for chunk in state.chunks if chunk not in family.chunks]
     for name in state.chunk_names():
         state.registry.pop(name)
-    state.replace_chunks([*kept[:at], *chunks, *kept[at:]])
+    replace_chunks(state, [*kept[:at], *chunks, *kept[at:]])
     state.registry.update(state.chunk_names())
     for old in family.chunks:
         retire(old, state.label)

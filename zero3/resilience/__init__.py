@@ -1,1 +1,1 @@
-"""What lets training go on when a rank's micro-batch fails."""
+"""Lets training go on when a micro-batch fails on a rank."""

@@ -1,1 +1,1 @@
-"""Ranks that have different numbers of batches, in torch's Join."""
+"""Support for torch's `Join`, under which ranks have different numbers of batches."""

@@ -1,20 +1,20 @@
-"""Ranks that have run out of data, or wait for a step, take part in what the others do with the model.
+"""Ranks without data, and ranks that wait for a step, take part in the collectives of the other ranks.
 
-What a rank does falls into rounds: a forward, a backward, a step (or a single collective outside of these). At the first
-collective of each the ranks meet, and count who is there. If all are, nothing else happens. If some have no data any
-more (or wait at a step until all who have data are there too), those who go on announce each of their collectives, and
-the others follow:
+Each rank works in rounds. A round is a forward, a backward, a step, or a single collective outside these. At the first
+collective of a round all ranks meet, and count who is in which round. If all are in the same round, they go on as usual. If
+some ranks have no data left, or already wait at a step, the other ranks announce each of their collectives, and these ranks
+take part in it:
 
     has data      meet   say GATHER 0   gather   say GATHER 1   gather   ...   say END
     has none      meet   hear           gather   hear           gather   ...   hear
 
-Every rank takes a step, for every rank's chunks need it.
+All ranks take each step together, because each rank has its own chunks to update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -22,74 +22,91 @@ from torch import Tensor
 
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
-from ..core.coordination import Action, Activity, GatedCommunicator, OpenGate, ungated
+from ..core.coordination import Action, Activity, GatedCommunicator, gate_for, ungated
 from ..core.layer_state import LayerState
 from ..core.runtime import Runtime
 from ..optim.token_mean import note, weigh
+from .announcements import Announcements, Doing
 from .changes import StateChanges
 from .headcount import Headcount, said
 from .participation import help_with
 
 __all__: list[str] = []
 
-_SILENT = -(2**62)  # below whatever a rank can say
 _CHANGED = (
-    "some ranks have no data left, and the others have changed chunks or gradients by other means than the joinable's step(), or zeroed "
-    "some gradients and not all, which ranks without data could not follow. Call joinable.step() in place of optimizer.step() and all that "
-    "belongs to it."
+    "some ranks have no data left, and the others have changed chunks or gradients outside the joinable's step(), or have zeroed only "
+    "some of the gradients. Ranks without data can't repeat this. Call joinable.step() in place of optimizer.step(), and clip, update "
+    "and zero gradients inside the step function."
 )
-_LAYERS = 32  # bits of what is said that name the layer
 
 
 class JoinCoordinator:
-    """One rank's gate to a model's collectives, while it may meet ranks that have no data."""
+    """One rank's gate to a model's collectives inside `Join`."""
+
+    compares_at_end = True  # ranks without data run no forward, and transfers are compared at the beginning of forwards
 
     def __init__(self, states: Sequence[LayerState], runtimes: Sequence[Runtime], control: Communicator, step: Callable[[], Any]) -> None:
         self._states = list(states)
-        self._numbers: dict[object, int] = {state: number for number, state in enumerate(states)}
+        self._announcements = Announcements(states, control)
         self._runtimes = {state: runtime for runtime in runtimes for state in runtime.layers}
-        self._control = control  # the ranks tell each other by it what comes next
+        self._control = control  # for announcements and for counting
         self._step = step
         self._naming = NamingFailures(control, "keeping step with", Subject("ranks that have more or less data"))
         self._divide_by_all = True
         self._notify: Callable[[], bool] = lambda: False
         self.on = False
-        self._scope: Activity | None = None  # what this rank is doing
-        self._round: Activity | None = None  # what it has met the others for
-        self._announces = False  # not all ranks are there
-        self._follows = False  # this one is not, and helps
-        self._strayed = False  # ranks have not all run the same passes
-        self._waited = False  # some of those that have not did so to wait for a step
-        self._tokens: Tensor | None = None  # of the backward that comes next
-        self._traces = StateChanges(states)
+        self._scope: Activity | None = None  # the forward or backward that this rank runs
+        self._round: Activity | None = None  # the round that this rank has met the others for
+        self._announces = False  # whether this round's collectives are announced, because some ranks only follow
+        self._follows = False  # whether this rank takes part in an announced collective now
+        self._strayed = False  # whether some rank has missed a pass that others ran
+        self._waited = False  # whether some rank has missed it because it waited for a step
+        self._tokens: Tensor | None = None  # the tokens of the next backward
+        self._changes = StateChanges(states)
 
     def begin(self, notify: Callable[[], bool], *, divide_by_all: bool) -> None:
-        """`notify`: tells torch's context, before each round, that this rank has data; False if the context is disabled."""
+        """Enters the context. `notify` tells `Join` before each round that this rank has data; it returns False if `Join` is disabled."""
         self._notify, self._divide_by_all = notify, divide_by_all
         self.on, self._scope, self._round, self._announces = True, None, None, False
-        self._traces.forget()
+        self._changes.forget()
         for state in self._states:
             state.gate = self
-            state.communicator = GatedCommunicator(ungated(state.communicator), self)
-            state.gradients.use(state.communicator)
+            self._use(state, GatedCommunicator(ungated(state.communicator), self))
 
     def end(self) -> None:
-        """The model is as it was before, and trains on by itself."""
+        """Leaves the context: the model is again as it was before `begin`."""
         self.on, self._scope, self._round = False, None, None
         if self._strayed:
             self._forget_orders()
         for state in self._states:
-            state.gate = OpenGate()
-            state.communicator = ungated(state.communicator)
-            state.gradients.use(state.communicator)
-            state.gradients.average_over(self._control.world_size)
+            state.gate = gate_for(state.policy.compare_every)
+            self._use(state, ungated(state.communicator))
+            _average_over(state, self._control.world_size)
 
-    # -- on a rank that has data
+    def _use(self, state: LayerState, communicator: Communicator) -> None:
+        """Gives the layer and its gradients (for a loss scaler's inf) another communicator."""
+        state.communicator = communicator
+        for reducer in state.gradients.reducers.values():
+            reducer.communicator = communicator
+
+    # -- on a rank with data
+
+    def doing(self, activity: Activity) -> AbstractContextManager[None]:
+        return Doing(self, activity)
+
+    def gather(self, layer: object) -> AbstractContextManager[None]:
+        return self.passing(Action.GATHER, layer)
+
+    def reduce(self, layer: object) -> AbstractContextManager[None]:
+        return self.passing(Action.REDUCE, layer)
+
+    def compare(self, layer: object, place: str, names: list[str]) -> AbstractContextManager[None]:
+        return self.passing(Action.AGREE, self._states[0])  # any layer: the ranks may be at different ones, and compare that next
 
     def enter(self, kind: Activity) -> None:
         if not self.on or self._round is Activity.STEP:
             return
-        if self._scope is Activity.BACKWARD and kind is Activity.FORWARD:  # which does not happen inside one: it raised
+        if self._scope is Activity.BACKWARD and kind is Activity.FORWARD:  # no forward begins inside a backward, so that one raised
             self._give_up("its last backward raised")
         if self._scope is None:
             self._scope = kind
@@ -113,7 +130,7 @@ class JoinCoordinator:
             self._meet(Activity.OTHER if self._scope is None else self._scope)
         if self._announces and action is Action.OTHER:
             self._give_up(
-                "it was about to make a collective that ranks without data can't follow. Clip, unscale and update inside the step "
+                "it called a function whose collectives ranks without data can't join. Clip, unscale and update inside the step "
                 "function; save, load and read whole parameters after the context"
             )
         if self._announces:
@@ -127,7 +144,7 @@ class JoinCoordinator:
             self._finish()
 
     def step(self) -> Any:
-        """Waits for all ranks that have data, taking part in what they do, and steps with them."""
+        """Waits until all ranks with data have called this, takes part in their collectives meanwhile, and steps with them."""
         if not self.on or self._round is Activity.STEP:
             return self._step()
         if self._scope is Activity.BACKWARD:
@@ -148,14 +165,14 @@ class JoinCoordinator:
 
     def _finish(self) -> None:
         announces, self._round, self._announces = self._announces, None, False
-        self._traces.take(only_if=announces)
+        self._changes.take(only_if=announces)
         if announces:
             self._exchange(Action.END)
 
-    # -- on a rank that has none, or waits
+    # -- on a rank without data, or one that waits
 
     def follow(self) -> None:
-        """Takes part in one round of the ranks that have data."""
+        """Takes part in one round of the ranks with data."""
         together = self._count(None)
         if together is Activity.STEP:
             self._take_step()
@@ -176,7 +193,7 @@ class JoinCoordinator:
                 if together is Activity.BACKWARD and self._tokens is not None:
                     note(self._states, self._tokens)
                     self._tokens = None
-                self._traces.take(only_if=True)
+                self._changes.take(only_if=True)
                 return
             self._follows = True
             try:
@@ -184,12 +201,12 @@ class JoinCoordinator:
                     self._tokens = weigh(self._states, 0, 0).total
                 else:
                     help_with(action, state, self._runtimes[state])
-            except Exception as caught:  # told to the others when they say what is next
+            except Exception as caught:  # the other ranks hear of it at their next announcement
                 error = caught
             finally:
                 self._follows = False
 
-    # -- on both
+    # -- on all ranks
 
     def _take_step(self) -> Any:
         self._round = Activity.STEP
@@ -204,8 +221,8 @@ class JoinCoordinator:
         return result
 
     def _count(self, kind: Activity | None) -> Activity:
-        """Meets the others. What the ranks with data are up to; those at a step let the others go first."""
-        mine = said(kind, *self._traces.gradients(), changed=kind is not None and self._traces.changed())
+        """Meets the other ranks, and returns the round that comes next. A step comes last: ranks at a step wait for the others."""
+        mine = said(kind, *self._changes.gradients(), changed=kind is not None and self._changes.changed())
         counts = torch.tensor(mine, dtype=torch.int64, device=self._states[0].device)
         try:
             with self._naming:
@@ -217,18 +234,18 @@ class JoinCoordinator:
         self._announces = found.others > 0
         if found.apart:
             self._fail(f"ranks have come apart: {found.apart}. All that have data must call the model in the same order.")
-        comparable = not self._traces.divided  # else ranks hold different numbers of parts
+        comparable = not self._changes.divided  # ranks hold different numbers of parts if chunks are divided
         if self._announces and (found.changed or (comparable and not found.even)):
             self._fail(_CHANGED)
         if kind is not found.together:
-            self._traces.follow(found.gradients, found.owed)
+            self._changes.follow(found.gradients, found.owed)
         self._note_order(found.together, waiting=found.waiting > 0)
         for state in self._states:
-            state.gradients.average_over(self._control.world_size if self._divide_by_all else found.number)
+            _average_over(state, self._control.world_size if self._divide_by_all else found.number)
         return found.together
 
     def _fail(self, text: str) -> NoReturn:
-        """All ranks know, and raise."""
+        """Raises on all ranks: each of them has found the same mistake."""
         self.end()
         raise RuntimeError(text)
 
@@ -236,7 +253,7 @@ class JoinCoordinator:
         if together is not Activity.STEP:
             self._strayed = self._strayed or self._announces
             self._waited = self._waited or waiting
-        elif self._waited:  # the ranks that have waited go on
+        elif self._waited:  # the ranks that have waited train on, and have not learned the others' orders
             self._forget_orders()
 
     def _forget_orders(self) -> None:
@@ -246,40 +263,15 @@ class JoinCoordinator:
                 order.forget()
 
     def _exchange(self, action: Action | None, layer: object = None) -> tuple[Action, LayerState]:
-        """Says what comes next, or (None) hears it.
-
-        Raises:
-            RuntimeError: on all ranks: one has raised, or they are about to do different things.
-        """
-        mine = _SILENT if action is None else action << _LAYERS | (0 if layer is None else self._numbers[layer])
-        opposite = _SILENT if action is None else -mine  # of the lowest
-        both = torch.tensor([mine, opposite], dtype=torch.int64, device=self._states[0].device)
+        """Announces `action`, or listens (None). See `Announcements`."""
         try:
-            with self._naming:
-                self._control.all_reduce(both, maximum=True)
+            return self._announcements.exchange(action, layer)
         except RuntimeError:
             self.end()
             raise
-        highest, lowest = both[0].item(), -both[1].item()
-        if int(highest) >> _LAYERS == Action.ABORT:
-            self._fail("another rank raised while some had no data left: its own error says why. All leave the Join context.")
-        if highest != lowest:
-            self._fail(f"ranks have come apart: one {self._say(int(lowest))}, another {self._say(int(highest))}")
-        return Action(int(highest) >> _LAYERS), self._states[int(highest) & (1 << _LAYERS) - 1]
-
-    def _say(self, code: int) -> str:
-        label = self._states[code & (1 << _LAYERS) - 1].label
-        return {
-            Action.END: "is through with its forward or backward",
-            Action.GATHER: f"gathers layer {label}",
-            Action.REDUCE: f"reduces the gradients of layer {label}",
-            Action.AGREE: "has come to a layer that was not foreseen",
-            Action.LOOK: "begins a forward",
-            Action.TOKENS: "counts tokens",
-        }[Action(code >> _LAYERS)]
 
     def _abort(self) -> None:
-        """This rank raises: so do the others, when they next say or hear something."""
+        """This rank is about to raise. The other ranks raise at their next announcement."""
         announces, self._announces = self._announces and self.on, False
         self._round = self._scope = None
         if announces:
@@ -293,3 +285,10 @@ class JoinCoordinator:
         self._abort()
         if announced:
             raise RuntimeError(f"rank {rank}: some ranks have no data left, and {reason}.")
+
+
+def _average_over(state: LayerState, ranks: int) -> None:
+    """From now on the layer's gradients are the mean over `ranks` ranks, because the others have no data."""
+    state.gradients.averaged_over = ranks
+    for reducer in state.gradients.reducers.values():
+        reducer.averaged_over = ranks

@@ -1,4 +1,4 @@
-"""What ranks say when they meet, added up: who is there and for what, and how many gradients they hold."""
+"""The sum of what ranks report when they meet: how many are in each round, and how many gradients they hold."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ __all__: list[str] = []
 
 
 def said(kind: Activity | None, gradients: int, owed: int, *, changed: bool) -> list[int]:
-    """One rank's part. `kind`: None without data. `owed`: layers with sums that are yet to be reduced. 88 bytes to be added up."""
+    """One rank's report: 11 integers, which are added over ranks.
+
+    `kind`: the rank's round, or None if it has no data. `gradients`: how many it holds. `owed`: how many of its layers hold sums that
+    are not reduced yet. `changed`: see `StateChanges.changed`.
+    """
     here = (kind is Activity.STEP, kind not in (Activity.STEP, None), kind is None)
     at_step, elsewhere, without = ([gradients * place, owed * place] for place in here)
     return [*(int(kind is each) for each in Activity), *at_step, *elsewhere, *without, int(changed)]
 
 
 class Headcount(NamedTuple):
-    """The sum over ranks. Those that are at a step wait until all that have data are."""
+    """The sum over ranks. Ranks at a step wait until all ranks with data are at the step."""
 
-    together: Activity  # what the ranks do that go on
-    number: int  # of these
-    waiting: int  # at a step
-    without: int  # ranks that have no data
-    apart: str  # which other things ranks do: a mistake; "" if none
-    gradients: int  # of those that go on, as many each
-    owed: int
-    theirs: int  # gradients of those that don't
-    changed: bool
+    together: Activity  # the round that comes next
+    number: int  # ranks in this round
+    waiting: int  # ranks that wait at a step
+    without: int  # ranks without data
+    apart: str  # the rounds, if ranks with data are in different ones, which is a mistake; else ""
+    gradients: int  # gradients of the ranks in this round, all added up
+    owed: int  # layers of the ranks in this round that hold sums, all added up
+    theirs: int  # gradients of the other ranks, all added up
+    changed: bool  # whether any rank has changed what the others can't see
 
     @classmethod
     def of(cls, counts: Sequence[int], world_size: int) -> Headcount:
@@ -48,5 +52,5 @@ class Headcount(NamedTuple):
 
     @property
     def even(self) -> bool:
-        """Whether all ranks hold as many gradients, or those that go on none: the others can drop theirs too."""
+        """Whether all ranks hold the same number of gradients, or the ranks in this round hold none. (The others can drop theirs.)"""
         return not self.gradients or self.theirs * self.number == self.gradients * self.others

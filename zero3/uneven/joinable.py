@@ -1,4 +1,4 @@
-"""What stands for a sharded model in torch's context for uneven inputs."""
+"""joinable(): a sharded model in torch's `Join`, its context for uneven inputs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..comm.agreement import agree
 from ..comm.ddp import Joinable, Shadow, still_here
 from ..comm.factory import process_group_of
 from ..core.coordination import ungated
+from ..core.policy_facts import shards_gradients
 from ..core.runtime import Runtime
 from ..layer import adopt, layers_of
 from ..sequential import Zero3Sequential
@@ -22,7 +23,27 @@ __all__: list[str] = []
 
 
 def joinable(model: nn.Module, step: Callable[[], Any]) -> JoinableModel:
-    """A sharded model in `torch.distributed.algorithms.join.Join`: ranks may have different numbers of batches, or none.
+    """Prepares a sharded model for torch's `Join`, under which ranks may have different numbers of batches, or none.
+
+    A rank that is out of data takes part in the others' collectives, and updates its chunks with them. Every rank makes the
+    joinable and enters the context. `Join` has two options that matter here. `divide_by_initial_world_size=True` (the default, as
+    in DDP) divides gradients by the number of all ranks, False by the number of ranks that still have data.
+    `throw_on_early_termination=True` makes all ranks raise when the first is out of data.
+
+    Args:
+        model: Any model that contains zero3 layers; it is the only joinable in its `Join`.
+        step: Everything that follows the backwards of a step: clip, update, schedule, zero. It is called without arguments, on
+            ranks without data too, so it uses nothing that comes from a batch.
+
+    Returns:
+        A `JoinableModel`, for `Join`.
+
+    Raises:
+        ValueError: Nothing in `model` is sharded, its layers are on different process groups, or have `stage=1` or `dynamic=True`.
+        TypeError: `step` can't be called.
+        RuntimeError: There is no process group.
+
+    Example::
 
         def update():
             zero3.clip_grad_norm_(model, 1.0)
@@ -34,29 +55,12 @@ def joinable(model: nn.Module, step: Callable[[], Any]) -> JoinableModel:
             for batch in batches:
                 loss_of(model, batch).backward()
                 uneven.step()
-
-    A rank that is out of data takes part in the others' collectives, and updates its chunks with them. Every rank builds
-    the joinable and enters the context. What `Join` is given:
-
-    * `divide_by_initial_world_size=True` (the default, as in DDP): gradients are divided by the number of all ranks; `False`:
-      by the number of those that still have data.
-    * `throw_on_early_termination=True`: all ranks raise when the first is out of data.
-
-    Args:
-        model: any module with zero3 layers; no other joinable stands beside it in `Join`.
-        step: what follows the backwards of a step: clip, update, schedule, zero. It is called without arguments, on ranks
-            without data too, so it uses nothing that comes from a batch.
-
-    Raises:
-        ValueError: nothing in `model` is sharded, its layers are on different process groups, or have `stage=1` or `dynamic=True`.
-        TypeError: `step` can't be called.
-        RuntimeError: no process group.
     """
     return JoinableModel(model, step)
 
 
 class JoinableModel(Joinable):
-    """See `joinable`, which makes it."""
+    """A sharded model as torch's `Join` takes it. `joinable` makes it."""
 
     def __init__(self, model: nn.Module, step: Callable[[], Any]) -> None:
         super().__init__()
@@ -70,7 +74,7 @@ class JoinableModel(Joinable):
             raise ValueError("the model's layers are on different process groups: Join needs one")
         if first.policy.dynamic:
             raise ValueError("policy.dynamic=True, expected False: ranks without data can't follow forwards that leave out layers")
-        if whole := next((state for state in (first, *others) if not state.policy.shards_gradients), None):
+        if whole := next((state for state in (first, *others) if not shards_gradients(state.policy)), None):
             raise ValueError(f"layer {whole.label} has policy.stage=1, expected 2 or 3: ranks without data can't follow its reductions")
         self._model = model
         self._device = first.device
@@ -80,11 +84,22 @@ class JoinableModel(Joinable):
         self._rounds: JoinCoordinator | None = None
 
     def step(self) -> Any:
-        """Runs the step function on all ranks, when all that have data have called this; returns what it returns here."""
+        """Runs the step function on all ranks, as soon as all that have data have called this.
+
+        Returns:
+            What the step function returned on this rank.
+        """
         return self._step() if self._rounds is None else self._rounds.step()
 
     def join_hook(self, **kwargs: Any) -> Shadow:
-        """Called by `Join` on every rank. `kwargs`: `divide_by_initial_world_size`, as DDP has it; others are ignored."""
+        """`Join` calls it on every rank.
+
+        Args:
+            kwargs: `divide_by_initial_world_size`, as DDP has it; others are ignored.
+
+        Returns:
+            What `Join` runs on ranks without data.
+        """
         runtimes = runtimes_of(self._model)
         states = [state for runtime in runtimes for state in runtime.layers]
         divide_by_all = bool(kwargs.get("divide_by_initial_world_size", True))
@@ -99,7 +114,7 @@ class JoinableModel(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Where the model computes."""
+        """The device on which the model computes."""
         return self._device
 
     @property
@@ -117,10 +132,10 @@ class JoinableModel(Joinable):
 
 
 def runtimes_of(model: nn.Module) -> list[Runtime]:
-    """Made now, on all ranks: one without data would never come to make its own."""
+    """The runtimes of all layers in `model`. They are made here, because a rank without data runs no forward to make its own."""
     layers = layers_of(model)
     if isinstance(model, Zero3Sequential):
-        return [model.shared_runtime()]
+        return [model._shared_runtime()]
     if any(layer._runtime is None for layer in layers):
         return [adopt(model, ordered=False)]
     return list(dict.fromkeys(layer._runtime for layer in layers if layer._runtime is not None))

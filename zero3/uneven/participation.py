@@ -1,4 +1,4 @@
-"""What a rank without data does in the collectives of those that have some. See `shadow`."""
+"""How a rank without data takes part in the collectives of the other ranks."""
 
 from __future__ import annotations
 
@@ -11,25 +11,16 @@ __all__: list[str] = []
 
 
 def help_with(action: Action, state: LayerState, runtime: Runtime) -> None:
-    """Takes part: in a gather with its chunks, in a reduction with zeros, in a comparison by listening.
+    """Takes part in an announced collective: in a gather with its chunks, in a reduction with zeros, in a comparison as a listener.
 
     Raises:
-        ValueError, TypeError, RuntimeError: what the others raise.
+        ValueError, TypeError, RuntimeError: The same error as on the other ranks.
     """
     if action is Action.GATHER:
-        _help_fetch(state)
+        state.take_part_in_fetch()
     elif action is Action.REDUCE:
-        runtime._backward.help_back_up(state)
+        runtime.take_part_in_backup(state)
     elif action is Action.LOOK:
-        runtime._drop_stale()
+        runtime.drop_stale()
     elif action is Action.AGREE:
-        agree(runtime._communicator, state.device, "what comes next", [], absent=True)
-
-
-def _help_fetch(state: LayerState) -> None:
-    if state.policy.shards_parameters:
-        for chunk in state.chunks:
-            chunk.help_fetch()
-    else:  # it stays whole here too
-        state.fetch()
-        state.release_or_keep()
+        agree(runtime.communicator, state.device, "what comes next", [], absent=True)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from ..comm.communicator import Communicator
+from ..comm.errors import NamingFailures, Subject
+from ..comm.factory import give_memory_back, shares_memory
 from ..comm.streams import Pending
 from ..core.layout import ChunkLayout, Slot
 
@@ -21,6 +23,8 @@ __all__: list[str] = []
 
 LARGE_BYTES = 2**18  # from here on two copies cost more than one more message
 UNDER_WAY = 8  # transfers, of parameters that don't: what is on its way takes memory
+PIECE_BYTES = 2**20  # large transfers through shared memory are cut into pieces of this rank's slice,
+PIECES_BYTES = 2**21  # of which so much is under way: the memory stays small, and in the processor's cache
 STAGED_BYTES = 2**22  # small parameters travel together, in no more memory than this
 VIEWED_BYTES = 25 * 2**20  # of a bucket that parameters become views of, but for a larger parameter
 
@@ -69,6 +73,12 @@ class Bucket:
     layout: ChunkLayout
     large: bool = False  # one parameter, or most of it, worth a message of its own
     memory: Tensor | None = None  # [W*S], if the parameters are views of it
+
+    @property
+    def name(self) -> str:
+        """For errors."""
+        names = list(dict.fromkeys(entry.name for entry in self.entries))
+        return f"{names[0]}{f' to {names[-1]}' if len(names) > 1 else ''} of ZeroRedundancyOptimizer"
 
     @property
     def in_place(self) -> bool:
@@ -183,23 +193,48 @@ class Exchange:
 
     def __init__(self, communicators: dict[torch.device, Communicator]) -> None:
         self._communicators = communicators
+        self._pending: deque[tuple[int, Pending]] = deque()  # and the bytes that this rank has sent
 
-    def start(self, buckets: Sequence[Bucket]) -> list[Pending]:
-        """One all-gather a bucket; those that go through copies are over when this returns, the last few others once waited for."""
-        pending: deque[Pending] = deque()
+    def start(self, buckets: Sequence[Bucket]) -> None:
+        """An all-gather of each bucket; those that go through copies are over when this returns, the last few others after `finish`."""
         staged: dict[tuple[torch.device, torch.dtype], list[Bucket]] = {}
         for bucket in buckets:
             if bucket.in_place:
-                communicator, full = self._communicators[bucket.entries[0].parameter.device], bucket.full
-                if len(pending) == UNDER_WAY:
-                    pending.popleft().wait()
-                pending.append(communicator.all_gather(full, full[slice(*bucket.layout.chunk_range(communicator.rank))]))
+                self._gather_in_place(bucket)
             else:
                 first = bucket.entries[0].parameter
                 staged.setdefault((first.device, first.dtype), []).append(bucket)
         for (device, dtype), same in staged.items():
             self._through_copies(same, device, dtype)
-        return list(pending)
+
+    def finish(self) -> None:
+        """Waits for what `start` began, and gives back the memory in which it travelled: until the next step nobody needs it."""
+        while self._pending:
+            self._pending.popleft()[1].wait()
+        for communicator in self._communicators.values():
+            give_memory_back(communicator)
+
+    def drop(self) -> None:
+        """After an exception: nobody waits for what was begun."""
+        self._pending.clear()
+
+    def _gather_in_place(self, bucket: Bucket) -> None:
+        communicator, full = self._communicators[bucket.entries[0].parameter.device], bucket.full
+        runs = full.view(communicator.world_size, -1)
+        in_pieces, length = shares_memory(communicator), PIECE_BYTES // full.element_size()
+        naming = named(communicator, "gathering", bucket.name)
+        for start in range(0, runs.shape[1], length) if in_pieces else (0,):
+            piece = runs[:, start : start + length] if in_pieces else runs
+            own = piece[communicator.rank]
+            while len(self._pending) == UNDER_WAY or (in_pieces and self._sent + own.nbytes > PIECES_BYTES):
+                self._pending.popleft()[1].wait()
+            with naming:
+                gather = communicator.all_gather(piece if in_pieces else full, own)
+            self._pending.append((own.nbytes, _Named(gather, naming)))
+
+    @property
+    def _sent(self) -> int:
+        return sum(nbytes for nbytes, _ in self._pending)
 
     def _through_copies(self, buckets: Sequence[Bucket], device: torch.device, dtype: torch.dtype) -> None:
         together: list[Bucket] = []
@@ -218,7 +253,8 @@ class Exchange:
         run = full[communicator.rank * length : (communicator.rank + 1) * length]
         for place, part in _along(buckets, communicator.rank):
             run[place : place + part.stop - part.start].copy_(part.entry.flat[part.start : part.stop])
-        communicator.all_gather(full, run).wait()
+        with named(communicator, "gathering", buckets[0].name if len(buckets) == 1 else f"{buckets[0].name}, and what follows,"):
+            communicator.all_gather(full, run).wait()
         for rank in range(communicator.world_size):
             if rank != communicator.rank:
                 for place, part in _along(buckets, rank, rank * length):
@@ -231,9 +267,26 @@ class Exchange:
             if entry.owner is not None and parameter.numel() and communicator.world_size > 1:
                 gapless = is_gapless(parameter)
                 values = flat(parameter) if gapless else parameter.contiguous()
-                communicator.broadcast(values, source=entry.owner)
+                with named(communicator, "broadcasting", f"{entry.name} of ZeroRedundancyOptimizer, which rank {entry.owner} has updated,"):
+                    communicator.broadcast(values, source=entry.owner)
                 if not gapless:
                     parameter.copy_(values)
+
+
+def named(communicator: Communicator, doing: str, what: str) -> NamingFailures:
+    """A context: who makes the transfers inside, and what for, if one fails."""
+    return NamingFailures(communicator, doing, Subject(what))
+
+
+class _Named:
+    """A transfer whose failure is told by name."""
+
+    def __init__(self, pending: Pending, naming: NamingFailures) -> None:
+        self._pending, self._naming = pending, naming
+
+    def wait(self) -> None:
+        with self._naming:
+            self._pending.wait()
 
 
 def _along(buckets: Sequence[Bucket], rank: int, place: int = 0) -> Iterator[tuple[int, Part]]:

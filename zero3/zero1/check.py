@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..optim.probe import Build, CannotProbe, builder, probe_flat, probe_whole
+from .local_step import EvaluatesAgain, step_locally, takes_keywords
 
 __all__: list[str] = []
 
@@ -25,18 +26,22 @@ def check_divisible(
     *,
     whole: bool,
     one_by_one: bool,
-) -> None:
+    keywords: Mapping[str, Any] | None,
+) -> bool:
     """Returns if ranks that each update a part of the parameters update them as one optimizer of all would.
 
     Args:
         defaults: for `optimizer_class`.
-        options: of the group in question.
-        parameters: of that group.
+        options, parameters: of the group in question.
         whole: the parts are whole parameters, and not flat runs of their elements.
         one_by_one: `step()` is called for a few parameters at a time.
+        keywords: for its `step()`, of which it is tried with copies; None: they are not known yet.
+
+    Returns:
+        Whether that is all. If not, its `step()` takes keywords: it is to be tried again when they are known.
 
     Raises:
-        ValueError: they do not, the optimizer needs a closure, or it is none. What `optimizer_class` raises itself.
+        ValueError: they do not, the optimizer evaluates a closure several times, or it is none. What `optimizer_class` raises itself.
     """
     name, device = getattr(optimizer_class, "__name__", str(optimizer_class)), parameters[0].device
     ndims = sorted({parameter.ndim for parameter in parameters})
@@ -44,23 +49,30 @@ def check_divisible(
     made = optimizer_class([{**options, "params": small}], **defaults)
     if not isinstance(made, Optimizer):
         raise ValueError(f"optimizer_class must make a torch.optim.Optimizer, found a {type(made).__name__}")
-    closure = inspect.signature(made.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(f"{name} can't be spread over ranks: its step() needs a closure, to look at all parameters several times")
-    build = builder(made, made.param_groups[0])
+    plain = builder(made, made.param_groups[0])
+    again = keywords is None and takes_keywords(made) and not one_by_one  # which never gives any
+
+    def build(parameters: list[nn.Parameter]) -> Any:
+        return _AsStepped(plain(parameters), parameters, keywords or {}, one_by_one=False)
+
     try:
         reason = probe_whole(build, device, _RANKS, ndims) if whole else probe_flat(build, device, _RANKS)
-        alone = probe_whole(_one_by_one_at_the_second_time(build), device, 1, ndims if whole else [1, 2]) if one_by_one else None
+        alone = probe_whole(_one_by_one_at_the_second_time(plain), device, 1, ndims if whole else [1, 2]) if one_by_one else None
     except CannotProbe as cause:
-        raise ValueError(
-            f"{name} can't be spread over ranks: it can't be tried out on small tensors ({cause}). {_remedy(whole)}"
-        ) from cause
+        if again and not isinstance(cause.__cause__, EvaluatesAgain):
+            return False
+        raise _unproven(name, cause, whole) from cause
     if reason:
         raise ValueError(f"{name} can't be spread over ranks, which each know a part of the parameters: {reason}. {_remedy(whole)}")
     if alone:
-        raise ValueError(
-            f"{name} can't run during backward, a few parameters at a time, as it does for all at once: {alone}. Use overlap_with_ddp=False"
-        )
+        raise ValueError(f"{name} can't run during backward, for some parameters by themselves: {alone}. Use overlap_with_ddp=False")
+    return not again
+
+
+def _unproven(name: str, cause: CannotProbe, whole: bool) -> ValueError:
+    if isinstance(cause.__cause__, EvaluatesAgain):
+        return ValueError(f"{name} can't be spread over ranks: its step() evaluates the closure several times, to look at all parameters")
+    return ValueError(f"{name} can't be spread over ranks: it can't be tried out on small tensors ({cause}). {_remedy(whole)}")
 
 
 def _remedy(whole: bool) -> str:
@@ -71,16 +83,20 @@ def _remedy(whole: bool) -> str:
     )
 
 
-class _OneByOne:
-    def __init__(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
-        self._optimizer, self._parameters = optimizer, parameters
+class _AsStepped:
+    """An optimizer that is stepped as here. `one_by_one`: for one parameter at a time."""
 
-    def step(self) -> None:
+    def __init__(self, optimizer: Optimizer, parameters: list[nn.Parameter], keywords: Mapping[str, Any], *, one_by_one: bool) -> None:
+        self._optimizer, self._parameters, self._one_by_one = optimizer, parameters, one_by_one
+        self._keywords = copy.deepcopy(dict(keywords))
+
+    def step(self, closure: Callable[[], Any]) -> None:
+        loss = closure()
         gradients = [parameter.grad for parameter in self._parameters]
-        for turn in range(len(gradients)):
+        for turn in range(len(gradients)) if self._one_by_one else [None]:
             for number, parameter in enumerate(self._parameters):
-                parameter.grad = gradients[number] if number == turn else None
-            self._optimizer.step()
+                parameter.grad = gradients[number] if turn in (None, number) else None
+            step_locally(self._optimizer, loss, self._keywords)
 
 
 def _one_by_one_at_the_second_time(build: Build) -> Build:
@@ -88,7 +104,7 @@ def _one_by_one_at_the_second_time(build: Build) -> Build:
     made: list[object] = []
 
     def alternating(parameters: list[nn.Parameter]) -> Any:
-        made.append(build(parameters) if not made else _OneByOne(build(parameters), parameters))
+        made.append(_AsStepped(build(parameters), parameters, {}, one_by_one=bool(made)))
         return made[-1]
 
     return alternating

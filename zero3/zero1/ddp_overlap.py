@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm.ddp import Bucket, mean_of_ranks
-from ..comm.streams import Pending
 from .buckets import Entry
-from .groups import Groups, options_of
+from .groups import Groups, agree_on, mistake_in, options_of
+from .local_step import step_locally
 from .shards import Shards
 from .state import broadcast_values
 from .step import roll_call, set_options
@@ -36,10 +36,29 @@ class DDPOverlap:
         self._outer = weakref.ref(optimizer)  # which has this object
         self._forward_ran = False  # since the last update: on a rank without data, DDP shadows a backward alone
         self._reducing: tuple[Bucket, torch.futures.Future[Any]] | None = None
-        self._spreading: list[Pending] = []
         self._entries: dict[Tensor, Entry] = {}
 
     def hook(self, ddp: Any, reduction: Reduction | None) -> Reduction:
+        agree_on(self._shards, [f"hook(), reduction={'mean' if reduction is None else 'its own'}"], mistake_in(lambda: self._check(ddp)))
+        self.hooked = True
+        self._entries = {entry.parameter: entry for entry in self._shards.entries}
+        ddp.register_forward_pre_hook(self._note_forward)
+        reduce = reduction or mean_of_ranks
+        group = ddp.process_group
+        # without annotations, which DDP would compare with its own
+        return lambda state, bucket: self._reduce_and_update(reduce, group if reduction is None else state, bucket)
+
+    def check_hooked(self) -> None:
+        """Where updates should have happened."""
+        if not self.hooked:
+            raise RuntimeError(
+                "overlap_with_ddp=True updates parameters during DDP's backward, but DDP knows nothing of it: call "
+                "ddp.register_comm_hook(None, optimizer.hook(ddp)) once, before training"
+            )
+
+    def _check(self, ddp: Any) -> None:
+        if not hasattr(ddp, "find_unused_parameters"):
+            raise TypeError(f"hook() takes the DistributedDataParallel model, found a {type(ddp).__name__}")
         known = {parameter: name for name, parameter in ddp.named_parameters()}
         for entry in self._shards.entries:
             if entry.parameter not in known:
@@ -51,13 +70,6 @@ class DDPOverlap:
                 "overlap_with_ddp=True can't be used with find_unused_parameters=True: which parameters no rank has used, so that "
                 "they must be left as they are, is known only after the backward"
             )
-        self.hooked = True
-        self._entries = {entry.parameter: entry for entry in self._shards.entries}
-        ddp.register_forward_pre_hook(self._note_forward)
-        reduce = reduction or mean_of_ranks
-        group = ddp.process_group
-        # without annotations, which DDP would compare with its own
-        return lambda state, bucket: self._reduce_and_update(reduce, group if reduction is None else state, bucket)
 
     def _note_forward(self, module: nn.Module, inputs: Any) -> None:
         self._forward_ran = True
@@ -65,16 +77,16 @@ class DDPOverlap:
     @torch.no_grad()
     def _reduce_and_update(self, reduce: Reduction, state: Any, bucket: Bucket) -> torch.futures.Future[Any]:
         if bucket.index() == 0:
-            self._reducing, self._spreading = None, []  # of a backward that broke
+            self._reducing = None  # of a backward that broke
+            self._shards.drop_spreading()
             self._begin(joined=not self._forward_ran)
         future = reduce(state, bucket)
         self._update()
         self._reducing = (bucket, future)
         if bucket.is_last():
             self._update()
-            for pending in self._spreading:
-                pending.wait()
-            self._spreading, self._forward_ran = [], False
+            self._shards.finish_spreading()
+            self._forward_ran = False
             self._shards.copy_options_out(self._groups)
         return future
 
@@ -107,6 +119,6 @@ class DDPOverlap:
             if (entry := self._entries.get(parameter)) is not None:
                 self._shards.take(entry, gradient)
                 entries.append(entry)
-        self._shards.optimizer.step()
+        step_locally(self._shards.optimizer, None, {})
         self._shards.drop_gradients(entries)
-        self._spreading += self._shards.start_spreading(entries)
+        self._shards.start_spreading(entries)

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import agree
+from ..comm.communicator import Communicator
+from ..comm.factory import any_device_of, communicator_for
 from .buckets import Entry
 from .shards import NOT_OPTIONS, Shards
 
 __all__: list[str] = []
 
-MISTAKES = (ValueError, TypeError, RuntimeError)
 Groups = list[dict[str, Any]]
 
 
@@ -37,17 +38,33 @@ def checked(given: Any, number: int) -> dict[str, Any]:
     if "params" not in given:
         raise ValueError(f"parameter group {number} has no 'params', but {sorted(given)}")
     group: dict[str, Any] = dict(given)
-    if isinstance(group["params"], Tensor | set):
-        return group  # torch knows what to do with either
+    if isinstance(group["params"], set):
+        return group  # torch refuses it
+    if isinstance(group["params"], Tensor):
+        group["params"] = [group["params"]]
     group["params"] = list(group["params"])
     seen: dict[int, int] = {}
     for place, item in enumerate(group["params"]):
         parameter = item[1] if isinstance(item, tuple) else item
         if seen.setdefault(id(parameter), place) != place:
             raise ValueError(f"parameters {seen[id(parameter)]} and {place} of group {number} are the same")
+        if getattr(parameter, "zero3_state", None) is not None:
+            raise ValueError(
+                f"parameter {place} of group {number} belongs to a sharded model, of which every rank holds another slice: an optimizer "
+                "over ranks is for models that every rank holds whole. Give zero3.get_trainable_chunk(model) to the plain optimizer"
+            )
         if isinstance(parameter, Tensor) and parameter.layout != torch.strided:
             raise ValueError(f"parameter {place} of group {number} is sparse, which has no parts to spread over ranks")
     return group
+
+
+def check_addition(group: dict[str, Any], shards: Shards, *, hooked: bool) -> None:
+    """A group that comes later. `hooked`: DDP updates the parameters already."""
+    if hooked:
+        raise RuntimeError("with overlap_with_ddp=True, add parameter groups before hook(ddp): DDP reduces only what it was made with")
+    known = shards.communicators
+    if foreign := next((parameter.device for parameter in group["params"] if parameter.device not in known), None):
+        raise ValueError(f"parameters on {foreign} can't be added: the first ones were on {', '.join(map(str, known))}")
 
 
 def entries_of(group: dict[str, Any], number: int, *, whole: bool) -> list[Entry]:
@@ -85,11 +102,20 @@ def mistake_in(body: Callable[[], object]) -> Exception | None:
     """What one rank may see alone is raised by all of them: kept until they meet."""
     try:
         body()
-    except MISTAKES as mistake:
-        return mistake
     except LookupError as mistake:  # of torch, about a state dict
         return ValueError(f"not found: {mistake}")
+    except Exception as mistake:
+        return mistake
     return None
+
+
+def communicators_of(process_group: Any, devices: Iterable[torch.device]) -> tuple[dict[torch.device, Communicator], Exception | None]:
+    """One a device; and what is wrong with the group, to be told to those who may wait: most likely they use the default one."""
+    devices = list(devices) or [any_device_of(process_group)]
+    try:
+        return {device: communicator_for(process_group, device) for device in devices}, None
+    except TypeError as mistake:
+        return {device: communicator_for(None, device) for device in devices}, mistake
 
 
 def agree_on(shards: Shards, lines: list[str], error: Exception | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..comm.ddp import Joinable, Shadow, still_here
-from ..comm.factory import any_device_of, communicator_for, process_group_of
+from ..comm.factory import process_group_of
 from .buckets import Entry
 from .check import check_divisible
 from .ddp_overlap import DDPOverlap
-from .groups import MISTAKES, agree_on, checked, entries_of, line_of, line_of_group, listed, mistake_in, options_of
+from .groups import agree_on, check_addition, checked, communicators_of, entries_of, line_of, line_of_group, listed, mistake_in, options_of
 from .shards import Shards
 from .state import consolidate, local_state
 from .step import step
@@ -26,24 +27,29 @@ __all__: list[str] = []
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """A torch optimizer whose state is spread over the ranks (ZeRO stage 1), for a model that every rank holds, as under DDP.
 
-    Interface and call sites of `torch.distributed.optim.ZeroRedundancyOptimizer`. Every rank updates an equal run of the
-    parameters' elements, by its own `optimizer_class` over 1-D views of them, and all-gathers what it updated. All ranks
-    must have the same gradients, as DDP's all-reduce leaves them. Parameters may be of several dtypes and devices.
+    It has the interface of `torch.distributed.optim.ZeroRedundancyOptimizer`. Every rank updates an equal run of the parameters'
+    elements, by its own `optimizer_class` over 1-D views of them, and gathers the others' results. All ranks must have the same
+    gradients, as DDP's all-reduce leaves them. Parameters may be of several dtypes and devices.
 
     Args:
-        params: parameters, or dicts of them with options, as any torch optimizer takes them; (name, parameter) pairs too.
-            The option `whole=True` (of a group, or as a default) keeps each parameter on one rank and in its own shape,
-            for optimizers that need matrices.
-        optimizer_class: makes the local optimizer. One that is not elementwise needs `whole=True`.
-        process_group: None is the default group, or no group at all for a single process.
-        parameters_as_bucket_view: parameters become views of flat buckets, which are gathered without copies.
-        overlap_with_ddp: updates happen during DDP's backward: register `hook(ddp)`.
-        defaults: options for `optimizer_class`.
+        params: Parameters, (name, parameter) pairs, or dicts of parameters with options, as any torch optimizer takes them. The
+            option `whole=True` (of a group, or as a default) keeps each parameter on one rank and in its own shape.
+        optimizer_class: Makes the local optimizer. One that is not elementwise needs `whole=True`.
+        process_group: None: the default group, or no group at all for a single process.
+        parameters_as_bucket_view: Parameters become views of flat buckets, which are gathered without copies.
+        overlap_with_ddp: Updates happen during DDP's backward. It needs `hook(ddp)` once.
+        defaults: Options for `optimizer_class`.
 
     Raises:
-        ValueError: no parameters, or one twice; an `optimizer_class` that makes no torch optimizer, or whose updates of
-            parts are not parts of its updates; ranks with different parameters or options. On every rank.
+        ValueError: No parameters, one twice, one of a sharded model, or others on other ranks; flags that differ between ranks; an
+            `optimizer_class` that makes no torch optimizer, or whose updates of parts are not parts of its updates. On every rank.
         TypeError: `params` is no iterable of tensors or dicts. On every rank.
+
+    Example::
+
+        optimizer = zero3.ZeroRedundancyOptimizer(plain_model.parameters(), torch.optim.AdamW, lr=1e-3)
+        loss_of(plain_model, batch).backward()
+        optimizer.step()
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._defaults = {key: value for key, value in defaults.items() if key != "whole"}
         self._whole_by_default = bool(defaults.get("whole"))
         self._whole: list[bool] = []  # of each group
+        self._untried = False  # whether a class can be judged only at the first step, whose keywords it needs
         self._consolidated: dict[Tensor, dict[str, Any]] | None = None
         self._consolidated_at = 0  # the shards' count of updates
         error = mistake_in(lambda: Optimizer.__init__(self, listed(params), self._defaults))
@@ -68,14 +75,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _open(self, process_group: Any, overlapping: bool, viewed: bool, error: Exception | None) -> None:
         groups = [] if error else self.param_groups
-        entries = [self._entries_of(number) for number in range(len(groups))]
-        devices = dict.fromkeys(entry.parameter.device for group in entries for entry in group) or {any_device_of(process_group): None}
-        shards = Shards({d: communicator_for(process_group, d) for d in devices}, apart=overlapping, viewed=viewed and not overlapping)
+        entries = [entries_of(group, number, whole=self._whole[number]) for number, group in enumerate(groups)]
+        communicators, mistake = communicators_of(process_group, dict.fromkeys(e.parameter.device for group in entries for e in group))
+        shards = Shards(communicators, apart=overlapping, viewed=viewed and not overlapping)
         self.process_group = process_group_of(shards.communicator)
         self.rank, self.world_size = shards.communicator.rank, shards.communicator.world_size
         self._overlap = DDPOverlap(shards, self) if overlapping else None
-        lines = [line_of(entry) for group in entries for entry in group]
-        agree_on(shards, lines + self._options(groups), error or mistake_in(self._check_all))
+        flags = f"overlap_with_ddp={bool(overlapping)}, parameters_as_bucket_view={bool(viewed)}"
+        lines = [flags, *(line_of(entry) for group in entries for entry in group), *self._options(groups)]
+        agree_on(shards, lines, error or mistake or mistake_in(lambda: self._check(range(len(groups)))))
         divided = [(held, options_of(group)) for held, group in zip(entries, groups, strict=True)]
         agree_on(shards, [], mistake_in(lambda: shards.create(self._make, divided, self._defaults)))
         self._shards = shards
@@ -84,60 +92,56 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """One update of all parameters that have a gradient, the same on all ranks. Collective.
+        """One update of all parameters that have a gradient, the same on all ranks. Every rank calls it.
 
         Args:
-            closure: computes the loss and the gradients anew; called once.
-            kwargs: for the local optimizer's `step`.
+            closure: Computes the loss and the gradients anew. It is called once.
+            kwargs: For the local optimizer's `step`. One that takes some is judged at its first step, with copies of them.
 
         Returns:
-            What `closure` returned, or else None. With `overlap_with_ddp=True` all is done already.
+            What `closure` returned, or None. With `overlap_with_ddp=True` everything is done already.
 
         Raises:
-            RuntimeError: ranks have gradients of different parameters, or a sparse one; on every rank.
+            RuntimeError: Ranks have gradients of different parameters, or a sparse one; on every rank.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
         if self._overlap is None:
             still_here(self)
-            step(self._opened, self.param_groups, kwargs)
+            error = mistake_in(lambda: self._check(range(len(self.param_groups)), kwargs)) if self._untried else None
+            step(self._opened, self.param_groups, kwargs, loss=loss, error=error)
             self._consolidated = None
-        elif not self._overlap.hooked:
-            raise RuntimeError(
-                "overlap_with_ddp=True updates parameters during DDP's backward, but DDP knows nothing of it: call "
-                "ddp.register_comm_hook(None, optimizer.hook(ddp)) once, before training"
-            )
+        else:
+            self._overlap.check_hooked()
         return loss
 
     def hook(self, ddp: Any, reduction: Callable[[Any, Any], Any] | None = None) -> Callable[[Any, Any], Any]:
-        """What `overlap_with_ddp=True` needs once: `ddp.register_comm_hook(None, optimizer.hook(ddp))`.
+        """The communication hook that `overlap_with_ddp=True` needs: `ddp.register_comm_hook(None, optimizer.hook(ddp))`, once.
 
-        From then on every backward of `ddp` updates the parameters, from the first one on; `step()` may be called or not.
+        From then on every backward of `ddp` updates the parameters. `step()` may be called or not. Every rank calls it.
 
         Args:
-            ddp: the `DistributedDataParallel` model whose parameters these are.
-            reduction: another communication hook of DDP's to reduce gradients with, its state being what is registered.
+            ddp: The `DistributedDataParallel` model whose parameters these are.
+            reduction: Another communication hook of DDP's, which reduces gradients; its state is what is registered.
 
         Returns:
             A communication hook for `ddp`.
 
         Raises:
-            ValueError: made without `overlap_with_ddp=True`, a parameter that `ddp` lacks, or `find_unused_parameters=True`.
+            ValueError: `overlap_with_ddp` is not set, `ddp` lacks a parameter, or it has `find_unused_parameters=True`; on every rank.
         """
         if self._overlap is None:
             raise ValueError("hook() is for ZeroRedundancyOptimizer(..., overlap_with_ddp=True); without it, call step()")
         return self._overlap.hook(ddp, reduction)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """One more group, for example of layers that were frozen so far; what the others' state is stays. Collective.
+        """Adds a group, for example of layers that were frozen so far; the others' state stays. Every rank calls it.
 
         Args:
             param_group: `params` and their options.
 
         Raises:
-            ValueError: a parameter that is in a group already, ranks that add different parameters; on every rank.
+            ValueError: A parameter is in a group already, or ranks add different parameters; on every rank.
             RuntimeError: `overlap_with_ddp=True`, and `hook` was called already.
         """
         if self._shards is None:  # torch's constructor
@@ -145,38 +149,43 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return
         before = len(self.param_groups)
         if (error := mistake_in(lambda: self._append(param_group))) is None:
-            error = mistake_in(lambda: self._check_addition(before))
-        entries = self._entries_of(before) if len(self.param_groups) > before else []
+            hooked = self._overlap is not None and self._overlap.hooked
+            error = mistake_in(lambda: check_addition(self.param_groups[before], self._opened, hooked=hooked))
+            error = error or mistake_in(lambda: self._check([before]))
+        added = self.param_groups[before:]
+        entries = entries_of(added[0], before, whole=self._whole[before]) if added else []
         try:
-            agree_on(self._shards, [line_of(entry) for entry in entries] + self._options(self.param_groups[before:], before), error)
-        except MISTAKES:
+            agree_on(self._shards, [line_of(entry) for entry in entries] + self._options(added, before), error)
+        except Exception:
             del self.param_groups[before:], self._whole[before:]
             raise
         self._shards.add(entries, options_of(self.param_groups[before]))
         self._shards.copy_options_out(self.param_groups)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Brings the state of all parameters to one rank, for its `state_dict()`. Collective.
-
-        One tensor at a time, to the CPU: the other ranks hold no more than one part of one tensor beside their own.
+        """Brings the state of all parameters to one rank, for its `state_dict()`. Every rank calls it.
 
         Args:
-            to: the rank. The others' earlier consolidated state is dropped.
+            to: The rank. It gets one tensor at a time, on the CPU. State that earlier calls brought together is dropped.
 
         Raises:
-            ValueError: no such rank, ranks that name different ones, or a state that is none of single parameters.
-            TypeError: a state that could only be pickled; on every rank, by name.
+            ValueError: No such rank, ranks that name different ones, or a state that belongs to no single parameter.
+            TypeError: A state that could only be pickled; on every rank, by name.
         """
         shards = self._opened
-        wrong = None if 0 <= to < self.world_size else ValueError(f"to={to}, expected a rank from 0 to {self.world_size - 1}")
+        known = isinstance(to, int) and 0 <= to < self.world_size
+        wrong = None if known else ValueError(f"to={to!r}, expected a rank from 0 to {self.world_size - 1}")
         agree_on(shards, [f"consolidate_state_dict(to={to})"], wrong)
         self._consolidated, self._consolidated_at = consolidate(shards, to), shards.updates
 
     def state_dict(self) -> dict[str, Any]:
-        """A plain `optimizer_class`'s state dict, with tensors on the CPU, as of the last `consolidate_state_dict`.
+        """The state dict of a plain `optimizer_class`, with tensors on the CPU, as of the last `consolidate_state_dict`.
+
+        Returns:
+            A dict of "state" and "param_groups", in which numbers stand for parameters.
 
         Raises:
-            RuntimeError: the state was not consolidated to this rank, or a step was made since.
+            RuntimeError: The state was not consolidated to this rank, or a step was made since.
         """
         if self._consolidated is None or self._consolidated_at != self._opened.updates:
             self._consolidated = None
@@ -191,13 +200,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.state = defaultdict(dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """A plain optimizer's state dict, or one from here at any world size; each rank keeps its part. Collective.
+        """Loads the state dict of a plain optimizer, or one from here at any world size. Every rank calls it, and keeps its part.
 
         Args:
-            state_dict: not changed; every rank passes the same.
+            state_dict: It is not changed. Every rank passes the same.
 
         Raises:
-            ValueError: groups or shapes that differ from the optimizer's; on every rank, before anything changes.
+            ValueError: Groups or shapes differ from the optimizer's; on every rank, before anything changes.
         """
         shards, groups = self._opened, self.param_groups
         taken: dict[Entry, list[dict[str, Any]]] = {}
@@ -212,7 +221,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         handle.remove()
         try:
             agree_on(shards, self._options(self.param_groups) if error is None else [], error)
-        except MISTAKES:
+        except Exception:
             self.param_groups = groups
             raise
         shards.load(taken, [options_of(group) for group in self.param_groups])
@@ -220,10 +229,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._consolidated = None
 
     def join_hook(self, **kwargs: Any) -> Shadow:
-        """For `torch.distributed.algorithms.join.Join([ddp, optimizer])`: a rank without data still updates its part.
+        """`Join([ddp, optimizer])` calls it: a rank without data still updates its part.
 
         Args:
-            kwargs: of the context; DDP's.
+            kwargs: Those of the context; DDP's.
+
+        Returns:
+            What `Join` runs on ranks without data.
 
         Raises:
             ValueError: `divide_by_initial_world_size=False` with `overlap_with_ddp=True`.
@@ -275,26 +287,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         super().add_param_group(group)
         self._whole.append(whole)
 
-    def _entries_of(self, number: int) -> list[Entry]:
-        return entries_of(self.param_groups[number], number, whole=self._whole[number])
-
     def _options(self, groups: list[dict[str, Any]], first: int = 0) -> list[str]:
         return [line_of_group(self._make, number, group) for number, group in enumerate(groups, first)]
 
-    def _check_all(self) -> None:
-        for number in range(len(self.param_groups)):
-            self._check(number)
-
-    def _check(self, number: int) -> None:
-        group, whole, one_by_one = self.param_groups[number], self._whole[number], self._overlap is not None
-        if group["params"]:
-            check_divisible(self._make, self._defaults, options_of(group), group["params"], whole=whole, one_by_one=one_by_one)
-
-    def _check_addition(self, number: int) -> None:
-        if self._overlap is not None and self._overlap.hooked:
-            raise RuntimeError("with overlap_with_ddp=True, add parameter groups before hook(ddp): DDP reduces only what it was made with")
-        known = self._opened.communicators
-        foreign = next((parameter.device for parameter in self.param_groups[number]["params"] if parameter.device not in known), None)
-        if foreign is not None:
-            raise ValueError(f"parameters on {foreign} can't be added: the first ones were on {', '.join(map(str, known))}")
-        self._check(number)
+    def _check(self, numbers: Iterable[int], keywords: dict[str, Any] | None = None) -> None:
+        """`keywords`: of `step()`, when they are known."""
+        tried = True
+        for number in numbers:
+            if (group := self.param_groups[number])["params"]:
+                check = partial(check_divisible, self._make, self._defaults, options_of(group), group["params"])
+                tried &= check(whole=self._whole[number], one_by_one=self._overlap is not None, keywords=keywords)
+        self._untried = not tried or (self._untried and keywords is None)

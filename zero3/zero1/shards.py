@@ -12,7 +12,6 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from ..comm.communicator import Communicator
-from ..comm.streams import Pending
 from .buckets import Bucket, Entry, Exchange, Part, cut, is_gapless, keep_in_place, laid_out_as
 
 __all__: list[str] = []
@@ -31,6 +30,7 @@ class Shards:
         self.optimizer: Optimizer
         self.updates = 0  # so far, of some or all parameters
         self._buckets: dict[Bucket, None] = {}
+        self._exchange = Exchange(self.communicators)
         self._apart, self._viewed = apart, viewed
         self._owned: list[int] = []  # bytes that each rank owns wholly, so far
 
@@ -88,17 +88,21 @@ class Shards:
             for _, parameter in self.held[entry]:
                 parameter.grad = None
 
-    def start_spreading(self, entries: Sequence[Entry]) -> list[Pending]:
-        """Every rank's new values of these parameters to all ranks; they are there when what is returned has been waited for."""
-        pending: list[Pending] = []
+    def start_spreading(self, entries: Sequence[Entry]) -> None:
+        """Every rank's new values of these parameters to all ranks; they are there after `finish_spreading`."""
         self.updates += 1
         if self.communicator.world_size > 1:
             changed = set(entries)
-            exchange = Exchange(self.communicators)
-            pending = exchange.start([bucket for bucket in self._buckets if changed.intersection(bucket.entries)])
-            exchange.broadcast(entries)
+            self._exchange.start([bucket for bucket in self._buckets if changed.intersection(bucket.entries)])
+            self._exchange.broadcast(entries)
         increment_version([entry.parameter for entry in entries])  # as a plain optimizer's update in place does
-        return pending
+
+    def finish_spreading(self) -> None:
+        self._exchange.finish()
+
+    def drop_spreading(self) -> None:
+        """After an exception between the two."""
+        self._exchange.drop()
 
     def load(self, state: dict[Entry, list[dict[str, Any]]], options: Sequence[dict[str, Any]]) -> None:
         """Takes a state for each of this rank's parts, and every group's options."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..comm.agreement import agree, exchange_texts
 from ..comm.communicator import Communicator
 from ..comm.plain_values import decode_scalar, dtype_named, encode_scalar, name_of
-from .buckets import Entry, Part, flat, laid_out_as
+from .buckets import Entry, Part, flat, laid_out_as, named
 from .shards import Shards
 
 __all__: list[str] = []
@@ -45,9 +45,12 @@ def broadcast_values(communicator: Communicator, device: torch.device, values: d
     agree(communicator, device, what, [], error)
     payload = text.encode()
     size = torch.tensor([len(payload)], device=device)
-    communicator.broadcast(size, source)
-    content = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device) if own else size.new_empty(int(size), dtype=torch.uint8)
-    communicator.broadcast(content, source)
+    with named(communicator, "broadcasting", f"what rank {source} has to tell of {what}"):
+        communicator.broadcast(size, source)
+        content = (
+            torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device) if own else size.new_empty(int(size), dtype=torch.uint8)
+        )
+        communicator.broadcast(content, source)
     return values if own else dict(decode_scalar(json.loads(bytes(content.tolist())), device))
 
 
@@ -67,7 +70,8 @@ def consolidate(shards: Shards, to: int) -> dict[Tensor, dict[str, Any]] | None:
     except (ValueError, TypeError) as caught:
         error = caught
     agree(communicator, shards.device, "the state of ZeroRedundancyOptimizer", [], error)
-    everyone = [dict(json.loads(text)) for text in exchange_texts(communicator, shards.device, json.dumps(mine))]
+    with named(communicator, "describing", "the state of ZeroRedundancyOptimizer"):
+        everyone = [dict(json.loads(text)) for text in exchange_texts(communicator, shards.device, json.dumps(mine))]
     full: dict[Tensor, dict[str, Any]] = {}
     parts = shards.everyones_parts()
     for number, entry in enumerate(shards.entries):
@@ -153,7 +157,9 @@ def _brought_together(shards: Shards, entry: Entry, parts: list[tuple[int, int, 
                 shape = what.shape if part.shaped else (part.stop - part.start,)
                 values = torch.empty(shape, dtype=dtype, device=entry.parameter.device)
             values = values.contiguous()
-            shards.communicators[entry.parameter.device].broadcast(values, source=rank)
+            communicator = shards.communicators[entry.parameter.device]
+            with named(communicator, "bringing together", f"the state {key!r} of {entry.name} of ZeroRedundancyOptimizer"):
+                communicator.broadcast(values, source=rank)
         if full is not None and values is not None:
             target = full if part.shaped else flat(full)[part.start : part.stop]
             target.copy_(values.view(target.shape) if part.shaped else values)

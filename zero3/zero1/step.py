@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import agree
-from .buckets import Entry, flat, is_gapless, laid_out_as
+from .buckets import Entry, flat, is_gapless, laid_out_as, named
 from .groups import Groups, options_of
+from .local_step import step_locally
 from .shards import Shards
 from .state import broadcast_values
 
@@ -20,10 +21,15 @@ __all__: list[str] = []
 _ACTIVE, _JOINED, _FAILED = range(3)
 
 
-def step(shards: Shards, groups: Groups, kwargs: dict[str, Any], *, joined: bool = False) -> None:
-    """Updates what has a gradient. A rank that has joined (has no data any more) gets its gradients from one that has some."""
+def step(
+    shards: Shards, groups: Groups, kwargs: dict[str, Any], *, loss: Any = None, joined: bool = False, error: Exception | None = None
+) -> None:
+    """Updates what has a gradient. A rank that has joined (has no data any more) gets its gradients from one that has some.
+
+    `loss`: what the caller's closure has told. `error`: what keeps this rank from making the step; every rank raises it.
+    """
     present = [entry.parameter.grad is not None for entry in shards.entries]
-    error = None if joined else _unusable(shards.entries)
+    error = error or (None if joined else _unusable(shards.entries))
     ranks = roll_call(shards, [] if joined else _lines(shards.entries), joined=joined, error=error)
     if any(ranks):
         leader = ranks.index(False)
@@ -37,10 +43,14 @@ def step(shards: Shards, groups: Groups, kwargs: dict[str, Any], *, joined: bool
     for entry in entries:
         gradient = _shared_gradient(shards, entry, leader, joined=joined) if any(ranks) else entry.parameter.grad
         shards.take(entry, gradient, copy=joined)
-    shards.optimizer.step(**kwargs)
+    step_locally(shards.optimizer, loss, kwargs)
     shards.drop_gradients(entries)
-    for pending in shards.start_spreading(entries):
-        pending.wait()
+    try:
+        shards.start_spreading(entries)
+        shards.finish_spreading()
+    except BaseException:
+        shards.drop_spreading()
+        raise
     shards.copy_options_out(groups)
 
 
@@ -52,7 +62,8 @@ def roll_call(shards: Shards, lines: list[str], *, joined: bool, error: Exceptio
     """
     state = _JOINED if joined else _ACTIVE if error is None else _FAILED
     digest = hashlib.sha256("\n".join(lines).encode()).digest()[:15]
-    headers = shards.communicator.exchange(digest + bytes([state]), shards.device)
+    with named(shards.communicator, "comparing with the other ranks", "which parameters of ZeroRedundancyOptimizer have gradients"):
+        headers = shards.communicator.exchange(digest + bytes([state]), shards.device)
     if any(header[-1] == _FAILED for header in headers) or len({header for header in headers if header[-1] != _JOINED}) > 1:
         agree(shards.communicator, shards.device, "which parameters have gradients", lines, error)
     return [header[-1] == _JOINED for header in headers]
@@ -71,7 +82,9 @@ def _shared_gradient(shards: Shards, entry: Entry, leader: int, *, joined: bool)
     laid = laid_out_as(parameter.grad.detach(), parameter) if sending and parameter.grad is not None else torch.empty_like(parameter)
     values = flat(laid) if is_gapless(laid) else laid.contiguous().view(-1)
     if values.numel():
-        shards.communicators[parameter.device].broadcast(values, source=leader)
+        communicator = shards.communicators[parameter.device]
+        with named(communicator, "broadcasting", f"the gradient of {entry.name} of ZeroRedundancyOptimizer from rank {leader}"):
+            communicator.broadcast(values, source=leader)
     if not joined:
         return parameter.grad
     return laid if is_gapless(laid) else values.view(parameter.shape)

@@ -1,15 +1,16 @@
-"""Memory through which processes of one host hand each other tensors: no message, and no socket, whose work takes several times as long.
+"""Shared memory through which processes on one host exchange tensors. Sockets would take several times as long.
 
-Each process has one anonymous file a process group, which the others map by way of `/proc`. So nothing has a name that
-could be left behind, and no limit of /dev/shm counts. The file is as long as could ever be needed, and takes the memory that was
-written; that is free when the group is destroyed, or the process and all that it forked have ended.
+For each process group, each process has one anonymous file, which the other processes map through `/proc`. It has no name, so it
+can't be left behind, and the size of /dev/shm does not limit it. It is sparse: only written pages take memory. A new transfer
+reuses memory that all have read. `trim` frees the memory, and so does the end of the group, or of the process and its forks.
 
-    header     token | closed | places in use | of each place: number, tag, turn, (offset, nbytes) and receipt of each rank
-    data       what lies in the places, close together
+    header     token | closed | places in use | per place: number, tag, turn, (offset, nbytes) and receipt for each rank
+    data       the tensors, close together
 
-A sender writes into memory whose last contents all have read, then notes it in a place of the header, under a new number. A
-reader finds it by tag and turn (transfers of that tag, counted alike on all ranks), looks at it where it lies, and writes the
-number as its receipt. A sender never waits for readers: they may be waiting for it.
+A place describes one transfer. The sender writes its tensors into free memory, and then a new number into a place of the header.
+The receiver finds the place by tag and turn. (The turn counts the transfers with that tag. It is the same on all ranks.) The
+receiver reads the tensors where they are, and writes the number back as its receipt. After all receipts the memory is free again.
+A sender never waits for receivers, because they may be waiting for this sender.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from .neighbours import TOKEN_BYTES, Exchange, Neighbour, Own, meet
 
 __all__: list[str] = []
 
-_WORD = 8  # bytes; the header consists of them
+_WORD = 8  # bytes; the header is an array of words
 _CLOSED, _USED, _FIRST = TOKEN_BYTES // _WORD, TOKEN_BYTES // _WORD + 1, TOKEN_BYTES // _WORD + 2
-_PLACES = 4096  # so many transfers may be under way
-_LONGEST_SLEEP = 1e-3  # seconds, between looks at what has not come yet
+_PLACES = 4096  # the most transfers that may be under way
+_LONGEST_SLEEP = 1e-3  # seconds between two looks at the header
 
 
 class Expected:
-    """What another rank puts down for this one in a transfer that has begun. If nobody looks, its place is given back all the same."""
+    """Tensors that another rank sends to this rank. If this rank never looks at them, the place is given back all the same."""
 
     __slots__ = ("_memory", "_seen", "_source", "_tag", "_turn")
 
@@ -51,10 +52,10 @@ class Expected:
 
     @contextmanager
     def look(self, like: Tensor) -> Iterator[Tensor]:
-        """1-D, as long as `like`: inside, where it lies. Blocks the host.
+        """Context that yields the received data: 1-D, as long as `like`, in shared memory. Blocks the host.
 
         Raises:
-            RuntimeError: nothing came within the group's timeout, or can come any more; or it is not as long as `like`.
+            RuntimeError: nothing came within the group's timeout, the sender has ended, or the data is not as long as `like`.
         """
         with self._memory.look(self._source, self._tag, self._turn, like) as found:
             yield found
@@ -66,7 +67,7 @@ class Expected:
 
 
 class HostMemory:
-    """One process's end: its own file, and those of the ranks `near` it, which are on its host."""
+    """One process's side: its own file, and the files of the ranks in `near`, which are on the same host."""
 
     def __init__(self, rank: int, world_size: int, own: Own | None, neighbours: Mapping[int, Neighbour], timeout: timedelta) -> None:
         self.near = frozenset(neighbours)
@@ -78,35 +79,35 @@ class HostMemory:
         self._headers = {other: memoryview(memory)[:header_bytes].cast("q") for other, memory in self._memories.items()}
         self._file_fd = own.file_fd if own else -1
         self._process_fds = {other: neighbour.process_fd for other, neighbour in neighbours.items()}
-        self._lying: dict[int, tuple[int, int]] = {}  # of this rank's places that not all have read: where, from and to
-        self._begin = self._end = header_bytes  # of the data: what lies between takes memory
-        self._last = 0  # number given
+        self._unread: dict[int, tuple[int, int]] = {}  # place that lacks a receipt -> begin and end of its data
+        self._begin = self._end = header_bytes  # of the data; only this range takes memory
+        self._last = 0  # the last number given to a transfer
         self._turns: Counter[int] = Counter()  # by tag
-        self._abandoned: deque[tuple[int, int, int]] = deque()  # sender, tag, turn: to be given back when it is there
+        self._abandoned: deque[tuple[int, int, int]] = deque()  # (sender, tag, turn) that this rank will not read
         self._putting = threading.Lock()
 
     @property
     def places(self) -> int:
-        """How many this process has used at a time."""
+        """The most places that this process has used at the same time."""
         return self._header(self._rank)[_USED]
 
     @property
     def nbytes(self) -> int:
-        """What its file takes."""
+        """The memory that the data in this process's file takes."""
         return self._end - self._begin
 
     def next_turn(self, tag: int) -> int:
-        """Of the transfer that is about to begin. Until it is `begun` it can be begun anew, after an exception."""
+        """The turn of the next transfer. It stays the same until `begun` is called, so a failed start can be repeated."""
         return self._turns[tag] + 1
 
     def begun(self, tag: int) -> None:
         self._turns[tag] += 1
 
     def put(self, tag: int, turn: int, outgoing: Mapping[int, Sequence[Tensor]]) -> int:
-        """Puts down tensors, 1-D, of one dtype: for every near rank some, side by side, once what several get. Returns their number.
+        """Writes 1-D tensors of one dtype, side by side for each near rank. A list for several ranks is written once. Returns the number.
 
         Raises:
-            RuntimeError: there is no memory for them, or no place.
+            RuntimeError: there is no free memory, or no free place.
         """
         if not outgoing:
             return 0
@@ -125,23 +126,21 @@ class HostMemory:
             for rank, tensors in outgoing.items():
                 header[at + 3 + 2 * rank], header[at + 4 + 2 * rank] = offsets[id(tensors)], nbytes[id(tensors)]
             self._last += 1
-            header[at] = self._last  # last: whoever sees it finds the rest
+            header[at] = self._last  # written last: a reader that sees the number finds everything else
             header[_USED] = max(header[_USED], place + 1)
             return self._last
 
     def _room(self, nbytes: int) -> tuple[int, int]:
-        """A free place, and where `nbytes` can lie: in the smallest gap, so that the file takes little more than what is under way."""
+        """Returns a free place, and an offset with `nbytes` of free memory. The smallest gap is taken, so that the file stays small."""
         header = self._header(self._rank)
-        for place in list(self._lying):
-            if all(header[self._receipt(place, rank)] == header[self._at(place)] for rank in self.near):
-                del self._lying[place]
-        place = next(number for number in count() if number not in self._lying)
+        self._forget_what_all_have_read()
+        place = next(number for number in count() if number not in self._unread)
         if place == _PLACES:
             raise RuntimeError(f"{_PLACES} transfers are under way, and none has been waited for: wait for earlier ones")
-        edges = [(self._begin, self._begin), *sorted(self._lying.values()), (self._end, self._end)]
+        edges = [(self._begin, self._begin), *sorted(self._unread.values()), (self._end, self._end)]
         gaps = [(high - low, low) for (_, low), (high, _) in pairwise(edges)]
         _, start = min((gap for gap in gaps if gap[0] >= nbytes), default=gaps[-1])
-        try:  # what is not to be had would end the process when it is written
+        try:  # to write a page that the system can't provide would kill the process
             if place >= header[_USED]:
                 os.posix_fallocate(self._file_fd, self._at(place) * _WORD, self._words_of_place * _WORD)
             if start + nbytes > self._end:
@@ -149,15 +148,38 @@ class HostMemory:
         except OSError as error:
             raise RuntimeError(f"no memory for {nbytes} bytes for other ranks, beside {self.nbytes}: {error.strerror}") from error
         self._end = max(self._end, start + nbytes)
-        self._lying[place] = start, start + nbytes
+        self._unread[place] = start, start + nbytes
         return place, start
 
+    def _forget_what_all_have_read(self) -> None:
+        header = self._header(self._rank)
+        for place in list(self._unread):
+            if all(header[self._receipt(place, rank)] == header[self._at(place)] for rank in self.near):
+                del self._unread[place]
+
+    def trim(self) -> None:
+        """Frees the memory behind the data that other ranks have yet to read. It waits for nobody, and may be called at any time.
+
+        It is not called after each transfer, because the next transfer would have to allocate every page again.
+        """
+        if not self.near:
+            return
+        memory = self._memories[self._rank]
+        with self._putting:
+            self._forget_what_all_have_read()
+            first = max((stop for _, stop in self._unread.values()), default=self._begin)
+            last, self._end = self._end, first
+            first, last = _aligned(first, mmap.PAGESIZE), _aligned(last, mmap.PAGESIZE)
+            if first < last:
+                with suppress(OSError):  # some sandboxes don't support it: then the memory is freed with the group
+                    memory.madvise(mmap.MADV_REMOVE, first, last - first)
+
     def expect(self, source: int, tag: int, turn: int) -> Expected:
-        """What rank `source` puts down for this one in that transfer."""
+        """The tensors that rank `source` sends to this rank in that transfer."""
         return Expected(self, source, tag, turn)
 
     def abandon(self, source: int, tag: int, turn: int) -> None:
-        """Nobody will look at it. (It may not be there yet; and this may run in the midst of anything.)"""
+        """This rank will not read that transfer. It may not have come yet. A destructor calls this, so it only takes a note."""
         self._abandoned.append((source, tag, turn))
 
     @contextmanager
@@ -179,7 +201,7 @@ class HostMemory:
 
     def _give_back(self) -> None:
         for _ in range(len(self._abandoned)):
-            with suppress(IndexError):  # another thread was quicker
+            with suppress(IndexError):  # another thread took the last item
                 source, tag, turn = self._abandoned.popleft()
                 header = self._header(source)
                 if (place := self._find(header, tag, turn)) is not None:
@@ -188,13 +210,13 @@ class HostMemory:
                     self.abandon(source, tag, turn)
 
     def await_receipts(self, number: int) -> None:
-        """Returns when all have read what was put down under `number`."""
+        """Returns when all near ranks have read transfer `number`."""
         header = self._header(self._rank)
         for rank in self.near:
             self._await(rank, partial(self._read_by, header, rank, number))
 
     def close(self) -> None:
-        """Whoever waits for this process is told that it has left. A process that was forked from it has no say in this."""
+        """Leaves the group: ranks that wait for this process get an error. In a forked child it only closes the child's descriptors."""
         if self._headers and os.getpid() == self._owner:
             self._headers[self._rank][_CLOSED] = 1
         self._headers, self._memories = {}, {}
@@ -209,7 +231,7 @@ class HostMemory:
         return self._headers[rank]
 
     def _find(self, header: memoryview, tag: int, turn: int) -> int | None:
-        """Its place, if it is there and this rank has not read it."""
+        """The transfer's place. None if it has not come, or if this rank has read it."""
         for place in range(header[_USED]):
             at = self._at(place)
             if header[at] != header[self._receipt(place, self._rank)] and header[at + 1] == tag and header[at + 2] == turn:
@@ -217,7 +239,7 @@ class HostMemory:
         return None
 
     def _read_by(self, header: memoryview, rank: int, number: int) -> int | None:
-        places = [place for place in range(header[_USED]) if header[self._at(place)] == number]  # none: something else lies there by now
+        places = [place for place in range(header[_USED]) if header[self._at(place)] == number]  # none: read, and already replaced
         return number if all(header[self._receipt(place, rank)] == number for place in places) else None
 
     def _at(self, place: int) -> int:
@@ -227,21 +249,21 @@ class HostMemory:
         return self._at(place) + 3 + 2 * self._world_size + rank
 
     def _await(self, rank: int, look: Callable[[], int | None]) -> int:
-        """What `look` finds that another rank is to do."""
+        """Calls `look` until it finds what rank `rank` has to write, and returns that."""
         begin = time.monotonic()
         while (found := look()) is None:
             waited = time.monotonic() - begin
             if waited > self._timeout:
                 raise RuntimeError(f"Timed out waiting {self._timeout:g} s for rank {rank}")
             gone = self._header(rank)[_CLOSED] or (waited > _LONGEST_SLEEP and _has_ended(self._process_fds[rank]))
-            if gone and look() is None:  # it may have done it last thing
+            if gone and look() is None:  # the rank may have written it just before it ended
                 raise RuntimeError(f"the process of rank {rank} has ended, or has left the process group")
             time.sleep(min(waited / 4, _LONGEST_SLEEP))
         return found
 
 
 def host_memory(group: Any, rank: int, world_size: int, timeout: timedelta, exchange: Exchange) -> HostMemory:
-    """That of this process in `group`: made together with the other ranks at its first use, there until the group is destroyed."""
+    """This process's memory for `group`. All ranks make it together at its first use; it is closed when the group is destroyed."""
     if (known := _known(group)) is not None:
         return known
     memory = HostMemory(rank, world_size, *meet(rank, world_size, _header_bytes(world_size), exchange), timeout)
@@ -250,7 +272,7 @@ def host_memory(group: Any, rank: int, world_size: int, timeout: timedelta, exch
 
 
 def _known(group: Any) -> HostMemory | None:
-    """Torch's groups take no attributes, and a table of them here would outlive them: what closes a memory knows it."""
+    """The memory that `group` has already. It is found through its finalizer: torch's groups take no attributes."""
     for reference in weakref.getweakrefs(group):
         ending = reference.__callback__
         found = ending.peek() if isinstance(ending, weakref.finalize) else None

@@ -1,4 +1,4 @@
-"""Which ranks share a host, and a look into each other's files there. Linux on x86-64, whose processors keep writes in order."""
+"""Finds the ranks that share a host, and maps their files. Only for Linux on x86-64, where other cores see writes in their order."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import NamedTuple
 
 __all__: list[str] = []
 
-SWITCH = "ZERO3_HOST_MEMORY"  # 0: processes of one host speak through their group's sockets, as those of several do
-TOKEN_BYTES = 16  # at a file's start, by which the others know it
+SWITCH = "ZERO3_HOST_MEMORY"  # environment variable; 0: processes on one host use their group's sockets
+TOKEN_BYTES = 16  # at the start of a file, to recognise it
 _FILE_NAME = "zero3"
 _INTRODUCTION = struct.Struct(f"<?36sQqq{TOKEN_BYTES}s")  # takes part, host, network, process, descriptor, token
 
-Exchange = Callable[[bytes], list[bytes]]  # every rank's bytes, of one length, in rank order
+Exchange = Callable[[bytes], list[bytes]]  # this rank's bytes -> every rank's bytes, all of one length, in rank order
 
 
 class Own(NamedTuple):
-    """This process's file, and where it is."""
+    """This process's file, and the host and the network that the process is on."""
 
     file_fd: int
     memory: mmap.mmap
@@ -31,18 +31,21 @@ class Own(NamedTuple):
 
 
 class Neighbour(NamedTuple):
-    """Another process of this host: its file, and a descriptor of itself, which is readable when it has ended."""
+    """Another process on this host: its file, and a descriptor of the process, which becomes readable when the process ends."""
 
     memory: mmap.mmap
     process_fd: int
 
 
 def meet(rank: int, world_size: int, header_bytes: int, exchange: Exchange) -> tuple[Own | None, dict[int, Neighbour]]:
-    """This process's new file, and the ranks that see it as it sees theirs; None without any. All ranks call it at once.
+    """Makes this process's file, and finds its neighbours: two ranks are neighbours if each can map the other's file.
 
-    After `header_bytes` there is room for all that can be under way: who reads it has memory for it, `world_size` times over.
-    Whatever a process can't have (memory, descriptors, a look at another) makes it one without neighbours: nothing is needed later.
-    Where some ranks have more neighbours than others nobody has any: torch's debug mode wants as many messages of each.
+    All ranks call this together. A rank without neighbours has no file (None). The file is longer than all data that can be under
+    way, because the receivers need memory for the same bytes.
+
+    A process that lacks memory, descriptors or permissions has no neighbours; nothing more is requested later, so nothing fails
+    later. If some ranks have more neighbours than others, no rank has any: torch's debug mode expects every rank to send the same
+    number of messages.
     """
     token = secrets.token_bytes(TOKEN_BYTES)
     own = _new_file(token, header_bytes, world_size)
@@ -67,7 +70,7 @@ def meet(rank: int, world_size: int, header_bytes: int, exchange: Exchange) -> t
 
 
 def _new_file(token: bytes, header_bytes: int, world_size: int) -> Own | None:
-    """None where there is no such thing. The file is sparse: it takes the memory that is written."""
+    """A new sparse file, in which only written pages take memory. None if the system does not provide it."""
     served = platform.machine() in ("x86_64", "AMD64") and hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")
     if os.environ.get(SWITCH, "1") == "0" or not served:
         return None
@@ -83,12 +86,12 @@ def _new_file(token: bytes, header_bytes: int, world_size: int) -> Own | None:
 
 
 def _visit(process: int, file: int, token: bytes) -> Neighbour | None:
-    """None if another process's file is not to be had, or the numbers mean something else here (as in another container)."""
+    """Maps another process's file. None if this is impossible, or if the ids mean something else here (as in another container)."""
     path = f"/proc/{process}/fd/{file}"
     with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
         handle = os.pidfd_open(process)
         opened.callback(os.close, handle)
-        if not os.readlink(path).startswith(f"/memfd:{_FILE_NAME}"):  # to open a pipe or a terminal may block, or worse
+        if not os.readlink(path).startswith(f"/memfd:{_FILE_NAME}"):  # opening another kind of file, such as a pipe, may block
             return None
         theirs = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -103,19 +106,19 @@ def _visit(process: int, file: int, token: bytes) -> Neighbour | None:
 
 
 def _map(file: int) -> mmap.mmap:
-    """All of it. The map keeps a descriptor of its own."""
+    """Maps the whole file. The map keeps its own descriptor."""
     memory = mmap.mmap(file, 0)
     with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_DONTDUMP)  # a core dump would look at each of its pages
+        memory.madvise(mmap.MADV_DONTDUMP)  # a core dump would read every page
     return memory
 
 
 def _boot() -> bytes:
-    """Of the host, another after each of its starts."""
+    """Identifies the host and its last start."""
     with open("/proc/sys/kernel/random/boot_id", "rb") as file:
         return file.read(36)
 
 
 def _network() -> int:
-    """Processes that share a host, but not its network, were set apart on purpose."""
+    """Identifies the network namespace: processes on one host with separate networks were separated on purpose."""
     return os.stat("/proc/thread-self/ns/net").st_ino

@@ -47,7 +47,7 @@ def shape_of(value: Any) -> Any:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_is_what_torch_gives_for_the_unsharded_model(name: str, world_size: int) -> None:
+def test_full_optimizer_state_dict_is_what_torch_gives_for_the_unsharded_model(name: str, world_size: int) -> None:
     expected = reference(*trained(name))
 
     def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def test_it_is_what_torch_gives_for_the_unsharded_model(name: str, world_size: i
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_run_goes_from_plain_torch_to_zero3_and_back(name: str, world_size: int) -> None:
+def test_load_full_optimizer_state_dict_takes_a_run_from_plain_torch_to_zero3_and_back(name: str, world_size: int) -> None:
     first = trained(name)
     model_state, optimizer_state = deepcopy(first[0].state_dict()), reference(*first)
     train(*first, range(3, 7))
@@ -86,7 +86,7 @@ def test_a_run_goes_from_plain_torch_to_zero3_and_back(name: str, world_size: in
     assert_close(dict(last[0].named_parameters()), dict(first[0].named_parameters()), tolerance, "seven steps, two of them sharded")
 
 
-def test_groups_keep_their_options() -> None:
+def test_load_full_optimizer_state_dict_keeps_the_options_of_groups() -> None:
     """Two groups of layers, one of them frozen in part; a learning rate that has moved."""
 
     def grouped(model: Any, parameters: Callable[[nn.Module], Any]) -> torch.optim.Optimizer:
@@ -143,7 +143,7 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_named_on_every_rank_and_change_nothing(mistake: str, world_size: int) -> None:
+def test_load_full_optimizer_state_dict_names_mistakes_on_every_rank_and_changes_nothing(mistake: str, world_size: int) -> None:
     change, message = MISTAKES[mistake]
     given = broken(change)
 
@@ -158,7 +158,7 @@ def test_mistakes_are_named_on_every_rank_and_change_nothing(mistake: str, world
     assert len(set(on_ranks(world_size, body))) == 1
 
 
-def test_several_mistakes_are_one_error() -> None:
+def test_load_full_optimizer_state_dict_tells_several_mistakes_in_one_error() -> None:
     def spoil(found: dict[str, Any]) -> None:
         _forget(found)
         found["param_groups"][0]["params"].append("no.such")
@@ -170,7 +170,7 @@ def test_several_mistakes_are_one_error() -> None:
     on_ranks(2, body)
 
 
-def test_an_optimizer_of_another_model_is_refused() -> None:
+def test_full_optimizer_state_dict_refuses_an_optimizer_of_another_model() -> None:
     def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
         others = torch.optim.SGD([nn.Parameter(torch.zeros(3))])
         with pytest.raises(ValueError, match=r"rank 1: group 0 of the SGD has a parameter \(3,\) that is not of this model"):
@@ -216,7 +216,7 @@ def beside_fsdp2(rank: Rank) -> tuple[dict[str, Tensor], dict[str, Tensor], dict
     return zero3.full_state_dict(ours), get_model_state_dict(theirs, options=FULL), found, back
 
 
-def test_a_run_goes_from_fsdp2_to_zero3_and_back() -> None:
+def test_load_full_optimizer_state_dict_takes_a_run_from_fsdp2_to_zero3_and_back() -> None:
     ours, theirs, found, back = on_processes(2, beside_fsdp2)[0]
     assert_close(ours, dict(theirs), 1e-12, "five steps")
     assert_same({name: dict(state) for name, state in back["state"].items()}, found["state"])

@@ -67,7 +67,7 @@ def replicated(group: Any, kept: Callable[[], Any] = int, **options: Any) -> tup
 
 
 @pytest.mark.parametrize("guilty", [0, 1])
-def test_a_trap_in_an_optimizers_state_is_refused_on_every_rank(guilty: int, tmp_path: Path) -> None:
+def test_consolidate_state_dict_refuses_a_trap_in_the_state_on_every_rank(guilty: int, tmp_path: Path) -> None:
     def body(group: ThreadCommunicator) -> str:
         _, ours = replicated(group, (lambda: Trap(tmp_path)) if group.rank == guilty else int)
         ours.step()
@@ -139,7 +139,7 @@ KEPT: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", KEPT)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_other_state_arrives_as_it_was(name: str, world_size: int) -> None:
+def test_consolidate_state_dict_brings_other_state_as_it_was(name: str, world_size: int) -> None:
     plain = [nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(3, 3))]
     optimizer = Keeping(plain, kept=KEPT[name])
     for parameter in plain:
@@ -182,7 +182,7 @@ SETTINGS: dict[str, Callable[[torch.optim.Optimizer, Any], Any]] = {
 
 
 @pytest.mark.parametrize("place", [*SETTINGS, "extra"])
-def test_a_checkpoint_with_a_trap_is_not_written(place: str, tmp_path: Path) -> None:
+def test_save_checkpoint_writes_no_trap(place: str, tmp_path: Path) -> None:
     def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
         train(model, optimizer, range(1))
         extra = None
@@ -200,7 +200,7 @@ def test_a_checkpoint_with_a_trap_is_not_written(place: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("place", ["state", "group"])
-def test_a_state_dict_with_a_trap_is_not_dealt_out(place: str, tmp_path: Path) -> None:
+def test_load_full_optimizer_state_dict_does_not_deal_out_a_trap(place: str, tmp_path: Path) -> None:
     def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
         train(model, optimizer, range(1))
         given = zero3.full_optimizer_state_dict(model, optimizer)
@@ -213,7 +213,7 @@ def test_a_state_dict_with_a_trap_is_not_dealt_out(place: str, tmp_path: Path) -
     assert not list(tmp_path.rglob("*"))
 
 
-def test_what_passes_for_a_dict_is_saved_as_one(tmp_path: Path) -> None:
+def test_save_checkpoint_takes_what_passes_for_a_dict_as_one(tmp_path: Path) -> None:
     def body(group: ThreadCommunicator) -> Any:
         model = zero3.shard(models[group.rank], nn.Linear, process_group=process_group(group))
         zero3.save_checkpoint(tmp_path / "run", model, extra=DictTrap(tmp_path))

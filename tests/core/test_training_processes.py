@@ -88,7 +88,7 @@ def test_two_runs_give_the_same_bits(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 @pytest.mark.parametrize("prefetch_depth", [0, 2, 3])
-def test_bits_do_not_depend_on_prefetching(prefetch_depth: int, kind: str) -> None:
+def test_bits_do_not_depend_on_prefetch_depth(prefetch_depth: int, kind: str) -> None:
     assert_same_bits(two_ranks(kind, prefetch_depth), two_ranks(kind, 1))
 
 

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support.live import LiveBytes, LonelyCommunicator
-from tests.support.ranks import ThreadCommunicator
+from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.zero1.test_zero_redundancy_optimizer import (
     assert_same_bits,
     assert_same_state_dict,
@@ -24,6 +25,7 @@ from tests.zero1.test_zero_redundancy_optimizer import (
     values_of,
     world_sizes,
 )
+from zero3.zero1.buckets import LARGE_BYTES
 
 ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 
@@ -38,6 +40,22 @@ def in_groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
 
 def ours_on(group: Any, params: Any, **options: Any) -> zero3.ZeroRedundancyOptimizer:
     return zero3.ZeroRedundancyOptimizer(params, torch.optim.AdamW, group, **options)
+
+
+def test_a_step_that_is_interrupted_leaves_no_transfer_pending() -> None:
+    def body(group: ThreadCommunicator) -> bool:
+        parameter = nn.Parameter(torch.ones(LARGE_BYTES))
+        ours = ours_on(group, [parameter], lr=1.0, weight_decay=0.0)
+        parameter.grad = torch.ones_like(parameter)
+        exchange = ours._opened._exchange
+        with mock.patch.object(exchange, "finish", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            ours.step()
+        assert not exchange._pending
+        parameter.data.fill_(1.0)  # what nobody waited for may be anything
+        ours.step()
+        return bool((parameter < 1).all())
+
+    assert run_ranks(2, body) == [True, True]
 
 
 @world_sizes
@@ -89,7 +107,7 @@ def test_named_parameters(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket view"])
-def test_layers_that_are_unfrozen_in_mid_training(world_size: int, view: bool) -> None:
+def test_add_param_group_of_layers_that_are_unfrozen_in_mid_training(world_size: int, view: bool) -> None:
     def trained(optimizer: Any, parameters: list[nn.Parameter]) -> list[Tensor]:
         for step in range(4):
             if step == 2:
@@ -113,7 +131,7 @@ def test_layers_that_are_unfrozen_in_mid_training(world_size: int, view: bool) -
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1), (2, 2)])
-def test_state_dicts_go_from_any_world_size_to_any_and_to_and_from_plain_optimizers(before: int, after: int) -> None:
+def test_load_state_dict_from_any_world_size_and_from_plain_optimizers(before: int, after: int) -> None:
     """Saved to bytes and read again in between, as a checkpoint is."""
     plain = odd_parameters()
     optimizer = torch.optim.AdamW(in_groups(plain), **ADAMW)
@@ -159,7 +177,7 @@ def test_state_dicts_go_from_any_world_size_to_any_and_to_and_from_plain_optimiz
     assert_same_bits(train(into_plain, again, range(2, 4)), expected)
 
 
-def test_state_dicts_that_do_not_fit_change_nothing_on_any_rank() -> None:
+def test_load_state_dict_that_does_not_fit_changes_nothing_on_any_rank() -> None:
     def body(group: Any) -> list[Tensor]:
         parameters = odd_parameters()
         ours = ours_on(group, parameters, **ADAMW)
@@ -187,7 +205,7 @@ def test_state_dicts_that_do_not_fit_change_nothing_on_any_rank() -> None:
         assert_same_bits(found, expected)
 
 
-def test_a_state_dict_is_never_out_of_date() -> None:
+def test_consolidate_state_dict_is_never_out_of_date() -> None:
     def body(group: Any) -> None:
         parameters = odd_parameters()
         ours = ours_on(group, parameters, **ADAMW)
@@ -210,7 +228,7 @@ def test_a_state_dict_is_never_out_of_date() -> None:
     on_threads(2, body)
 
 
-def test_state_is_even_and_no_rank_but_one_ever_holds_more_than_a_tensor_of_it() -> None:
+def test_consolidate_state_dict_takes_one_tensor_on_all_ranks_but_one() -> None:
     """Issue 68181 of torch's own: consolidating ran out of memory."""
     world_size, numel = 4, 10 * 256 * 512
 
@@ -345,7 +363,7 @@ def test_ranks_that_differ_are_told_so() -> None:
 
 
 @world_sizes
-def test_loss_scaling_skips_a_step_on_every_rank(world_size: int) -> None:
+def test_gradscaler_skips_a_step_on_every_rank(world_size: int) -> None:
     def trained(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> list[Any]:
         scaler, seen = torch.amp.GradScaler("cpu", init_scale=64.0), []
         for step in range(4):
@@ -406,7 +424,7 @@ def test_closures_hooks_and_what_else_plain_optimizers_do(world_size: int) -> No
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket view"])
-def test_parameters_whose_data_is_replaced(view: bool) -> None:
+def test_parameters_as_bucket_view_whose_data_is_replaced(view: bool) -> None:
     def trained(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> list[Tensor]:
         train(optimizer, parameters, range(2))
         for parameter in parameters:

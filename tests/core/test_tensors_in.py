@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zero3.core.tree import tensors_in
+from zero3.core.autograd import tensors_in
 
 a, b, c = (torch.full((2,), float(i)) for i in range(3))
 

@@ -72,8 +72,9 @@ def travel(rank: Rank, base: str, run: str, lora: bool, killed: int | None) -> T
         return model.eval()(**LLAMA.inputs(Turn(0, 99, 1))).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "all parameters"])
-def test_the_whole_road(lora: bool, tmp_path: Path) -> None:
+def test_from_load_pretrained_to_save_pretrained_by_way_of_checkpoints(lora: bool, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     base, run = tmp_path / "base", tmp_path / "run"

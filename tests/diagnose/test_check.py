@@ -1,0 +1,67 @@
+"""check: one step sharded and one not agree, or the first parameter that differs is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero3
+from tests.support.models import WIDTH, mlp
+from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.reference import Turn, in_sequence, process_group
+from zero3 import ShardingPolicy
+from zero3.core.gradient_reducer import GradientReducer
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(mlp())
+        self.drop = nn.Dropout(0.3)
+        self.norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.drop(layer(x))
+        return self.norm(x)
+
+
+def checked(group: ThreadCommunicator, model: nn.Module, **options: Any) -> zero3.check.CheckReport:  # type: ignore[name-defined]
+    batch = Turn(group.rank, 0, group.world_size).tensor(4, WIDTH)
+    return zero3.check(model, batch, process_group=process_group(group), **options)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_check_agrees_and_changes_nothing(world_size: int, reduction: Any) -> None:
+    torch.manual_seed(0)
+    model = mlp() if world_size > 1 else Small()  # dropout draws from one generator for all threads
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    policy = ShardingPolicy(gradient_reduction=reduction)
+    wrap = (lambda g: lambda m: in_sequence(m, process_group(g), policy)) if world_size > 1 else lambda g: None
+    for report in run_ranks(world_size, lambda group: checked(group, model, policy=policy, wrap=wrap(group))):
+        assert report.first is None
+        assert report.compared == 1 + 2 * len(list(model.parameters()))
+        assert report.worst < 1e-9
+        assert "agree" in str(report)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_check_names_the_first_parameter_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = GradientReducer.add
+
+    def add(self: GradientReducer, index: int, gradient: Tensor) -> None:
+        slot = self._chunk.layout.slots[index]
+        real(self, index, gradient * 2 if slot.name.endswith("bias") else gradient)
+
+    monkeypatch.setattr(GradientReducer, "add", add)
+    model = mlp()
+    reports = run_ranks(2, lambda g: checked(g, model, wrap=lambda m: in_sequence(m, process_group(g), ShardingPolicy())))
+    for report in reports:
+        assert report.first == "0.0.bias"
+        assert {difference.name for difference in report.differences} == {"0.0.bias", "1.0.bias", "2.0.bias"}
+        assert "differ in 6 of 13" in str(report) and "gradient 0.0.bias: off by" in str(report)

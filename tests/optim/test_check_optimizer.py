@@ -1,0 +1,135 @@
+"""check_optimizer: groups that a filter by names left empty, and optimizers that take all ranks' parameters to be equal."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import zero3
+from tests.optim.test_optimizer_use import Net, net
+from tests.support.processes import Rank, on_ranks
+from tests.support.ranks import ThreadCommunicator, run_ranks
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of its imports
+    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+
+Filter = Callable[[str, nn.Parameter], bool]
+FILTERS: dict[str, Filter] = {
+    "bias": lambda name, parameter: "bias" in name,
+    "norm": lambda name, parameter: "norm.weight" in name,
+    "matrices": lambda name, parameter: parameter.ndim >= 2,
+    "not the vectors": lambda name, parameter: parameter.ndim != 1,
+}
+
+
+def grouped(model: nn.Module, picked: Filter) -> list[dict[str, Any]]:
+    """As scripts make them for unsharded models."""
+    found = [p for name, p in model.named_parameters() if picked(name, p)]
+    others = [p for name, p in model.named_parameters() if not picked(name, p)]
+    return [{"params": found, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.5}]
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_groups_by_names_of_named_parameters_are_refused_where_one_is_empty(name: str, world_size: int) -> None:
+    plain = grouped(net(), FILTERS[name])
+    assert all(group["params"] for group in plain), "on the unsharded model the filter finds something, and leaves something"
+
+    def body(group: ThreadCommunicator) -> str:
+        model = zero3.shard(models[group.rank], process_group=group if world_size > 1 else None)
+        optimizer = optim.AdamW(grouped(model, FILTERS[name]))
+        with pytest.raises(ValueError, match=r"group 0 of the AdamW \(weight_decay=0\.0\) is empty.*zero3\.param_groups") as told:
+            zero3.check_optimizer(model, optimizer)
+        return str(told.value)
+
+    models = [net() for _ in range(world_size)]
+    found = run_ranks(world_size, body)
+    assert found == [found[0]] * world_size
+    assert "blocks.0.trainable_chunk" in found[0] and "8 parameters (blocks.0.weight, blocks.0.bias, blocks.1.weight, ...)" in found[0]
+
+
+def test_groups_by_names_of_layers_are_right() -> None:
+    """A name that stands for whole layers finds their chunks."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.shard(models[group.rank], process_group=group)
+        zero3.check_optimizer(model, optim.AdamW(grouped(model, lambda name, _: "blocks.0" in name)))
+
+    models = [net() for _ in range(2)]
+    run_ranks(2, body)
+
+
+def test_groups_that_param_groups_leaves_empty_on_a_rank_are_right() -> None:
+    """One bias of five elements has a group to itself: most ranks hold nothing of it."""
+
+    def body(group: ThreadCommunicator) -> int:
+        model = zero3.shard(models[group.rank], process_group=group)
+        groups = zero3.param_groups(model, lambda name, info: {"weight_decay": 0.0 if name == "blocks.0.bias" else 0.5})
+        zero3.check_optimizer(model, optim.AdamW(groups))
+        return sum(p.numel() for p in groups[1]["params"])
+
+    models = [net() for _ in range(4)]
+    held = run_ranks(4, body)
+    assert sum(held) == 5 and held.count(0) >= 2
+
+
+def test_an_empty_group_on_one_rank_alone_is_told_to_all() -> None:
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.shard(models[group.rank], process_group=group)
+        chunks = zero3.get_trainable_chunk(model)
+        groups = [{"params": []}, {"params": chunks}] if group.rank == 1 else [{"params": chunks[:1]}, {"params": chunks[1:]}]
+        with pytest.raises(ValueError, match=r"^rank 1: group 0 of the SGD \(no options of its own\) is empty"):
+            zero3.check_optimizer(model, optim.SGD(groups, lr=0.1))
+
+    models = [net() for _ in range(2)]
+    run_ranks(2, body)
+
+
+def of_equal_parameters(rank: Rank) -> list[str]:
+    model: Net = zero3.shard(net())
+    chunks = zero3.get_trainable_chunk(model)
+    averager = type("Averager", (), {"step": 0})()
+    told = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = [ZeroRedundancyOptimizer(chunks, optim.SGD, lr=0.1), PostLocalSGDOptimizer(optim.SGD(chunks, lr=0.1), averager)]
+    for optimizer in made:
+        try:
+            zero3.check_optimizer(model, optimizer)
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_torchs_zero_redundancy_optimizer_and_local_sgd_over_chunks_are_refused() -> None:
+    for told in on_ranks(2, of_equal_parameters, debug="OFF"):
+        for text, name in zip(told, ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"), strict=True):
+            assert text.startswith(f"rank 0: a {name} takes the parameters of all ranks to be equal") and "plain torch.optim" in text
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_our_zero_redundancy_optimizer_takes_no_chunks(world_size: int) -> None:
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.shard(models[group.rank], process_group=group if world_size > 1 else None)
+        chunks = zero3.get_trainable_chunk(model)
+        before = [chunk.detach().clone() for chunk in chunks]
+        for params in (
+            chunks,
+            [{"params": chunks[:1]}, {"params": chunks[1:]}],
+            [{"params": chunks[0]}],
+            {id(c): c for c in chunks}.values(),
+        ):
+            with pytest.raises(
+                ValueError, match=r"belongs to a sharded model.*Give zero3\.get_trainable_chunk\(model\) to the plain optimizer"
+            ):
+                zero3.ZeroRedundancyOptimizer(params, optim.SGD, group if world_size > 1 else None, lr=0.1)
+        assert all(torch.equal(a, b) for a, b in zip(before, chunks, strict=True))
+
+    models = [net() for _ in range(world_size)]
+    run_ranks(world_size, body)

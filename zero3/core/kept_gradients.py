@@ -1,0 +1,96 @@
+"""Gradients that are kept for a later reduction, under `no_sync` and at stage 1."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from .chunk import Chunk, Part
+from .gradient_buffer import GradientBuffer
+from .gradient_types import TOKENS, DeferredGradient, DefersReductions, accumulate_beside, scale_gradient
+
+__all__: list[str] = []
+
+
+class KeptGradients:
+    """The gradients of a chunk's parameters that are not reduced yet."""
+
+    def __init__(self, chunk: Chunk, dtype: torch.dtype) -> None:
+        self.pending = False  # whether this backward has added gradients that are not backed up yet
+        self.owed = False  # whether an earlier backward has kept gradients that are not reduced yet
+        self._chunk = chunk
+        self._dtype = dtype  # the dtype of sums
+        self._buffer = self._new_buffer()
+        self._kept: list[Part] = []  # parts that had a gradient at the last `keep`: if it is zeroed, the kept sum is dropped
+        self._accumulators: dict[int, Node | None] = {}  # by id of the part's parameter, if its gradient was ever deferred
+
+    def _new_buffer(self) -> GradientBuffer:
+        return GradientBuffer(self._chunk.layout, self._chunk.shard, self._dtype)
+
+    def keep(self, layer: DefersReductions) -> None:
+        """Keeps the gradients for a later reduction. Until then the chunk's gradient is a `DeferredGradient`, which has no values."""
+        if not self._buffer.empty:
+            self._buffer.flat()
+        self.pending, self.owed = False, True
+        for part in self._chunk.parts:
+            parameter = part.parameter
+            if parameter.requires_grad:
+                self._accumulators.setdefault(id(parameter), accumulate_beside(parameter))
+                parameter.grad = DeferredGradient.like(parameter, weakref.ref(layer))
+            if parameter.grad is not None:
+                vars(parameter.grad).pop(TOKENS, None)
+        self._kept = [part for part in self._chunk.parts if part.start < part.stop and part.parameter.grad is not None]
+
+    @property
+    def unseen(self) -> bool:
+        """Whether gradients are kept, but this rank has no part of the chunk that the caller could zero."""
+        return self.owed and not self._kept
+
+    def forget_zeroed(self) -> bool:
+        """Drops kept gradients if the caller has zeroed the chunk's gradient since. Returns whether it did. For between backwards."""
+        for part in self._kept:
+            now = part.parameter.grad
+            if now is None or (isinstance(now, DeferredGradient) and now.zeroed):
+                self.drop()
+                return True
+        return False
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiplies the chunk's gradient, and the kept gradients, by the 0-dim `factor`."""
+        self._scale(factor, self._buffer.full)
+
+    def _scale(self, factor: Tensor, kept: Tensor | None) -> None:
+        if kept is not None:
+            kept.mul_(factor)
+        for part in self._chunk.parts:
+            gradient = part.parameter.grad
+            gradient = gradient.earlier if isinstance(gradient, DeferredGradient) else gradient
+            if gradient is not None:
+                scale_gradient(gradient, factor)
+
+    def noted_tokens(self) -> Tensor | None:
+        """The number of tokens that the chunk's gradient is the mean over, 0-dim. None if `note_tokens` has not set it."""
+        notes = (getattr(part.parameter.grad, TOKENS, None) for part in self._chunk.parts)
+        return next((note[0] for note in notes if note is not None), None)
+
+    def note_tokens(self, total: Tensor) -> None:
+        """Notes that the chunk's gradient is the mean over `total` tokens, 0-dim."""
+        for part in self._chunk.parts:
+            if part.parameter.grad is not None:
+                setattr(part.parameter.grad, TOKENS, (total, part.parameter.grad._version))
+
+    def drop(self) -> None:
+        """Drops all gradients that are not reduced yet."""
+        self._buffer, self._kept = self._new_buffer(), []
+        self.pending = self.owed = False
+        for part in self._chunk.parts:
+            if isinstance(deferred := part.parameter.grad, DeferredGradient):
+                deferred.leave(part.parameter, partial(self._typed, part=part))
+
+    def _typed(self, gradient: Tensor, part: Part) -> Tensor:
+        """`gradient` in the type that the gradient of `part` has. See `gradient_types`."""
+        raise NotImplementedError

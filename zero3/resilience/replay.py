@@ -1,0 +1,172 @@
+"""If a micro-batch fails on one rank, that rank still makes the rest of its collectives, and then all ranks drop the micro-batch.
+
+Without this, the other ranks would wait in their next collective for the failed rank. The failed rank knows the collectives from
+earlier micro-batches. It repeats them without computing, with zeros as gradients. At the end all ranks tell each other who
+failed. Gradients are staged until then, so nothing has to be undone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..access import reset, states_of
+from ..comm.agreement import agree, tell_all
+from ..core.coordination import Action, Activity, Gate, gate_for
+from ..core.layer_state import reducers_of
+from ..core.runtime import Runtime
+from ..core.transactions import TransactionalReducer, hold, let_go
+from ..layer import layers_of
+
+__all__: list[str] = []
+
+_Operation = tuple[Any, ...]  # (operation, number of the layer, texts that ranks compare)
+
+MAX_KNOWN = 8  # sequences of collectives that are remembered
+
+
+class _RecordingGate:
+    """A gate that notes every collective, and passes it on to the inner gate."""
+
+    compares_at_end = True
+
+    def __init__(self, inner: Gate, numbers: dict[object, int], done: list[_Operation]) -> None:
+        self.inner = inner
+        self._numbers = numbers
+        self._done = done
+
+    def doing(self, activity: Activity) -> AbstractContextManager[Any]:
+        return self.inner.doing(activity)
+
+    def gather(self, layer: Any) -> AbstractContextManager[Any]:
+        if layer.chunks:
+            self._note("gather", layer)
+        return self.inner.gather(layer)
+
+    def reduce(self, layer: Any) -> AbstractContextManager[Any]:
+        self._note("reduce", layer)
+        return self.inner.reduce(layer)
+
+    def compare(self, layer: Any, place: str, names: list[str]) -> AbstractContextManager[Any]:
+        self._note("agree", layer, place, *names)
+        return self.inner.compare(layer, place, names)
+
+    def passing(self, action: Action, layer: Any = None) -> AbstractContextManager[Any]:
+        if action is Action.TOKENS:
+            self._note("count", layer)
+        return self.inner.passing(action, layer)
+
+    def _note(self, operation: str, layer: object, *words: str) -> None:
+        self._done.append((operation, self._numbers[layer], *words))
+
+
+@dataclass
+class _Script:
+    """The collectives of earlier guarded micro-batches of one kind. It is the same on all ranks."""
+
+    expectations: list[tuple[Any, ...]]  # the known orders with which each of these micro-batches begins
+    known: list[tuple[_Operation, ...]]  # sequences of collectives, the latest first
+
+    def after(self, done: Sequence[_Operation]) -> tuple[_Operation, ...] | None:
+        """The rest of the latest sequence that begins with `done`. None if there is none."""
+        return next((known[len(done) :] for known in self.known if known[: len(done)] == tuple(done)), None)
+
+
+class CollectiveReplay:
+    """Records this rank's collectives in one guarded micro-batch, and can repeat the rest of them after a failure."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._states = states_of(model)
+        self.rank = self._states[0].communicator.rank
+        if any(state.policy.stage != 3 or state.policy.dynamic for state in self._states):
+            raise ValueError(f"rank {self.rank}: zero3.step_guard needs ShardingPolicy(stage=3, dynamic=False): it repeats their transfers")
+        self._done: list[_Operation] = []
+        self._kind = tuple((s.gradients.deferred, *(chunk.shard.requires_grad for chunk in s.chunks)) for s in self._states)
+        self._versions = self._chunk_versions()
+        scripts: dict[object, _Script] = next((runtime.replays for runtime in self._runtimes()), {})
+        self._script = scripts.get(self._kind)
+        if self._script is not None:
+            self._expect(self._script.expectations)
+        self._found = self._expectations()
+        numbers: dict[object, int] = {state: number for number, state in enumerate(self._states)}
+        for state in self._states:
+            hold(state.gradients)
+            state.gate = _RecordingGate(state.gate, numbers, self._done)
+
+    def _runtimes(self) -> list[Runtime]:
+        return list(dict.fromkeys(layer._runtime for layer in layers_of(self._model) if layer._runtime is not None))
+
+    def _expectations(self) -> list[tuple[Any, ...]]:
+        return [order.known for runtime in self._runtimes() for order in runtime.orders]
+
+    def _expect(self, expectations: list[tuple[Any, ...]]) -> None:
+        for order, known in zip([order for runtime in self._runtimes() for order in runtime.orders], expectations, strict=False):
+            order.expect(known)
+
+    @property
+    def knows_the_rest(self) -> bool:
+        alone = self._states[0].communicator.world_size == 1
+        return alone or (self._script is not None and self._script.after(self._done) is not None)
+
+    def _learn(self) -> None:
+        if self._script is not None:
+            done, known = tuple(self._done), self._script.known
+            known[:] = [done, *(other for other in known if other != done)][:MAX_KNOWN]
+        elif runtimes := self._runtimes():
+            # without the comparisons: the next micro-batch calls layers in a known order, so it needs none
+            known_ground = tuple(operation for operation in self._done if operation[0] != "agree")
+            runtimes[0].replays[self._kind] = _Script(self._expectations(), [known_ground])
+
+    def make_the_rest(self) -> None:
+        """Makes the remaining collectives of this micro-batch, together with the other ranks."""
+        following = (self._script.after(self._done) if self._script is not None else None) or ()
+        reset(self._model)
+        runtimes = {state: runtime for runtime in self._runtimes() for state in runtime.layers}
+        for operation, number, *words in following:
+            state = self._states[number]
+            if operation == "gather":
+                state.start_fetch()
+                state.finish_fetch()
+                state.release()
+            elif operation == "reduce":
+                runtimes[state].take_part_in_backup(state)
+            elif operation == "agree":
+                agree(state.communicator, state.device, words[0], words[1:])
+            else:
+                state.communicator.all_reduce(torch.zeros(4, dtype=torch.float64, device=state.device))
+
+    def end(self, failure: str) -> dict[int, str]:
+        """Ends the micro-batch: tells the other ranks this rank's `failure` ("": none). Returns rank -> failure."""
+        first = self._states[0]
+        told = tell_all(first.communicator, first.device, "the end of a guarded micro-batch", failure, first.log.digest)
+        errors = {rank: what for rank, what in enumerate(told) if what}
+        if self._versions != self._chunk_versions():
+            raise RuntimeError(
+                f"rank {self.rank}: an optimizer stepped inside zero3.step_guard, before the ranks agreed on the gradients. Put "
+                "backwards into the guard; clip and step after it."
+            )
+        if errors:
+            logging.getLogger("zero3").warning("a micro-batch was dropped on all ranks: %s", errors)
+            reset(self._model)
+            self._expect(self._found)  # the failed rank has not learned the orders that the others have learned
+        else:
+            self._learn()
+        return errors
+
+    def close(self, *, keep: bool) -> None:
+        for reducer in reducers_of(self._states) if not keep else ():
+            if isinstance(reducer, TransactionalReducer):
+                reducer.roll_back()
+        for state in self._states:
+            state.gate = state.gate.inner if isinstance(state.gate, _RecordingGate) else gate_for(state.policy.compare_every)
+            let_go(state.gradients)
+
+    def _chunk_versions(self) -> list[int]:
+        return [chunk.shard._version for state in self._states for chunk in state.chunks]
