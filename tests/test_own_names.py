@@ -45,10 +45,16 @@ wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 moments = pytest.mark.parametrize("moment", ["before shard", "after shard"])
 
 
-def wrapped(wrapper: str, moment: str, group: ThreadCommunicator) -> Any:
-    model = WRAPPERS[wrapper](odd()) if moment == "before shard" else odd()
-    model = zero3.shard(model, lambda name, module: isinstance(module, Block), process_group=process_group(group))
-    return WRAPPERS[wrapper](model) if moment == "after shard" else model
+def on_wrapped(world_size: int, wrapper: str, moment: str, body: Callable[[Any], Any]) -> list[Any]:
+    """`body(model)` on every rank."""
+    models = [odd() for _ in range(world_size)]  # here: threads share one random generator
+
+    def rank(group: ThreadCommunicator) -> Any:
+        model = WRAPPERS[wrapper](models[group.rank]) if moment == "before shard" else models[group.rank]
+        model = zero3.shard(model, lambda name, module: isinstance(module, Block), process_group=process_group(group))
+        return body(WRAPPERS[wrapper](model) if moment == "after shard" else model)
+
+    return run_ranks(world_size, rank)
 
 
 @wrappers
@@ -59,8 +65,7 @@ def test_full_state_dict_and_its_inverse(wrapper: str, moment: str) -> None:
     prefixed = WRAPPERS[wrapper](odd()).state_dict() if wrapper != "both" else {f"_orig_mod.{n}": v for n, v in expected.items()}
     assert wrapper == "apply_activation_checkpointing" or list(prefixed) != list(expected)
 
-    def body(group: ThreadCommunicator) -> None:
-        model = wrapped(wrapper, moment, group)
+    def body(model: Any) -> None:
         assert_same(zero3.full_state_dict(model, rank0_only=False), dict(expected))
         for given in (expected, prefixed):
             for chunk in model.parameters():
@@ -68,7 +73,7 @@ def test_full_state_dict_and_its_inverse(wrapper: str, moment: str) -> None:
             zero3.load_full_state_dict(model, given)
             assert_same(zero3.full_state_dict(model, rank0_only=False), dict(expected))
 
-    run_ranks(2, body)
+    on_wrapped(2, wrapper, moment, body)
 
 
 @wrappers
@@ -76,13 +81,13 @@ def test_full_state_dict_and_its_inverse(wrapper: str, moment: str) -> None:
 def test_param_groups_and_parameter_norms(wrapper: str, moment: str) -> None:
     trained = [name for name, parameter in odd().named_parameters() if parameter.requires_grad]
 
-    def body(group: ThreadCommunicator) -> None:
-        model, asked = wrapped(wrapper, moment, group), []
+    def body(model: Any) -> None:
+        asked: list[str] = []
         assert list(zero3.parameter_norms(model)) == trained
         zero3.param_groups(model, lambda name, info: asked.append(name) or {})
         assert asked == trained
 
-    run_ranks(2, body)
+    on_wrapped(2, wrapper, moment, body)
 
 
 @wrappers
@@ -98,23 +103,21 @@ def test_full_optimizer_state_dict_and_its_inverse(wrapper: str, moment: str) ->
         "param_groups": [{**g, "params": [f"_orig_mod.{name}" for name in g["params"]]} for g in expected["param_groups"]],
     }
 
-    def body(group: ThreadCommunicator) -> None:
-        model = wrapped(wrapper, moment, group)
+    def body(model: Any) -> None:
         optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.01)
         for given in (expected, prefixed):
             zero3.load_full_optimizer_state_dict(model, optimizer, given)
             assert_same(zero3.full_optimizer_state_dict(model, optimizer, rank0_only=False), expected)
 
-    run_ranks(2, body)
+    on_wrapped(2, wrapper, moment, body)
 
 
 @wrappers
 def test_a_checkpoint_is_the_same_with_and_without_a_wrapper(wrapper: str, tmp_path: Path) -> None:
     """Also one that was saved by a zero3 which kept prefixes in names."""
 
-    def save(kept: Callable[[str], str], place: str) -> Callable[[ThreadCommunicator], Any]:
-        def body(group: ThreadCommunicator) -> Any:
-            model = wrapped(wrapper, "before shard", group)
+    def save(kept: Callable[[str], str], place: str) -> Callable[[Any], Any]:
+        def body(model: Any) -> Any:
             optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.01)
             for chunk in zero3.get_trainable_chunk(model):
                 chunk.grad = torch.ones_like(chunk)
@@ -127,8 +130,8 @@ def test_a_checkpoint_is_the_same_with_and_without_a_wrapper(wrapper: str, tmp_p
 
         return body
 
-    expected = run_ranks(3, save(own_name, "now"))[0]
-    run_ranks(1, save(lambda name: name, "before"))  # one thread: the patch is everybody's
+    expected = on_wrapped(3, wrapper, "before shard", save(own_name, "now"))[0]
+    on_wrapped(1, wrapper, "before shard", save(lambda name: name, "before"))  # one thread: the patch is everybody's
     names = {place: json.loads((tmp_path / place / "manifest.json").read_text())["tensors"] for place in ("now", "before")}
     assert list(names["now"]) == [name for name in odd().state_dict() if name != "head.weight"]
     assert any(f".{part}." in name for name in names["before"] for part in ("_orig_mod", "_checkpoint_wrapped_module"))
@@ -186,8 +189,7 @@ def test_load_pretrained_of_a_compiled_models_state_dict(tmp_path: Path) -> None
 
 @moments
 def test_errors_call_parameters_by_their_own_names(moment: str) -> None:
-    def body(group: ThreadCommunicator) -> None:
-        model = wrapped("apply_activation_checkpointing", moment, group)
+    def body(model: Any) -> None:
         with pytest.raises(RuntimeError, match=r"sum: 'linear\.weight' of layer"):
             model.blocks[0].linear.weight.sum()
         given = odd().state_dict()
@@ -195,7 +197,7 @@ def test_errors_call_parameters_by_their_own_names(moment: str) -> None:
         with pytest.raises(ValueError, match=r"missing: blocks\.1\.linear\.weight$"):
             zero3.load_full_state_dict(model, given)
 
-    run_ranks(2, body)
+    on_wrapped(2, "apply_activation_checkpointing", moment, body)
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,10 @@ def counting(first: int) -> nn.Module:
         return nn.Sequential(Nested(first), nn.Sequential(Counting(first + 2)), nn.Linear(3, 3, dtype=torch.float64))
 
 
-def sharded(first: int, group: ThreadCommunicator) -> nn.Module:
-    return zero3.shard(counting(first), [Nested], process_group=process_group(group))
+def on_counting(world_size: int, body: Callable[[Any, ThreadCommunicator], Any], step: int = 0) -> list[Any]:
+    """`body(model, group)` on every rank, whose model counts from `step` times the rank."""
+    models = [counting(step * rank) for rank in range(world_size)]  # here: threads share one random generator
+    return run_ranks(world_size, lambda group: body(zero3.shard(models[group.rank], [Nested], process_group=process_group(group)), group))
 
 
 def counts(model: nn.Module) -> list[Any]:
@@ -65,11 +67,10 @@ def test_full_state_dict_has_extra_state_where_torch_has_it(world_size: int) -> 
     """Rank 0's, on every rank that keeps the dict."""
     expected = counting(0).state_dict()
 
-    def body(group: ThreadCommunicator) -> tuple[Any, Any]:
-        model = sharded(10 * group.rank, group)
+    def body(model: Any, group: ThreadCommunicator) -> tuple[Any, Any]:
         return zero3.full_state_dict(model), zero3.full_state_dict(model, rank0_only=False)
 
-    for rank, (first, every) in enumerate(run_ranks(world_size, body)):
+    for rank, (first, every) in enumerate(on_counting(world_size, body, step=10)):
         assert list(every) == list(expected)
         assert_same(every, dict(expected))
         assert_same(first, dict(expected) if rank == 0 else {})
@@ -79,13 +80,12 @@ def test_full_state_dict_has_extra_state_where_torch_has_it(world_size: int) -> 
 def test_load_full_state_dict_sets_extra_state_on_every_rank(world_size: int) -> None:
     given = counting(7).state_dict()
 
-    def body(group: ThreadCommunicator) -> Any:
-        model = sharded(0, group)
+    def body(model: Any, group: ThreadCommunicator) -> Any:
         zero3.load_full_state_dict(model, given if group.rank == 0 else None)
         assert counts(model) == [7, 8, 9]
         return zero3.full_state_dict(model, rank0_only=False)
 
-    for found in run_ranks(world_size, body):
+    for found in on_counting(world_size, body):
         assert_same(found, dict(given))
 
 
@@ -96,23 +96,21 @@ def test_extra_state_is_missing_or_unknown_as_in_torch() -> None:
     with pytest.raises(RuntimeError, match=r"Missing key.*0\.inside\._extra_state(.|\n)*Unexpected key.*2\._extra_state"):
         counting(0).load_state_dict(given)
 
-    def body(group: ThreadCommunicator) -> None:
-        model = sharded(0, group)
+    def body(model: Any, group: ThreadCommunicator) -> None:
         with pytest.raises(ValueError, match=r"missing: 0\.inside\._extra_state\. unknown: 2\._extra_state"):
             zero3.load_full_state_dict(model, given)
         assert counts(model) == [0, 1, 2]
         zero3.load_full_state_dict(model, given, strict=False)
         assert counts(model) == [7, 1, 9]
 
-    run_ranks(2, body)
+    on_counting(2, body)
 
 
 @worlds
 def test_extra_state_that_could_only_be_pickled(world_size: int) -> None:
     """Rank 0 gives it away as torch does; it neither travels nor is loaded."""
 
-    def body(group: ThreadCommunicator) -> None:
-        model = sharded(0, group)
+    def body(model: Any, group: ThreadCommunicator) -> None:
         before = zero3.full_state_dict(model, rank0_only=False)
         when = datetime.date(2026, 1, 1)
         with pytest.raises(TypeError, match=r"0\._extra_state\['when'\] is a datetime\.date.*never a pickle"):
@@ -124,17 +122,17 @@ def test_extra_state_that_could_only_be_pickled(world_size: int) -> None:
             with pytest.raises(TypeError, match=r"rank 0: 0\._extra_state\['when'\] is a datetime\.date"):
                 zero3.full_state_dict(model, rank0_only=False)
 
-    run_ranks(world_size, body)
+    on_counting(world_size, body)
 
 
 def test_a_module_that_refuses_its_extra_state_is_heard_on_every_rank() -> None:
     given = {**counting(7).state_dict(), "0._extra_state": [1]}
 
-    def body(group: ThreadCommunicator) -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
         with pytest.raises(RuntimeError, match=r"rank 0: KeyError: 'count'"):
-            zero3.load_full_state_dict(sharded(0, group), given)
+            zero3.load_full_state_dict(model, given)
 
-    run_ranks(2, body)
+    on_counting(2, body)
 
 
 @pytest.mark.parametrize("where", ["get_extra_state on rank 0", "get_extra_state on rank 1"])
@@ -142,8 +140,7 @@ def test_a_module_that_can_not_tell_its_extra_state(where: str) -> None:
     def fails() -> None:
         raise LookupError("gone")
 
-    def body(group: ThreadCommunicator) -> None:
-        model = sharded(0, group)
+    def body(model: Any, group: ThreadCommunicator) -> None:
         if where.endswith(str(group.rank)):
             model[0].module.get_extra_state = fails
         with pytest.raises(RuntimeError, match=rf"rank {where[-1]}: LookupError: gone"):
@@ -151,7 +148,7 @@ def test_a_module_that_can_not_tell_its_extra_state(where: str) -> None:
         if where.endswith("1"):
             zero3.full_state_dict(model)  # asks rank 0 alone
 
-    run_ranks(2, body)
+    on_counting(2, body)
 
 
 WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], Any], type[Exception], str]] = {

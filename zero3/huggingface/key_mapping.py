@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..checkpoint.extra_state import extra_state_modules
 from ..checkpoint.safetensors_files import Stored
 from ..comm.plain_values import kind_of
-from ..names import named_tensors
+from ..names import innermost, named_tensors
 from .conversions import Conversions
 from .index_maps import IndexMap, Whole
 from .tracing import TracedTensor, Untraceable, traced
@@ -44,7 +44,7 @@ def fit(model: nn.Module, stored: Mapping[str, Stored], strict: bool) -> Fit:
     tensors = dict(named_tensors(model))
     if isinstance(added := getattr(getattr(model, "base_model", None), "prefix", None), str) and hasattr(model, "peft_config"):
         model, tensors = model.get_base_model(), _without_adapters(tensors, added)  # type: ignore[operator]
-    fitting = _Fitting(model, tensors, extra_state_modules(model))
+    fitting = _Fitting(innermost(model), tensors, extra_state_modules(model))
     for key in fitting.conversions.sorted(stored):
         fitting.add(stored[key])
     fitting.convert()
@@ -55,7 +55,7 @@ def fit(model: nn.Module, stored: Mapping[str, Stored], strict: bool) -> Fit:
     if not strict:
         problems["missing"] = problems["unexpected"] = []
     if text := ". ".join(f"{kind}: {', '.join(items)}" for kind, items in problems.items() if items):
-        raise ValueError(f"the checkpoint does not fit this {type(model).__name__}; nothing was loaded. {text}")
+        raise ValueError(f"the checkpoint does not fit this {type(found.owner).__name__}; nothing was loaded. {text}")
     found.used = fitting.conversions.used
     return found
 

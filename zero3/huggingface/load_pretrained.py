@@ -74,8 +74,6 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
         agree(first.communicator, first.device, "the files that load_pretrained found", files.listing() if files else [], error)
         if files is not None and found is not None:
             _load(model, states, files, found)
-            if found.used is not None:
-                found.owner._weight_conversions = found.used  # type: ignore[assignment]  # as from_pretrained does, for who saves it
     finally:
         if files is not None:
             files.close()
@@ -119,6 +117,8 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
     for key, value in values.items():
         put(model, found.tensors[key], value)
     set_extra_states(found.owner, extra, first.communicator, first.device, "load_pretrained")
+    if found.used is not None:
+        found.owner._weight_conversions = found.used  # type: ignore[assignment]  # as from_pretrained does, for who saves it
 
 
 def _fill_chunks(state: LayerState, reader: SliceReader, found: Fit) -> None:

@@ -21,6 +21,7 @@ from ..checkpoint.safetensors_files import STAGE_BYTES, bytes_of
 from ..checkpoint.safetensors_writing import header_of
 from ..comm.agreement import agree
 from ..comm.plain_values import unreadable
+from ..names import innermost
 from .outputs import Output, bytes_in, index_of, outputs_of_adapter, outputs_of_model, shards_of
 
 __all__: list[str] = []
@@ -80,9 +81,10 @@ def save_pretrained(
 
 def _plans(model: nn.Module, directory: Path, max_bytes: int, dtype: torch.dtype | None) -> Iterator[_Plan]:
     contents = Contents(model, "save_pretrained")
+    extra = _extra_tensors(model, contents)
+    model = innermost(model)
     adapters = getattr(model, "peft_config", None)
     if not isinstance(adapters, dict) or not hasattr(model, "get_base_model"):
-        extra = _extra_tensors(model, contents)
         contents.others |= extra
         yield _Plan(model, contents, directory, shards_of(outputs_of_model(model, contents, extra, dtype), max_bytes, "model"), None)
         return
