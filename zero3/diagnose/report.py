@@ -34,6 +34,10 @@ class Report:
             each other.
         full_gradients: The most bytes of full gradients that a step may hold at once.
         policies: The distinct policies, as text.
+        largest_layer: The name of the largest layer; of those beside the root's own, where there are any.
+        largest_layer_bytes: Bytes of its full parameters.
+        root_bytes: Bytes of the root's own layer's full parameters, which stay from forward to the end of backward. None without
+            `shard`.
     """
 
     rank: int
@@ -46,9 +50,9 @@ class Report:
     full_parameters: int
     full_gradients: int
     policies: tuple[str, ...]
-    largest_layer: str  # its name; of the layers beside the root's own, where there are any
-    largest_layer_bytes: int  # of its full parameters
-    root_bytes: int | None  # of the root's own layer's full parameters, which stay from forward to the end of backward; None: no `shard`
+    largest_layer: str
+    largest_layer_bytes: int
+    root_bytes: int | None
 
     def __str__(self) -> str:
         root = f", the root's own holds {megabytes(self.root_bytes)}" if self.root_bytes is not None else ""
