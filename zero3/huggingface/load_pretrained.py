@@ -27,10 +27,11 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
     """Fills a sharded model from a Hugging Face directory: `model.safetensors`, or several files with their index.
 
     Every rank calls it. Each reads the ranges of the files that its own chunks hold, a few MB at a time, so no tensor is ever
-    whole anywhere, and every byte is read once in all. Values are converted to the chunks' dtypes.
+    whole anywhere, and every byte is read once in all. Values are converted to the chunks' dtypes. Where transformers transposes or
+    interleaves a stored tensor, each rank reads what its slice is spread over, one stored tensor at a time.
 
     Names are those of the unwrapped model, with or without its `base_model_prefix`; a tied parameter may stand under any of its
-    names. Parameters that transformers renames, stacks or concatenates for this model (experts) are found. A peft model's base is
+    names. What transformers renames, stacks, joins, cuts or rearranges for this model (experts) is followed. A peft model's base is
     filled, and its adapters are left alone. Persistent buffers come from the files. Other buffers on the meta device (rotary
     frequencies) are computed by the model's `_init_weights`, or by `reset_parameters`.
 

@@ -42,8 +42,9 @@ def save_pretrained(
     """Writes a directory that `from_pretrained` reads: safetensors, their index and `config.json`; or a peft model's adapters.
 
     Every rank calls it. Each writes the bytes of its own chunks at their place in the files, a few MB at a time, so no tensor is
-    ever whole anywhere. Names, ties and experts are as `transformers` writes them. Tokenizer files are copied from the directory
-    that the model came from. Files appear under their names when they are complete; the index comes last.
+    ever whole anywhere. Names, ties and experts are as `transformers` writes them. What its files have transposed is put together
+    on all ranks, one tensor at a time. Tokenizer files are copied from the directory that the model came from. Files appear under
+    their names when they are complete; the index comes last.
 
     Args:
         model: Any model that contains zero3 layers. If it has a `config`, that is written too.
