@@ -185,6 +185,29 @@ def test_a_penalty_over_model_parameters_adds_to_the_gradients(stage: Any, apart
 
 
 @STAGES
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_drops_what_no_sync_kept_though_a_penalty_comes_first(stage: Any, set_to_none: bool) -> None:
+    def body(group: ThreadCommunicator) -> None:
+        plain, model = two_layers(), two_layers()
+        zero3.shard(model, nn.Linear, policy=ShardingPolicy(stage=stage), process_group=group)
+        optimizers = torch.optim.SGD(plain.parameters(), lr=0.1), torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1)
+        with zero3.no_sync(model):
+            model(batch(group.rank, 7)).sum().backward()
+        optimizers[1].zero_grad(set_to_none=set_to_none)
+        sum(p.pow(2).sum() for p in plain.parameters()).backward()  # type: ignore[union-attr]
+        sum(p.pow(2).sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+        plain_mean_gradients(plain, [plain(batch(rank, 0)).pow(2).sum() for rank in range(group.world_size)])
+        model(batch(group.rank, 0)).pow(2).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        weights = zero3.full_state_dict(model, rank0_only=False)
+        for name, value in plain.state_dict().items():
+            assert torch.allclose(weights[name], value, rtol=1e-10), name
+
+    run_ranks(2, body)
+
+
+@STAGES
 def test_hooks_on_chunks_fire_once_a_step(stage: Any) -> None:
     def body(group: ThreadCommunicator) -> list[str]:
         fired: list[str] = []

@@ -197,14 +197,15 @@ def accumulate_beside(parameter: nn.Parameter) -> Node | None:
     def before() -> None:
         leaf = reference()
         if leaf is not None and isinstance(leaf.grad, DeferredGradient):
-            put_aside.append(leaf.grad)
+            if not leaf.grad.zeroed:  # else what comes is all that there is
+                put_aside.append(leaf.grad)
             leaf.grad = leaf.grad.earlier
 
     def after() -> None:
         leaf = reference()
         if leaf is not None and put_aside:
             deferred = put_aside.pop()
-            deferred.reduced, deferred.zeroed = leaf.grad, False
+            deferred.reduced = leaf.grad
             leaf.grad = deferred
 
     return around_accumulation(parameter, before, after)
