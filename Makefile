@@ -49,8 +49,8 @@ soak: $(VENV)/.tests  ## train MINUTES (30) while faults are injected (ARGS: --s
 	$(BIN)/python -m tests.soak $(or $(MINUTES),30) $(ARGS)
 	ZERO3_EXAMPLES=$(or $(EXAMPLES),3000) $(BIN)/python -m pytest -q -o timeout=0 -o faulthandler_timeout=0 tests/core/test_stateful.py tests/core/test_ordering_fuzz.py
 
-mutants: $(VENV)/.tests  ## put faults into a copy of the package, one at a time: do the tests see each?
-	$(BIN)/python tests/mutants.py $(ARGS)
+mutants: $(VENV)/.examples $(VENV)/.tests  ## put faults into a copy of the package, one at a time: do the tests see each? SEED=7 COUNT=100 draws them
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants $(if $(SEED)$(COUNT),--seed $(or $(SEED),0) --count $(or $(COUNT),100)) $(ARGS)
 
 clean:  ## remove the virtual environment and everything else that can be made again
 	rm -rf $(VENV) build dist docs/_build finetuned quickstart-run *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -77,7 +77,7 @@ def pinned(states: list[LayerState], caller: str, *, writeback: bool = False, to
     try:
         for state in states:
             pin(state, to_compute=to_compute)
-            pins.append(Pin(state))
+            pins.append(Pin(state, to_compute=to_compute))
         error: BaseException | None = None
         try:
             yield

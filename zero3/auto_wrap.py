@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from .core.parameters import ParameterSites, is_callable, own_modules
 
 __all__: list[str] = []
 
 Layers = type[nn.Module] | Sequence[type[nn.Module] | nn.Module] | Callable[[str, nn.Module], bool] | None
-
-PARAMETER_READERS = (nn.MultiheadAttention, ParametrizationList)  # they read the parameters of modules inside, which they don't call
 
 
 class Named(NamedTuple):
@@ -148,13 +146,15 @@ def _large_parts(model: nn.Module, chosen: set[int], counts: Counter[int], large
     It is held from the forward to the end of backward, so it must not be what a step's memory is made of.
     """
     left = {id(p): p.numel() for _, module in _outside(model, chosen) for p in module._parameters.values() if p is not None}
-    root, parts = sum(left.values()), set[int]()
-    for part in sorted(_parts(model, chosen, counts, largest), key=_numel, reverse=True):
-        if root <= largest or _numel(part) < largest / 20:
+    parts = sorted(_parts(model, chosen, counts, largest), key=_numel, reverse=True)
+    root, wanted = sum(left.values()), set[int]()
+    least = max(largest, root - sum(map(_numel, parts))) / 20  # smaller ones are not worth their transfers: beside what has to stay, too
+    for part in parts:
+        if root <= largest or _numel(part) < least:
             break
         root -= _numel(part)
-        parts.add(id(part))
-    return parts
+        wanted.add(id(part))
+    return wanted
 
 
 def _outside(model: nn.Module, chosen: set[int]) -> Iterator[tuple[str, nn.Module]]:
@@ -165,15 +165,21 @@ def _parts(module: nn.Module, chosen: set[int], counts: Counter[int], most: int)
     """The outermost modules that could be layers: called, without layers inside, hardly tied; larger than `most` if they can't be split."""
     found: dict[int, nn.Module] = {}
     for child in module.children():
-        if id(child) in chosen or isinstance(child, PARAMETER_READERS):
+        if id(child) in chosen or isinstance(child, ParametrizationList):
             continue
         whole = is_callable(child) and not any(id(inner) in chosen for inner in child.modules()) and _mostly_its_own(child, counts)
-        direct = sum(parameter.numel() for parameter in child.parameters(recurse=False))
-        if whole and (_numel(child) <= most or direct > most or not any(True for _ in child.children())):
+        if whole and (_numel(child) <= most or not _can_be_split(child, most)):
             found[id(child)] = child
         else:
             found |= {id(inner): inner for inner in _parts(child, chosen, counts, most)}
     return list(found.values())
+
+
+def _can_be_split(module: nn.Module, most: int) -> bool:
+    """Whether its children are called and hold what makes it large. Attention reads the parameters of its output map, which it does not call."""
+    direct = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    called = not isinstance(module, nn.MultiheadAttention) and not is_parametrized(module)
+    return called and direct <= most and any(True for _ in module.children())
 
 
 def _numel(module: nn.Module) -> int:

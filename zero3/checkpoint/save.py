@@ -79,6 +79,7 @@ def _prepare(
 ) -> Prepared:
     """Everything that can be found wrong before a file is made, on every rank."""
     first = states_of(model)[0]
+    first.log.look()  # a checkpoint of ranks that have come apart would replace a good one
     if first.unfinished is not None:
         first.unfinished()
     extra, frozen, keep_last, background = how

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from .released import ReleasedParameter
+from .released import ReleasedParameter, refuse_values
 
 __all__: list[str] = []
 
@@ -64,9 +64,12 @@ def mark_sharded(parameter: nn.Parameter, name: str, state: object) -> None:
 def _set_unless_itself(parameter: nn.Parameter, *source: Any, **options: Any) -> Tensor:
     """`parameter.set_(parameter)` changes nothing, and so it must not count as a write.
 
-    torch's `register_parametrization` does it, and peft registers one in every forward of fused experts.
+    torch's `register_parametrization` does it, and peft registers one in every forward of fused experts. (A released parameter is
+    asked here because torch does not send this operation through `__torch_function__`.)
     """
-    itself = len(source) == 1 and source[0] is parameter and not isinstance(parameter, ReleasedParameter)
+    if isinstance(parameter, ReleasedParameter):
+        refuse_values(parameter, "set_")
+    itself = len(source) == 1 and source[0] is parameter
     return parameter if itself else Tensor.set_(parameter, *source, **options)
 
 

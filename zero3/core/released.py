@@ -48,7 +48,7 @@ class ReleasedParameter(nn.Parameter):
             return args[0]._describe()
         if func in (Tensor.requires_grad_, Tensor.requires_grad.__set__):  # type: ignore[attr-defined]
             return args[0]._set_requires_grad(*args[1:], **(kwargs or {}))
-        _refuse(_first_released((args, kwargs)), _name_of(func))
+        refuse_values(_first_released((args, kwargs)), _name_of(func))
 
     def _set_requires_grad(self, requires_grad: bool = True) -> ReleasedParameter:
         """Remembered, for tools switch adapters off and on again; the next forward with gradients looks at it."""
@@ -66,10 +66,10 @@ class ReleasedParameter(nn.Parameter):
         return self._describe()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        _refuse(self, "deepcopy")
+        refuse_values(self, "deepcopy")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        _refuse(self, "pickle")
+        refuse_values(self, "pickle")
 
 
 def _asked_by(module: str) -> bool:
@@ -91,7 +91,7 @@ def _name_of(func: Callable[..., Any]) -> str:
     return name
 
 
-def _refuse(parameter: ReleasedParameter | None, operation: str) -> NoReturn:
+def refuse_values(parameter: ReleasedParameter | None, operation: str) -> NoReturn:
     name = getattr(parameter, "zero3_name", "a parameter")
     raise RuntimeError(
         f"{operation}: {name} is released, its values lie in chunks on all ranks. Read it inside "

@@ -1,0 +1,200 @@
+"""Faults that were chosen by hand: each breaks a promise that is easily broken, and names the tests that should see it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tests.mutation.tree import ROOT, Tree
+from tests.mutation.verdicts import CAUGHT, HANGS, NOT_RUN, Baseline, Verdict, judge
+
+
+class Fault(NamedTuple):
+    name: str
+    file: str  # in zero3/
+    right: str
+    wrong: str
+    tests: str  # files of tests/ that should see it, the likeliest first
+
+
+FAULTS = [
+    Fault("compute does not wait for a gather", "core/chunk.py", "self._in_flight.wait()\n", "pass\n", "core/no_sync"),
+    Fault(
+        "the fetch lane does not wait for compute",
+        "comm/streams.py",
+        "self._stream.wait_stream(",
+        "(lambda stream: None)(",
+        "core/ordering",
+    ),
+    Fault(
+        "no wait for reductions at the end",
+        "core/backward.py",
+        "        self._drain_backups()\n        self._reduces",
+        "        self._reduces",
+        "core/no_sync",
+    ),
+    Fault(
+        "a sum for a mean",
+        "core/gradient_reducer.py",
+        'self._mean = policy.gradient_reduction == "mean"',
+        "self._mean = False",
+        "core/no_sync",
+    ),
+    Fault(
+        "padding not zeroed",
+        "core/gradient_buffer.py",
+        "            full[self._layout.numel :].zero_()",
+        "            pass",
+        "core/random_models",
+    ),
+    Fault(
+        "slots without gradients not zeroed",
+        "core/gradient_buffer.py",
+        "self._slot(full, index).zero_()",
+        "pass",
+        "core/paths",
+    ),
+    Fault(
+        "a second micro-batch overwrites",
+        "core/gradient_types.py",
+        "        parameter.grad.add_(gradient)",
+        "        parameter.grad.copy_(gradient)",
+        "core/no_sync",
+    ),
+    Fault(
+        "a layer's second gradient takes the first's place",
+        "core/gradient_buffer.py",
+        "        if index in self._came:\n            self.flat()\n",
+        "",
+        "core/recomputation",
+    ),
+    Fault("a gradient used twice overwrites", "core/gradient_buffer.py", "slot.add_(gradient)", "slot.copy_(gradient)", "core/no_sync"),
+    Fault(
+        "a chunk's reduction skipped",
+        "core/gradient_reducer.py",
+        "for chunk, reducer in self.reducers.items() if chunk.shard.requires_grad]",
+        "for chunk, reducer in self.reducers.items() if chunk.shard.requires_grad][1:]",
+        "core/no_sync",
+    ),
+    Fault(
+        "a kept layer outlives a step",
+        "core/pinning.py",
+        "    state.release()  # the values of a kept layer",
+        "    # the values of a kept layer",
+        "core/exceptions",
+    ),
+    Fault(
+        "a new forward trusts what is left",
+        "core/runtime.py",
+        "            self.reset(broken=False)\n",
+        "            pass\n",
+        "core/exceptions",
+    ),
+    Fault("stale graphs pass", "core/layer_state.py", "            if chunk.changed():", "            if False:", "core/exceptions"),
+    Fault(
+        "a broken backward leaves its half",
+        "core/backward.py",
+        "            reducer.give_up()",
+        "            pass",
+        "core/exceptions",
+    ),
+    Fault("full buffers are never given back", "core/chunk.py", "        self._storage.resize_(0)", "        pass", "core/memory"),
+    Fault(
+        "prefetch goes one further",
+        "core/forward_order.py",
+        "self.calls.upcoming(self._depth)",
+        "self.calls.upcoming(self._depth + 1)",
+        "core/memory core/counts",
+    ),
+    Fault(
+        "ranks never find a difference",
+        "comm/agreement.py",
+        "if len({digests[rank] for rank in present}) <= 1 and not any(digests[rank][-1] for rank in present):",
+        "if True:",
+        "comm/agreement",
+    ),
+    Fault("messages carry no layer", "comm/gloo.py", "4 * self.channel + kind", "kind", "comm/faults"),
+    Fault(
+        "a rank's share left out of sums",
+        "comm/gloo.py",
+        "for summand in rest:",
+        "for summand in rest[1:]:",
+        "core/training_processes comm/collectives",
+    ),
+    Fault(
+        "a place is used again before all have read it",
+        "comm/shared_memory/host_memory.py",
+        "if all(header[self._receipt(place, rank)] == header[self._at(place)] for rank in self.near):",
+        "if True:",
+        "comm/collectives comm/shared_memory",
+    ),
+    Fault(
+        "transfers of a layer are found in any order",
+        "comm/shared_memory/host_memory.py",
+        " and header[at + 2] == turn",
+        "",
+        "comm/collectives comm/shared_memory",
+    ),
+    Fault(
+        "a norm of one rank's slice",
+        "optim/clipping.py",
+        "            communicator.all_reduce(total)\n",
+        "            pass\n",
+        "optim/clip_grad_norm",
+    ),
+    Fault(
+        "kept gradients survive zero_grad",
+        "core/kept_gradients.py",
+        "            if now is None or (",
+        "            if False and (",
+        "core/no_sync",
+    ),
+    Fault(
+        "a transaction that is not taken back",
+        "core/transactions.py",
+        "before, self._before, self._staged = self._before, None, ()",
+        "before, self._before = self._before, None",
+        "resilience/step_guard",
+    ),
+    Fault(
+        "a guard that asks nobody",
+        "resilience/replay.py",
+        "enumerate(told) if what}",
+        "enumerate(told) if what and rank == self.rank}",
+        "resilience/step_guard",
+    ),
+    Fault(
+        "a rank that fails leaves at once",
+        "resilience/step_guard.py",
+        "            replay.make_the_rest()",
+        "            pass",
+        "resilience/step_guard",
+    ),
+    Fault(
+        "a layer given back while it is filled",
+        "core/chunk.py",
+        "        self.finish_fetch()\n        if self._computing",
+        "        if self._computing",
+        "core/ordering_fuzz",
+    ),
+]
+
+
+def path_of(test: str) -> str:
+    """`core/no_sync` -> its file."""
+    folder, _, name = test.rpartition("/")
+    return f"tests/{folder}/test_{name}.py"
+
+
+def verdict_of(fault: Fault, tree: Tree, baseline: Baseline) -> Verdict:
+    right = (ROOT / "zero3" / fault.file).read_text()
+    if right.count(fault.right) != 1:
+        return Verdict(NOT_RUN, f"the fault no longer applies: its text stands {right.count(fault.right)} times in zero3/{fault.file}")
+    tests = [path_of(test) for test in fault.tests.split()]
+    missing = [test for test in tests if not (ROOT / test).is_file()]
+    if missing:
+        return Verdict(NOT_RUN, f"there is no {missing[0]}")
+    return judge(tree, baseline, fault.file, right.replace(fault.right, fault.wrong).encode(), tests)
+
+
+def is_caught(verdict: Verdict) -> bool:
+    return verdict.kind in (CAUGHT, HANGS)
