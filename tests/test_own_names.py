@@ -190,7 +190,7 @@ def test_load_pretrained_of_a_compiled_models_state_dict(tmp_path: Path) -> None
 @moments
 def test_errors_call_parameters_by_their_own_names(moment: str) -> None:
     def body(model: Any) -> None:
-        with pytest.raises(RuntimeError, match=r"sum: 'linear\.weight' of layer"):
+        with pytest.raises(RuntimeError, match=r"sum: 'linear\.weight' of layer 'blocks\.0' \(Block\)"):
             model.blocks[0].linear.weight.sum()
         given = odd().state_dict()
         del given["blocks.1.linear.weight"]

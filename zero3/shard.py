@@ -18,7 +18,7 @@ from .core.construction import Request, agree_on, build_state, device_of
 from .core.layer_state import LayerState
 from .core.layout import megabytes
 from .core.module_overrides import Override, guard
-from .core.parameters import check_parameters, find_parameters, is_callable, own_modules
+from .core.parameters import check_parameters, find_parameters, is_callable, own_module_name, own_modules
 from .layer import RootEntry, Zero3Layer, adopt, is_layer, layers_of
 from .policy import ShardingPolicy
 
@@ -128,7 +128,7 @@ def _plan(common: Request, layers: Layers) -> _Plan:
     ids = {id(module) for _, module in chosen}
     tied = tied_across(model, chosen)
     elsewhere = frozenset(tied)
-    parts = [replace(common, module=m, label=f"{name!r} ({type(m).__name__})", elsewhere=elsewhere) for name, m in chosen]
+    parts = [replace(common, module=m, label=f"{own_module_name(name)!r} ({type(m).__name__})", elsewhere=elsewhere) for name, m in chosen]
     parts.sort(key=lambda part: sum(id(inner) in ids for inner in part.module.modules()))  # inner before outer
     return _Plan(parts, replace(common, borrowed=tuple(tied.values())))
 

@@ -308,3 +308,54 @@ def test_buffers_that_a_module_further_out_computes(world_size: int, layers: lis
 
     for found in run_ranks(world_size, body):
         assert found == [[21.0, 22.0, 23.0], [5.0] * 3, [0.0, 1.0, 2.0]]
+
+
+def leaving_out(kind: type[nn.Module], group: ThreadCommunicator) -> nn.Module:
+    """Layers of this kind on meta, in a model that says of their weights that its files may lack them."""
+    with torch.device("meta"):
+        model = nn.Sequential(kind(), kind())
+    model._keys_to_ignore_on_load_missing = [r"weight"]  # type: ignore[assignment]
+    return zero3.shard(model, [kind], process_group=process_group(group), device="cpu")
+
+
+def test_load_pretrained_computes_what_files_leave_out(tmp_path: Path) -> None:
+    """What they hold all the same counts; what the model can't compute either is an error, and otherwise left alone."""
+    save_file({"1.weight": torch.full((3,), 4.0)}, tmp_path / SINGLE)
+
+    def body(group: ThreadCommunicator) -> None:
+        model = leaving_out(TableThatResets, group)
+        zero3.load_pretrained(model, tmp_path)
+        assert [v.tolist() for v in zero3.full_state_dict(model, rank0_only=False).values()] == [[1.0] * 3, [4.0] * 3]
+        zero3.load_full_state_dict(model, {"0.weight": torch.full((3,), 6.0)}, strict=False)
+        zero3.load_pretrained(model, tmp_path)  # has values: they stay
+        assert [v.tolist() for v in zero3.full_state_dict(model, rank0_only=False).values()] == [[6.0] * 3, [4.0] * 3]
+        silent = leaving_out(Table, group)
+        with pytest.raises(ValueError, match=r"nothing was loaded\. missing, and not computed by the model either: 0\.weight$"):
+            zero3.load_pretrained(silent, tmp_path)
+        zero3.load_pretrained(silent, tmp_path, strict=False)
+        with pytest.raises(RuntimeError, match="has no values yet for: parameter weight"):
+            silent[0](torch.ones(3))
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_load_pretrained_of_a_model_whose_files_hold_no_positions(world_size: int, tmp_path: Path) -> None:
+    """Marian's are sinusoidal, and transformers leaves them out of its files."""
+    import transformers
+
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    more = {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "vocab_size": 30, "decoder_vocab_size": 30, "max_position_embeddings": 12}
+    plain = transformers.MarianMTModel(transformers.MarianConfig(**sizes, **more, pad_token_id=0, decoder_start_token_id=0))
+    plain.save_pretrained(tmp_path)
+    expected = transformers.MarianMTModel.from_pretrained(tmp_path)
+    assert expected.model.encoder.embed_positions.weight.std() > 0.1
+    models = [on_meta(plain) for _ in range(world_size)]
+
+    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
+        model = zero3.shard(models[group.rank], process_group=process_group(group), device="cpu")
+        zero3.load_pretrained(model, tmp_path)
+        return zero3.full_state_dict(model, rank0_only=False)
+
+    for found in run_ranks(world_size, body):
+        assert_same_bits(found, expected.state_dict())

@@ -96,6 +96,11 @@ def own_name(name: str) -> str:
     return _PREFIX.sub("", name)
 
 
+def own_module_name(name: str) -> str:
+    """The same for a module's name."""
+    return own_name(f"{name}.").removesuffix(".")
+
+
 def wrapped_in(module: nn.Module) -> nn.Module | None:
     """What one of torch's wrappers holds; None, if `module` is no such wrapper."""
     return next((child for name in _WRAPPED if (child := module._modules.get(name)) is not None), None)

@@ -14,6 +14,7 @@ from ..comm.plain_values import kind_of
 from ..names import innermost, named_tensors
 from .conversions import Conversions
 from .index_maps import IndexMap, Whole
+from .left_out import may_be_left_out
 from .tracing import TracedTensor, Untraceable, traced
 
 __all__: list[str] = []
@@ -31,6 +32,7 @@ class Fit:
     tensors: dict[int, Tensor]
     maps: dict[int, IndexMap[Stored]] = field(default_factory=dict)
     again: dict[int, list[IndexMap[Stored]]] = field(default_factory=dict)  # a tied tensor that is stored under its other names too
+    left_out: set[int] = field(default_factory=set)  # in no file, because the model computes them
     extra: dict[str, Stored] = field(default_factory=dict)  # extra state of modules, by their names; these take it as a tensor
     used: list[Any] | None = None  # see `Conversions.used`
 
@@ -49,9 +51,9 @@ def fit(model: nn.Module, stored: Mapping[str, Stored], strict: bool) -> Fit:
         fitting.add(stored[key])
     fitting.convert()
     found, problems = fitting.found, fitting.problems
-    problems["missing"] = [
-        names[0] for key, names in found.names.items() if key not in found.maps and not fitting.failed.intersection(names)
-    ]
+    missing = {key: names for key, names in found.names.items() if key not in found.maps and not fitting.failed.intersection(names)}
+    found.left_out = {key for key, names in missing.items() if any(may_be_left_out(found.owner, name) for name in names)}
+    problems["missing"] = [names[0] for key, names in missing.items() if key not in found.left_out]
     if not strict:
         problems["missing"] = problems["unexpected"] = []
     if text := ". ".join(f"{kind}: {', '.join(items)}" for kind, items in problems.items() if items):

@@ -18,6 +18,7 @@ from ..core.layout import Piece
 from ..core.parameters import ShardedParameter
 from .index_maps import IndexMap
 from .key_mapping import Fit, fit
+from .left_out import compute, fill
 from .reading import SliceReader
 
 __all__: list[str] = []
@@ -61,12 +62,14 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
     first = states[0]
     files: SafetensorsFiles | None = None
     found: Fit | None = None
+    computed: list[tuple[Tensor, Tensor]] = []
     error: Exception | None = None
     try:
         _check_released(states)
         files = SafetensorsFiles(path)
         found = fit(model, files.tensors, strict)
         _check_repeated(states, files, found)
+        computed = compute(model, states, {key: found.names[key][0] for key in found.names if key in found.left_out}, strict)
     except OSError as caught:
         error = ValueError(f"{path} can't be read: {caught}")
     except Exception as caught:  # whatever it is, the others wait to hear of it
@@ -75,6 +78,7 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
         agree(first.communicator, first.device, "the files that load_pretrained found", files.listing() if files else [], error)
         if files is not None and found is not None:
             _load(model, states, files, found)
+            fill(model, states, computed)
     finally:
         if files is not None:
             files.close()
