@@ -111,7 +111,7 @@ class _Pin:
         return [self._name(sharded) for sharded in toggled]
 
     def written(self) -> list[str]:
-        """The parameters that were given other values, and will lose them. Not those that were changed and changed back, but for rounding."""
+        """The parameters that were given other values, and will lose them; not those that were changed back, but for rounding."""
         changed = []
         for sharded, before in zip(self.state.parameters, self._samples, strict=True):
             stays = _sample(sharded.value) if sharded.chunk.resident else before  # on one rank the chunk itself may have been written
