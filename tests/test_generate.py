@@ -85,8 +85,7 @@ def blip2() -> Any:
     config = t.Blip2Config(
         vision_config={**small, "image_size": 16, "patch_size": 8},
         qformer_config={**small, "encoder_hidden_size": 16, "vocab_size": 96},
-        text_config={"model_type": "opt", "hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 96,
-                     "word_embed_proj_dim": 16, "max_position_embeddings": 64, "dropout": 0.0},
+        text_config={"model_type": "opt", **small, "ffn_dim": 24, "vocab_size": 96, "word_embed_proj_dim": 16, "dropout": 0.0},
         num_query_tokens=2,
         image_token_index=95,
     )  # fmt: skip

@@ -176,7 +176,7 @@ def _parts(module: nn.Module, chosen: set[int], counts: Counter[int], most: int)
 
 
 def _can_be_split(module: nn.Module, most: int) -> bool:
-    """Whether its children are called and hold what makes it large. Attention reads the parameters of its output map, which it does not call."""
+    """Whether its children are called, and hold what makes it large. Attention reads the parameters of its output map without a call."""
     direct = sum(parameter.numel() for parameter in module.parameters(recurse=False))
     called = not isinstance(module, nn.MultiheadAttention) and not is_parametrized(module)
     return called and direct <= most and any(True for _ in module.children())

@@ -94,7 +94,10 @@ class _Words:
             inputs["use_cache"] = False
         if "attention_mask" in self.accepted:
             inputs["attention_mask"] = torch.ones_like(ids)
-        if "labels" in self.accepted:
+        codebooks = getattr(getattr(self.config, "decoder", None), "num_codebooks", None)
+        if codebooks is not None:
+            inputs["decoder_input_ids"] = ids.repeat(codebooks, 1)
+        elif "labels" in self.accepted:
             inputs["labels"] = ids.clone()
         elif "decoder_input_ids" in self.accepted:
             inputs["decoder_input_ids"] = ids.clone()

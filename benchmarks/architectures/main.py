@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anyw
 
 from benchmarks.common.report import markdown, progress
 
+_GOOD = ("ok", "-")  # "-": the class has no such thing
 CHECKS = ("step", "checkpointing", "LoRA", "generate", "load", "save")
 Row = dict[str, Any]
 
@@ -56,7 +57,7 @@ def main() -> None:
 
 def sweep(options: argparse.Namespace, path: Path, rows: dict[str, Row]) -> None:
     try:
-        import peft
+        import peft  # noqa: F401  here, so that ranks have it
         import transformers
     except ModuleNotFoundError as missing:
         raise SystemExit(f"this needs the package {missing.name!r}: pip install transformers peft") from None
@@ -74,27 +75,20 @@ def sweep(options: argparse.Namespace, path: Path, rows: dict[str, Row]) -> None
     again = {"failed": lambda row: not good(row), "all": lambda row: True, None: lambda row: False}[options.again]
     wanted = [kind for kind in wanted if kind not in rows or again(rows[kind])]
     path.parent.mkdir(parents=True, exist_ok=True)
+    versions = {name: version(name) for name in ("torch", "transformers", "peft")}
     for number, kind in enumerate(wanted, 1):
-        began = time.monotonic()
-        found: Callable[[], Row] = lambda kind=kind: {"checks": try_class(kind, options.ranks, options.timeout)}  # type: ignore[misc]
-        task, name = kinds[kind]
-        row = {"type": kind, "class": name, "task": task, **(measure(kind) if options.sizes else found())}
-        row |= {
-            "seconds": round(time.monotonic() - began, 1),
-            "torch": version("torch"),
-            "transformers": version("transformers"),
-            "peft": peft.__version__,
-        }
-        rows[kind] = row
+        began, (task, name) = time.monotonic(), kinds[kind]
+        found = measure(kind) if options.sizes else {"checks": try_class(kind, options.ranks, options.timeout)}
+        rows[kind] = {"type": kind, "class": name, "task": task, **found, "seconds": round(time.monotonic() - began, 1), **versions}
         with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        said = row.get("error") or "; ".join(f"{check}: {text}" for check, text in row.get("checks", {}).items() if text not in ("ok", "-"))
-        progress(f"{number} of {len(wanted)}, {row['seconds']:.0f} s: {kind} ({name}) {said or 'ok'}"[:300])
+            file.write(json.dumps(rows[kind]) + "\n")
+        bad = found.get("error") or "; ".join(f"{check}: {text}" for check, text in found.get("checks", {}).items() if text not in _GOOD)
+        progress(f"{number} of {len(wanted)}, {rows[kind]['seconds']:.0f} s: {kind} ({name}) {bad or 'ok'}"[:300])
 
 
 def good(row: Row) -> bool:
     """Nothing that plain can do came out otherwise."""
-    return not row.get("error") and all(text in ("ok", "-") or is_plain(text) for text in row.get("checks", {}).values())
+    return not row.get("error") and all(text in _GOOD or is_plain(text) for text in row.get("checks", {}).values())
 
 
 def is_plain(text: str) -> bool:
@@ -104,22 +98,19 @@ def is_plain(text: str) -> bool:
 def table(rows: Iterable[Row]) -> str:
     ordered = sorted(rows, key=lambda row: row["type"])
     built = [row for row in ordered if "build" not in row["checks"]]
-    counts = {check: Counter(_word(row["checks"][check]) for row in built if check in row["checks"]) for check in CHECKS}
-    words = ("ok", "wrong", "plain fails", "-")
-    summary = markdown(["", *CHECKS], [[word, *(counts[check][word] for check in CHECKS)] for word in words])
-    body = markdown(
-        ["type", "class", *CHECKS], [[row["type"], row["class"], *(_word(row["checks"].get(c, "")) for c in CHECKS)] for row in built]
-    )
+    words = {row["type"]: [_word(row["checks"].get(check, "")) for check in CHECKS] for row in built}
+    counts = [Counter(column) for column in zip(*words.values(), strict=True)]
+    summary = markdown(["", *CHECKS], [[word, *(count[word] for count in counts)] for word in ("ok", "wrong", "plain fails", "-")])
+    body = markdown(["type", "class", *CHECKS], [[row["type"], row["class"], *words[row["type"]]] for row in built])
     bad = [f"* {row['type']}, {check}: {text}" for row in built for check, text in row["checks"].items() if _word(text) == "wrong"]
     left = [
         f"* {row['type']} ({row['class']}): {row['checks']['build'].removeprefix('no model: ')[:160]}"
         for row in ordered
-        if "build" in row["checks"]
+        if row not in built
     ]
-    first = ordered[0] if ordered else {}
-    head = f"{len(built)} classes, of {len(ordered)}; torch {first.get('torch')}, transformers {first.get('transformers')}, peft {first.get('peft')}."
-    parts = [head, summary, "What is wrong:\n\n" + ("\n".join(bad) or "Nothing."), body, f"Not tried, {len(left)}:\n\n" + "\n".join(left)]
-    return "\n\n".join(parts)
+    versions = ", ".join(f"{name} {ordered[0].get(name)}" for name in ("torch", "transformers", "peft")) if ordered else ""
+    parts = [f"{len(built)} classes ({versions}).", summary, "What is wrong:", "\n".join(bad) or "Nothing.", body]
+    return "\n\n".join([*parts, f"Not tried, {len(left)}, for no small model or no inputs were found:", "\n".join(left)])
 
 
 def _word(text: str) -> str:
@@ -130,14 +121,18 @@ def sizes_table(rows: Iterable[Row]) -> str:
     measured = [row for row in rows if "root" in row]
     larger = sorted((row for row in measured if row["root"] > row["largest"]), key=lambda row: -row["root"] / row["largest"])
     free = [row for row in larger if row["tied"] <= row["largest"]]
-    columns = ["type", "class", "M parameters", "layers", "largest layer", "root", "of it tied", "root / largest"]
-    cells = [
-        [row["type"], row["class"], f"{row['numel'] / 1e6:.0f}", row["layers"], *(f"{row[k] / 1e6:.1f} M" for k in ("largest", "root", "tied")), f"{row['root'] / row['largest']:.2f}"]
-        for row in larger
-    ]  # fmt: skip
+    columns = ["type", "class", "M parameters", "layers", "largest layer, M", "root, M", "of it tied, M", "root / largest"]
+    cells = []
+    for row in larger:
+        numbers = [f"{row[what] / 1e6:.1f}" for what in ("largest", "root", "tied")]
+        cells.append(
+            [row["type"], row["class"], f"{row['numel'] / 1e6:.0f}", row["layers"], *numbers, f"{row['root'] / row['largest']:.2f}"]
+        )
     errors = [f"* {row['type']} ({row['class']}): {row['error']}" for row in rows if row.get("error")]
-    head = f"{len(measured)} classes at full size; the root is larger than every other layer in {len(larger)}, in {len(free)} of them not because of ties."
-    return "\n\n".join([head, markdown(columns, cells), f"Not measured, {len(errors)}:\n\n" + "\n".join(errors)])
+    head = (
+        f"{len(measured)} classes. The root is larger than every other layer in {len(larger)}, in {len(free)} of them not because of ties."
+    )
+    return "\n\n".join([head, markdown(columns, cells), f"Not measured, {len(errors)}:", "\n".join(errors)])
 
 
 if __name__ == "__main__":

@@ -215,7 +215,7 @@ def _shared_folder() -> str:
 def _names(folder: Path) -> set[str]:
     from safetensors import safe_open
 
-    return {name for path in folder.glob("*.safetensors") for name in safe_open(path, "pt").keys()}
+    return {name for path in folder.glob("*.safetensors") for name in safe_open(path, "pt").keys()}  # noqa: SIM118  it is no dict
 
 
 def _same_state(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

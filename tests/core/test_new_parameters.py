@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -33,12 +34,9 @@ REFUSED: dict[str, Callable[[Stack], Any]] = {
 def test_new_parameters_are_refused(name: str, inside: str) -> None:
     model = zero3.shard(stack())
     names = [key for key, _ in model.named_modules()]
-    with pytest.raises(RuntimeError, match=r"belongs to a sharded model, and was to get parameters that are not: .*before it is sharded"):
-        if inside:
-            with getattr(zero3, inside)(model):
-                REFUSED[name](model)
-        else:
-            REFUSED[name](model)
+    context = getattr(zero3, inside)(model) if inside else contextlib.nullcontext()
+    with pytest.raises(RuntimeError, match=r"belongs to a sharded model, and was to get parameters that are not: .*is sharded"), context:
+        REFUSED[name](model)
     assert [key for key, _ in model.named_modules()] == names
     train(model, Turn(0, 0, 1))
 
@@ -139,7 +137,7 @@ def test_set_to_other_values_is_a_write() -> None:
         for value in (weight, torch.ones(2).double()):  # torch itself asks no subclass whether it may
             with pytest.raises(RuntimeError, match=r"set_: 'up.weight' of layer 'blocks.0' \(Setting\) is released"), torch.no_grad():
                 weight.set_(value)
-        with pytest.raises(RuntimeError, match="'up.weight' was changed in place"):
+        with pytest.raises(RuntimeError, match=r"'up\.weight' was changed in place"):
             train(model, Turn(0, 0, 1))
 
     run_ranks(2, body)
