@@ -155,7 +155,7 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what the names don't tell, by type of 
     "instructblip": {"image_token_index": WORDS - 1},
     "instructblipvideo": {"video_token_index": WORDS - 1},
     "chameleon": {"vocabulary_map": _VOCABULARY},
-    "emu3": {"vocabulary_map": {"<image>": WORDS - 1, "<|extra_200|>": 99, **{f"<|visual token {code:06}|>": 91 + code for code in range(8)}}},
+    "emu3": {"vocabulary_map": {"<image>": WORDS - 1, "<|extra_200|>": 99} | {f"<|visual token {n:06}|>": 91 + n for n in range(8)}},
     "chameleon_vqgan": {"base_channels": 32, "num_embeddings": 8},
     "emu3_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1, 2, 2], "hidden_size": 64, "codebook_size": 8},
     "janus_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1, 1, 2, 2]},
