@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import zero3  # noqa: E402
 
 project = "zero3"
 author = "The zero3 authors"
-version = release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+version = release = zero3.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build", "pictures"]

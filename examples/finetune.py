@@ -38,7 +38,7 @@ try:
 
     from finetuning import data
     from finetuning.any_model import AnyModel
-    from finetuning.causal_lm import CausalLM, load_config
+    from finetuning.causal_lm import CausalLM, check_output, load_config
     from finetuning.neox import NeoX, small_config
     from finetuning.ranks import Ranks, join_ranks
     from finetuning.report import Memory, Summary, draw_losses, live_memory, peak_memory, table
@@ -135,6 +135,7 @@ def open_model(options: argparse.Namespace, config: PreTrainedConfig, ranks: Ran
 def finetune(options: argparse.Namespace, ranks: Ranks) -> Summary:
     """The whole job: read, shard, measure, train, measure again, save."""
     torch.manual_seed(options.seed)
+    check_output(options.output, adapters=options.lora is not None)
     text = data.load_text(options.text)
     config, tokenizer = load_config_and_tokenizer(options, text, ranks)
     check_sizes(options, config, ranks)

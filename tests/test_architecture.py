@@ -178,6 +178,22 @@ def test_private_names_of_torch_are_in_two_files() -> None:
     assert sources_that_write(r"^torch(\.\w+)*\._|_execution_engine") == {"core/autograd", "core/gradient_types"}
 
 
+TORCHS_OWN = frozenset(
+    {"_version", "_base", "_parameters", "_buffers", "_modules", "_backward_hooks", "_post_accumulate_grad_hooks", "_sequence_nr"}
+)
+
+
+@pytest.mark.parametrize("source", [source for source in SOURCES if source.startswith("core/")])
+def test_no_object_of_a_step_uses_a_private_field_of_another_one(source: str) -> None:
+    """But for those of its own class, so of its own file, and those of torch that have no public twin."""
+    nodes = list(ast.walk(TREES[source]))
+    private = [node for node in nodes if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr)]
+    own = {node.attr for node in private if ast.unparse(node.value) == "self"}
+    own |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    others = [node for node in private if ast.unparse(node.value) not in ("self", "sys") and not ast.unparse(node).startswith("torch.")]
+    assert not [ast.unparse(node) for node in others if node.attr not in own | TORCHS_OWN]
+
+
 def can_change(value: object) -> bool:
     containers = (MutableSequence, MutableSet, MutableMapping, Iterator, torch.Tensor)
     made = getattr(type(value), "__dataclass_params__", None)

@@ -9,7 +9,8 @@ from torch import nn
 
 from .comm.agreement import agree
 from .core.layer_state import LayerState
-from .core.pinning import pin, unpin, write_back
+from .core.parameters import named
+from .core.pinning import Pin, pin, unpin, write_back
 from .layer import Zero3Layer, layers_of
 
 __all__: list[str] = []
@@ -62,23 +63,25 @@ def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]
         with zero3.full_params(model.head, writeback=True):
             model.head.weight.data.mul_(0.5)
     """
-    with _pinned(module, f"full_params(writeback={writeback})", writeback=writeback):
+    with pinned(states_of(module), f"full_params(writeback={writeback})", writeback=writeback):
         yield
 
 
 @contextmanager
-def _pinned(module: nn.Module, caller: str, *, writeback: bool = False, to_compute: bool = False) -> Iterator[None]:
-    states = states_of(module)
+def pinned(states: list[LayerState], caller: str, *, writeback: bool = False, to_compute: bool = False) -> Iterator[None]:
+    """Inside, `states` are fetched: as they are stored, or as they compute. `caller`: what the ranks compare before they gather."""
     rank = states[0].communicator.rank
     agree_to_gather(states, caller)
-    pinned: list[LayerState] = []
+    pins: list[Pin] = []
+    written: list[str] = []
     try:
         for state in states:
             pin(state, to_compute=to_compute)
-            pinned.append(state)
+            pins.append(Pin(state, to_compute=to_compute))
         error: BaseException | None = None
         try:
             yield
+            written = [name for each in pins for name in each.written()] if to_compute else []
         except BaseException as caught:
             error = caught
             raise
@@ -86,19 +89,27 @@ def _pinned(module: nn.Module, caller: str, *, writeback: bool = False, to_compu
             if writeback:
                 _write_back(states, error)
     finally:
-        toggled = [name for state in pinned for name in _undo_toggles(state)]
-        replaced = [f"{b.sites.name!r} of layer {state.label}" for state in pinned for b in state.parameters if b.sites.replaced()]
-        for state in pinned:
-            unpin(state)
+        toggled = [name for each in pins for name in each.undo_toggles()] if not to_compute else []
+        replaced = [f"{p.sites.name!r} of layer {each.state.label}" for each in pins for p in each.state.parameters if p.sites.replaced()]
+        for each in pins:
+            unpin(each.state)
+            each.state.toggled = True  # perhaps: the next forward looks
     if toggled:
         raise RuntimeError(
-            f"rank {rank}: requires_grad was changed inside full_params, of {', '.join(toggled)}. A chunk is "
+            f"rank {rank}: requires_grad was changed inside {caller}, of {', '.join(toggled)}. A chunk is "
             "trained or frozen as a whole, so this was undone: freeze parameters before sharding, or use requires_grad_ of a layer's chunk."
         )
     if replaced:
         raise RuntimeError(
-            f"rank {rank}: inside full_params, {', '.join(replaced)} was replaced by another object. A sharded parameter stays one object "
+            f"rank {rank}: inside {caller}, {', '.join(replaced)} was replaced by another object. A sharded parameter stays one object "
             "for life, so this was undone: give it other values (parameter.data = values), with writeback=True."
+        )
+    if written:
+        raise RuntimeError(
+            f"rank {rank}: inside {caller}, the values of {named(written)} were changed, and that "
+            "is undone: the chunks on all ranks hold the old ones. A module that notes the change (as RWKV does "
+            "in eval, or peft's merge_adapter) is wrong from now on. Make such changes, and take them back, inside `with "
+            "zero3.full_params(model, writeback=True):`, where they stay."
         )
 
 
@@ -114,7 +125,8 @@ def resident(model: nn.Module) -> Iterator[None]:
         model: Any model that contains zero3 layers.
 
     Raises:
-        RuntimeError: A backward runs through a forward that was made inside.
+        RuntimeError: A backward runs through a forward that was made inside; or, at the end, parameters were changed inside, which
+            is undone.
         ValueError: Nothing in `model` is sharded.
 
     Example::
@@ -123,7 +135,7 @@ def resident(model: nn.Module) -> Iterator[None]:
             ids = model.generate(**prompt, max_new_tokens=4)
     """
     states = states_of(model)
-    with _pinned(model, "resident", to_compute=True):
+    with pinned(states, "resident", to_compute=True):
         for state in states:
             state.resident += 1
         try:
@@ -178,14 +190,6 @@ def agree_to_gather(states: list[LayerState], caller: str, error: Exception | No
         agree(first.communicator, first.device, caller, [state.name_among_ranks for state in states], error)
     elif error is not None:
         raise error
-
-
-def _undo_toggles(state: LayerState) -> list[str]:
-    """Restores the `requires_grad` of parameters that differ from their chunk. Returns the names of these parameters."""
-    toggled = [sharded for sharded in state.parameters if sharded.sites.parameter.requires_grad != sharded.chunk.trains]
-    for sharded in toggled:
-        sharded.sites.parameter.requires_grad_(sharded.chunk.trains)
-    return [f"{sharded.sites.name!r} of layer {state.label}" for sharded in toggled]
 
 
 def _write_back(states: list[LayerState], error: BaseException | None) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from .core.parameters import ParameterSites, own_modules
+from .core.parameters import ParameterSites, is_callable, own_modules
 
 __all__: list[str] = []
 
 Layers = type[nn.Module] | Sequence[type[nn.Module] | nn.Module] | Callable[[str, nn.Module], bool] | None
-
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # hold, but are never called
 
 
 class Named(NamedTuple):
@@ -31,17 +30,17 @@ def choose(model: nn.Module, layers: Layers) -> list[Named]:
     """
     inside = [Named(name, module) for name, module in model.named_modules() if module is not model]
     if layers is None:
-        wanted = _blocks_and_ends(model, inside)
+        wanted = _automatic(model, inside)
     elif callable(layers) and not isinstance(layers, (type, nn.Module)):
         wanted = {id(module) for name, module in inside if layers(name, module)}
     else:
         wanted = _modules_named(inside, [layers] if isinstance(layers, (type, nn.Module)) else layers)
     chosen = [each for each in inside if id(each.module) in wanted]
     if not chosen:
-        kinds = dict.fromkeys(type(module).__name__ for _, module in inside if not isinstance(module, CONTAINERS))
+        kinds = dict.fromkeys(type(module).__name__ for _, module in inside if is_callable(module))
         raise ValueError(f"layers={layers!r} matches no submodule of this {type(model).__name__}, which has: {', '.join(kinds) or 'none'}")
     for name, module in chosen:
-        if isinstance(module, CONTAINERS):
+        if not is_callable(module):
             raise ValueError(
                 f"layers matches {name!r}, a {type(module).__name__}: that is never called, so it can't be a layer. Name its elements"
             )
@@ -67,52 +66,120 @@ def _modules_named(inside: list[Named], layers: Any) -> set[int]:
     return {id(module) for _, module in inside if isinstance(module, classes)} | {id(module) for module in modules}
 
 
-def _blocks_and_ends(model: nn.Module, inside: list[Named]) -> set[int]:
-    blocks = _blocks(model, inside)
-    within = {id(inner) for block in blocks for inner in block.modules()}
+# -- the automatic choice
+
+
+def _automatic(model: nn.Module, inside: list[Named]) -> set[int]:
+    """Blocks, then embeddings and heads, then whatever else would leave the root with more than the largest block."""
     counts = Counter(id(p) for _, module in [("", model), *inside] for p in module._parameters.values() if p is not None)
-    ends = [end for end in _ends(model, inside) if id(end) not in within and _mostly_its_own(end, counts)]
-    return {id(module) for module in [*blocks, *ends]}
+    blocks = _blocks(model, inside, counts)
+    within = {id(inner) for block in blocks for inner in block.modules()}
+    largest = max(_numel(block) for block in blocks)
+    ends = [end for end in _ends(model, inside, largest // 2) if id(end) not in within and _mostly_its_own(end, counts)]
+    chosen = {id(module) for module in [*blocks, *ends]}
+    return chosen | _large_parts(model, chosen, counts, largest)
 
 
-def _blocks(model: nn.Module, inside: list[Named]) -> list[nn.Module]:
-    """The elements of the outermost module lists that hold a tenth of the parameters at least, or, if none does, of the largest."""
-    lists: list[tuple[int, str, nn.ModuleList]] = []
+def _blocks(model: nn.Module, inside: list[Named], counts: Counter[int]) -> list[nn.Module]:
+    """The elements of the outermost module lists that hold a tenth of the parameters, or of the largest, if none does; and then of all
+    lists of blocks that hold a tenth as much as the largest of these elements."""
+    lists: list[tuple[int, str, list[nn.Module]]] = []
     for name, module in inside:  # outer before inner
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for _, outer, _ in lists):
-            lists.append((_numel(module), name, module))
-    largest = max((size for size, _, _ in lists), default=0)
-    if not largest:
+        nested = any(name.startswith(f"{outer}.") for _, outer, _ in lists)
+        if isinstance(module, nn.ModuleList) and not isinstance(module, ParametrizationList) and not nested:
+            elements = [element for element in _called_in(module) if any(counts[id(p)] == 1 for p in element.parameters())]
+            lists.append((sum(_numel(element) for element in elements), name, elements))
+    most = max((size for size, _, _ in lists), default=0)
+    if not most:
         raise ValueError(
             f"no ModuleList of this {type(model).__name__} holds parameters, so which of its modules are blocks is unknown: name them with "
             "layers= (a class, several, modules, or a predicate (name, module) -> bool)"
         )
-    least = min(largest, _numel(model) / 10)
-    return [block for size, _, module in lists if size >= least for block in module]
+    least = min(most, _numel(model) / 10)
+    largest = max(_numel(element) for size, _, elements in lists if size >= least for element in elements)
+    found = [elements for size, _, elements in lists if size >= least or (size >= largest / 10 and _are_blocks(elements, largest))]
+    return [element for elements in found for element in elements]
 
 
-def _ends(model: nn.Module, inside: list[Named]) -> list[nn.Module]:
-    """Embeddings and heads: what a transformers model says they are, else embeddings anywhere; linear maps right under the model."""
-    ends: list[nn.Module | None] = [module for module in model.children() if type(module) is nn.Linear]
+def _are_blocks(elements: list[nn.Module], largest: int) -> bool:
+    """Whether they are made of modules themselves, or large: fifty tables of a few words are better fetched at once."""
+    return any(_numel(child) for element in elements for child in element.children()) or _numel(elements[0]) >= largest / 20
+
+
+def _called_in(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules inside `module` that have a forward: a list may hold lists, or modules that only hold others."""
+    children = [child for child in module._modules.values() if child is not None]
+    return [called for child in children for called in ([child] if is_callable(child) else _called_in(child))]
+
+
+def _ends(model: nn.Module, inside: list[Named], large: int) -> list[nn.Module]:
+    """Embeddings and heads: what a transformers model says they are, else embeddings anywhere; linear maps right under the model;
+    embeddings of `large` parameters or more, whoever knows of them."""
+    ends: list[nn.Module] = [module for module in model.children() if type(module) is nn.Linear]
+    ends += [module for _, module in inside if isinstance(module, nn.Embedding) and _numel(module) >= large]
     if hasattr(model, "get_input_embeddings"):
-        ends += [_ask(model, "get_input_embeddings"), _ask(model, "get_output_embeddings")]
+        ends += [*_ask(model, "get_input_embeddings"), *_ask(model, "get_output_embeddings")]
     else:
         ends += [module for _, module in inside if type(module) is nn.Embedding]
-    return [end for end in ends if end is not None and end is not model]
+    return [end for end in ends if end is not model]
 
 
-def _ask(model: nn.Module, question: str) -> nn.Module | None:
+def _ask(model: nn.Module, question: str) -> list[nn.Module]:
     try:
         answer = getattr(model, question)()
     except (NotImplementedError, AttributeError):  # models without embeddings answer so
-        return None
-    return answer if isinstance(answer, nn.Module) else None
+        return []
+    if not isinstance(answer, nn.Module):
+        return []
+    return [answer] if is_callable(answer) else _called_in(answer)  # a list of embeddings, one a codebook
 
 
 def _mostly_its_own(module: nn.Module, counts: Counter[int]) -> bool:
     """Whether it would hold most of its parameters as a layer: those that are tied to others go to the root (a head's bias may)."""
     own = sum(p.numel() for p in module.parameters() if counts[id(p)] == 1)
     return own > 0 and 2 * own >= _numel(module)
+
+
+def _large_parts(model: nn.Module, chosen: set[int], counts: Counter[int], largest: int) -> set[int]:
+    """Further modules, the largest first, until the root holds no more than the largest block, if that can be.
+
+    It is held from the forward to the end of backward, so it must not be what a step's memory is made of.
+    """
+    left = {id(p): p.numel() for _, module in _outside(model, chosen) for p in module._parameters.values() if p is not None}
+    parts = sorted(_parts(model, chosen, counts, largest), key=_numel, reverse=True)
+    root, wanted = sum(left.values()), set[int]()
+    least = max(largest, root - sum(map(_numel, parts))) / 20  # smaller ones are not worth their transfers: beside what has to stay, too
+    for part in parts:
+        if root <= largest or _numel(part) < least:
+            break
+        root -= _numel(part)
+        wanted.add(id(part))
+    return wanted
+
+
+def _outside(model: nn.Module, chosen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    return own_modules(model, lambda module: id(module) in chosen)
+
+
+def _parts(module: nn.Module, chosen: set[int], counts: Counter[int], most: int) -> list[nn.Module]:
+    """The outermost modules that could be layers: called, without layers inside, hardly tied; larger than `most` if they can't be split."""
+    found: dict[int, nn.Module] = {}
+    for child in module.children():
+        if id(child) in chosen or isinstance(child, ParametrizationList):
+            continue
+        whole = is_callable(child) and not any(id(inner) in chosen for inner in child.modules()) and _mostly_its_own(child, counts)
+        if whole and (_numel(child) <= most or not _can_be_split(child, most)):
+            found[id(child)] = child
+        else:
+            found |= {id(inner): inner for inner in _parts(child, chosen, counts, most)}
+    return list(found.values())
+
+
+def _can_be_split(module: nn.Module, most: int) -> bool:
+    """Whether its children are called, and hold what makes it large. Attention reads the parameters of its output map without a call."""
+    direct = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    called = not isinstance(module, nn.MultiheadAttention) and not is_parametrized(module)
+    return called and direct <= most and any(True for _ in module.children())
 
 
 def _numel(module: nn.Module) -> int:

@@ -14,8 +14,8 @@ from torch import nn
 from .core.autograd import mark_upstream, tensors_in, uncached_autocast
 from .core.construction import Request, build_state
 from .core.layer_state import LayerState
-from .core.module_overrides import Override, check_conversion, guard, refuse
-from .core.parameters import own_modules
+from .core.module_overrides import INSTEAD_OF_STATE_DICT, Override, check_conversion, guard, refuse
+from .core.parameters import own_module_name, own_modules
 from .core.runtime import Runtime
 from .core.wrappers import refuse_wrappers
 from .policy import ShardingPolicy
@@ -171,9 +171,7 @@ class Zero3Layer(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         if not self._state.pinned:
-            refuse(
-                "state_dict()", "a state dict of chunks has neither the names nor the shapes of the model", "zero3.full_state_dict(model)"
-            )
+            refuse("state_dict()", "a state dict of chunks has neither the names nor the shapes of the model", INSTEAD_OF_STATE_DICT)
         return self.module.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -269,7 +267,7 @@ def adopt(root: nn.Module, *, ordered: bool, outer: Sequence[LayerState] = ()) -
     layers = layers_of(root)
     for name, module in root.named_modules(remove_duplicate=False):
         if isinstance(module, Zero3Layer) and name:
-            module._state.label = f"{name!r} ({type(module.module).__name__})"
+            module._state.label = f"{own_module_name(name)!r} ({type(module.module).__name__})"
     states = [*outer, *(layer._state for layer in layers)]
     runtime = Runtime(states, states[0].policy, ordered=ordered, depths=[*(0 for _ in outer), *_depths(root, len(outer))])
     for layer in layers:

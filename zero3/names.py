@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from .access import states_of
-from .core.parameters import own_name, parameters_of
+from .core.parameters import own_name, parameters_of, wrapped_in
 from .layer import Zero3Layer
 
 __all__: list[str] = []
@@ -37,6 +37,13 @@ def named_entries(model: nn.Module) -> Iterator[tuple[str, Tensor | nn.Module]]:
                 yield dot + name, buffer
         if has_extra_state(module):
             yield dot + _EXTRA_STATE, module
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """The model itself, where it was put into a layer as a whole, or into a wrapper of torch's."""
+    while (inner := model.module if isinstance(model, Zero3Layer) else wrapped_in(model)) is not None:
+        model = inner
+    return model
 
 
 def has_extra_state(module: nn.Module) -> bool:

@@ -44,8 +44,8 @@ class ShardingPolicy:
             it all are dropped. Micro-batches after the first hold one more gradient shard. If only one rank may fail, see
             `step_guard`.
         compare_every: After this many transfers, ranks compare a rolling hash of them at the next forward. 0: never. 1: before
-            every gather, to find the first transfer that differs. Under `step_guard` the hash is sent at the end of each
-            micro-batch instead.
+            every gather, to find the first transfer that differs. Where messages carry no tag (NCCL), any larger number means every
+            forward, without a wait. Under `step_guard` the hash is sent at the end of each micro-batch instead.
 
     Raises:
         ValueError: A value is not allowed, or two options exclude each other.

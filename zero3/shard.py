@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from .auto_wrap import CONTAINERS, Layers, choose, tied_across
+from .access import pinned
+from .auto_wrap import Layers, choose, tied_across
 from .core.construction import Request, agree_on, build_state, device_of
 from .core.layer_state import LayerState
 from .core.layout import megabytes
-from .core.module_overrides import guard
-from .core.parameters import check_parameters, find_parameters, own_modules
+from .core.module_overrides import Override, guard
+from .core.parameters import check_parameters, find_parameters, is_callable, own_module_name, own_modules
 from .layer import RootEntry, Zero3Layer, adopt, is_layer, layers_of
 from .policy import ShardingPolicy
 
@@ -50,9 +53,12 @@ def shard(
             match inside a match becomes an inner layer, which is released while the rest of the outer layer computes. None takes:
 
             * blocks: the elements of each outermost `ModuleList` that holds at least a tenth of the parameters, or of the largest
-              one if none does;
+              one if none does; then of every list with elements of a tenth of the largest block: an encoder's, a vision tower's.
+              An element that is never called itself, such as a list, stands for what it holds;
             * embeddings and heads, unless they are tied or part of a block: the modules that `get_input_embeddings()` and
-              `get_output_embeddings()` return, or else every `nn.Embedding`; and each `nn.Linear` directly in the model.
+              `get_output_embeddings()` return, or else every `nn.Embedding`; every embedding of half a block's size; and each
+              `nn.Linear` directly in the model;
+            * further modules, the largest first, until the root's own layer is no larger than the largest block.
         rank: This process's number in the group. It is only checked; None takes the group's.
         world_size: The number of ranks in the group. It is only checked; None takes the group's.
         device: Where the whole model computes and the chunks live. None: where the model's tensors are.
@@ -122,7 +128,7 @@ def _plan(common: Request, layers: Layers) -> _Plan:
     ids = {id(module) for _, module in chosen}
     tied = tied_across(model, chosen)
     elsewhere = frozenset(tied)
-    parts = [replace(common, module=m, label=f"{name!r} ({type(m).__name__})", elsewhere=elsewhere) for name, m in chosen]
+    parts = [replace(common, module=m, label=f"{own_module_name(name)!r} ({type(m).__name__})", elsewhere=elsewhere) for name, m in chosen]
     parts.sort(key=lambda part: sum(id(inner) in ids for inner in part.module.modules()))  # inner before outer
     return _Plan(parts, replace(common, borrowed=tuple(tied.values())))
 
@@ -156,11 +162,22 @@ def _enter_through_root(state: LayerState, model: nn.Module) -> None:
     state.registry = model._parameters
     model._parameters.update(state.chunk_names())
     model.__dict__["_zero3_root"] = state
-    runtime = adopt(model, ordered=False, outer=[state])
+    runtime, generate = adopt(model, ordered=False, outer=[state]), partial(_generate, weakref.ref(state))
     for _, module in own_modules(model, is_layer):
         guard(module, is_layer, lists_chunks=module is model)
-        if not isinstance(module, CONTAINERS):
+        if is_callable(module):
             RootEntry(module, state, runtime)
+        if callable(getattr(type(module), "generate", None)):
+            Override(module, "generate", generate)
+
+
+def _generate(root: weakref.ref[LayerState], module: nn.Module, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Generation reads parameters between its forwards, such as image tokens. So the root's own layer stays fetched meanwhile."""
+    state = root()
+    if state is None:
+        raise RuntimeError(f"the sharded model that this {type(module).__name__} belongs to is gone")
+    with pinned([state], "generate", to_compute=True):
+        return generate(*args, **kwargs)
 
 
 def _report(model: nn.Module, root: LayerState) -> None:

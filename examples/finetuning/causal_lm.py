@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from .report import Memory
 
-__all__ = ["CausalLM", "choose_trainable", "empty", "load_config", "new_model", "save_model"]
+__all__ = ["CausalLM", "check_output", "choose_trainable", "empty", "load_config", "new_model", "save_model"]
 
 
 class CausalLM(Protocol):
@@ -34,6 +34,21 @@ def load_config(directory: Path) -> PreTrainedConfig:
     if not (directory / "config.json").is_file():
         raise SystemExit(f"--model {directory}: there is no config.json in it")
     return AutoConfig.from_pretrained(directory)
+
+
+def check_output(directory: Path, *, adapters: bool) -> None:
+    """Ends the program if a model lies where adapters shall go, or adapters where a model shall: they would be loaded together, or one
+    in place of the other."""
+    if directory.exists() and not directory.is_dir():
+        raise SystemExit(f"--output {directory}: a file of this name is there, expected a directory or nothing")
+    patterns = ("model*.safetensors*", "pytorch_model*.bin*") if adapters else ("adapter_config.json", "adapter_model.*")
+    found = sorted(path.name for pattern in patterns for path in directory.glob(pattern))
+    if found:
+        what, other = ("adapters", "a whole model") if adapters else ("a whole model", "adapters")
+        raise SystemExit(
+            f"--output {directory}: it holds {other} of an earlier run ({', '.join(found[:4])}), and this run writes {what}: who loads the "
+            "directory would get the one or the other. Name another directory, or remove these files"
+        )
 
 
 def empty() -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -17,10 +18,42 @@ END_OF_TEXT = "<|endoftext|>"
 def load_text(path: Path | None) -> str:
     """The text of a file, or the English that every Python carries with it: the help pages of the language."""
     if path is not None:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics.values())
+
+
+def read_text(path: Path) -> str:
+    """The file's text; ends the program, saying what is expected, if it holds something else."""
+    expected = "Expected is plain text in UTF-8, as the model shall learn to write it"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SystemExit(f"--text {path}: {error.strerror}. {expected}") from None
+    except UnicodeDecodeError as error:
+        raise SystemExit(f"--text {path}: it is not UTF-8 ({error.reason}, byte {error.start}). {expected}") from None
+    if "\0" in text or not text.strip():
+        raise SystemExit(f"--text {path}: the file {'holds zero bytes' if text.strip() else 'is empty'}. {expected}")
+    if is_json(text):
+        raise SystemExit(
+            f"--text {path}: these are JSON records, of which the model would learn braces, names and quotation marks. {expected}: "
+            "write chats out first, with the tokenizer's apply_chat_template(..., tokenize=False), and other records as sentences"
+        )
+    return text
+
+
+def is_json(text: str) -> bool:
+    """Whether all of it, or its first line, is a JSON object or list."""
+    first = text.lstrip("\ufeff \t\r\n")[:1]
+    return first in ("{", "[") and any(_parses(each) for each in (text.lstrip("\ufeff").strip().partition("\n")[0], text.lstrip("\ufeff")))
+
+
+def _parses(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), (dict, list))
+    except ValueError:
+        return False
 
 
 def train_bpe(text: str, vocabulary: int) -> str:

@@ -35,7 +35,7 @@ def pictures(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("*.png")}
 
 
-@pytest.mark.parametrize("name", ["peers", "fabric", "overhead", "scale", "gpu", "optimizer", "construction"])
+@pytest.mark.parametrize("name", ["peers", "fabric", "overhead", "scale", "gpu", "optimizer", "construction", "architectures"])
 def test_each_explains_itself(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     main = importlib.import_module(f"benchmarks.{name}.main")
     monkeypatch.setattr(sys, "argv", ["main.py", "--help"])

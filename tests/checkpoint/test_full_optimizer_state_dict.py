@@ -223,3 +223,71 @@ def test_load_full_optimizer_state_dict_takes_a_run_from_fsdp2_to_zero3_and_back
     for options in (back["param_groups"][0], found["param_groups"][0]):
         options["betas"] = list(options["betas"])  # which torch makes a list of on its way
     assert back["param_groups"] == found["param_groups"]
+
+
+def first_moment(state: dict[str, Any], change: Callable[[Tensor], Any]) -> dict[str, Any]:
+    values = state["state"]["norm.weight"]
+    return {**state, "state": {**state["state"], "norm.weight": {**values, "exp_avg": change(values["exp_avg"])}}}
+
+
+def groups(state: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    return {**state, "param_groups": [{**group, **changed} for group in state["param_groups"]]}
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = {
+    "nothing": (lambda s: None, TypeError, "expected a dict with 'state' and 'param_groups' on rank 0, found a NoneType"),
+    "a list": (lambda s: list(s.items()), TypeError, "expected a dict with 'state' and 'param_groups' on rank 0, found a list"),
+    "no groups": (lambda s: {"state": s["state"]}, ValueError, r"found the keys \['state'\]"),
+    "groups in a dict": (lambda s: {**s, "param_groups": {"0": {}}}, TypeError, "param_groups must be a list of dicts, found a dict"),
+    "a group that is a list": (lambda s: {**s, "param_groups": [[]]}, TypeError, "param_groups must be a list of dicts"),
+    "a group without params": (
+        lambda s: {**s, "param_groups": [{"lr": 0.1}]}, ValueError, r"param_groups\[0\] has no 'params'.*it has \['lr'\]",
+    ),
+    "params that are a text": (lambda s: groups(s, params="norm.weight"), TypeError, r"'params' of param_groups\[0\] must be a list of"),
+    "params that are numbers": (lambda s: groups(s, params=[0, 1]), ValueError, r"param_groups\[0\] has \[0, 1\] as params; expected par"),
+    "params twice": (lambda s: {**s, "param_groups": s["param_groups"] * 2}, ValueError, r"param_groups name these parameters twice"),
+    "state that is a list": (lambda s: {**s, "state": list(s["state"].items())}, TypeError, "state must be a dict with a dict for each"),
+    "state that is numbered": (lambda s: {**s, "state": dict(enumerate(s["state"].values()))}, ValueError, r"state has \[0, 1, 2\]"),
+    "state of a name that is a tensor": (
+        lambda s: {**s, "state": {**s["state"], "norm.weight": torch.zeros(2)}}, TypeError, "state must be a dict with a dict for each",
+    ),
+    "a moment on meta": (lambda s: first_moment(s, lambda m: m.to("meta")), ValueError, r"exp_avg of norm\.weight is on the meta device"),
+    "a moment of numpy": (lambda s: first_moment(s, lambda m: m.numpy()), TypeError, r"'exp_avg' of norm\.weight is a numpy\.ndarray"),
+    "a moment that is sparse": (lambda s: first_moment(s, lambda m: m.to_sparse()), ValueError, r"exp_avg of norm\.weight is sparse_coo"),
+    "a moment of another shape": (lambda s: first_moment(s, lambda m: m[:2]), ValueError, r"exp_avg of norm\.weight has \(2,\), exp"),
+    "an option that could only be pickled": (lambda s: groups(s, lr=object()), TypeError, r"'lr' of param_groups\[0\] is a builtins"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_load_full_optimizer_state_dict_of_what_is_none(name: str) -> None:
+    """The same error on all ranks, and nothing has changed."""
+    change, kind, message = WRONG[name]
+
+    def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> str:
+        train(model, optimizer, range(1))
+        before = zero3.full_optimizer_state_dict(model, optimizer, rank0_only=False)
+        given = change(deepcopy(before)) if group.rank == 0 else None
+        with pytest.raises(kind, match=message) as raised:
+            zero3.load_full_optimizer_state_dict(model, optimizer, given)
+        assert_same(zero3.full_optimizer_state_dict(model, optimizer, rank0_only=False), before)
+        return str(raised.value)
+
+    assert len(set(on_ranks(3, body))) == 1
+
+
+def _load_a_moment_on_meta(rank: Rank) -> str:
+    model, optimizer = plain("AdamW")
+    model = zero3.shard(model)
+    optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model))
+    train(model, optimizer, range(1))
+    full = zero3.full_optimizer_state_dict(model, optimizer)
+    given = first_moment(full, lambda moment: moment.to("meta")) if rank.number == 0 else None
+    with pytest.raises(ValueError, match="is on the meta device") as raised:
+        zero3.load_full_optimizer_state_dict(model, optimizer, given)
+    return str(raised.value)
+
+
+def test_load_full_optimizer_state_dict_with_a_wrong_value_on_processes() -> None:
+    """Real ranks: nobody waits for another."""
+    assert len(set(on_processes(2, _load_a_moment_on_meta))) == 1

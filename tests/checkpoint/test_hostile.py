@@ -17,6 +17,7 @@ from tests.checkpoint.test_integrity import MODEL, OPTIMIZER, build, data, is_li
 from tests.checkpoint.test_integrity import saved as saved  # a fixture
 from tests.support.checkpoints import on_ranks
 from tests.support.ranks import ThreadCommunicator
+from zero3.__main__ import main
 
 
 def link(path: Path, to: Path) -> None:
@@ -123,6 +124,20 @@ def test_a_manifest_that_was_made_to_harm(name: str, saved: Path, tmp_path: Path
     shutil.copytree(saved / "one", tmp_path / "one")
     rewrite(tmp_path / "one", CHANGES[name])
     refused(tmp_path / "one", ".", 2)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_command_line_on_a_manifest_that_was_made_to_harm(
+    name: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shown, or one line that says what is wrong, and nothing left behind."""
+    shutil.copytree(saved / "one", tmp_path / "one")
+    rewrite(tmp_path / "one", CHANGES[name])
+    for command in (["inspect", str(tmp_path / "one")], ["export", str(tmp_path / "one"), str(tmp_path / "out")]):
+        code, said = main(command), capsys.readouterr()
+        assert (code, said.err) == (0, "") or (code == 1 and said.err.startswith("zero3: ") and said.err.count("\n") == 1)
+        assert (tmp_path / "out").exists() == (code == 0 and command[0] == "export")
+        assert not (tmp_path / "out.unfinished").exists()
 
 
 def test_load_checkpoint_of_extra_that_is_none(saved: Path, tmp_path: Path) -> None:

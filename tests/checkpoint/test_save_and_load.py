@@ -292,6 +292,22 @@ def test_keep_last_and_latest_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "mine" / "data.txt").read_text() == "precious"
 
 
+@pytest.mark.parametrize(("keep_last", "kind"), [(1.5, TypeError), (True, TypeError), ("2", TypeError), (0, ValueError), (-1, ValueError)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_keep_last_is_refused_before_anything_is_written(keep_last: Any, kind: type[Exception], rank: int, tmp_path: Path) -> None:
+    """On every rank, whichever has it."""
+
+    def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
+        zero3.save_checkpoint(tmp_path / "first", model, optimizer)
+        with pytest.raises(kind, match=rf"rank {rank}: keep_last must be .*, found {keep_last!r}"):
+            zero3.save_checkpoint(tmp_path / "second", model, optimizer, keep_last=keep_last if group.rank == rank else 1)
+        with pytest.raises(ValueError, match=r"rank 0: keep_last: 1; rank 1: keep_last: 2"):
+            zero3.save_checkpoint(tmp_path / "second", model, optimizer, keep_last=1 + group.rank)
+
+    on_ranks(2, body)
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
 def test_save_checkpoint_leaves_other_files_in_the_directory_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     on_ranks(2, partial(save, tmp_path))

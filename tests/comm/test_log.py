@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -139,8 +140,8 @@ def test_an_exception_that_one_rank_catches_is_told_to_all_within_two_forwards(t
     assert all("ranks differ" in text or "gathering layer" in text for _, text in found), found
 
 
-@pytest.mark.parametrize("look", ["clip_grad_norm_", "GradScaler"])
-def test_the_log_is_looked_at_before_a_step(look: str) -> None:
+@pytest.mark.parametrize("look", ["clip_grad_norm_", "GradScaler", "save_checkpoint"])
+def test_the_log_is_looked_at_before_a_step(look: str, tmp_path: Path) -> None:
     def body(group: ThreadCommunicator) -> str:
         model = Zero3Layer(Fuse(group), process_group=group)
         optimizer, scaler = torch.optim.SGD(model.get_trainable_chunk(), lr=0.1), zero3.GradScaler("cpu")
@@ -148,8 +149,14 @@ def test_the_log_is_looked_at_before_a_step(look: str) -> None:
         if group.rank == 0:
             model._state.log.entries.append(Transfer("gathering", Layer("layer that only rank 0 has"), 77))
         scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        ways = {
+            "clip_grad_norm_": lambda: zero3.clip_grad_norm_(model, 1.0),
+            "GradScaler": lambda: scaler.step(optimizer),
+            "save_checkpoint": lambda: zero3.save_checkpoint(tmp_path / "saved", model),
+        }
         with pytest.raises(ValueError, match="ranks differ in the transfers made before forward pass 1") as caught:
-            zero3.clip_grad_norm_(model, 1.0) if look == "clip_grad_norm_" else scaler.step(optimizer)
+            ways[look]()
+        assert not (tmp_path / "saved").exists()
         return str(caught.value)
 
     texts = run_ranks(2, body)

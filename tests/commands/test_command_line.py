@@ -22,6 +22,7 @@ from tests.support.checkpoints import odd, on_ranks, train
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn
 from zero3.__main__ import main
+from zero3.checkpoint import file_operations
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,75 @@ def test_what_can_not_be_done_says_why_and_ends_with_1(
     assert main(["inspect", str(tmp_path / "broken")]) == 0
     assert "optimizer-00001-of-00003.safetensors is corrupt" in fails("inspect", tmp_path / "broken", "--verify")
     assert not (tmp_path / "out").exists()
+
+
+WRONG = {
+    "int8": (
+        ["out", "--dtype", "int8"],
+        "--dtype int8: floating tensors are converted to dtype, so it must be a floating dtype of 16 bits",
+    ),
+    "complex64": (["out", "--dtype", "complex64"], "found torch.complex64"),
+    "8 bits": (["out", "--dtype", "float8_e4m3fn"], "found torch.float8_e4m3fn"),
+    "no dtype": (["out", "--dtype", "load"], "there is no dtype 'load'"),
+    "missing --beside": (["out", "--beside", "nowhere"], "--beside nowhere: there is no such directory"),
+    "--beside a file": (["out", "--beside", "file"], "--beside file: there is no such directory"),
+    "OUT a file": (["file"], "file is there already and no directory: OUT must be a directory that is not there yet, or is empty"),
+    "OUT below a file": (["file/out"], "can't be made: "),
+    "OUT a broken link": (["broken"], "broken is there already and no directory"),
+    "a size": (["out", "--max-shard-size", "0"], "max_shard_size must be a number of bytes"),
+    "names that become one": (["out", "--strip", "0."], "--strip 0. makes one name, 'weight', of 'weight' and '0.weight'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_export_finds_wrong_arguments_before_it_writes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, and nothing left behind."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model.weight = torch.nn.Parameter(torch.zeros(2))
+    zero3.save_checkpoint(tmp_path / "step", zero3.shard(model, torch.nn.Linear))
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "broken").symlink_to(tmp_path / "gone")
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    arguments, message = WRONG[name]
+    assert main(["export", "step", *arguments]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("zero3: ") and said.err.count("\n") == 1 and message in said.err
+    assert sorted(tmp_path.iterdir()) == before and (tmp_path / "file").read_text() == "x"
+
+
+def test_export_that_fails_leaves_nothing(
+    llama: tuple[Path, dict[str, Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(file_operations, "sync", full)
+        assert main(["export", str(llama[0]), str(tmp_path / "out")]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "out.unfinished").mkdir()  # of an export that was killed
+    (tmp_path / "out.unfinished" / "model.safetensors").write_text("half")
+    assert main(["export", str(llama[0]), str(tmp_path / "out")]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+class Keeping(torch.nn.Linear):
+    def get_extra_state(self) -> int:
+        return 3
+
+    def set_extra_state(self, state: int) -> None:
+        assert state == 3
+
+
+def test_export_names_extra_state_that_files_of_tensors_can_not_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    zero3.save_checkpoint(tmp_path / "run", zero3.shard(torch.nn.Sequential(Keeping(2, 2)), Keeping))
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().err == "zero3: safetensors files hold tensors only, so this was left out: 0._extra_state\n"
+    assert list(contents(tmp_path / "out")) == ["0.bias", "0.weight"]
 
 
 @pytest.mark.parametrize("command", [[], ["inspect"], ["export"]])

@@ -9,6 +9,7 @@ from torch import nn
 import zero3
 from tests.support.footprint import LAYERS, Formula, make
 from tests.support.live import LiveBytes, LonelyCommunicator
+from tests.support.stacks import Block, Stack
 from zero3 import ShardingPolicy, Zero3Layer
 
 
@@ -35,6 +36,30 @@ def test_dtypes_are_named() -> None:
     assert "\n" not in text
     for part in ("rank 0 of 2", "trainable float32 0.0 MB", "Computes in bfloat16", repr(policy)):
         assert part in text
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_report_names_the_largest_layer_and_the_root(world_size: int) -> None:
+    model = Stack(Block(7), Block(9), Block(8))  # 4 bytes a number
+    group = LonelyCommunicator(world_size) if world_size > 1 else None
+    found = zero3.report(zero3.shard(model, process_group=group, policy=ShardingPolicy(param_dtype=torch.bfloat16)))
+    words = 23 * 5 + 23 * 5 % world_size
+    assert (found.largest_layer, found.largest_layer_bytes) == ("'embed' (Embedding)", 2 * words)
+    assert found.root_bytes == 2 * 10, "norm.weight and norm.bias"
+    assert "The largest layer is 'embed' (Embedding) with 0.0 MB, the root's own holds 0.0 MB." in str(found)
+
+
+def test_report_of_a_root_that_is_larger_than_every_layer() -> None:
+    found = zero3.report(zero3.shard(Stack(Block(7), Block(9), tied=True, words=100_000)))
+    assert (found.largest_layer, found.largest_layer_bytes) == ("'blocks.1' (Block)", 4 * (2 * 9 * 5 + 9 + 5))
+    assert found.root_bytes == 4 * (100_000 * 5 + 10)
+    assert "The largest layer is 'blocks.1' (Block) with 0.0 MB, the root's own holds 2.0 MB." in str(found)
+
+
+def test_report_of_lone_layers_has_no_root() -> None:
+    found = zero3.report(Zero3Layer(nn.Linear(4, 4)))
+    assert (found.largest_layer, found.largest_layer_bytes, found.root_bytes) == ("Linear", 80, None)
+    assert "The largest layer is Linear with 0.0 MB. " in str(found)
 
 
 def test_nothing_sharded_is_an_error() -> None:

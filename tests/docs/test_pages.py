@@ -66,7 +66,7 @@ def test_examples_parse(page: Path) -> None:
         ast.parse(code)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "design.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_pages_name_are_there(page: Path) -> None:
     """As `examples/ema.py`, as `core/chunk.py` in the package, and as links."""
     text = prose_of(page.read_text())

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import zero3
-from tests.support.architectures import ARCHITECTURES
+from tests.support.architectures import ARCHITECTURES, WORDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn
 from zero3.checkpoint import safetensors_files
@@ -286,6 +286,34 @@ def test_old_buffers_in_a_checkpoint_are_left_alone(tmp_path: Path) -> None:
     rewritten(tmp_path, lambda tensors: tensors.update({f"gpt_neox.layers.0.{name}": value for name, value in old.items()}))
     for state in loaded(expected, tmp_path, 2):
         assert_same_bits(state, expected.state_dict())
+
+
+@three_ways
+def test_a_buffer_that_the_model_computes_for_its_layers(world_size: int, tmp_path: Path) -> None:
+    """Falcon-H1 registers `mup_vector` in modules that can't compute it."""
+    import transformers
+
+    sizes = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    mamba = {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 4}
+    more = {"num_key_value_heads": 1, "head_dim": 8, "ssm_multipliers": [2.0, 3.0, 5.0, 7.0, 11.0]}
+    plain = transformers.FalconH1ForCausalLM(transformers.FalconH1Config(**sizes, **mamba, **more)).eval()
+    plain.save_pretrained(tmp_path)
+    expected = transformers.FalconH1ForCausalLM.from_pretrained(tmp_path).eval()
+    models = [on_meta(plain) for _ in range(world_size)]
+    ids = torch.arange(8)[None]
+
+    def body(group: ThreadCommunicator) -> Tensor:
+        model = zero3.shard(models[group.rank], process_group=group, device="cpu")
+        zero3.load_pretrained(model, tmp_path)
+        assert_same_bits(dict(model.named_buffers()), dict(expected.named_buffers()))
+        with torch.no_grad():
+            return model(input_ids=ids).logits
+
+    assert len({float(x) for x in expected.model.layers[0].mamba.mup_vector.flatten()}) == 5
+    with torch.no_grad():
+        logits = expected(input_ids=ids).logits
+    for found in run_ranks(world_size, body):
+        torch.testing.assert_close(found, logits)
 
 
 @three_ways

@@ -85,6 +85,26 @@ def test_max_shard_size_gives_several_files_and_load_pretrained_reads_them(name:
 
 
 @worlds
+@pytest.mark.parametrize("name", ["GPT-2", "Mixtral"])
+def test_save_pretrained_and_load_pretrained_of_one_layer_around_a_whole_model(name: str, world_size: int, tmp_path: Path) -> None:
+    """Its names, its config, and what transformers renames are the model's, not the wrapper's."""
+    plain, *models = [ARCHITECTURES[name].build() for _ in range(world_size + 1)]
+    plain.save_pretrained(tmp_path / "theirs")
+    empty = [on_meta(plain) for _ in range(world_size)]
+
+    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
+        zero3.save_pretrained(zero3.Zero3Layer(models[group.rank], process_group=process_group(group)), tmp_path / "ours")
+        layer = zero3.Zero3Layer(empty[group.rank], process_group=process_group(group), device="cpu")
+        zero3.load_pretrained(layer, tmp_path / "theirs")
+        return zero3.full_state_dict(layer)
+
+    found = run_ranks(world_size, body)[0]
+    assert_same_bits(contents(tmp_path / "ours"), contents(tmp_path / "theirs"))
+    assert (tmp_path / "ours" / "config.json").read_text() == (tmp_path / "theirs" / "config.json").read_text()
+    assert_same_bits(found, plain.state_dict())
+
+
+@worlds
 def test_converted_on_the_way(world_size: int, tmp_path: Path) -> None:
     build = ARCHITECTURES["Llama"].build
     save([build() for _ in range(world_size)], tmp_path, dtype=torch.bfloat16)

@@ -34,8 +34,8 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     """Fills model and optimizer from a checkpoint of `save_checkpoint`, on any number of ranks and with any choice of layers.
 
     Every rank calls it. First the ranks read all files once, each its share, and compare hashes. Then each rank reads the ranges
-    that it holds, straight into its chunks. Parameters that were left out (`frozen=False`) are left alone. Random generators are
-    set on the ranks whose number took part in the save.
+    that it holds, straight into its chunks. Parameters that were left out (`frozen=False`) are left alone. Modules take the extra
+    state that was saved (`set_extra_state`). Random generators are set on the ranks whose number took part in the save.
 
     Args:
         path: The checkpoint's directory.
@@ -47,8 +47,9 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         `extra`, as rank 0 saved it. Tensors in it are on the CPU.
 
     Raises:
-        ValueError: There is no checkpoint; a file is truncated, changed, missing or foreign; names, shapes or dtypes differ; or
-            it holds no optimizer state and `optimizer` is given. On every rank, before anything has changed.
+        ValueError: There is no checkpoint; a file is truncated, changed, missing or foreign; names, shapes or dtypes differ;
+            it holds no optimizer state and `optimizer` is given; or it holds state that this optimizer would not keep (another
+            class's, or of other options). On every rank, before anything has changed.
         RuntimeError: The call is inside `full_params` or `resident`; or a read failed: then the parameters that it was to fill
             count as unloaded.
 

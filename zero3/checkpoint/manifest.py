@@ -14,7 +14,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from io import FileIO
@@ -92,6 +93,19 @@ def read(path: str | os.PathLike[str]) -> Manifest:
         if (size := (manifest.data / name).stat().st_size) != written.nbytes:
             raise ValueError(f"{manifest.data / name} has {size} bytes, {NAME} says {written.nbytes}: it was cut off or replaced")
     return manifest
+
+
+@contextmanager
+def reading(manifest: Manifest) -> Iterator[None]:
+    """For who reads `content`: it may be anything, and whoever reads it trips over what is not as a save writes it.
+
+    Raises:
+        ValueError: in place of what Python says to that.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{manifest.directory / NAME} is malformed: {type(error).__name__}: {error}") from error
 
 
 def _refuse_links(path: Path) -> None:

@@ -51,7 +51,7 @@ def initialise(model: nn.Module, states: list[LayerState]) -> list[tuple[str, Te
     around it, which may set what it has registered further down. Hooks run on the CPU, as in `from_pretrained`, and on a twin
     of the module, where all that is not wanted is on meta.
     """
-    hooks = _hooks_of(model)
+    hooks = hooks_of(model)
     filled: list[tuple[str, Tensor]] = []
     for owner, attributes in _on_meta(states).items():
         filled += _fill(owner, {owner: attributes}, hooks.get(owner))
@@ -74,7 +74,7 @@ def _on_meta(states: list[LayerState]) -> Wanted:
     return wanted
 
 
-def _hooks_of(model: nn.Module) -> dict[nn.Module, Callable[[nn.Module], Any]]:
+def hooks_of(model: nn.Module) -> dict[nn.Module, Callable[[nn.Module], Any]]:
     """For each module, the `_init_weights` of the nearest model around it: models hold models with hooks of their own."""
     hooks: dict[nn.Module, Callable[[nn.Module], Any]] = {}
 

@@ -48,6 +48,10 @@ class NamedState:
     scalars: dict[str, Any] = field(default_factory=dict)  # key: value, as `encode_scalar` writes it
     whole: dict[str, tuple[str, list[int]]] = field(default_factory=dict)  # key: dtype and shape, of tensors in other shapes
 
+    @property
+    def keys(self) -> list[str]:
+        return sorted([*self.elements, *self.scalars, *self.whole])
+
 
 @dataclass
 class OptimizerContents:
@@ -182,11 +186,10 @@ def _check_even(held: list[Held], kept: list[NamedState], contents: Contents, me
     for one, own in zip(held, kept, strict=True):
         for span in one.filled if one.mine else ():
             first = merged.state.get(span.name, NamedState())
-            if {*own.elements, *own.whole, *own.scalars} != {*first.elements, *first.whole, *first.scalars}:
+            if own.keys != first.keys:
                 error = ValueError(
-                    f"the optimizer keeps {sorted([*own.elements, *own.whole, *own.scalars]) or 'nothing'} for this rank's slice of {span.name}, "
-                    f"and where that begins {sorted([*first.elements, *first.whole, *first.scalars]) or 'nothing'}: all ranks must make the "
-                    "same steps"
+                    f"the optimizer keeps {own.keys or 'nothing'} for this rank's slice of {span.name}, and {first.keys or 'nothing'} "
+                    "where that begins: all ranks must make the same steps"
                 )
     agree(contents.communicator, contents.device, "the optimizer's state", [], error)
 

@@ -1,4 +1,4 @@
-"""Whether the state that was saved is what the optimizer here would keep: another one's would raise KeyError in the next step, or do nothing.
+"""Whether the state that was saved is what the optimizer here would keep: with another one's the next step would raise KeyError.
 
 Each optimizer is tried out on small tensors, as `check_optimizer` does: so it needs no list of classes.
 """
@@ -58,8 +58,8 @@ class KeptKeys:
         if not fitting:
             kept, by = max(allowed, key=len), f" by {there}" if there is not None else ""
             return (
-                f"{here}, as it was made here, keeps {_listed(kept)}, and saved{by} was {_listed(keys)}. Make the optimizer of the class and "
-                "with the options that it had when it was saved, or load without an optimizer"
+                f"{here}, as it was made here, keeps {_listed(kept)}, and saved{by} was {_listed(keys)}. Make the optimizer of the class "
+                "and with the options that it had when it was saved, or load without an optimizer"
             )
         for key, dtype in dtypes.items():
             kinds = {kept[key] for kept in fitting if key in kept} - {"number"}

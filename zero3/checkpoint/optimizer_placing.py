@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from .optimizer_contents import Held, NamedState, OptimizerContents, is_whole
 from .optimizer_keys import KeptKeys
 
 __all__: list[str] = []
+
+_log = logging.getLogger("zero3")
 
 
 class Target(NamedTuple):
@@ -68,6 +71,9 @@ def place(optimizer: Together, held: list[Held], own: OptimizerContents, source:
                 _allocate(placing, one, named)
     if problems:
         raise ValueError(f"the optimizer's state does not fit; nothing was loaded. {'. '.join(problems)}")
+    if source.kinds and set(source.kinds) != set(own.kinds) and contents.rank == 0:
+        saved, here = (" and ".join(dict.fromkeys(kinds)) for kinds in (source.kinds, own.kinds))
+        _log.warning("the state of %s is loaded into %s; options that both have are those that were saved", saved, here)
     return placing
 
 

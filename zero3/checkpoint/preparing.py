@@ -35,7 +35,7 @@ class Prepared:
         if "://" in os.fspath(path):
             raise ValueError(f"{os.fspath(path)}: {_SCHEME}")
         if keep_last is not None and (not isinstance(keep_last, int) or isinstance(keep_last, bool)):
-            raise TypeError(f"keep_last must be an integer of at least 1, or None; found {keep_last!r}")
+            raise TypeError(f"keep_last must be an integer of at least 1, or None, found {keep_last!r}")
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, found {keep_last}")
         self.directory = Path(os.path.abspath(path))
@@ -73,7 +73,8 @@ class Prepared:
             raise RuntimeError(f"save_checkpoint: {', '.join(missing)} have no values yet (meta device): load them before")
 
     def lines(self) -> list[str]:
-        return [f"path: {self.directory}", *(f"{name}: {described}" for name, described in self.content["tensors"].items())]
+        tensors = (f"{name}: {described}" for name, described in self.content["tensors"].items())
+        return [f"path: {self.directory}", f"keep_last: {self.keep_last}", *tensors]
 
     def gather_entries(self, optimizer: Together | None, held: list[Held]) -> None:
         """References only: no value is copied."""

@@ -35,7 +35,8 @@ def save_checkpoint(
 ) -> Saving:
     """Saves model, optimizer and `extra` in the directory `path`. Every rank writes what it holds; nothing is gathered.
 
-    Saved are parameters, buffers, the optimizer's groups and state by parameter name, and every rank's random generators. The new
+    Saved are parameters, buffers, modules' extra state (`get_extra_state`, rank 0's), the optimizer's groups and state by parameter
+    name, and every rank's random generators. The new
     checkpoint appears in one rename, when everything is on the disk. After a failure before that, a crash or a full disk on any
     rank, the earlier checkpoint is still there, under `path` too, and the next save cleans up. Files are hashed meanwhile.
 
@@ -55,9 +56,10 @@ def save_checkpoint(
         A `Saving`. Without `background` there is nothing to wait for.
 
     Raises:
-        TypeError: `extra`, an option or a state of the optimizer holds something that could only be pickled.
-        ValueError: Nothing in `model` is sharded, an optimizer is of another model, two hold one parameter, or ranks save
-            different things.
+        TypeError: `extra`, extra state of a module, an option or a state of the optimizer holds something that could only be
+            pickled; or `keep_last` is no integer.
+        ValueError: Nothing in `model` is sharded, an optimizer is of another model, two hold one parameter, ranks save different
+            things or have made different steps, or `keep_last` is less than 1. On every rank, before anything is written.
         RuntimeError: Parameters have no values, or the call is inside `full_params` or `resident`.
         OSError: A rank could not write. Every rank raises the same error.
 
@@ -77,6 +79,7 @@ def _prepare(
 ) -> Prepared:
     """Everything that can be found wrong before a file is made, on every rank."""
     first = states_of(model)[0]
+    first.log.look()  # a checkpoint of ranks that have come apart would replace a good one
     if first.unfinished is not None:
         first.unfinished()
     extra, frozen, keep_last, background = how

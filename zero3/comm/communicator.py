@@ -40,11 +40,11 @@ class Communicator(Protocol):
     tags_messages: bool  # whether messages carry that tag, so that no rank takes one layer's data for another layer's
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
-        """Gathers every rank's `shard` `[S]`, in rank order, into `full` `[W*S]`. `shard` may be its own slice of `full`."""
+        """[fetch 3] Gathers every rank's `shard` `[S]`, in rank order, into `full` `[W*S]`. `shard` may be its own slice of `full`."""
         ...
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
-        """Sums `full` `[W*S]` over ranks, and writes this rank's slice of the sum into `shard` `[S]`. `full` may be overwritten."""
+        """[backup 2] Sums `full` `[W*S]` over ranks, and writes this rank's slice into `shard` `[S]`. `full` may be overwritten."""
         ...
 
     def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:

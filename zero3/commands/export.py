@@ -49,7 +49,8 @@ def run(options: argparse.Namespace) -> None:
     """Everything that can be found wrong is, before the first byte is written; what fails then leaves nothing."""
     _check_places(options)
     found = manifest.read(options.checkpoint)
-    shards = _planned(found, options)
+    with manifest.reading(found):
+        shards = _planned(found, options)
     names = found.names("model")
     with progress(sum(found.files[name].nbytes for name in names), "verifying") as advance:
         for name in names:

@@ -35,7 +35,9 @@ def run(options: argparse.Namespace) -> None:
     found = manifest.read(options.checkpoint)
     if options.verify:
         _verify(found)
-    facts = facts_of(found) | ({"verified": True} if options.verify else {})
+    with manifest.reading(found):
+        facts = facts_of(found) | ({"verified": True} if options.verify else {})
+        lines = _parameters(found) if options.parameters else []
     if options.json:
         listed = {"tensors": found.content["tensors"]} if options.parameters else {}
         print(json.dumps(facts | listed, indent=2))
@@ -43,12 +45,17 @@ def run(options: argparse.Namespace) -> None:
     for name, value in facts.items():
         if value is not None:
             print(f"{name.replace('_', ' '):<16} {_shown(value)}")
-    if options.parameters:
-        print()
-        for name, described in found.content["tensors"].items():
-            also = f"  also {', '.join(described['also'])}" if "also" in described else ""
-            stored = "" if described["stored"] else "  left out"
-            print(f"{name:<60} {described['dtype']:<10} {tuple(described['shape'])}{also}{stored}")
+    if lines:
+        print("", *lines, sep="\n")
+
+
+def _parameters(found: manifest.Manifest) -> list[str]:
+    lines = []
+    for name, described in found.content["tensors"].items():
+        also = f"  also {', '.join(described['also'])}" if "also" in described else ""
+        stored = "" if described["stored"] else "  left out"
+        lines.append(f"{name:<60} {described['dtype']:<10} {tuple(described['shape'])}{also}{stored}")
+    return lines
 
 
 def facts_of(found: manifest.Manifest) -> dict[str, Any]:

@@ -205,7 +205,7 @@ class Backward:
             return
         state.check_unwritten()  # an optimizer that steps in parameters' hooks would change nothing but the full buffer
         if step.reduce and trace.reduces:
-            self._back_up(state)  # [B5]
+            self._back_up(state)
         self.release(state)
 
     def _finish(self, trace: LayerTrace) -> None:
@@ -214,7 +214,7 @@ class Backward:
         self._touched.remove(trace)
 
     def _back_up(self, state: LayerState, *, whole: bool = False) -> None:
-        """Reduces a layer's gradients, or keeps them if reductions are deferred. `whole`: reduces kept ones even then."""
+        """[B5] Reduces a layer's gradients, or keeps them if reductions are deferred. `whole`: reduces kept ones even then."""
         if state.gradients.deferred and not whole:
             self._owes = True
             state.gradients.keep()

@@ -22,21 +22,24 @@ def caller_for(policy: ShardingPolicy) -> Callable[..., Any]:
 
     Autograd records the casts, so gradients have the dtypes of the original tensors.
     """
-    inputs = policy.param_dtype if policy.cast_forward_inputs else None
-    if inputs is None and policy.output_dtype is None:
-        return operator.call
-    return partial(_call, inputs, policy.output_dtype)
+    inputs, output = dtypes_at_the_edges(policy)
+    return operator.call if inputs is None and output is None else partial(_call, inputs, output)
+
+
+def dtypes_at_the_edges(policy: ShardingPolicy) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """The dtypes of floating inputs and outputs. None: they are not cast."""
+    return policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype
 
 
 def _call(inputs: torch.dtype | None, output: torch.dtype | None, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _cast(module(*_cast(args, inputs), **_cast(kwargs, inputs)), output)
+    return cast(module(*cast(args, inputs), **cast(kwargs, inputs)), output)
 
 
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    def cast(tensor: Tensor) -> Tensor:
+def cast(value: Any, dtype: torch.dtype | None) -> Any:
+    def cast_one(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
 
-    return value if dtype is None else map_tensors(cast, value)
+    return value if dtype is None else map_tensors(cast_one, value)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -120,7 +120,7 @@ class Chunk:
             self.full = self._new_buffer()
 
     def start_fetch(self, lane: Lane) -> None:
-        """Starts the gather. The lane waits for the compute stream: for the optimizer's step, and for the buffer's last reader."""
+        """[fetch 2] Starts the gather. The lane waits for the compute stream: for the optimizer's step and the buffer's last reader."""
         self.adopt_values()
         if self.resident:
             if self.full.tensor.data_ptr() != self.shard.data_ptr():  # the caller has set chunk.data
@@ -177,7 +177,7 @@ class Chunk:
             self.full, self._computing, self._as_stored, self.left = self._computing, None, False, False
             return
         if not self.left:
-            self.full.free()
+            self.full.free()  # [release 2]
             return
         left = StorageWeakRef(self.full.tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.full, self.left = self._new_buffer(), False

@@ -16,7 +16,8 @@ from ..policy import ShardingPolicy
 from .chunk import Chunk
 from .layer_state import LayerState
 from .layout import ChunkLayout
-from .parameters import Owner, ParameterSites, check_parameters, find_parameters, own_modules
+from .marks import mark_sharded
+from .parameters import ParameterSites, check_parameters, find_parameters, is_callable, own_modules
 from .policy_facts import compute_dtype
 from .scattering import scatter_parameters
 from .wrappers import wrapper_in
@@ -105,8 +106,7 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     for group in _chunk_groups(examined.parameters):
         state.add_chunk(*_scatter(group, communicator, device, unloaded, request.policy))
     for sharded in state.parameters:
-        sharded.sites.parameter.zero3_name = f"{sharded.sites.name!r} of layer {label}"  # type: ignore[attr-defined]
-        sharded.sites.parameter.zero3_state = Owner(state)  # type: ignore[attr-defined]
+        mark_sharded(sharded.sites.parameter, f"{sharded.sites.name!r} of layer {label}", state)
     for buffer in examined.buffers:
         buffer.broadcast(communicator, device, unloaded=buffer.name in unloaded)
     state.meta_buffers = [(b.owner, b.attribute, b.name) for b in examined.buffers if b.tensor.is_meta]
@@ -133,6 +133,8 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
             check_parameters(parameters, request.dtype, request.label or type(request.module).__name__)
             buffers = _buffers_of(request.module, is_layer)
             lines = _digest(request, device, parameters, buffers)
+            if request.label is None:  # `shard` chooses modules that are called; its root need not be one
+                _check_callable(request.module)
         except (TypeError, ValueError) as caught:
             error = caught
     return _Examined(request, device, communicator, parameters, buffers, lines, error)
@@ -189,6 +191,14 @@ def _check_request(request: Request, communicator: Communicator, is_layer: Calla
                 f"{name}={given}, but the process group says {actual}. Pass {name}=None to take the group's, or the "
                 "process_group that you mean."
             )
+
+
+def _check_callable(module: nn.Module) -> None:
+    if not is_callable(module):
+        raise ValueError(
+            f"a {type(module).__name__} has no forward, so it can't be a layer: a layer is fetched when it is called. Wrap the modules in "
+            "it that are called, for instance each element by itself"
+        )
 
 
 def _digest(request: Request, device: torch.device, parameters: list[ParameterSites], buffers: list[_Buffer]) -> list[str]:

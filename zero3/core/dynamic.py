@@ -8,9 +8,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from ..comm.agreement import agree
 from .autograd import inside_backward
-from .forward_order import Passes
 from .layer_state import LayerState
-from .schedule import ForwardOrder
+from .schedule import ForwardOrder, Passes
 
 __all__: list[str] = []
 
@@ -88,18 +87,24 @@ class DynamicOrder:
             "out could not know of it. Put the layers into one Zero3Sequential, or use zero3.shard(model)."
         )
 
-    def begin(self, first: LayerState, *, continues: bool) -> None:
+    def begin(self, *, continues: bool) -> None:
         self._order.begin()
 
     def enter(self, state: LayerState, passes: Passes) -> list[LayerState]:
         """Called before a layer's forward: makes the transfers of the layers left out before it. Returns the layers to prefetch."""
-        if inside_backward():
-            raise RuntimeError(
-                f"layer {state.label}: reentrant checkpointing does not go together with ShardingPolicy(dynamic=True), for ranks would "
-                "recompute different layers. Use checkpoint(..., use_reentrant=False)."
-            )
         self._pass_over(self._order.until(state, begins=True), passes, state)
         return self._order.upcoming(self._depth)
+
+    def recompute(self, state: LayerState) -> list[LayerState]:
+        """Called in place of `enter` inside a backward.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"layer {state.label}: reentrant checkpointing does not go together with ShardingPolicy(dynamic=True), for ranks would "
+            "recompute different layers. Use checkpoint(..., use_reentrant=False)."
+        )
 
     def leave(self, state: LayerState, passes: Passes) -> None:
         """Called after a layer's forward: makes the transfers of inner layers that it left out."""

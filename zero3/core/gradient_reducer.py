@@ -62,7 +62,7 @@ class GradientReducer(KeptGradients):
         self._buffer.add(index, gradient)
 
     def back_up(self, lane: Lane, communicator: Communicator) -> Backup:
-        """Starts to reduce the gradients into this rank's slice, zeros for slots without one. The `Backup` owns the buffer."""
+        """[backup 1] Starts to reduce the gradients into this rank's slice, zeros for slots without one. The `Backup` owns the buffer."""
         pieces = self._buffer.pieces() if communicator.takes_pieces and self._divide_first == 1 else None
         full = self._buffer.complete() if pieces is None else None
         self._buffer, self._kept = GradientBuffer(self._chunk.layout, self._chunk.shard, self._dtype), []
@@ -81,7 +81,7 @@ class GradientReducer(KeptGradients):
         return Backup(mark, (full, summed, landed), self._naming)
 
     def _land(self, summed: Tensor, landed: Tensor) -> None:
-        """Adds `summed` `[S]`, the sum over ranks, to the chunk's gradient. `landed` takes the mean in the chunk's dtype."""
+        """[backup 3] Adds `summed` `[S]`, the sum over ranks, to the chunk's gradient. `landed` takes the mean in the chunk's dtype."""
         if torch.is_grad_enabled():  # in a backward it is off already, and entering no_grad costs time
             with torch.no_grad():
                 return self._land(summed, landed)
@@ -164,13 +164,13 @@ class LayerGradients:
         """From now on, the gradients that autograd accumulates into the parameter go to its chunk's reducer."""
         parameter, key, layer = sharded.sites.parameter, id(sharded.sites.parameter), weakref.ref(self)
         known = key in self._hooked
-        if not parameter.requires_grad:
+        if not sharded.chunk.trains:
             return
         self._hooked[key] = sharded
         if known:
             return
 
-        def take(leaf: Tensor) -> None:  # holds no strong reference, because the cycle collector can't see into hooks
+        def take(leaf: Tensor) -> None:  # [B4] holds no strong reference, because the cycle collector can't see into hooks
             with as_plain_tensors():  # the parameter may be released already
                 gradient, leaf.grad = leaf.grad, None
             if gradient is not None and (gradients := layer()) is not None:

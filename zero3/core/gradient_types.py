@@ -197,14 +197,15 @@ def accumulate_beside(parameter: nn.Parameter) -> Node | None:
     def before() -> None:
         leaf = reference()
         if leaf is not None and isinstance(leaf.grad, DeferredGradient):
-            put_aside.append(leaf.grad)
+            if not leaf.grad.zeroed:  # else what comes is all that there is
+                put_aside.append(leaf.grad)
             leaf.grad = leaf.grad.earlier
 
     def after() -> None:
         leaf = reference()
         if leaf is not None and put_aside:
             deferred = put_aside.pop()
-            deferred.reduced, deferred.zeroed = leaf.grad, False
+            deferred.reduced = leaf.grad
             leaf.grad = deferred
 
     return around_accumulation(parameter, before, after)
@@ -232,7 +233,7 @@ _EXACT = "_zero3_exact"  # attribute of a gradient: (the wider tensor that it wa
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None) -> None:
-    """Adds `gradient` to the parameter's gradient, and calls the parameter's hooks, as autograd would.
+    """[backup 4] Adds `gradient` to the parameter's gradient, and calls the parameter's hooks, as autograd would.
 
     `exact` is the gradient in a wider dtype. It stays with the parameter's gradient, and later micro-batches are added to it, so
     that the sum is rounded only once. It is freed with that gradient. If the caller changes the gradient, it is not used again.

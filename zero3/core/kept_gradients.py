@@ -25,7 +25,7 @@ class KeptGradients:
         self._chunk = chunk
         self._dtype = dtype  # the dtype of sums
         self._buffer = self._new_buffer()
-        self._kept: list[Part] = []  # parts that had a gradient at the last `keep`: if it is zeroed, the kept sum is dropped
+        self._kept: list[tuple[Part, Tensor]] = []  # parts, and the gradients that the last `keep` left with them
         self._accumulators: dict[int, Node | None] = {}  # by id of the part's parameter, if its gradient was ever deferred
 
     def _new_buffer(self) -> GradientBuffer:
@@ -43,7 +43,8 @@ class KeptGradients:
                 parameter.grad = DeferredGradient.like(parameter, weakref.ref(layer))
             if parameter.grad is not None:
                 vars(parameter.grad).pop(TOKENS, None)
-        self._kept = [part for part in self._chunk.parts if part.start < part.stop and part.parameter.grad is not None]
+        held = [(part, part.parameter.grad) for part in self._chunk.parts if part.start < part.stop]
+        self._kept = [(part, gradient) for part, gradient in held if gradient is not None]
 
     @property
     def unseen(self) -> bool:
@@ -52,9 +53,8 @@ class KeptGradients:
 
     def forget_zeroed(self) -> bool:
         """Drops kept gradients if the caller has zeroed the chunk's gradient since. Returns whether it did. For between backwards."""
-        for part in self._kept:
-            now = part.parameter.grad
-            if now is None or (isinstance(now, DeferredGradient) and now.zeroed):
+        for part, left in self._kept:  # another gradient in its place came after it was dropped
+            if part.parameter.grad is not left or (isinstance(left, DeferredGradient) and left.zeroed):
                 self.drop()
                 return True
         return False

@@ -20,7 +20,8 @@ from .chunk import Chunk, registered
 from .coordination import Gate, gate_for
 from .flat import not_a_number
 from .gradient_reducer import GradientReducer, LayerGradients
-from .parameters import ParameterSites, ShardedParameter, mark, remember_order, show_all
+from .marks import mark
+from .parameters import ParameterSites, ShardedParameter, remember_order, show_all
 from .policy_facts import keeps_until_backward, shards_parameters
 from .transactions import TransactionalReducer
 
@@ -53,12 +54,13 @@ class LayerState:
         self.call = caller_for(policy)  # calls the layer's module
         self.chunks: list[Chunk] = []
         self.parameters: list[ShardedParameter] = []
-        reducer = TransactionalReducer if policy.transactional else GradientReducer
-        self.gradients = LayerGradients(communicator, policy, self.subject, reducer)
+        kind = TransactionalReducer if policy.transactional else GradientReducer
+        self.gradients = LayerGradients(communicator, policy, self.subject, kind)
         self.gate: Gate = gate_for(policy.compare_every)
         self.presence = Presence.RELEASED
         self.stays_whole = not shards_parameters(policy)  # stages 1 and 2: the layer is kept from step to step
         self.keeps_until_backward = keeps_until_backward(policy)
+        self.toggled = False  # whether a parameter's `requires_grad` may differ from its chunk's: see `requires_grad`
         self.resident = 0  # the number of `resident` contexts that the layer is in
         self.registry: dict[str, nn.Parameter | None] = {}  # the `_parameters` of the module that lists the chunks
         self.meta_buffers: list[tuple[nn.Module, str, str]] = []  # (owner, attribute, name) of buffers without values
@@ -95,10 +97,8 @@ class LayerState:
     @label.setter
     def label(self, label: str) -> None:
         self.subject.name = f"layer {label}"
-        names = ("fetch", "wait", "forward", "backup", "release")
-        self.fetch_span, self.wait_span, self.forward_span, self.backup_span, self.release_span = (
-            profiler_label(f"zero3::{name} {self.subject.name}") for name in names
-        )
+        spans = (profiler_label(f"zero3::{name} layer {label}") for name in ("fetch", "wait", "forward", "backup", "release"))
+        self.fetch_span, self.wait_span, self.forward_span, self.backup_span, self.release_span = spans
 
     @property
     def log(self) -> TransferLog:
@@ -143,7 +143,7 @@ class LayerState:
         self.finish_fetch()
 
     def start_fetch(self) -> None:
-        """Starts to gather the layer, if it is released."""
+        """[fetch 1] Starts to gather the layer, if it is released."""
         if self.presence is not Presence.RELEASED:
             return
         self._check_loaded()
@@ -172,7 +172,7 @@ class LayerState:
             chunk.take_part_in_fetch()
 
     def finish_fetch(self) -> None:
-        """Waits for the gather, and shows the parameters. Then the current stream may compute with them."""
+        """[fetch 4] Waits for the gather, and shows the parameters. Then the current stream may compute with them."""
         if self.presence in (Presence.FETCHING, Presence.KEPT):
             with self.wait_span:
                 try:
@@ -187,7 +187,7 @@ class LayerState:
                     self._follow_requires_grad(chunk)
             show_all(self.parameters, self.versions)
         for chunk in self.chunks:
-            if chunk.changed():  # older graphs hold old values: with a new version, torch's own check raises for them
+            if chunk.changed():  # [S2] older graphs hold old values: with a new version, torch's own check raises for them
                 increment_version([sharded.sites.parameter for sharded in self.parameters if sharded.chunk is chunk])
         self.versions = [sharded.sites.parameter._version for sharded in self.parameters]
 

@@ -12,12 +12,18 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from .parameters import own_modules, released_in
+from .parameters import named, own_modules, parameters_of, released_in
 from .wrappers import refuse_wrappers
 
 __all__: list[str] = []
 
 IsLayer = Callable[[nn.Module], bool]
+
+INSTEAD_OF_STATE_DICT = (
+    "zero3.full_state_dict(model), or `with zero3.full_params(model, writeback=True):` around what reads and loads one, as peft's "
+    "load_adapter does"
+)
+_GUARDED = "_zero3_guarded"  # in a module's __dict__: it belongs to a sharded model
 
 
 class Override:
@@ -62,10 +68,11 @@ class Override:
 
 
 def guard(module: nn.Module, is_layer: IsLayer, *, lists_chunks: bool = False) -> None:
-    """Replaces methods of `module` that would silently leave out released parameters.
+    """Replaces methods of `module` that would silently leave out released parameters, and refuses parameters that are new.
 
     `lists_chunks`: the module's `parameters()` are the chunks, and stay as they are.
     """
+    module.__dict__[_GUARDED] = True
     Override(module, "_apply", _guarded_apply)
     # torch.distributed.checkpoint.state_dict asks every module for it, before anything else
     Override(module, "_fqn_modifiers", _before_distributed_state_dict, default=lambda module: {})
@@ -127,7 +134,7 @@ def _named_parameters(
 
 def _before_state_dict(module: nn.Module, *_: object) -> None:
     if released_in(module):
-        refuse("state_dict()", "a state dict of chunks has neither the names nor the shapes of the model", "zero3.full_state_dict(model)")
+        refuse("state_dict()", "a state dict of chunks has neither the names nor the shapes of the model", INSTEAD_OF_STATE_DICT)
 
 
 def _before_distributed_state_dict(module: nn.Module, method: Callable[[], dict[str, str]]) -> dict[str, str]:
@@ -144,3 +151,33 @@ def _before_distributed_state_dict(module: nn.Module, method: Callable[[], dict[
 def _before_load_state_dict(module: nn.Module, *_: object) -> None:
     if released_in(module):
         refuse("load_state_dict()", "the model's values lie in chunks on all ranks", "zero3.load_full_state_dict(model, state_dict)")
+
+
+def _check_new_module(module: nn.Module, name: str, new: nn.Module | None) -> None:
+    """Whatever is put into a sharded model brings no parameters of its own: those would be neither sharded, nor reduced, nor loaded."""
+    if _GUARDED in vars(module) and isinstance(new, nn.Module):
+        _check_strangers(module, [f"{name}.{inner}" for inner, parameter in new.named_parameters() if not _is_sharded(parameter)])
+
+
+def _check_new_parameter(module: nn.Module, name: str, new: nn.Parameter | None) -> None:
+    known = {known for known, _ in parameters_of(module)} if _GUARDED in vars(module) else set()  # replaced: told of when it is shown
+    if _GUARDED in vars(module) and new is not None and name not in known and not _is_sharded(new):
+        _check_strangers(module, [name])
+
+
+def _check_strangers(module: nn.Module, names: list[str]) -> None:
+    if names:
+        raise RuntimeError(
+            f"this {type(module).__name__} belongs to a sharded model, and was to get parameters that are not: {named(names)}. Each rank "
+            "would train them alone, and no checkpoint would hold them. Change the model, or add adapters (peft's get_peft_model, "
+            "add_adapter, load_adapter), before it is sharded."
+        )
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "zero3_state")
+
+
+# torch knows no such hooks for one module alone. These look at marked modules only.
+nn.modules.module.register_module_module_registration_hook(_check_new_module)
+nn.modules.module.register_module_parameter_registration_hook(_check_new_parameter)

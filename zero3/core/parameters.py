@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,34 +19,6 @@ _ORDER = "_zero3_order"  # in a module's __dict__: the names of its parameters
 # Under which torch's wrappers hold the module that they wrap: those of activation checkpointing and offloading, and of torch.compile.
 _WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
 _PREFIX = re.compile(rf"(?<![^.:])(?:{'|'.join(_WRAPPED)})\.")  # in a name, or in a key of a file (`parameter:0.weight[0:4]`)
-
-
-class Owner(weakref.ref[Any]):
-    """A parameter's weak reference to its layer's state. A copy of the parameter, or a pickle, has None instead."""
-
-    __slots__ = ()
-
-    def __deepcopy__(self, memo: object) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
-
-def _refuse_distributed_checkpoint(*_: object) -> NoReturn:
-    """What torch.distributed.checkpoint finds where it asks a tensor which part of a whole it is."""
-    raise RuntimeError(
-        "torch.distributed.checkpoint over a sharded model's chunks: every rank's slice has the same name, so one rank's would stand for "
-        "all. Use zero3.save_checkpoint and zero3.load_checkpoint, or give it what zero3.full_state_dict(model) returns."
-    )
-
-
-def mark(parameter: nn.Parameter, state: Any) -> nn.Parameter:
-    """So that whoever holds the chunk, or the part of one, finds its layer, and takes it for no whole tensor."""
-    parameter.zero3_state = Owner(state)  # type: ignore[attr-defined]
-    for question in ("__create_write_items__", "__create_chunk_list__"):
-        setattr(parameter, question, _refuse_distributed_checkpoint)
-    return parameter
 
 
 @dataclass(eq=False)
@@ -72,7 +42,7 @@ class ParameterSites:
             module._parameters[attribute] = self.parameter
 
     def hide(self, stand_in: Tensor) -> None:
-        """Makes the parameter a released one: metadata can be read, values raise, `model.parameters()` leaves it out.
+        """[release 1] Makes the parameter a released one: metadata can be read, values raise, `model.parameters()` leaves it out.
 
         It may be called again on a hidden parameter.
         """
@@ -111,7 +81,7 @@ class ShardedParameter:
 
 
 def show_all(sharded: Iterable[ShardedParameter], versions: Iterable[int]) -> None:
-    """Shows each parameter, and sets its version: graphs that saved the parameter at this version stay valid."""
+    """[fetch 5] Shows each parameter, and sets its version: graphs that saved the parameter at this version stay valid."""
     saved, saved_at = [], []
     for each, version in zip(sharded, versions, strict=True):
         each.sites.show(each.chunk.full.views[each.index])
@@ -126,9 +96,24 @@ def own_name(name: str) -> str:
     return _PREFIX.sub("", name)
 
 
+def own_module_name(name: str) -> str:
+    """The same for a module's name."""
+    return own_name(f"{name}.").removesuffix(".")
+
+
 def wrapped_in(module: nn.Module) -> nn.Module | None:
     """What one of torch's wrappers holds; None, if `module` is no such wrapper."""
     return next((child for name in _WRAPPED if (child := module._modules.get(name)) is not None), None)
+
+
+def named(names: Sequence[str], most: int = 6) -> str:
+    """For errors: the first of many names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def is_callable(module: nn.Module) -> bool:
+    """Whether it has a forward. Lists and dicts of modules or parameters have none, nor has a bare `nn.Module()`."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def own_modules(

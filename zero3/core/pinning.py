@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from .chunk import Chunk
 from .layer_state import LayerState
 from .parameters import ShardedParameter, restore_order
@@ -71,3 +74,47 @@ def write_back(state: LayerState) -> None:
             sharded.value.copy_(sharded.sites.parameter.data)
     for chunk in state.chunks:
         chunk.scatter()
+
+
+class Pin:
+    """A layer that has just been pinned, and what its parameters were like then."""
+
+    def __init__(self, state: LayerState, *, to_compute: bool) -> None:
+        self.state = state
+        self._trained = [sharded.sites.parameter.requires_grad for sharded in state.parameters]
+        self._samples = [_sample(sharded.sites.parameter.data) for sharded in state.parameters] if to_compute else []
+
+    def undo_toggles(self) -> list[str]:
+        """The parameters whose `requires_grad` was changed meanwhile; it is again what it was."""
+        before = zip(self.state.parameters, self._trained, strict=True)
+        toggled = [sharded for sharded, trained in before if sharded.sites.parameter.requires_grad != trained]
+        for sharded in toggled:
+            sharded.sites.parameter.requires_grad_(not sharded.sites.parameter.requires_grad)
+        return [self._name(sharded) for sharded in toggled]
+
+    def written(self) -> list[str]:
+        """The parameters whose values were changed, and will be lost. Changed and changed back, but for rounding, does not count."""
+        changed = []
+        for sharded, before in zip(self.state.parameters, self._samples, strict=True):
+            stays = _sample(sharded.value) if sharded.chunk.resident else before  # on one rank the chunk itself may have been written
+            if not _but_for_rounding(_sample(sharded.sites.parameter.data), stays):
+                changed.append(self._name(sharded))
+        return changed
+
+    def _name(self, sharded: ShardedParameter) -> str:
+        return f"{sharded.sites.name!r} of layer {self.state.label}"
+
+
+def _sample(values: Tensor, size: int = 256) -> Tensor:
+    """Some of a parameter's values, the same on all ranks: writes by `.data` leave no other trace."""
+    flat = values.flatten()
+    return flat[:: max(1, flat.numel() // size)].clone()
+
+
+def _but_for_rounding(found: Tensor, expected: Tensor) -> bool:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if not expected.is_floating_point() or not expected.numel():
+        return torch.equal(found, expected)
+    allowed = 8 * torch.finfo(expected.dtype).eps * expected.double().nan_to_num().abs().max()
+    return torch.allclose(found.double(), expected.double(), rtol=0, atol=allowed.item(), equal_nan=True)

@@ -6,6 +6,7 @@ its shape. So every operation on the object comes through `__torch_function__`, 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -31,6 +32,7 @@ _METADATA = frozenset(getattr(Tensor, name).__get__ for name in _METADATA_PROPER
 class ReleasedParameter(nn.Parameter):
     """A parameter whose values are in the chunks of all ranks. An object gets this class by an assignment to `__class__`."""
 
+    zero3_state: Callable[[], Any]  # its layer, not held
     zero3_name: str  # "weight of layer '0' (Linear)", set when the layer is made
 
     @classmethod
@@ -40,19 +42,20 @@ class ReleasedParameter(nn.Parameter):
         if func in _METADATA:
             with as_plain_tensors():
                 return func(*args, **(kwargs or {}))
+        if func == Tensor.is_leaf.__get__ and not _asked_by("torch.optim.optimizer"):  # type: ignore[attr-defined]
+            return True
         if func in (Tensor.__repr__, Tensor.__format__):
             return args[0]._describe()
         if func in (Tensor.requires_grad_, Tensor.requires_grad.__set__):  # type: ignore[attr-defined]
             return args[0]._set_requires_grad(*args[1:], **(kwargs or {}))
-        _refuse(_first_released((args, kwargs)), _name_of(func))
+        refuse_values(_first_released((args, kwargs)), _name_of(func))
 
     def _set_requires_grad(self, requires_grad: bool = True) -> ReleasedParameter:
-        if self.requires_grad != requires_grad:
-            raise RuntimeError(
-                f"requires_grad: {self.zero3_name} can't be {'trained' if requires_grad else 'frozen'} by itself, its whole chunk is "
-                f"{'frozen' if requires_grad else 'trained'}. Freeze parameters before sharding, or use requires_grad_ of the whole "
-                "chunk (for chunk in layer.parameters(): ...)."
-            )
+        """Remembered, for tools switch adapters off and on again; the next forward with gradients looks at it."""
+        with as_plain_tensors():
+            self.requires_grad_(requires_grad)
+        if (state := self.zero3_state()) is not None:
+            state.toggled = True
         return self
 
     def _describe(self) -> str:
@@ -63,10 +66,15 @@ class ReleasedParameter(nn.Parameter):
         return self._describe()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        _refuse(self, "deepcopy")
+        refuse_values(self, "deepcopy")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        _refuse(self, "pickle")
+        refuse_values(self, "pickle")
+
+
+def _asked_by(module: str) -> bool:
+    """Whether the operation is one of `module`'s. An optimizer asks nothing but `is_leaf` of what it is given; it must not take this."""
+    return bool(sys._getframe(2).f_globals.get("__name__") == module)
 
 
 def _first_released(arguments: Any) -> ReleasedParameter | None:
@@ -83,10 +91,10 @@ def _name_of(func: Callable[..., Any]) -> str:
     return name
 
 
-def _refuse(parameter: ReleasedParameter | None, operation: str) -> NoReturn:
+def refuse_values(parameter: ReleasedParameter | None, operation: str) -> NoReturn:
     name = getattr(parameter, "zero3_name", "a parameter")
     raise RuntimeError(
-        f"{operation}: {name} is released, its values lie in chunks on all ranks. Read or change it inside "
-        "`with zero3.full_params(module):` (entered by every rank), or work on the chunks that "
-        "get_trainable_chunk() returns."
+        f"{operation}: {name} is released, its values lie in chunks on all ranks. Read it inside "
+        "`with zero3.full_params(module):`, change it there with writeback=True, compute with it outside a forward inside "
+        "`with zero3.resident(model):` (every rank enters them), or work on the chunks that get_trainable_chunk() returns."
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ from ..comm.communicator import Communicator
 from ..policy import ShardingPolicy
 from .autograd import graph_clock, inside_backward, nodes_since, tensors_in
 from .backward import Backward, LayerCall, LayerTrace
+from .comparison import FOLD_EVERY, compare_call, compare_logs
 from .coordination import Action, Activity
 from .dynamic import DynamicOrder
-from .forward_order import LearnedOrder
 from .layer_state import LayerState, Presence
-from .schedule import CallStack, CallTrace, ForwardOrder, Frame
+from .requires_grad import check_requires_grad
+from .schedule import CallStack, CallTrace, ForwardOrder, ForwardPass, Frame, LearnedOrder
 
 __all__: list[str] = []
 
@@ -37,11 +38,14 @@ class Runtime:
         self.replays: dict[object, Any] = {}  # the collectives of micro-batches, for `step_guard`
         self._device = first.device
         self._stack = CallStack(layers)
-        self._order: LearnedOrder | DynamicOrder = (
+        self._order: LearnedOrder[LayerState] | DynamicOrder = (
             DynamicOrder(zip(layers, depths, strict=True), policy.prefetch_depth)
             if policy.dynamic
-            else LearnedOrder(layers if ordered else (), first.communicator, policy)
+            else LearnedOrder(layers if ordered else (), policy.prefetch_depth, partial(compare_call, first.communicator))
         )
+        self._tells = not policy.dynamic and policy.compare_every > 1 and not first.communicator.tags_messages
+        self._compare_every = 0 if policy.dynamic else policy.compare_every
+        self._due = self._compare_every or FOLD_EVERY  # the number of transfers at which the log is folded or compared
         backups = first.communicator.duplicate() if policy.separate_backup_group else first.communicator
         self._backward = Backward(self._stack, first.communicator, backups, first.device, policy.prefetch_depth)
         self._trace: LayerTrace | None = None  # the trace of the forward under way
@@ -138,12 +142,28 @@ class Runtime:
             self.reset(broken=False)
         if self._any_stays_whole:
             self.drop_stale()
-        self._order.begin(first, continues=continues)
+        self._compare_transfers(first)
+        self._order.begin(continues=continues)
         if continues:
             self._release_lingering(keep=())  # an optimizer may have stepped since the last module
         self._trace = before if continues else self._new_trace()
         self._called.add(id(module))
         return activity
+
+    def _compare_transfers(self, first: LayerState) -> None:
+        """If messages carry no tag, transfers of two different layers could be matched by mistake. So ranks send their hashes at every
+        forward, and compare them one forward later. Otherwise they compare after every `compare_every` transfers.
+        """
+        log = first.log
+        if self._tells:
+            log.look()
+            if not first.gate.compares_at_end:
+                log.tell(self.communicator, self._device)
+        elif log.folded + len(log.entries) >= self._due:
+            log.fold()
+            if not first.gate.compares_at_end:
+                self._due = log.folded + (self._compare_every or FOLD_EVERY)
+                compare_logs(self.communicator, first, self._compare_every)
 
     def end_pass(self, activity: AbstractContextManager[Any] | None, error: BaseException | None) -> None:
         """[F5] The outermost module's forward is over, or has raised `error`."""
@@ -219,9 +239,11 @@ class Runtime:
             return
         if self._trace is None:
             raise RuntimeError(f"layer {state.label} was called outside a forward pass of its model")
-        ahead = self._order.enter(state, self)
+        ahead = self._order.recompute(state) if inside_backward() else self._order.enter(state, self)
         self._release_lingering(keep=[state, *ahead])
         state.fetch()
+        if state.toggled:
+            check_requires_grad(state, self.layers)
         for following in ahead:
             following.start_fetch()
         self._stack.frames.append(Frame(state, self._trace.begin(), graph_clock()))
@@ -272,24 +294,6 @@ class Runtime:
         for state in self._lingering:
             if state not in kept and not state.keeps_until_backward:
                 self._backward.release(state)
+            elif state not in kept and not self._stack.is_under_way(state):
+                state.keep()  # hidden, so that another layer's use of its parameters is an error here too
         self._lingering = [state for state in self._lingering if state.presence is not Presence.RELEASED]
-
-
-class ForwardPass:
-    """Context around the forward of a zero3 module. At its end the runtime has the same frames as before, also after an exception."""
-
-    __slots__ = ("_activity", "_depth", "_module", "_outermost", "_runtime")
-
-    def __init__(self, runtime: Runtime, module: object) -> None:
-        self._runtime = runtime
-        self._module = module
-
-    def __enter__(self) -> None:
-        self._outermost = not self._runtime.in_pass
-        self._activity = self._runtime.begin_pass(self._module) if self._outermost else None
-        self._depth = self._runtime.depth
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._runtime.unwind(self._depth)
-        if self._outermost:
-            self._runtime.end_pass(self._activity, error)

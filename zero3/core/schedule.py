@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Generic, NamedTuple, TypeVar
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 __all__: list[str] = []
 
@@ -77,6 +78,62 @@ class ForwardOrder(Generic[L]):
         if order in self._known:
             self._known.remove(order)
         self._known = [order, *self._known][: self.MAX_KNOWN]
+
+
+class Passes(Protocol):
+    """The part of the runtime that an order uses for layers that this rank leaves out."""
+
+    def begin_call(self, layer: Any) -> int:
+        """Fetches the layer. Returns the tick at which its call begins."""
+        ...
+
+    def end_call(self, layer: Any, start: int) -> object:
+        """Records the call for the backward. Without gradients it releases the layer."""
+        ...
+
+
+class LearnedOrder(Generic[L]):
+    """Calls in any order. The order is learned from forwards. Ranks compare each call that the order does not predict."""
+
+    counts_every_call = False
+
+    def __init__(self, expected: Iterable[L], depth: int, compare: Callable[[L, int], None]) -> None:
+        """`compare`: of a layer, and its number in the forward, between ranks."""
+        self.calls: ForwardOrder[L | None] = ForwardOrder(expected)  # None: the next outermost module begins
+        self._depth = depth
+        self._compare = compare
+
+    def forget_pass(self) -> None: ...
+
+    def adopt(self, layer: L) -> None: ...
+
+    def begin(self, *, continues: bool) -> None:
+        """Called before an outermost module's forward."""
+        if continues:
+            self.calls.advance(None)
+        else:
+            self.calls.begin()
+
+    def enter(self, layer: L, passes: Passes) -> list[L]:
+        """Called before a layer's forward. Returns the layers to prefetch.
+
+        Layers after the present outermost module are not prefetched, because an optimizer may step before them.
+        """
+        if not self.calls.advance(layer):
+            self._compare(layer, self.calls.position)
+        upcoming = self.calls.upcoming(self._depth)
+        return [each for each in upcoming[: upcoming.index(None) if None in upcoming else None] if each is not None]
+
+    def recompute(self, layer: L) -> list[L]:
+        """Called in place of `enter` inside a backward, which knows its order itself."""
+        return []
+
+    def leave(self, layer: L, passes: Passes) -> None: ...
+
+    def finish(self, first: L, passes: Passes) -> None:
+        self.calls.learn()
+
+    def fail(self, first: L, passes: Passes, error: BaseException) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -211,3 +268,23 @@ class CallTrace(Generic[L]):
             self._open.remove(call)
             call.phase = CallPhase.CLOSED
             yield Step(call, opens=False, reduce=self._first[call.layer] is call)
+
+
+class ForwardPass:
+    """Context around the forward of a zero3 module. At its end the runtime has the same frames as before, also after an exception."""
+
+    __slots__ = ("_activity", "_depth", "_module", "_outermost", "_runtime")
+
+    def __init__(self, runtime: Any, module: object) -> None:
+        self._runtime = runtime
+        self._module = module
+
+    def __enter__(self) -> None:
+        self._outermost = not self._runtime.in_pass
+        self._activity = self._runtime.begin_pass(self._module) if self._outermost else None
+        self._depth = self._runtime.depth
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._runtime.unwind(self._depth)
+        if self._outermost:
+            self._runtime.end_pass(self._activity, error)

@@ -23,7 +23,7 @@ class _Before:
     """The state before a transaction, for a rollback. The transaction does not write into these tensors."""
 
     buffer: GradientBuffer
-    kept: list[Part]
+    kept: list[tuple[Part, Tensor]]
     owed: bool
     tokens: list[object]  # one for each part
     factor: Tensor | None = None  # the argument of `scale`, applied at the commit
@@ -126,6 +126,9 @@ class TransactionalReducer(GradientReducer):
             return
         self.pending = False
         self._buffer, self._kept, self.owed = before.buffer, before.kept, before.owed
+        for part, left in self._kept:
+            if isinstance(part.parameter.grad, DeferredGradient):
+                part.parameter.grad = left
         for part, tokens in zip(self._chunk.parts, before.tokens, strict=True):
             if isinstance(part.parameter.grad, DeferredGradient) and not self.owed:
                 part.parameter.grad = part.parameter.grad.earlier

@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..access import full_params, get_trainable_chunk, states_of
-from ..comm.communicator import Communicator
+from ..core.casting import cast, dtypes_at_the_edges
 from ..core.gradient_types import reduce_deferred
+from ..core.layer_state import LayerState
+from ..core.parameters import ShardedParameter
 from ..core.policy_facts import compute_dtype, gradient_dtype
+from ..layer import Zero3Layer
 from ..policy import ShardingPolicy
 from ..shard import shard
 
@@ -79,7 +82,8 @@ def check(
     """Runs one step of SGD on two copies of a model, one sharded and one not, and names the first parameter that differs.
 
     The unsharded copy's gradients are averaged over ranks by plain all-reduces. Both copies begin with rank 0's values and the
-    same random numbers. Every rank calls it, with its own batch, and holds the whole model several times: use a small one.
+    same random numbers. Where policies cast parameters, inputs, outputs or gradients, the unsharded copy casts them alike. Every
+    rank calls it, with its own batch, and holds the whole model several times: use a small one.
 
     Args:
         model: Not sharded; it stays as it is.
@@ -90,7 +94,7 @@ def check(
         policy: For `zero3.shard`.
         process_group: For `zero3.shard`.
         tolerance: The largest difference that counts as equal, relative to the largest absolute value of each tensor. None: 1e-9,
-            1e-3 and 5e-2 for float64, float32 and narrower dtypes; the narrowest of parameters and policy counts.
+            1e-3 and 5e-2 for float64, float32 and narrower dtypes; the narrowest of parameters and policies counts.
 
     Returns:
         A `CheckReport`.
@@ -111,8 +115,9 @@ def check(
     for tensor in [*plain.parameters(), *plain.buffers()]:
         if communicator.world_size > 1:
             communicator.broadcast(tensor.detach())
-    given = tolerance if tolerance is not None else max(_tolerance(p.dtype, policy) for p in plain.parameters())
-    expected = {"loss": {"": _plain_step(plain, batch, loss, communicator, policy)}}
+    places = _places(sharded)
+    given = tolerance if tolerance is not None else max(_tolerance(place) for place in places.values())
+    expected = {"loss": {"": _plain_step(plain, sharded, places, lambda model: _step(model, [*model.parameters()], batch, loss))}}
     found = {"loss": {"": _step(sharded, get_trainable_chunk(sharded), batch, loss)}}
     expected["gradient"] = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in plain.named_parameters() if p.requires_grad}
     found["gradient"] = full_gradients(sharded)
@@ -131,8 +136,7 @@ def check(
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Every trainable parameter's full gradient by name, with zeros for a parameter without one. All ranks call it."""
-    with full_params(model):
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+    places = _places(model)
     reduce_deferred(part.grad for part in get_trainable_chunk(model))
     gradients = {}
     for state in states_of(model):
@@ -140,10 +144,25 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
             own = torch.zeros_like(chunk.shard) if chunk.shard.grad is None else chunk.shard.grad.as_subclass(Tensor)
             full = own.new_empty(chunk.layout.padded_numel)
             state.communicator.all_gather(full, own.detach()).wait()
-            for sharded in (sharded for sharded in state.parameters if sharded.chunk is chunk):
-                slot = chunk.layout.slots[sharded.index]
-                gradients[names[id(sharded.sites.parameter)]] = full[slot.offset : slot.stop].view(slot.shape)
+            for name, place in places.items():
+                if place.sharded.chunk is chunk:
+                    slot = chunk.layout.slots[place.sharded.index]
+                    gradients[name] = full[slot.offset : slot.stop].view(slot.shape)
     return gradients
+
+
+class _Place(NamedTuple):
+    """Where a parameter's values are."""
+
+    state: LayerState
+    sharded: ShardedParameter
+
+
+def _places(model: nn.Module) -> dict[str, _Place]:
+    """By the parameters' own names. All ranks call it."""
+    with full_params(model):
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(each.sites.parameter)]: _Place(state, each) for state in states_of(model) for each in state.parameters}
 
 
 def _default_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -153,8 +172,10 @@ def _default_loss(model: nn.Module, batch: Any) -> Tensor:
     return found
 
 
-def _tolerance(dtype: torch.dtype, policy: ShardingPolicy) -> float:
-    narrowest = min(each.itemsize for each in (dtype, compute_dtype(policy, dtype), gradient_dtype(policy, dtype)))
+def _tolerance(place: _Place) -> float:
+    stored = place.sharded.chunk.shard.dtype
+    computed, reduced = compute_dtype(place.state.policy, stored), gradient_dtype(place.state.policy, stored)
+    narrowest = min(dtype.itemsize for dtype in (stored, computed, reduced))
     return _OF_HALF if narrowest < 4 else _OF_SINGLE if narrowest < 8 else _OF_DOUBLE
 
 
@@ -167,15 +188,48 @@ def _step(model: nn.Module, parameters: list[nn.Parameter], batch: Any, loss: Ca
     return value.detach()
 
 
-def _plain_step(model: nn.Module, batch: Any, loss: Any, communicator: Communicator, policy: ShardingPolicy) -> Tensor:
-    value = _step(model, list(model.parameters()), batch, loss)
-    for parameter in model.parameters():
-        if parameter.requires_grad and communicator.world_size > 1:
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            communicator.all_reduce(parameter.grad)
-            if policy.gradient_reduction == "mean":
-                parameter.grad /= communicator.world_size
+def _plain_step(plain: nn.Module, sharded: nn.Module, places: dict[str, _Place], step: Callable[[nn.Module], Tensor]) -> Tensor:
+    """`step` of what `plain` is when it is cast as `sharded` is; the gradients go to `plain`, in its own dtypes."""
+    computing = _cast_alike(plain, sharded, places)
+    value = step(computing)
+    gradients = {name: parameter.grad for name, parameter in computing.named_parameters()}
+    for name, parameter in plain.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        state, chunk = places[name].state, places[name].sharded.chunk
+        found = gradients[name]
+        if found is None and state.communicator.world_size == 1:
+            continue
+        gradient = (torch.zeros_like(parameter) if found is None else found).to(gradient_dtype(state.policy, chunk.shard.dtype))
+        if state.communicator.world_size > 1:
+            state.communicator.all_reduce(gradient)
+            if state.policy.gradient_reduction == "mean":
+                gradient /= state.communicator.world_size
+        parameter.grad = gradient.to(parameter.dtype)
     return value
+
+
+def _cast_alike(plain: nn.Module, sharded: nn.Module, places: dict[str, _Place]) -> nn.Module:
+    """A copy whose parameters have the dtypes that they are computed with, and whose modules cast what the layers cast."""
+    computing = copy.deepcopy(plain)
+    for name, parameter in computing.named_parameters():
+        parameter.data = parameter.data.to(places[name].sharded.chunk.compute_dtype)
+    for name, module in sharded.named_modules():
+        state = module._state if isinstance(module, Zero3Layer) else vars(module).get("_zero3_root")
+        if state is not None:
+            alike = computing.get_submodule(name)
+            inputs, output = dtypes_at_the_edges(state.policy)
+            alike.register_forward_pre_hook(_before(inputs), with_kwargs=True)
+            alike.register_forward_hook(_after(output))
+    return computing
+
+
+def _before(dtype: torch.dtype | None) -> Callable[..., Any]:
+    return lambda module, args, kwargs: (cast(args, dtype), cast(kwargs, dtype))
+
+
+def _after(dtype: torch.dtype | None) -> Callable[..., Any]:
+    return lambda module, args, output: cast(output, dtype)
 
 
 def _difference(name: str, what: str, found: Tensor, expected: Tensor) -> Difference:

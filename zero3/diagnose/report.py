@@ -34,6 +34,10 @@ class Report:
             each other.
         full_gradients: The most bytes of full gradients that a step may hold at once.
         policies: The distinct policies, as text.
+        largest_layer: The name of the largest layer; of those beside the root's own, where there are any.
+        largest_layer_bytes: Bytes of its full parameters.
+        root_bytes: Bytes of the root's own layer's full parameters, which stay from forward to the end of backward. None without
+            `shard`.
     """
 
     rank: int
@@ -46,14 +50,19 @@ class Report:
     full_parameters: int
     full_gradients: int
     policies: tuple[str, ...]
+    largest_layer: str
+    largest_layer_bytes: int
+    root_bytes: int | None
 
     def __str__(self) -> str:
+        root = f", the root's own holds {megabytes(self.root_bytes)}" if self.root_bytes is not None else ""
         stored = ", ".join(f"{kind} {megabytes(nbytes)}" for kind, nbytes in self.chunks.items())
         return (
             f"zero3: rank {self.rank} of {self.world_size}, {self.parameters / 1e6:.1f} M parameters in {self.layers} layers. "
             f"Chunks: {stored or 'none'}; gradients: {megabytes(self.gradients)}. "
             f"Computes in {', '.join(self.gathered) or 'nothing'}; a step holds up to {megabytes(self.full_parameters)} of full parameters "
-            f"and {megabytes(self.full_gradients)} of full gradients. {'; '.join(self.policies)}"
+            f"and {megabytes(self.full_gradients)} of full gradients. The largest layer is {self.largest_layer} with "
+            f"{megabytes(self.largest_layer_bytes)}{root}. {'; '.join(self.policies)}"
         )
 
 
@@ -75,6 +84,8 @@ def report(model: nn.Module) -> Report:
     """
     states = states_of(model)
     first = states[0]
+    roots = {id(root) for module in model.modules() if (root := vars(module).get("_zero3_root")) is not None}
+    largest = max(states, key=lambda state: (id(state) not in roots, state.full_nbytes()))
     chunks: dict[str, int] = {}
     gathered: dict[str, int] = {}
     for state in states:
@@ -96,6 +107,9 @@ def report(model: nn.Module) -> Report:
         ),
         full_gradients=_at_once(states, [_gradient_nbytes(state) for state in states], shards_gradients),
         policies=tuple(dict.fromkeys(repr(state.policy) for state in states)),
+        largest_layer=largest.label,
+        largest_layer_bytes=largest.full_nbytes(),
+        root_bytes=sum(state.full_nbytes() for state in states if id(state) in roots) if roots else None,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..core.parameters import own_name
+from ..core.parameters import own_module_name, own_name
 
 __all__: list[str] = []
 
@@ -33,7 +33,7 @@ class Unwrapped:
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         for name, module in self._model.named_modules():
-            yield own_name(f"{name}.").removesuffix("."), module
+            yield own_module_name(name), module
 
     def get_parameter(self, name: str) -> Any:
         return self._tensors[name] if name in self._tensors else self._model.get_parameter(name)

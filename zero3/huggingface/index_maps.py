@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -60,7 +61,7 @@ class IndexMap(Generic[Key]):
             new = torch.ones(len(begins), dtype=torch.bool)
             new[1:] = (numbers[1:] != numbers[:-1]) | (at[1:] != at[:-1] + self.grain)
             edges = [*new.nonzero().flatten().tolist(), len(begins)]
-            for left, right in zip(edges[:-1], edges[1:], strict=True):
+            for left, right in pairwise(edges):
                 begin, end = int(begins[left]), min(int(begins[right - 1]) + self.grain, stop)
                 skipped = max(0, start - begin)
                 yield Run(begin + skipped, self.sources[int(numbers[left])], int(at[left]) + skipped, end - begin - skipped)

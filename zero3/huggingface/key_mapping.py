@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from ..checkpoint.extra_state import extra_state_modules
 from ..checkpoint.safetensors_files import Stored
 from ..comm.plain_values import kind_of
-from ..names import named_tensors
+from ..names import innermost, named_tensors
 from .conversions import Conversions
 from .index_maps import IndexMap, Whole
+from .left_out import may_be_left_out
 from .tracing import TracedTensor, Untraceable, traced
 
 __all__: list[str] = []
@@ -31,6 +32,7 @@ class Fit:
     tensors: dict[int, Tensor]
     maps: dict[int, IndexMap[Stored]] = field(default_factory=dict)
     again: dict[int, list[IndexMap[Stored]]] = field(default_factory=dict)  # a tied tensor that is stored under its other names too
+    left_out: set[int] = field(default_factory=set)  # in no file, because the model computes them
     extra: dict[str, Stored] = field(default_factory=dict)  # extra state of modules, by their names; these take it as a tensor
     used: list[Any] | None = None  # see `Conversions.used`
 
@@ -44,18 +46,18 @@ def fit(model: nn.Module, stored: Mapping[str, Stored], strict: bool) -> Fit:
     tensors = dict(named_tensors(model))
     if isinstance(added := getattr(getattr(model, "base_model", None), "prefix", None), str) and hasattr(model, "peft_config"):
         model, tensors = model.get_base_model(), _without_adapters(tensors, added)  # type: ignore[operator]
-    fitting = _Fitting(model, tensors, extra_state_modules(model))
+    fitting = _Fitting(innermost(model), tensors, extra_state_modules(model))
     for key in fitting.conversions.sorted(stored):
         fitting.add(stored[key])
     fitting.convert()
     found, problems = fitting.found, fitting.problems
-    problems["missing"] = [
-        names[0] for key, names in found.names.items() if key not in found.maps and not fitting.failed.intersection(names)
-    ]
+    missing = {key: names for key, names in found.names.items() if key not in found.maps and not fitting.failed.intersection(names)}
+    found.left_out = {key for key, names in missing.items() if any(may_be_left_out(found.owner, name) for name in names)}
+    problems["missing"] = [names[0] for key, names in missing.items() if key not in found.left_out]
     if not strict:
         problems["missing"] = problems["unexpected"] = []
     if text := ". ".join(f"{kind}: {', '.join(items)}" for kind, items in problems.items() if items):
-        raise ValueError(f"the checkpoint does not fit this {type(model).__name__}; nothing was loaded. {text}")
+        raise ValueError(f"the checkpoint does not fit this {type(found.owner).__name__}; nothing was loaded. {text}")
     found.used = fitting.conversions.used
     return found
 

@@ -18,6 +18,7 @@ from ..core.layout import Piece
 from ..core.parameters import ShardedParameter
 from .index_maps import IndexMap
 from .key_mapping import Fit, fit
+from .left_out import compute, fill
 from .reading import SliceReader
 
 __all__: list[str] = []
@@ -27,10 +28,11 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
     """Fills a sharded model from a Hugging Face directory: `model.safetensors`, or several files with their index.
 
     Every rank calls it. Each reads the ranges of the files that its own chunks hold, a few MB at a time, so no tensor is ever
-    whole anywhere, and every byte is read once in all. Values are converted to the chunks' dtypes.
+    whole anywhere, and every byte is read once in all. Values are converted to the chunks' dtypes. Where transformers transposes or
+    interleaves a stored tensor, each rank reads what its slice is spread over, one stored tensor at a time.
 
     Names are those of the unwrapped model, with or without its `base_model_prefix`; a tied parameter may stand under any of its
-    names. Parameters that transformers renames, stacks or concatenates for this model (experts) are found. A peft model's base is
+    names. What transformers renames, stacks, joins, cuts or rearranges for this model (experts) is followed. A peft model's base is
     filled, and its adapters are left alone. Persistent buffers come from the files. Other buffers on the meta device (rotary
     frequencies) are computed by the model's `_init_weights`, or by `reset_parameters`.
 
@@ -60,12 +62,14 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
     first = states[0]
     files: SafetensorsFiles | None = None
     found: Fit | None = None
+    computed: list[tuple[Tensor, Tensor]] = []
     error: Exception | None = None
     try:
         _check_released(states)
         files = SafetensorsFiles(path)
         found = fit(model, files.tensors, strict)
         _check_repeated(states, files, found)
+        computed = compute(model, states, {key: found.names[key][0] for key in found.names if key in found.left_out}, strict)
     except OSError as caught:
         error = ValueError(f"{path} can't be read: {caught}")
     except Exception as caught:  # whatever it is, the others wait to hear of it
@@ -74,8 +78,7 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
         agree(first.communicator, first.device, "the files that load_pretrained found", files.listing() if files else [], error)
         if files is not None and found is not None:
             _load(model, states, files, found)
-            if found.used is not None:
-                found.owner._weight_conversions = found.used  # type: ignore[assignment]  # as from_pretrained does, for who saves it
+            fill(model, states, computed)
     finally:
         if files is not None:
             files.close()
@@ -119,6 +122,8 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
     for key, value in values.items():
         put(model, found.tensors[key], value)
     set_extra_states(found.owner, extra, first.communicator, first.device, "load_pretrained")
+    if found.used is not None:
+        found.owner._weight_conversions = found.used  # type: ignore[assignment]  # as from_pretrained does, for who saves it
 
 
 def _fill_chunks(state: LayerState, reader: SliceReader, found: Fit) -> None:

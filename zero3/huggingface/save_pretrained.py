@@ -21,6 +21,7 @@ from ..checkpoint.safetensors_files import STAGE_BYTES, bytes_of
 from ..checkpoint.safetensors_writing import header_of
 from ..comm.agreement import agree
 from ..comm.plain_values import unreadable
+from ..names import innermost
 from .outputs import Output, bytes_in, index_of, outputs_of_adapter, outputs_of_model, shards_of
 
 __all__: list[str] = []
@@ -41,8 +42,9 @@ def save_pretrained(
     """Writes a directory that `from_pretrained` reads: safetensors, their index and `config.json`; or a peft model's adapters.
 
     Every rank calls it. Each writes the bytes of its own chunks at their place in the files, a few MB at a time, so no tensor is
-    ever whole anywhere. Names, ties and experts are as `transformers` writes them. Tokenizer files are copied from the directory
-    that the model came from. Files appear under their names when they are complete; the index comes last.
+    ever whole anywhere. Names, ties and experts are as `transformers` writes them. What its files have transposed is put together
+    on all ranks, one tensor at a time. Tokenizer files are copied from the directory that the model came from. Files appear under
+    their names when they are complete; the index comes last.
 
     Args:
         model: Any model that contains zero3 layers. If it has a `config`, that is written too.
@@ -80,9 +82,10 @@ def save_pretrained(
 
 def _plans(model: nn.Module, directory: Path, max_bytes: int, dtype: torch.dtype | None) -> Iterator[_Plan]:
     contents = Contents(model, "save_pretrained")
+    extra = _extra_tensors(model, contents)
+    model = innermost(model)
     adapters = getattr(model, "peft_config", None)
     if not isinstance(adapters, dict) or not hasattr(model, "get_base_model"):
-        extra = _extra_tensors(model, contents)
         contents.others |= extra
         yield _Plan(model, contents, directory, shards_of(outputs_of_model(model, contents, extra, dtype), max_bytes, "model"), None)
         return

@@ -49,10 +49,9 @@ def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = Tr
 
     Raises:
         ValueError: The optimizer needs shapes, norms or other parameters, which a flat slice does not have (`whole=True` in
-            `param_groups` gives them); it takes the parameters of all ranks to be equal; no optimizer, or two, hold a parameter; a
-            group is empty, as a filter by names over `named_parameters()` leaves it, since those are names of chunks; one holds
-            parameters of before sharding, or of before the last `param_groups`; options differ between ranks; or one can't be tried
-            out. On every rank.
+            `param_groups` gives them); no optimizer, or two, hold a parameter; one holds parameters of before sharding, or of before
+            the last `param_groups`; a group is empty, as filters by names over `named_parameters()` leave it, which see chunks; an
+            optimizer takes all ranks' parameters to be equal; options differ between ranks; or one can't be tried out. On every rank.
         TypeError: An argument is no optimizer; on every rank.
 
     Example::

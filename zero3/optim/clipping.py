@@ -34,9 +34,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
 
     Raises:
         RuntimeError: The norm is nan or inf, and `error_if_nonfinite` is set; on every rank.
-        ValueError: `norm_type` is not positive, or `max_norm` is negative or nan; on every rank (on a GPU the others get nan). Or
-            nothing in `model` is sharded.
-        TypeError: `norm_type` or `max_norm` is no number; likewise.
+        ValueError: `norm_type` is not positive, or `max_norm` is negative or nan; on every rank (on a GPU the others get nan). Nothing
+            in `model` is sharded.
+        TypeError: One of the two is no number; on every rank.
 
     Example::
 
@@ -63,7 +63,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
             # As integers the bits of positive numbers keep their order, with nan on top: a maximum of floats may lose it.
             communicator.all_reduce(total.abs_().view(torch.int64), maximum=True)
         else:
-            communicator.all_reduce(total)
+            communicator.all_reduce(total)  # [S1]
     agree_where_nan(communicator, states[0].device, "clip_grad_norm_", total, error)
     if not maximum:
         total = total ** (1.0 / norm_type) if communicator.world_size > 1 else local

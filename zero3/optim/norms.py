@@ -36,8 +36,8 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
 
     Raises:
         ValueError: `norm_type` is not positive, or `of` is neither "grad" nor "param"; on every rank (on a GPU the others get nan).
-            Or nothing in `model` is sharded.
-        TypeError: `norm_type` is no number; likewise.
+            Nothing in `model` is sharded.
+        TypeError: `norm_type` is no number; on every rank.
 
     Example::
 

@@ -11,7 +11,7 @@ from torch import nn
 from ..core.chunk import Chunk, Part
 from ..core.layer_state import LayerState
 from ..core.layout import Slot
-from ..core.parameters import mark
+from ..core.marks import mark
 from ..core.released import ReleasedParameter
 
 __all__: list[str] = []

@@ -37,9 +37,9 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
 
     Raises:
         ValueError: The loss is not 0-dim or has no graph; the number of tokens is negative; or there are gradients of another
-            backward, whose number of tokens is unknown. On every rank; on a GPU, where the host does not wait for the other ranks,
-            only on the one that has found it. Or nothing in `model` is sharded.
-        TypeError: The loss or the number of tokens is no number; likewise.
+            backward, whose number of tokens is unknown. On every rank; on a GPU, where the host does not wait for the other ranks, on
+            the rank that has found it. Nothing in `model` is sharded.
+        TypeError: The loss is no tensor, or the number of tokens no number; on every rank.
 
     Example::
 

@@ -24,7 +24,7 @@ __all__: list[str] = []
 LARGE_BYTES = 2**18  # from here on two copies cost more than one more message
 UNDER_WAY = 8  # transfers, of parameters that don't: what is on its way takes memory
 PIECE_BYTES = 2**20  # large transfers through shared memory are cut into pieces of this rank's slice,
-PIECES_BYTES = 2**22  # of which so much is under way: the memory stays small, and in the processor's cache
+PIECES_BYTES = 2**21  # of which so much is under way: the memory stays small, and in the processor's cache
 STAGED_BYTES = 2**22  # small parameters travel together, in no more memory than this
 VIEWED_BYTES = 25 * 2**20  # of a bucket that parameters become views of, but for a larger parameter
 
@@ -222,14 +222,15 @@ class Exchange:
         communicator, full = self._communicators[bucket.entries[0].parameter.device], bucket.full
         runs = full.view(communicator.world_size, -1)
         in_pieces, length = shares_memory(communicator), PIECE_BYTES // full.element_size()
+        naming = named(communicator, "gathering", bucket.name)
         for start in range(0, runs.shape[1], length) if in_pieces else (0,):
             piece = runs[:, start : start + length] if in_pieces else runs
             own = piece[communicator.rank]
             while len(self._pending) == UNDER_WAY or (in_pieces and self._sent + own.nbytes > PIECES_BYTES):
                 self._pending.popleft()[1].wait()
-            with (naming := named(communicator, "gathering", bucket.name)):
+            with naming:
                 gather = communicator.all_gather(piece if in_pieces else full, own)
-                self._pending.append((own.nbytes, _Named(gather, naming)))
+            self._pending.append((own.nbytes, _Named(gather, naming)))
 
     @property
     def _sent(self) -> int:

@@ -58,6 +58,15 @@ def checked(given: Any, number: int) -> dict[str, Any]:
     return group
 
 
+def check_addition(group: dict[str, Any], shards: Shards, *, hooked: bool) -> None:
+    """A group that comes later. `hooked`: DDP updates the parameters already."""
+    if hooked:
+        raise RuntimeError("with overlap_with_ddp=True, add parameter groups before hook(ddp): DDP reduces only what it was made with")
+    known = shards.communicators
+    if foreign := next((parameter.device for parameter in group["params"] if parameter.device not in known), None):
+        raise ValueError(f"parameters on {foreign} can't be added: the first ones were on {', '.join(map(str, known))}")
+
+
 def entries_of(group: dict[str, Any], number: int, *, whole: bool) -> list[Entry]:
     names = group.get("param_names") or [f"parameter {place} of group {number}" for place in range(len(group["params"]))]
     # whose a whole parameter is, is found when all are known
@@ -107,16 +116,6 @@ def communicators_of(process_group: Any, devices: Iterable[torch.device]) -> tup
         return {device: communicator_for(process_group, device) for device in devices}, None
     except TypeError as mistake:
         return {device: communicator_for(None, device) for device in devices}, mistake
-
-
-def check_addition(group: dict[str, Any], known: Iterable[torch.device], *, hooked: bool) -> None:
-    """A group that comes later. `known`: the devices of those before; `hooked`: DDP updates the parameters already."""
-    if hooked:
-        raise RuntimeError("with overlap_with_ddp=True, add parameter groups before hook(ddp): DDP reduces only what it was made with")
-    known = list(known)
-    foreign = next((parameter.device for parameter in group["params"] if parameter.device not in known), None)
-    if foreign is not None:
-        raise ValueError(f"parameters on {foreign} can't be added: the first ones were on {', '.join(map(str, known))}")
 
 
 def agree_on(shards: Shards, lines: list[str], error: Exception | None) -> None:

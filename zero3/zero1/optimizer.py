@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         defaults: Options for `optimizer_class`.
 
     Raises:
-        ValueError: No parameters, one twice, or one of a sharded model; ranks with other parameters, options or flags; an
+        ValueError: No parameters, one twice, one of a sharded model, or others on other ranks; flags that differ between ranks; an
             `optimizer_class` that makes no torch optimizer, or whose updates of parts are not parts of its updates. On every rank.
         TypeError: `params` is no iterable of tensors or dicts. On every rank.
 
@@ -82,7 +83,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._overlap = DDPOverlap(shards, self) if overlapping else None
         flags = f"overlap_with_ddp={bool(overlapping)}, parameters_as_bucket_view={bool(viewed)}"
         lines = [flags, *(line_of(entry) for group in entries for entry in group), *self._options(groups)]
-        agree_on(shards, lines, error or mistake or mistake_in(self._check_all))
+        agree_on(shards, lines, error or mistake or mistake_in(lambda: self._check(range(len(groups)))))
         divided = [(held, options_of(group)) for held, group in zip(entries, groups, strict=True)]
         agree_on(shards, [], mistake_in(lambda: shards.create(self._make, divided, self._defaults)))
         self._shards = shards
@@ -95,7 +96,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Args:
             closure: Computes the loss and the gradients anew. It is called once.
-            kwargs: For the local optimizer's `step`. A class that needs some is judged at the first step.
+            kwargs: For the local optimizer's `step`. One that takes some is judged at its first step, with copies of them.
 
         Returns:
             What `closure` returned, or None. With `overlap_with_ddp=True` everything is done already.
@@ -104,23 +105,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             RuntimeError: Ranks have gradients of different parameters, or a sparse one; on every rank.
         """
         with torch.enable_grad():
-            loss = None if closure is None else closure()
+            loss = closure() if closure is not None else None
         if self._overlap is None:
             still_here(self)
-            error = mistake_in(lambda: self._check_all(kwargs)) if self._untried else None
+            error = mistake_in(lambda: self._check(range(len(self.param_groups)), kwargs)) if self._untried else None
             step(self._opened, self.param_groups, kwargs, loss=loss, error=error)
             self._consolidated = None
-        elif not self._overlap.hooked:
-            raise RuntimeError(
-                "overlap_with_ddp=True updates parameters during DDP's backward, but DDP knows nothing of it: call "
-                "ddp.register_comm_hook(None, optimizer.hook(ddp)) once, before training"
-            )
+        else:
+            self._overlap.check_hooked()
         return loss
 
     def hook(self, ddp: Any, reduction: Callable[[Any, Any], Any] | None = None) -> Callable[[Any, Any], Any]:
         """The communication hook that `overlap_with_ddp=True` needs: `ddp.register_comm_hook(None, optimizer.hook(ddp))`, once.
 
-        From then on every backward of `ddp` updates the parameters, from the first one on. `step()` may be called or not.
+        From then on every backward of `ddp` updates the parameters. `step()` may be called or not. Every rank calls it.
 
         Args:
             ddp: The `DistributedDataParallel` model whose parameters these are.
@@ -132,9 +130,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: `overlap_with_ddp` is not set, `ddp` lacks a parameter, or it has `find_unused_parameters=True`; on every rank.
         """
-        if self._overlap is not None:
-            return self._overlap.hook(ddp, reduction)
-        raise ValueError("hook() is for ZeroRedundancyOptimizer(..., overlap_with_ddp=True); without it, call step()")
+        if self._overlap is None:
+            raise ValueError("hook() is for ZeroRedundancyOptimizer(..., overlap_with_ddp=True); without it, call step()")
+        return self._overlap.hook(ddp, reduction)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, for example of layers that were frozen so far; the others' state stays. Every rank calls it.
@@ -151,7 +149,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return
         before = len(self.param_groups)
         if (error := mistake_in(lambda: self._append(param_group))) is None:
-            error = mistake_in(lambda: self._check_addition(before))
+            hooked = self._overlap is not None and self._overlap.hooked
+            error = mistake_in(lambda: check_addition(self.param_groups[before], self._opened, hooked=hooked))
+            error = error or mistake_in(lambda: self._check([before]))
         added = self.param_groups[before:]
         entries = entries_of(added[0], before, whole=self._whole[before]) if added else []
         try:
@@ -200,10 +200,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.state = defaultdict(dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state dict of a plain optimizer, or one from here at any world size. Each rank keeps its part.
+        """Loads the state dict of a plain optimizer, or one from here at any world size. Every rank calls it, and keeps its part.
 
         Args:
-            state_dict: The same on every rank. It is not changed.
+            state_dict: It is not changed. Every rank passes the same.
 
         Raises:
             ValueError: Groups or shapes differ from the optimizer's; on every rank, before anything changes.
@@ -211,7 +211,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         shards, groups = self._opened, self.param_groups
         taken: dict[Entry, list[dict[str, Any]]] = {}
 
-        def keep_own_part(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:  # after the user's hooks; torch copies options only
+        def keep_own_part(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            """Runs after the user's hooks; all that torch gets to copy is the options."""
             taken.update(local_state(shards, [group["params"] for group in given["param_groups"]], given["state"]))
             return {**given, "state": {}}
 
@@ -240,8 +241,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: `divide_by_initial_world_size=False` with `overlap_with_ddp=True`.
         """
         if self._overlap is not None and not kwargs.get("divide_by_initial_world_size", True):
-            text = "divide_by_initial_world_size=False has no effect on DDP with a communication hook: use overlap_with_ddp=False"
-            raise ValueError(text)
+            raise ValueError(
+                "divide_by_initial_world_size=False has no effect on DDP with a communication hook: use overlap_with_ddp=False"
+            )
         return Shadow(self._shadow)
 
     @property
@@ -251,12 +253,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Of the context's collectives."""
+        """The device of the context's collectives."""
         return self._opened.device
 
     @property
     def join_process_group(self) -> Any:
-        """Of the context's collectives."""
+        """The process group of the context's collectives."""
         return process_group_of(self._opened.communicator)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -268,16 +270,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def _opened(self) -> Shards:
-        if self._shards is not None:
-            return self._shards
-        raise RuntimeError("this ZeroRedundancyOptimizer's constructor did not end")
+        if self._shards is None:
+            raise RuntimeError("this ZeroRedundancyOptimizer's constructor did not end")
+        return self._shards
 
     def _shadow(self) -> None:
+        """An iteration of the other ranks. With overlap all happens in DDP's shadow of it."""
         if self._overlap is None:
             step(self._opened, self.param_groups, {}, joined=True)
             self._consolidated = None
 
     def _append(self, group: dict[str, Any]) -> None:
+        """As torch does, after what it lets pass."""
         group = checked(group, len(self.param_groups))
         whole = bool(group.pop("whole", self._whole_by_default))
         super().add_param_group(group)
@@ -286,15 +290,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _options(self, groups: list[dict[str, Any]], first: int = 0) -> list[str]:
         return [line_of_group(self._make, number, group) for number, group in enumerate(groups, first)]
 
-    def _check_all(self, keywords: dict[str, Any] | None = None) -> None:
-        self._untried = True  # also if the check raises
-        self._untried = not all(self._tried(number, keywords) for number in range(len(self.param_groups)))
-
-    def _tried(self, number: int, keywords: dict[str, Any] | None = None) -> bool:
-        group, how = self.param_groups[number], {"whole": self._whole[number], "one_by_one": self._overlap is not None}
-        held, options = group["params"], options_of(group)
-        return not held or check_divisible(self._make, self._defaults, options, held, **how, keywords=keywords)
-
-    def _check_addition(self, number: int) -> None:
-        check_addition(self.param_groups[number], self._opened.communicators, hooked=self._overlap is not None and self._overlap.hooked)
-        self._untried |= not self._tried(number)
+    def _check(self, numbers: Iterable[int], keywords: dict[str, Any] | None = None) -> None:
+        """`keywords`: of `step()`, when they are known."""
+        tried = True
+        for number in numbers:
+            if (group := self.param_groups[number])["params"]:
+                check = partial(check_divisible, self._make, self._defaults, options_of(group), group["params"])
+                tried &= check(whole=self._whole[number], one_by_one=self._overlap is not None, keywords=keywords)
+        self._untried = not tried or (self._untried and keywords is None)

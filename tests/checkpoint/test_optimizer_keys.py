@@ -1,0 +1,198 @@
+"""Loading optimizer state that the optimizer would not keep itself: another class's, or of other options."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zero3
+from tests.support.checkpoints import OPTIMIZERS, assert_same, odd, on_ranks, train
+from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.reference import process_group
+
+Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
+MAKE: dict[str, Make] = {
+    **OPTIMIZERS,
+    "Adam without amsgrad": lambda p: torch.optim.Adam(p, lr=0.01),
+    "RMSprop without more": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+}
+ways = pytest.mark.parametrize("way", ["load_checkpoint", "load_full_optimizer_state_dict"])
+
+
+def saved_by(name: str, path: Path, steps: int = 2) -> Any:
+    def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> Any:
+        optimizer = MAKE[name](zero3.get_trainable_chunk(model))
+        train(model, optimizer, range(steps))
+        zero3.save_checkpoint(path, model, optimizer)
+        return zero3.full_optimizer_state_dict(model, optimizer)
+
+    return on_ranks(2, body)[0]
+
+
+def load(way: str, path: Path, full: Any, model: Any, optimizer: Any) -> None:
+    if way == "load_checkpoint":
+        zero3.load_checkpoint(path, model, optimizer)
+    else:
+        zero3.load_full_optimizer_state_dict(model, optimizer, full)
+
+
+OTHERS = [
+    ("SGD with momentum", "AdamW", r"AdamW, as it was made here, keeps exp_avg, exp_avg_sq, step, and saved( by SGD)? was momentum_buffer"),
+    ("AdamW", "SGD with momentum", r"SGD, as it was made here, keeps momentum_buffer, and saved( by AdamW)? was exp_avg, exp_avg_sq, step"),
+    ("AdamW", "SGD", r"SGD, as it was made here, keeps nothing, and saved( by AdamW)? was exp_avg, exp_avg_sq, step"),
+    ("Adam", "Adam without amsgrad", r"Adam, as .* keeps exp_avg, exp_avg_sq, step, and saved( by Adam)? was .*max_exp_avg_sq"),
+    (
+        "Adam without amsgrad",
+        "Adam",
+        r"Adam, as .* keeps exp_avg, exp_avg_sq, max_exp_avg_sq, step, and saved( by Adam)? was exp_avg, exp_avg_sq, s",
+    ),
+    ("NAdam", "AdamW", r"and saved( by NAdam)? was exp_avg, exp_avg_sq, mu_product, step"),
+    ("RMSprop", "RMSprop without more", r"keeps square_avg, step, and saved( by RMSprop)? was grad_avg, momentum_buffer, square_avg, step"),
+    ("Adagrad", "Adadelta", r"keeps acc_delta, square_avg, step, and saved( by Adagrad)? was step, sum"),
+]
+
+
+@ways
+@pytest.mark.parametrize(("saved", "here", "message"), OTHERS, ids=[f"{saved} into {here}" for saved, here, _ in OTHERS])
+def test_state_of_another_kind_is_refused(saved: str, here: str, message: str, way: str, tmp_path: Path) -> None:
+    """On all ranks alike, before anything changes; and the optimizer goes on with what it had."""
+    full = saved_by(saved, tmp_path)
+
+    def body(model: Any, _: torch.optim.Optimizer, group: ThreadCommunicator) -> str:
+        optimizer = MAKE[here](zero3.get_trainable_chunk(model))
+        before = zero3.full_state_dict(model), zero3.full_optimizer_state_dict(model, optimizer)
+        with pytest.raises(ValueError, match=rf"nothing was loaded\. .*{message}") as raised:
+            load(way, tmp_path, full, model, optimizer)
+        assert_same((zero3.full_state_dict(model), zero3.full_optimizer_state_dict(model, optimizer)), before)
+        train(model, optimizer, range(1))
+        return str(raised.value)
+
+    assert len(set(on_ranks(3, body))) == 1
+
+
+@ways
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "Adafactor"])
+@pytest.mark.filterwarnings("ignore:this run does not train as an unsharded one would:UserWarning")
+def test_state_of_its_own_kind_is_taken(name: str, way: str, tmp_path: Path) -> None:
+    """By an optimizer that has made no step, and by one that has."""
+    full = saved_by(name, tmp_path)
+
+    def body(model: Any, _: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
+        for steps in (0, 1):
+            optimizer = MAKE[name](zero3.get_trainable_chunk(model))
+            train(model, optimizer, range(steps))
+            load(way, tmp_path, full, model, optimizer)
+            assert_same(zero3.full_optimizer_state_dict(model, optimizer), full if group.rank == 0 else {})
+
+    on_ranks(2, body)
+
+
+def test_a_run_that_made_no_step_fits_any_optimizer(tmp_path: Path) -> None:
+    full = saved_by("AdamW", tmp_path, steps=0)
+    on_ranks(2, lambda model, optimizer, group: load("load_checkpoint", tmp_path, full, model, optimizer), optimizer="NAdam")
+
+
+def test_another_class_that_keeps_the_same_is_taken_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    full = saved_by("AdamW", tmp_path)
+    with caplog.at_level(logging.WARNING, "zero3"):
+        on_ranks(2, lambda model, optimizer, group: load("load_checkpoint", tmp_path, full, model, optimizer), optimizer="RAdam")
+    assert [r.getMessage() for r in caplog.records if "is loaded into" in r.getMessage()] == [
+        "the state of AdamW is loaded into RAdam; options that both have are those that were saved"
+    ]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Keeps one tensor from its first step on, and another from its sixth; with `shy`, it can't be made but by who knows how."""
+
+    def __init__(self, params: Any, lr: float = 0.1, shy: bool = False) -> None:
+        if shy and len([*params]) < 3:
+            raise RuntimeError("too few parameters")
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            state = self.state[parameter]
+            state["fast"] = state.get("fast", torch.zeros_like(parameter)) + 1
+            if bool((state["fast"] > 5).any()):
+                state.setdefault("slow", parameter.detach().clone())
+            parameter.data -= self.param_groups[0]["lr"] * parameter.grad
+
+
+def by(make: Make, path: Path, steps: int) -> Callable[[ThreadCommunicator], None]:
+    """Saves after so many steps (or loads, for None), and makes one more."""
+    models = [odd(), odd()]
+
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.shard(models[group.rank], process_group=process_group(group))
+        optimizer = make(zero3.get_trainable_chunk(model))
+        if steps:
+            train(model, optimizer, range(steps))
+            zero3.save_checkpoint(path, model, optimizer)
+        else:
+            zero3.load_checkpoint(path, model, optimizer)
+            train(model, optimizer, range(1))
+
+    return body
+
+
+@pytest.mark.filterwarnings("ignore:this run does not train as an unsharded one would:UserWarning")
+def test_what_an_optimizer_keeps_only_later_is_taken(tmp_path: Path) -> None:
+    run_ranks(2, by(lambda p: Lookahead(p), tmp_path, 7))
+    run_ranks(2, by(lambda p: Lookahead(p), tmp_path, 0))
+    with pytest.raises(ValueError, match=r"AdamW, as .* and saved by Lookahead was fast, slow"):
+        run_ranks(2, by(lambda p: torch.optim.AdamW(p), tmp_path, 0))
+
+
+@pytest.mark.filterwarnings("ignore:this run does not train as an unsharded one would:UserWarning")
+def test_an_optimizer_that_can_not_be_tried_out_takes_what_is_saved(tmp_path: Path) -> None:
+    def shy(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        made = Lookahead(parameters)
+        made.defaults["shy"] = True
+        return made
+
+    run_ranks(2, by(shy, tmp_path, 2))
+    run_ranks(2, by(shy, tmp_path, 0))
+
+
+def test_moments_of_another_kind_of_numbers(tmp_path: Path) -> None:
+    full = saved_by("AdamW", tmp_path)
+    full["state"]["norm.weight"]["exp_avg"] = full["state"]["norm.weight"]["exp_avg"].long()
+
+    def body(model: Any, _: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
+        groups = zero3.param_groups(model, lambda name, info: {"eps": 1e-7} if name == "norm.weight" else {})
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        with pytest.raises(ValueError, match=r"norm\.weight: exp_avg is integer \(int64\), expected floating"):
+            zero3.load_full_optimizer_state_dict(model, optimizer, full)
+
+    on_ranks(2, body)
+
+
+class Forgetful(torch.optim.SGD):
+    """Loses its state on one rank."""
+
+    def forget(self) -> None:
+        self.state.clear()
+
+
+@pytest.mark.parametrize("way", ["save_checkpoint", "full_optimizer_state_dict"])
+def test_ranks_that_kept_different_state(way: str, tmp_path: Path) -> None:
+    """A slice without its state would make a checkpoint that nobody can load, or let the others wait."""
+
+    def body(model: Any, _: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
+        optimizer = Forgetful(zero3.get_trainable_chunk(model), lr=0.1, momentum=0.9)
+        train(model, optimizer, range(1))
+        if group.rank == 1:
+            optimizer.forget()
+        save = partial(zero3.save_checkpoint, tmp_path / "run") if way == "save_checkpoint" else zero3.full_optimizer_state_dict
+        with pytest.raises(ValueError, match=r"rank \d: the optimizer keeps .* all ranks must make the same steps"):
+            save(model, optimizer)
+
+    on_ranks(2, body)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,274 @@
+"""load_pretrained and save_pretrained of models whose files transformers rearranges: the same bits, and the same files, as its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from torch import Tensor, nn
+from transformers import conversion_mapping
+from transformers import core_model_loading as loading
+
+import zero3
+from tests.huggingface.test_load_pretrained import assert_same_bits, on_meta
+from tests.huggingface.test_save_pretrained import contents
+from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.reference import process_group
+from zero3.checkpoint.safetensors_files import SafetensorsFiles
+from zero3.huggingface import index_maps
+from zero3.huggingface.index_maps import IndexMap, Whole, joined
+from zero3.huggingface.tracing import TracedTensor, Untraceable, traced
+
+_TEXT = {
+    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": 0,
+}  # fmt: skip
+_PICTURE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+_EXPERTS = {"moe_intermediate_size": 12, "num_experts_per_tok": 2}
+_QWEN_VL = {
+    "text_config": {**_TEXT, **_EXPERTS, "num_experts": 3, "head_dim": 8},
+    "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "patch_size": 4, "out_hidden_size": 16,
+                      "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+}  # fmt: skip
+_ERNIE = {
+    "text_config": {**_TEXT, "moe_intermediate_size": [12, 8], "moe_num_experts": 3, "moe_k": 2, "moe_num_shared_experts": 1,
+                    "mlp_layer_types": ["dense", "sparse"],
+                    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}},
+    "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "patch_size": 4, "intermediate_size": 24},
+}  # fmt: skip
+_PHONON = {
+    **_TEXT, "audio_prompt_dim": 8, "num_hidden_layers": 1,
+    "flow_head_config": {"condition_dim": 16, "hidden_size": 16, "num_hidden_layers": 1, "frequency_embedding_size": 8},
+}  # fmt: skip
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "NomicBert: Chunk": lambda: t.NomicBertForMaskedLM(t.NomicBertConfig(**_TEXT)),
+    "Dinov2: Chunk of biases": lambda: t.Dinov2Model(t.Dinov2Config(**_PICTURE, use_swiglu_ffn=True)),
+    "Qwen3-VL-MoE: Transpose": lambda: t.Qwen3VLMoeForConditionalGeneration(t.Qwen3VLMoeConfig(**_QWEN_VL)),
+    "Ernie-4.5-VL: many to many": lambda: t.Ernie4_5_VLMoeForConditionalGeneration(t.Ernie4_5_VLMoeConfig(**_ERNIE)),
+    "Phonon: Chunk and PermuteForRope": lambda: t.GradiumPhononTTSForConditionalGeneration(t.GradiumPhononTTSConfig(**_PHONON)),
+    "Qwen3-MoE: MergeModulelist": lambda: t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**_TEXT, **_EXPERTS, num_experts=3, head_dim=8)),
+}
+models = pytest.mark.parametrize("name", MODELS)
+
+
+def build(name: str) -> Any:
+    """Every number another one, and no part of a tensor like any other."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = MODELS[name]().eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn_like(parameter))
+    return model
+
+
+@models
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_load_pretrained_and_save_pretrained_as_transformers(name: str, world_size: int, tmp_path: Path) -> None:
+    """Also what is saved after loading: transformers goes by the names that it has found."""
+    plain, *others = [build(name) for _ in range(1 + world_size)]
+    plain.save_pretrained(tmp_path / "theirs")
+    expected = type(plain).from_pretrained(tmp_path / "theirs")
+    assert_same_bits(expected.state_dict(), plain.state_dict())
+    assert list(contents(tmp_path / "theirs")) != sorted(plain.state_dict()) or "Transpose" in name
+    expected.save_pretrained(tmp_path / "theirs again")
+    empty = [on_meta(plain) for _ in range(world_size)]
+
+    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
+        zero3.save_pretrained(sharded(others[group.rank], group), tmp_path / "ours")
+        model = sharded(empty[group.rank], group)
+        zero3.load_pretrained(model, tmp_path / "theirs")
+        assert all(torch.equal(one, other) for one, other in zip(model.buffers(), expected.buffers(), strict=True))
+        zero3.save_pretrained(model, tmp_path / "ours again")
+        return zero3.full_state_dict(model, rank0_only=False)
+
+    for found in run_ranks(world_size, body):
+        assert_same_bits(found, expected.state_dict())
+    assert_same_bits(contents(tmp_path / "ours"), contents(tmp_path / "theirs"))
+    assert_same_bits(contents(tmp_path / "ours again"), contents(tmp_path / "theirs again"))
+
+
+def sharded(model: nn.Module, group: ThreadCommunicator) -> nn.Module:
+    return zero3.shard(model, nn.Linear, process_group=process_group(group), device="cpu")
+
+
+def test_load_pretrained_transposes_what_hub_files_have_transposed(tmp_path: Path) -> None:
+    """Qwen3-VL-MoE's files hold experts either way; transformers looks at shapes."""
+    from safetensors.torch import save_file
+
+    plain = build("Qwen3-VL-MoE: Transpose")
+    plain.save_pretrained(tmp_path)
+    tensors = {name: value.transpose(1, 2).contiguous() if ".experts." in name else value for name, value in contents(tmp_path).items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert_same_bits(type(plain).from_pretrained(tmp_path).state_dict(), plain.state_dict())
+    empty = [on_meta(plain) for _ in range(2)]
+
+    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
+        model = sharded(empty[group.rank], group)
+        zero3.load_pretrained(model, tmp_path)
+        return zero3.full_state_dict(model)
+
+    assert_same_bits(run_ranks(2, body)[0], plain.state_dict())
+
+
+@pytest.mark.parametrize("name", ["Qwen3-VL-MoE: Transpose", "Phonon: Chunk and PermuteForRope"])
+def test_load_pretrained_holds_one_stored_tensor_at_a_time(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where elements are to be looked up one by one too."""
+    plain = build(name)
+    plain.save_pretrained(tmp_path)
+    largest = max(value.numel() for value in contents(tmp_path).values())
+    reads: list[int] = []
+    read = SafetensorsFiles.read
+
+    def watched(self: SafetensorsFiles, tensor: Any, start: int, target: Tensor) -> None:
+        reads.append(target.numel())
+        read(self, tensor, start, target)
+
+    monkeypatch.setattr(SafetensorsFiles, "read", watched)
+    model = zero3.shard(on_meta(plain), nn.Linear, device="cpu")
+    zero3.load_pretrained(model, tmp_path)
+    assert 0 < max(reads) <= largest
+    assert_same_bits(zero3.full_state_dict(model), plain.state_dict())
+
+
+OPERATIONS: dict[str, tuple[list[Any], dict[str, list[tuple[int, ...]]], list[str]]] = {
+    "Chunk(0)": ([loading.Chunk(0)], {"a": [(6, 4)]}, ["x", "y", "z"]),
+    "Chunk(1), unequal": ([loading.Chunk(1)], {"a": [(2, 5)]}, ["x", "y", "z"]),
+    "Concatenate(0)": ([loading.Concatenate(0)], {"a": [(2, 3)], "b": [(4, 3)]}, ["x"]),
+    "Concatenate(1)": ([loading.Concatenate(1)], {"a": [(2, 3, 2)], "b": [(2, 1, 2)]}, ["x"]),
+    "Interleave(0)": ([loading.Interleave(0)], {"a": [(6, 2)]}, ["x"]),
+    "Interleave(1), inverse": ([loading.Interleave(1, inverse=True)], {"a": [(2, 6, 3)]}, ["x"]),
+    "Interleave(1), Chunk(1)": ([loading.Interleave(1), loading.Chunk(1)], {"a": [(3, 8)]}, ["x", "y"]),
+    "MergeModulelist(0)": ([loading.MergeModulelist(0)], {"a": [(2, 3)] * 3}, ["x"]),
+    "MergeModulelist(0), Concatenate(1)": (
+        [loading.MergeModulelist(0), loading.Concatenate(1)], {"a": [(2, 3)] * 3, "b": [(4, 3)] * 3}, ["x"],
+    ),
+    "MergeModulelist(1)": ([loading.MergeModulelist(1)], {"a": [(2, 3)] * 4}, ["x"]),
+    "SplitModulelist(0)": ([loading.SplitModulelist(0)], {"a": [(3, 1, 4)]}, ["x.*.w"]),
+    "Transpose(0, 1)": ([loading.Transpose(0, 1)], {"a": [(3, 5)]}, ["x"]),
+    "Transpose(1, 2)": ([loading.Transpose(1, 2)], {"a": [(2, 3, 4)]}, ["x"]),
+    "PermuteForRope": ([loading.PermuteForRope()], {"a": [(8, 3)]}, ["x"]),
+    "PermuteForRope of a bias, inverse": ([loading.PermuteForRope(inverse=True)], {"a": [(8,)]}, ["x"]),
+    "Conv3dToLinear": ([loading.Conv3dToLinear(2, (1, 2, 2))], {"a": [(3, 2, 1, 2, 2)]}, ["x"]),
+    "LinearToConv3d": ([loading.LinearToConv3d(2, (1, 2, 2))], {"a": [(3, 8)]}, ["x"]),
+    "ErnieFuseAndSplitTextVisionExperts": (
+        [loading.ErnieFuseAndSplitTextVisionExperts(0, 1)], {"a": [(2, 3)] * 4, "b": [(1, 3)] * 4}, ["x", "y"],
+    ),
+    "ErnieSplitAndDecoupleTextVisionExperts": (
+        [loading.ErnieSplitAndDecoupleTextVisionExperts(0, 1)], {"a": [(2, 4, 3)], "b": [(2, 4, 3)]}, ["x.*", "y.*"],
+    ),
+}  # fmt: skip
+
+
+class _Config:
+    num_attention_heads = 2
+
+
+def converted(operations: list[Any], given: dict[str, list[Tensor]], targets: list[str]) -> dict[str, Tensor]:
+    made: Any = {pattern: list(tensors) for pattern, tensors in given.items()}
+    for operation in operations:
+        made = operation.convert(made, source_patterns=list(given), target_patterns=targets, config=_Config(), model=None)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def filled(index_map: IndexMap[Tensor]) -> Tensor:
+    """Element by element, and by ranges: the same."""
+    numbers, at = index_map.locate(torch.arange(index_map.numel))
+    values = [index_map.sources[number].reshape(-1)[place] for number, place in zip(numbers.tolist(), at.tolist(), strict=True)]
+    one_by_one = torch.stack(values).view(index_map.shape)
+    for start in range(index_map.numel):
+        for stop in (start + 1, (start + index_map.numel) // 2 + 1, index_map.numel):
+            parts = [run.source.reshape(-1)[run.at : run.at + run.length] for run in index_map.runs(start, stop)]
+            assert torch.equal(torch.cat(parts), one_by_one.reshape(-1)[start:stop]), (start, stop)
+    return one_by_one
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("at_once", [1 << 18, 3])
+def test_each_operation_of_transformers_is_followed(name: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it makes of index maps is what it makes of tensors."""
+    monkeypatch.setattr(index_maps, "_AT_ONCE", at_once)
+    operations, shapes, targets = OPERATIONS[name]
+    numbers = iter(range(1000, 100000, 1000))
+    given = {
+        pattern: [torch.arange(torch.Size(shape).numel()).view(shape) + next(numbers) for shape in column]
+        for pattern, column in shapes.items()
+    }
+    expected = converted(operations, given, targets)
+    traces = {pattern: [traced(Whole(value, value.shape), value.dtype) for value in column] for pattern, column in given.items()}
+    found = converted(operations, traces, targets)  # type: ignore[arg-type]
+    assert found.keys() == expected.keys() and len(found) >= len(targets)
+    for key, value in expected.items():
+        trace = found[key]
+        assert isinstance(trace, TracedTensor) and tuple(trace.shape) == tuple(value.shape)
+        assert torch.equal(filled(trace.index_map), value), key
+
+
+def test_what_is_no_rearrangement_is_not_followed() -> None:
+    trace = traced(Whole("a", (2, 3)), torch.float32)
+    for compute in (lambda: trace * 2, lambda: trace.to(torch.float16), lambda: torch.linalg.norm(trace), lambda: trace[trace > 0]):
+        with pytest.raises(Untraceable, match="is not known here"):
+            compute()
+    with pytest.raises(ValueError, match=r"tensors \(2, 3\), \(2, 2\) can't be joined along dimension 0"):
+        joined([trace.index_map, Whole("b", (2, 2))], 0)
+
+
+def test_load_pretrained_of_a_conversion_that_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named on all ranks before anything changes; transformers can still load it on rank 0."""
+
+    class Doubled(loading.ConversionOps):
+        def convert(self, input_dict: Any, **_: Any) -> Any:
+            return {"gate_proj": next(iter(input_dict.values()))[0] * 2}
+
+    def mapping(model: Any, *_: Any, **__: Any) -> list[Any]:
+        return [loading.WeightConverter("gate_proj", "gate_proj", [Doubled()])]
+
+    plain = t.LlamaForCausalLM(t.LlamaConfig(**_TEXT))
+    plain.save_pretrained(tmp_path)
+    empty = [on_meta(plain) for _ in range(2)]
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", mapping)
+
+    def body(group: ThreadCommunicator) -> str:
+        model = sharded(empty[group.rank], group)
+        with pytest.raises(
+            ValueError, match=r"not to be converted here: model\.layers\.0\.mlp\.gate_proj\.weight \(transformers makes it by D"
+        ) as e:
+            zero3.load_pretrained(model, tmp_path)
+        return str(e.value)
+
+    first, second = run_ranks(2, body)
+    assert first == second and "missing" not in first and "use from_pretrained on rank 0" in first
+
+
+def test_load_pretrained_of_experts_that_do_not_fit(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    plain = build("Qwen3-MoE: MergeModulelist")
+    plain.save_pretrained(tmp_path)
+    tensors = contents(tmp_path)
+    del tensors["model.layers.0.mlp.experts.1.up_proj.weight"]
+    tensors["model.layers.1.mlp.experts.2.down_proj.weight"] = torch.zeros(3, 3)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"other shapes: (.|\n)*made from 3 of \(12, 16\), 2 of \(12, 16\)") as raised:
+        zero3.load_pretrained(zero3.shard(on_meta(plain), nn.Linear, device="cpu"), tmp_path)
+    assert "model.layers.1.mlp.experts.down_proj is to be made from 3 of (16, 12)" in str(raised.value)
+    assert "missing" not in str(raised.value)
+
+
+def test_save_pretrained_when_transformers_can_not_turn_names_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no way back")
+
+    plain = build("NomicBert: Chunk")
+    plain.save_pretrained(tmp_path / "theirs", save_original_format=False)
+    monkeypatch.setattr(loading, "revert_weight_conversion", fails)
+    zero3.save_pretrained(zero3.shard(build("NomicBert: Chunk"), nn.Linear, device="cpu"), tmp_path / "ours")
+    assert_same_bits(contents(tmp_path / "ours"), contents(tmp_path / "theirs"))
+    assert any("names of files can't be had (no way back)" in record.getMessage() for record in caplog.records)

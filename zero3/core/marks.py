@@ -1,0 +1,79 @@
+"""What a chunk, or a parameter, of a sharded model carries: the way to its layer, and answers to tools that take it for something else."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from .released import ReleasedParameter, refuse_values
+
+__all__: list[str] = []
+
+
+class Owner(weakref.ref[Any]):
+    """A parameter's weak reference to its layer's state. A copy of the parameter, or a pickle, has None instead."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def _refuse_distributed_checkpoint(*_: object) -> NoReturn:
+    """What torch.distributed.checkpoint finds where it asks a tensor which part of a whole it is."""
+    raise RuntimeError(
+        "torch.distributed.checkpoint over a sharded model's chunks: every rank's slice has the same name, so one rank's would stand for "
+        "all. Use zero3.save_checkpoint and zero3.load_checkpoint, or give it what zero3.full_state_dict(model) returns."
+    )
+
+
+def mark(parameter: nn.Parameter, state: Any) -> nn.Parameter:
+    """So that whoever holds the chunk, or the part of one, finds its layer, and takes it for no whole tensor."""
+    parameter.zero3_state = Owner(state)  # type: ignore[attr-defined]
+    for question in ("__create_write_items__", "__create_chunk_list__"):
+        setattr(parameter, question, _refuse_distributed_checkpoint)
+    return parameter
+
+
+class _Method:
+    """A function of one parameter alone, as its attribute. It does not hold the parameter."""
+
+    __slots__ = ("_function", "_parameter")
+
+    def __init__(self, function: Callable[..., Any], parameter: nn.Parameter) -> None:
+        self._function = function
+        self._parameter = weakref.ref(parameter)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._parameter(), *args, **kwargs)
+
+
+def mark_sharded(parameter: nn.Parameter, name: str, state: object) -> None:
+    """What a sharded parameter carries: its name for errors, its layer (`state`, not held), and two methods of its own."""
+    attributes = {"zero3_name": name, "zero3_state": Owner(state)}
+    attributes |= {"set_": _Method(_set_unless_itself, parameter), "__getstate__": _Method(_own_attributes, parameter)}
+    parameter.__dict__.update(attributes)
+
+
+def _set_unless_itself(parameter: nn.Parameter, *source: Any, **options: Any) -> Tensor:
+    """`parameter.set_(parameter)` changes nothing, and so it must not count as a write.
+
+    torch's `register_parametrization` does it, and peft registers one in every forward of fused experts. (A released parameter is
+    asked here because torch does not send this operation through `__torch_function__`.)
+    """
+    if isinstance(parameter, ReleasedParameter):
+        refuse_values(parameter, "set_")
+    itself = len(source) == 1 and source[0] is parameter
+    return parameter if itself else Tensor.set_(parameter, *source, **options)
+
+
+def _own_attributes(parameter: nn.Parameter) -> dict[str, Any]:
+    """What a pickle of the parameter holds beside its values: the user's own marks."""
+    ours = ("zero3_name", "zero3_state", "set_", "__getstate__")
+    return {name: value for name, value in vars(parameter).items() if name not in ours}

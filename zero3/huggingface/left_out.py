@@ -1,0 +1,88 @@
+"""Tensors that a model's files leave out, because the model computes them itself: sinusoidal positions, biases of zeros."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.meta_buffers import hooks_of, put, twin
+from ..core.layer_state import LayerState
+from ..core.parameters import parameters_of
+from ..layer import is_layer
+
+__all__: list[str] = []
+
+
+def may_be_left_out(model: nn.Module, name: str) -> bool:
+    """Whether transformers says so of a tensor of this name."""
+    return any(re.search(pattern, name) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+
+
+def compute(model: nn.Module, states: list[LayerState], names: Mapping[int, str], strict: bool) -> list[tuple[Tensor, Tensor]]:
+    """Values for the model's tensors whose ids are in `names` and that have none, on the CPU; changes nothing.
+
+    They come from `_init_weights` of the model around them, or from their module's `reset_parameters`.
+
+    Raises:
+        ValueError: the model computes one of them no more than the files hold it, and `strict`.
+    """
+    owned = {id(sharded.sites.parameter): sharded for state in states for sharded in state.parameters}
+    empty = {id(sharded.sites.parameter) for sharded in owned.values() if sharded.index in sharded.chunk.unloaded}
+    hooks = hooks_of(model)
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    missing: dict[int, str] = {}
+    for owner in (module for module in model.modules() if not is_layer(module)):
+        for attribute, tensor in [*parameters_of(owner), *owner._buffers.items()]:
+            key = id(tensor)
+            if tensor is None or key not in names or key in found or not (key in empty or tensor.is_meta):
+                continue
+            dtype = owned[key].chunk.shard.dtype if key in owned else tensor.dtype
+            copy = twin(owner)
+            held: dict[str, Any] = copy._buffers if attribute in copy._buffers else copy._parameters
+            blank = torch.empty(tensor.shape, dtype=dtype)
+            held[attribute] = blank if held is copy._buffers else nn.Parameter(blank, requires_grad=False)
+            before = held[attribute]
+            _run(hooks.get(owner), copy)
+            value = held[attribute]
+            if value is not None and not value.is_meta and (value is not before or value._version > 0):
+                found[key] = tensor, value.detach().to(dtype)
+            else:
+                missing[key] = names[key]
+    if strict and (left := [name for key, name in missing.items() if key not in found]):
+        raise ValueError(f"nothing was loaded. missing, and not computed by the model either: {', '.join(left)}")
+    return list(found.values())
+
+
+def _run(hook: object, copy: nn.Module) -> None:
+    reset = getattr(copy, "reset_parameters", None)
+    with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        if callable(hook):
+            hook(copy)
+        elif callable(reset):
+            reset()
+
+
+@torch.no_grad()
+def fill(model: nn.Module, states: list[LayerState], computed: list[tuple[Tensor, Tensor]]) -> None:
+    """Every rank calls it, with the same tensors. Rank 0's values count: what is drawn at random is another number on each."""
+    first = states[0]
+    owned = {id(sharded.sites.parameter): sharded for state in states for sharded in state.parameters}
+    for tensor, value in computed:
+        value = value.to(first.device)
+        if value.numel():
+            first.communicator.broadcast(value)
+        sharded = owned.get(id(tensor))
+        if sharded is None:
+            put(model, tensor, value)
+            continue
+        slot = sharded.chunk.layout.slots[sharded.index]
+        for piece in sharded.chunk.layout.pieces(first.communicator.rank):
+            if piece.slot is slot:
+                target = sharded.chunk.shard.data[piece.offset : piece.offset + piece.stop - piece.start]
+                target.copy_(value.reshape(-1)[piece.start : piece.stop])
+        sharded.chunk.unloaded.discard(sharded.index)
+        torch.autograd.graph.increment_version(sharded.chunk.shard)  # graphs built before are stale
