@@ -16,6 +16,7 @@ from .released import ReleasedParameter, refuse_values
 
 __all__: list[str] = []
 
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # hold, but are never called
 _ORDER = "_zero3_order"  # in a module's __dict__: the names of its parameters
 
 
