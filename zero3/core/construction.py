@@ -17,7 +17,7 @@ from .chunk import Chunk
 from .layer_state import LayerState
 from .layout import ChunkLayout
 from .marks import mark_sharded
-from .parameters import ParameterSites, check_parameters, find_parameters, is_callable, own_modules
+from .parameters import CONTAINERS, ParameterSites, check_parameters, find_parameters, is_callable, own_modules
 from .policy_facts import compute_dtype
 from .scattering import scatter_parameters
 from .wrappers import wrapper_in
@@ -133,8 +133,8 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
             check_parameters(parameters, request.dtype, request.label or type(request.module).__name__)
             buffers = _buffers_of(request.module, is_layer)
             lines = _digest(request, device, parameters, buffers)
-            if request.label is None:  # `shard` chooses modules that are called; its root need not be one
-                _check_callable(request.module)
+            if parameters and request.label is None:  # `shard` chooses modules that are called; its root need not be one
+                _check_called(request.module)
         except (TypeError, ValueError) as caught:
             error = caught
     return _Examined(request, device, communicator, parameters, buffers, lines, error)
@@ -193,11 +193,11 @@ def _check_request(request: Request, communicator: Communicator, is_layer: Calla
             )
 
 
-def _check_callable(module: nn.Module) -> None:
-    if not is_callable(module):
+def _check_called(module: nn.Module) -> None:
+    if isinstance(module, CONTAINERS) and not is_callable(module):
         raise ValueError(
-            f"a {type(module).__name__} has no forward, so it can't be a layer: a layer is fetched when it is called. Wrap the modules in "
-            "it that are called, for instance each element by itself"
+            f"a {type(module).__name__} is never called, so it can't be a layer: a layer is fetched when it is called. Wrap what it holds, "
+            "each element by itself, or zero3.shard the model"
         )
 
 

@@ -15,6 +15,7 @@ from .released import ReleasedParameter
 
 __all__: list[str] = []
 
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # hold, but are never called
 _ORDER = "_zero3_order"  # in a module's __dict__: the names of its parameters
 # Under which torch's wrappers hold the module that they wrap: those of activation checkpointing and offloading, and of torch.compile.
 _WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
