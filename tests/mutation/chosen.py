@@ -100,7 +100,7 @@ FAULTS = [
     Fault("full buffers are never given back", "core/chunk.py", "        self._storage.resize_(0)", "        pass", "core/memory"),
     Fault(
         "prefetch goes one further",
-        "core/forward_order.py",
+        "core/schedule.py",
         "self.calls.upcoming(self._depth)",
         "self.calls.upcoming(self._depth + 1)",
         "core/memory core/counts",
@@ -137,14 +137,14 @@ FAULTS = [
     Fault(
         "a norm of one rank's slice",
         "optim/clipping.py",
-        "            communicator.all_reduce(total)\n",
+        "            communicator.all_reduce(total)  # [S1]\n",
         "            pass\n",
         "optim/clip_grad_norm",
     ),
     Fault(
         "kept gradients survive zero_grad",
         "core/kept_gradients.py",
-        "            if now is None or (",
+        "            if part.parameter.grad is not left or (",
         "            if False and (",
         "core/no_sync",
     ),

@@ -133,3 +133,29 @@ def test_our_zero_redundancy_optimizer_takes_no_chunks(world_size: int) -> None:
 
     models = [net() for _ in range(world_size)]
     run_ranks(world_size, body)
+
+
+class IgnoresClosure(optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+
+
+class Halving(IgnoresClosure):
+    """The gradient's norm of a slice is not that of a parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None):
+            parameter.grad = parameter.grad / parameter.grad.norm()
+        super().step()
+
+
+def test_check_optimizer_tries_out_a_step_that_ignores_its_closure() -> None:
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.shard(models[group.rank], process_group=group)
+        chunks = zero3.get_trainable_chunk(model)
+        zero3.check_optimizer(model, IgnoresClosure(chunks, lr=0.1))
+        with pytest.raises(ValueError, match=r"Halving .* does more than treat each element by itself"):
+            zero3.check_optimizer(model, Halving(chunks, lr=0.1))
+
+    models = [net() for _ in range(2)]
+    run_ranks(2, body)
