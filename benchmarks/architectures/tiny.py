@@ -141,9 +141,11 @@ _THREE_AXES = (  # their rotary positions have three parts
     "paddleocr_vl_text",
 )  # fmt: skip
 _VOCABULARY = {"<image>": WORDS - 1, **{f"IMGIMG{letter}Z": 91 + place for place, letter in enumerate("ABCDEFGH")}}
+_EMU3 = {"<image>": WORDS - 1, "<|extra_200|>": 99, **{f"<|visual token {code:06}|>": 91 + code for code in range(8)}}
 _STAGED = {"hidden_sizes": (16, 16, 32, 32), "depths": (1, 1, 2, 1)}
 SPECIAL: dict[str, dict[str, Any]] = {  # what the names don't tell, by type of model
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "bit": {"num_groups": 8},
     "mamba2": {"num_heads": 8},
     "bamba": {"mamba_n_heads": 8},
     "falcon_h1": {"mamba_n_heads": 8},
@@ -155,7 +157,7 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what the names don't tell, by type of 
     "instructblip": {"image_token_index": WORDS - 1},
     "instructblipvideo": {"video_token_index": WORDS - 1},
     "chameleon": {"vocabulary_map": _VOCABULARY},
-    "emu3": {"vocabulary_map": {"<image>": WORDS - 1, "<|extra_200|>": 99} | {f"<|visual token {n:06}|>": 91 + n for n in range(8)}},
+    "emu3": {"vocabulary_map": _EMU3},
     "chameleon_vqgan": {"base_channels": 32, "num_embeddings": 8},
     "emu3_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1, 2, 2], "hidden_size": 64, "codebook_size": 8},
     "janus_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1, 1, 2, 2]},
