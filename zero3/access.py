@@ -136,6 +136,8 @@ def resident(model: nn.Module) -> Iterator[None]:
     """
     states = states_of(model)
     with pinned(states, "resident", to_compute=True):
+        for runtime in {layer._runtime for layer in layers_of(model) if layer._runtime is not None}:
+            runtime.end_continuation()  # ranks may run different numbers of forwards from here on
         for state in states:
             state.resident += 1
         try:

@@ -220,10 +220,10 @@ class RootEntry(Override):
 
     def __init__(self, module: nn.Module, root: LayerState, runtime: Runtime) -> None:
         super().__init__(module, "forward", run_sharded)
-        self._root, self._runtime = weakref.ref(root), weakref.ref(runtime)  # the model holds the root, its layers the runtime
+        self.root, self._runtime = weakref.ref(root), weakref.ref(runtime)  # the model holds the root, its layers the runtime
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, root, runtime = self._module(), self._root(), self._runtime()
+        module, root, runtime = self._module(), self.root(), self._runtime()
         if module is None or root is None or runtime is None:
             raise RuntimeError(f"the sharded model that this {self._plain.__qualname__} belongs to is gone")
         forward = self._own or partial(self._plain, module)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
 from ..comm.agreement import agree
 from ..comm.communicator import Communicator
+from ..comm.errors import NamingFailures, Subject
 from .coordination import Action
 from .layer_state import LayerState
 
@@ -32,3 +38,25 @@ def compare_logs(communicator: Communicator, first: LayerState, every: int) -> N
     if every > 1:
         with first.gate.passing(Action.AGREE, first):
             agree(communicator, first.device, "the transfers made so far", [first.log.summary()])
+
+
+def drop_stale(communicator: Communicator, layers: Sequence[LayerState]) -> None:
+    """Releases kept layers (stages 1 and 2) whose chunk has changed on any rank, so that they are gathered again."""
+    whole = [state for state in layers if state.chunks and state.stays_whole and not state.resident]
+    if not whole or communicator.world_size == 1:
+        return
+    stale = torch.stack([state.is_stale() for state in whole]).to(torch.uint8)
+    naming = NamingFailures(communicator, "comparing", Subject("which layers have changed"))
+    with layers[0].gate.passing(Action.LOOK, layers[0]), naming:
+        communicator.all_reduce(stale, maximum=True)
+    for state, flag in zip(whole, stale.tolist(), strict=True):
+        if flag:
+            state.release()
+
+
+def states_within(module: nn.Module, layers: Sequence[LayerState]) -> list[LayerState]:
+    """The layers that a call of `module` may call: those in it, and the root's own layer where its `forward` enters that."""
+    found = [state for inner in module.modules() if isinstance(state := vars(inner).get("_state"), LayerState)]
+    root = getattr(vars(module).get("forward"), "root", None)
+    state = root() if root is not None else None
+    return [*found, *([] if state is None else [state])] or list(layers)

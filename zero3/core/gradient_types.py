@@ -106,6 +106,8 @@ class NotReducedError(RuntimeError):
 class DefersReductions(Protocol):
     """A layer that may keep gradients for a later reduction."""
 
+    holds: int  # how many `step_guard`s are open around it
+
     def reduce_deferred(self) -> bool:
         """Reduces the deferred gradients. Returns False if that is not allowed yet."""
         ...
@@ -163,7 +165,10 @@ class DeferredGradient(Tensor):
     def leave(self, parameter: Tensor, typed: Callable[[Tensor], Tensor]) -> None:
         """Ends the deferral, after kept gradients were dropped: the parameter gets its earlier gradient back, or zeros."""
         if self.zeroed:
+            note = vars(self).get(TOKENS)
             self.become(typed(torch.zeros_like(parameter)))
+            if note is not None:
+                setattr(self, TOKENS, (note[0], -1))  # of another version: whoever counts tokens sees that it was zeroed
         else:
             parameter.grad = self.earlier
 
@@ -187,7 +192,7 @@ class DeferredGradient(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def accumulate_beside(parameter: nn.Parameter) -> Node | None:
+def accumulate_beside(parameter: nn.Parameter, layer: Callable[[], DefersReductions | None]) -> Node | None:
     """Lets autograd add to `parameter.grad` while it is deferred, as a penalty over chunks does: it adds to the reduced part.
 
     This works as long as the caller keeps the returned node.
@@ -196,6 +201,12 @@ def accumulate_beside(parameter: nn.Parameter) -> Node | None:
 
     def before() -> None:
         leaf = reference()
+        gradients = layer()
+        if gradients is not None and gradients.holds:
+            raise NotReducedError(
+                "a gradient flows straight into a chunk inside zero3.step_guard, as that of a penalty over model.parameters() does, "
+                "and the guard could not take it back: run that backward after the guard"
+            )
         if leaf is not None and isinstance(leaf.grad, DeferredGradient):
             if not leaf.grad.zeroed:  # else what comes is all that there is
                 put_aside.append(leaf.grad)

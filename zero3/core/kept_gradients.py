@@ -31,15 +31,21 @@ class KeptGradients:
     def _new_buffer(self) -> GradientBuffer:
         return GradientBuffer(self._chunk.layout, self._chunk.shard, self._dtype)
 
+    def watch(self, layer: DefersReductions) -> None:
+        """From now on this chunk sees gradients that flow straight into it, as those of a penalty over parameters do."""
+        for part in self._chunk.parts:
+            if part.parameter.requires_grad:
+                self._accumulators.setdefault(id(part.parameter), accumulate_beside(part.parameter, weakref.ref(layer)))
+
     def keep(self, layer: DefersReductions) -> None:
         """Keeps the gradients for a later reduction. Until then the chunk's gradient is a `DeferredGradient`, which has no values."""
         if not self._buffer.empty:
             self._buffer.flat()
         self.pending, self.owed = False, True
+        self.watch(layer)
         for part in self._chunk.parts:
             parameter = part.parameter
             if parameter.requires_grad:
-                self._accumulators.setdefault(id(parameter), accumulate_beside(parameter))
                 parameter.grad = DeferredGradient.like(parameter, weakref.ref(layer))
             if parameter.grad is not None:
                 vars(parameter.grad).pop(TOKENS, None)

@@ -242,7 +242,8 @@ class LayerState:
 
     def check_unwritten(self) -> None:
         """Raises if a parameter was changed in place since it was shown, because a release would lose the change."""
-        for sharded, version in zip(self.parameters, self.versions, strict=True):
+        shown = self.presence is Presence.FETCHED
+        for sharded, version in zip(self.parameters, self.versions, strict=True) if shown else ():
             if sharded.sites.parameter._version != version and not self.pins and not sharded.chunk.resident:
                 raise RuntimeError(
                     f"rank {self.communicator.rank}: while layer {self.label} computed, parameter {sharded.sites.name!r} was changed "

@@ -64,7 +64,8 @@ class Override:
         return self._own or MethodType(self._plain, memo[id(self._module())])
 
     def __reduce__(self) -> Any:
-        return getattr, (self._module(), self._name)
+        missing = () if hasattr(type(self._module()), self._name) else (self._plain,)
+        return getattr, (self._module(), self._name, *missing)
 
 
 def guard(module: nn.Module, is_layer: IsLayer, *, lists_chunks: bool = False) -> None:
@@ -75,13 +76,18 @@ def guard(module: nn.Module, is_layer: IsLayer, *, lists_chunks: bool = False) -
     module.__dict__[_GUARDED] = True
     Override(module, "_apply", _guarded_apply)
     # torch.distributed.checkpoint.state_dict asks every module for it, before anything else
-    Override(module, "_fqn_modifiers", _before_distributed_state_dict, default=lambda module: {})
+    Override(module, "_fqn_modifiers", _before_distributed_state_dict, default=_no_modifiers)
     module.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(_before_load_state_dict)  # type: ignore[no-untyped-call]
     if lists_chunks:
         Override(module, "named_modules", _named_modules)
     else:
         Override(module, "named_parameters", functools.partial(_named_parameters, is_layer))
+
+
+def _no_modifiers(module: nn.Module | None = None) -> dict[str, Any]:
+    """What `_fqn_modifiers` of a class without it gives. An unpickled module has this function, and no method, in its place."""
+    return {}
 
 
 def refuse(what: str, why: str, instead: str) -> NoReturn:

@@ -15,13 +15,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..comm.communicator import Communicator
 from ..policy import ShardingPolicy
 from .autograd import graph_clock, inside_backward, nodes_since, tensors_in
 from .backward import Backward, LayerCall, LayerTrace
-from .comparison import FOLD_EVERY, compare_call, compare_logs
-from .coordination import Action, Activity
+from .comparison import FOLD_EVERY, compare_call, compare_logs, drop_stale, states_within
+from .coordination import Activity
 from .dynamic import DynamicOrder
 from .layer_state import LayerState, Presence
 from .requires_grad import check_requires_grad
@@ -51,7 +52,7 @@ class Runtime:
         self._trace: LayerTrace | None = None  # the trace of the forward under way
         self._open_trace: LayerTrace | None = None  # the trace of the last pass, which another outermost module may continue
         self._pass_is_over = False  # whether no module may continue that pass, because ranks ran inside `resident` since
-        self._any_stays_whole = False
+        self._any_stays_whole = self._own_pace = False  # own pace: the forward under way is inside `resident`
         self._passes = 0
         self._lingering: list[LayerState] = []  # layers whose call is over and that are not released yet
         self._called: set[int] = set()  # ids of the outermost modules called in this pass; references would keep them alive
@@ -72,10 +73,10 @@ class Runtime:
         """Whether the last pass has calls that no backward has reached."""
         return self._open_trace is not None and bool(self._open_trace.calls) and not self._open_trace.walked
 
-    @property
-    def _at_own_pace(self) -> bool:
-        """Whether the model is inside `resident`, where ranks may do different things."""
-        return all(state.resident for state in self.layers)
+    def _is_at_own_pace(self, module: nn.Module) -> bool:
+        """Whether all layers that `module` calls are resident: then ranks may call it at different points, or not at all."""
+        some = any(state.resident for state in self.layers)
+        return some and all(state.resident for state in states_within(module, self.layers))
 
     def is_running(self, state: LayerState) -> bool:
         """Whether a forward of `state` is under way."""
@@ -101,7 +102,7 @@ class Runtime:
 
     # -- the call of an outermost module
 
-    def forward_pass(self, module: object) -> ForwardPass:
+    def forward_pass(self, module: nn.Module) -> ForwardPass:
         """The context around the forward of a zero3 module."""
         return ForwardPass(self, module)
 
@@ -119,7 +120,7 @@ class Runtime:
         """Drops all but the outer `depth` frames, after an exception."""
         del self._stack.frames[depth:]
 
-    def begin_pass(self, module: object) -> AbstractContextManager[Any] | None:
+    def begin_pass(self, module: nn.Module) -> AbstractContextManager[Any] | None:
         """[F1] An outermost module is called. Returns the gate's context, which is entered, or None in a recomputation.
 
         The module continues the last pass, because a plain container may call one layer after another. A new pass begins if the
@@ -129,31 +130,35 @@ class Runtime:
             self._backward.recompute()
             self._trace = self._new_trace()
             return None
-        first = self.layers[0]
-        activity = first.gate.doing(Activity.FORWARD)
+        activity = self.layers[0].gate.doing(Activity.FORWARD)
         activity.__enter__()
-        if self._at_own_pace:
-            self._pass_is_over = True  # other ranks may run no forward here, so the next pass must be a new one on all ranks
-            self._trace = self._new_trace()
-            return activity
+        try:
+            self._own_pace = self._is_at_own_pace(module)
+            if self._own_pace:
+                self._trace = self._new_trace()
+            else:
+                self._meet_for_pass(module)
+        except BaseException as failure:
+            activity.__exit__(type(failure), failure, None)
+            raise
+        return activity
+
+    def _meet_for_pass(self, module: nn.Module) -> None:
         before = self._open_trace
         continues = not (before is None or before.walked or self._pass_is_over or id(module) in self._called)
         if not continues:
             self.reset(broken=False)
         if self._any_stays_whole:
-            self.drop_stale()
-        self._compare_transfers(first)
+            drop_stale(self.communicator, self.layers)
+        self._compare_transfers(self.layers[0])
         self._order.begin(continues=continues)
         if continues:
             self._release_lingering(keep=())  # an optimizer may have stepped since the last module
         self._trace = before if continues else self._new_trace()
         self._called.add(id(module))
-        return activity
 
     def _compare_transfers(self, first: LayerState) -> None:
-        """If messages carry no tag, transfers of two different layers could be matched by mistake. So ranks send their hashes at every
-        forward, and compare them one forward later. Otherwise they compare after every `compare_every` transfers.
-        """
+        """At every forward where messages carry no tag, so that two layers' transfers may meet; else after `compare_every` transfers."""
         log = first.log
         if self._tells:
             log.look()
@@ -184,8 +189,10 @@ class Runtime:
         if inside_backward():
             self._trace = None
             return
-        if not self._at_own_pace:
-            self._order.finish(self.layers[0], self)
+        if self._own_pace:
+            self._trace = None
+            return
+        self._order.finish(self.layers[0], self)
         self._open_trace, self._trace = self._trace, None
         kept = self._lingering if self._open_trace is not None and self._open_trace.calls else []
         for state in self.layers:
@@ -195,7 +202,7 @@ class Runtime:
                 self._backward.release(state)
 
     def _fail_pass(self, error: BaseException) -> None:
-        if not inside_backward() and not self._at_own_pace:
+        if not inside_backward() and not self._own_pace:
             self._order.fail(self.layers[0], self, error)
         self._trace = self._open_trace = None
 
@@ -204,17 +211,9 @@ class Runtime:
         self.layers[0].log.passes += not inside_backward()
         return CallTrace(serial=self._passes)
 
-    def drop_stale(self) -> None:
-        """Releases kept layers (stages 1 and 2) whose chunk has changed on any rank, so that they are gathered again."""
-        whole = [state for state in self.layers if state.chunks and state.stays_whole and not state.resident]
-        if not whole or self.communicator.world_size == 1:
-            return
-        stale = torch.stack([state.is_stale() for state in whole]).to(torch.uint8)
-        with self.layers[0].gate.passing(Action.LOOK, self.layers[0]):
-            self.communicator.all_reduce(stale, maximum=True)
-        for state, flag in zip(whole, stale.tolist(), strict=True):
-            if flag:
-                state.release()
+    def end_continuation(self) -> None:
+        """The next outermost module begins a new pass. Every rank calls it before ranks go their own ways."""
+        self._pass_is_over = True
 
     def reset(self, *, broken: bool = True) -> None:
         """Releases all layers and drops the present pass. See `Backward.reset` for the gradients.

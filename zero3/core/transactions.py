@@ -140,6 +140,8 @@ def hold(gradients: LayerGradients) -> None:
     """From now on a `step_guard` commits or rolls back the gradients of backwards."""
     gradients.holds += 1
     _exchange(gradients, TransactionalReducer)
+    for reducer in gradients.reducers.values():
+        reducer.watch(gradients)
 
 
 def let_go(gradients: LayerGradients) -> None:

@@ -35,10 +35,12 @@ class GuardedStep:
 def step_guard(model: nn.Module, catch: type[Exception] | tuple[type[Exception], ...] = Exception) -> Iterator[GuardedStep]:
     """Context for one micro-batch: if it fails on any rank, all ranks drop it and go on.
 
-    Every rank enters and leaves it. It contains the forward and the backward of one micro-batch. Gradients of earlier micro-batches
-    stay on every rank. Buffers (of BatchNorm) and random generators stay as the micro-batch left them. The exception is caught and
-    logged (logger "zero3", WARNING). The context costs one exchange of nine bytes for each rank at the end, for which the host
-    waits, and one more gradient shard, as with `ShardingPolicy(transactional=True)`.
+    Every rank enters and leaves it. It contains the forward and the backward of one micro-batch. `zero_grad`, clipping and the step
+    stay outside, because a rank that failed would not do what the others did, and `no_sync` goes around it.
+
+    Gradients of earlier micro-batches stay on every rank. Buffers (of BatchNorm) and random generators stay as the micro-batch left
+    them. The exception is caught and logged (logger "zero3", WARNING). The context costs one exchange of nine bytes for each rank at
+    the end, for which the host waits, and one more gradient shard, as with `ShardingPolicy(transactional=True)`.
 
     A rank that fails makes the rest of the transfers, because the other ranks wait for them. It knows them from the latest guarded
     micro-batch that began with the same transfers. If there is none, as in the first micro-batch, the rank raises its error, and

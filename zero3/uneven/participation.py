@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..comm.agreement import agree
+from ..core.comparison import drop_stale
 from ..core.coordination import Action
 from ..core.layer_state import LayerState
 from ..core.runtime import Runtime
@@ -21,6 +22,6 @@ def help_with(action: Action, state: LayerState, runtime: Runtime) -> None:
     elif action is Action.REDUCE:
         runtime.take_part_in_backup(state)
     elif action is Action.LOOK:
-        runtime.drop_stale()
+        drop_stale(runtime.communicator, runtime.layers)
     elif action is Action.AGREE:
         agree(runtime.communicator, state.device, "what comes next", [], absent=True)
