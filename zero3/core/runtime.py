@@ -293,6 +293,6 @@ class Runtime:
         for state in self._lingering:
             if state not in kept and not state.keeps_until_backward:
                 self._backward.release(state)
-            elif state not in kept and not self._stack.is_under_way(state):
+            elif state not in kept and not self._stack.is_under_way(state) and not inside_backward():
                 state.keep()  # hidden, so that another layer's use of its parameters is an error here too
         self._lingering = [state for state in self._lingering if state.presence is not Presence.RELEASED]
