@@ -12,7 +12,7 @@ from torch import nn
 from .core.autograd import mark_upstream
 from .core.construction import Request, build_state
 from .core.layer_state import LayerState
-from .core.module_overrides import INSTEAD_OF_STATE_DICT, check_conversion, guard, refuse
+from .core.module_overrides import INSTEAD_OF_STATE_DICT, check_conversion, guard, refuse, refuse_new_parameters
 from .core.parameters import own_modules
 from .core.runtime import Runtime
 from .core.tree import tensors_in
@@ -76,6 +76,7 @@ class Zero3Layer(nn.Module):
         self._parameters.update(self._state.chunk_names())
         for _, module in own_modules(self.module, is_layer):
             guard(module, is_layer)
+        refuse_new_parameters(self)
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
         """This rank's trainable chunks, 1-D `[S]`, one a dtype, of this layer and those inside it; [] if it has none."""

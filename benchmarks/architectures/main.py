@@ -120,7 +120,7 @@ def _word(text: str) -> str:
 def sizes_table(rows: Iterable[Row]) -> str:
     measured = [row for row in rows if "root" in row]
     larger = sorted((row for row in measured if row["root"] > row["largest"]), key=lambda row: -row["root"] / row["largest"])
-    free = [row for row in larger if row["tied"] <= row["largest"]]
+    free = [row for row in larger if row["root"] - row["tied"] > row["largest"]]
     columns = ["type", "class", "M parameters", "layers", "largest layer, M", "root, M", "of it tied, M", "root / largest"]
     cells = []
     for row in larger:
@@ -130,7 +130,7 @@ def sizes_table(rows: Iterable[Row]) -> str:
         )
     errors = [f"* {row['type']} ({row['class']}): {row['error']}" for row in rows if row.get("error")]
     head = (
-        f"{len(measured)} classes. The root is larger than every other layer in {len(larger)}, in {len(free)} of them not because of ties."
+        f"{len(measured)} classes. The root is larger than every other layer in {len(larger)}, in {len(free)} of them what is not tied alone is."
     )
     return "\n\n".join([head, markdown(columns, cells), f"Not measured, {len(errors)}:", "\n".join(errors)])
 

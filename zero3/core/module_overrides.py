@@ -67,12 +67,17 @@ def guard(module: nn.Module, is_layer: IsLayer, *, lists_chunks: bool = False) -
 
     `lists_chunks`: its `parameters()` are the chunks.
     """
-    module.__dict__[_GUARDED] = True
+    refuse_new_parameters(module)
     Override(module, "_apply", _guarded_apply)
     module.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(_before_load_state_dict)  # type: ignore[no-untyped-call]
     if not lists_chunks:
         Override(module, "named_parameters", functools.partial(_named_parameters, is_layer))
+
+
+def refuse_new_parameters(module: nn.Module) -> None:
+    """From now on it takes no parameters that are not sharded: see `_check_new_module`."""
+    module.__dict__[_GUARDED] = True
 
 
 def refuse(what: str, why: str, instead: str) -> NoReturn:
