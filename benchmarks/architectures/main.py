@@ -129,9 +129,8 @@ def sizes_table(rows: Iterable[Row]) -> str:
             [row["type"], row["class"], f"{row['numel'] / 1e6:.0f}", row["layers"], *numbers, f"{row['root'] / row['largest']:.2f}"]
         )
     errors = [f"* {row['type']} ({row['class']}): {row['error']}" for row in rows if row.get("error")]
-    head = (
-        f"{len(measured)} classes. The root is larger than every other layer in {len(larger)}, in {len(free)} of them what is not tied alone is."
-    )
+    beyond = f"in {len(larger)}, in {len(free)} of them what is not tied alone is."
+    head = f"{len(measured)} classes. The root is larger than every other layer {beyond}"
     return "\n\n".join([head, markdown(columns, cells), f"Not measured, {len(errors)}:", "\n".join(errors)])
 
 
