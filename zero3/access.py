@@ -15,6 +15,12 @@ from .layer import Zero3Layer, layers_of
 
 __all__: list[str] = []
 
+_UNDONE = (
+    ", and that is undone: the chunks on all ranks hold the old values. A module that notes the change (as RWKV does in eval, or peft's "
+    "merge_adapter) is wrong from now on. Make such changes, and take them back, inside `with zero3.full_params(model, writeback=True):`, "
+    "where they stay."
+)
+
 
 def get_trainable_chunk(model: nn.Module) -> list[nn.Parameter]:
     """This rank's trainable chunks, 1-D `[S]`, of every layer in `model`: what any optimizer takes.
@@ -58,12 +64,13 @@ def pinned(states: list[LayerState], caller: str, *, writeback: bool = False, to
     written: list[str] = []
     try:
         for state in states:
+            undone = to_compute and not state.pinned  # else an outer context says what becomes of changes
             state.pin(to_compute=to_compute)
-            pins.append(_Pin(state, to_compute=to_compute))
+            pins.append(_Pin(state, undone=undone))
         error: BaseException | None = None
         try:
             yield
-            written = [name for pin in pins for name in pin.written()] if to_compute else []
+            written = [name for pin in pins for name in pin.written()]
         except BaseException as caught:
             error = caught
             raise
@@ -86,21 +93,17 @@ def pinned(states: list[LayerState], caller: str, *, writeback: bool = False, to
             "for life, so this was undone: give it other values (parameter.data = values), with writeback=True."
         )
     if written:
-        raise RuntimeError(
-            f"rank {rank}: inside {caller}, the values of {named(written)} were changed, and that "
-            "is undone: the chunks on all ranks hold the old ones. A module that notes the change (as RWKV does "
-            "in eval, or peft's merge_adapter) is wrong from now on. Make such changes, and take them back, inside `with "
-            "zero3.full_params(model, writeback=True):`, where they stay."
-        )
+        raise RuntimeError(f"rank {rank}: inside {caller}, the values of {named(written)} were changed{_UNDONE}")
 
 
 class _Pin:
     """A layer that has just been pinned, and what its parameters were like then."""
 
-    def __init__(self, state: LayerState, *, to_compute: bool) -> None:
+    def __init__(self, state: LayerState, *, undone: bool) -> None:
+        """`undone`: whether changes are undone at the end."""
         self.state = state
         self._trained = [sharded.sites.parameter.requires_grad for sharded in state.parameters]
-        self._samples = [_sample(sharded.sites.parameter.data) for sharded in state.parameters] if to_compute else []
+        self._samples = [_sample(sharded.sites.parameter.data) for sharded in state.parameters] if undone else []
 
     def undo_toggles(self) -> list[str]:
         """The parameters whose `requires_grad` was changed meanwhile; it is again what it was."""
@@ -113,7 +116,7 @@ class _Pin:
     def written(self) -> list[str]:
         """The parameters that were given other values, and will lose them; not those that were changed back, but for rounding."""
         changed = []
-        for sharded, before in zip(self.state.parameters, self._samples, strict=True):
+        for sharded, before in zip(self.state.parameters, self._samples, strict=bool(self._samples)):
             stays = _sample(sharded.value) if sharded.chunk.resident else before  # on one rank the chunk itself may have been written
             if not _but_for_rounding(_sample(sharded.sites.parameter.data), stays):
                 changed.append(self._name(sharded))
@@ -130,12 +133,22 @@ def _sample(values: Tensor, size: int = 256) -> Tensor:
 
 
 def _but_for_rounding(found: Tensor, expected: Tensor) -> bool:
+    """Whether they are equal, or as far apart as something added and taken away again leaves them."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
-    if not expected.is_floating_point() or not expected.numel():
-        return torch.equal(found, expected)
-    allowed = 8 * torch.finfo(expected.dtype).eps * expected.double().nan_to_num().abs().max()
-    return torch.allclose(found.double(), expected.double(), rtol=0, atol=allowed.item(), equal_nan=True)
+    if torch.equal(found, expected) or not expected.numel():
+        return True
+    if not expected.is_floating_point():
+        return False
+    here, there = found.double(), expected.double()
+    apart = (here - there).masked_fill(here.isnan() & there.isnan(), 0)
+    return bool(apart.norm() <= 16 * torch.finfo(expected.dtype).eps * there.nan_to_num().norm())
+
+
+def _merged_adapters(model: nn.Module) -> dict[str, list[str]]:
+    """What peft's modules note of merging: in bf16 a merge may be as small as rounding, and is wrong nevertheless if it is undone."""
+    notes = {name: getattr(module, "merged_adapters", None) for name, module in model.named_modules()}
+    return {name: list(merged) for name, merged in notes.items() if isinstance(merged, list) and merged}
 
 
 @contextmanager
@@ -153,6 +166,7 @@ def resident(model: nn.Module) -> Iterator[None]:
         ValueError: nothing in `model` is sharded.
     """
     states = states_of(model)
+    merged, stays = _merged_adapters(model), all(state.pinned or all(chunk.resident for chunk in state.chunks) for state in states)
     with pinned(states, "resident", to_compute=True):
         for state in states:
             state.resident += 1
@@ -161,6 +175,9 @@ def resident(model: nn.Module) -> Iterator[None]:
         finally:
             for state in states:
                 state.resident -= 1
+    changed = [name for name, adapters in _merged_adapters(model).items() if adapters != merged.get(name)]
+    if changed and not stays:
+        raise RuntimeError(f"rank {states[0].communicator.rank}: inside resident, adapters were merged into {named(changed)}{_UNDONE}")
 
 
 @contextmanager
