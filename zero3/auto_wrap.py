@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from .core.parameters import ParameterSites, is_callable, own_modules
+from .core.parameters import CONTAINERS, ParameterSites, is_callable, own_modules
 
 __all__: list[str] = []
 
@@ -40,7 +40,7 @@ def choose(model: nn.Module, layers: Layers) -> list[Named]:
         kinds = dict.fromkeys(type(module).__name__ for _, module in inside if is_callable(module))
         raise ValueError(f"layers={layers!r} matches no submodule of this {type(model).__name__}, which has: {', '.join(kinds) or 'none'}")
     for name, module in chosen:
-        if not is_callable(module):
+        if isinstance(module, CONTAINERS) and not is_callable(module):
             raise ValueError(
                 f"layers matches {name!r}, a {type(module).__name__}: that is never called, so it can't be a layer. Name its elements"
             )
