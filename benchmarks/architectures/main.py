@@ -102,9 +102,9 @@ def table(rows: Iterable[Row]) -> str:
     counts = [Counter(column) for column in zip(*words.values(), strict=True)]
     summary = markdown(["", *CHECKS], [[word, *(count[word] for count in counts)] for word in ("ok", "wrong", "plain fails", "-")])
     body = markdown(["type", "class", *CHECKS], [[row["type"], row["class"], *words[row["type"]]] for row in built])
-    bad = [f"* {row['type']}, {check}: {text}" for row in built for check, text in row["checks"].items() if _word(text) == "wrong"]
+    bad = [f"* {row['type']}, {check}: {text[:160]}" for row in built for check, text in row["checks"].items() if _word(text) == "wrong"]
     left = [
-        f"* {row['type']} ({row['class']}): {row['checks']['build'].removeprefix('no model: ')[:160]}"
+        f"* {row['type']} ({row['class']}): {row['checks']['build'].removeprefix('no model: ')[:110]}"
         for row in ordered
         if row not in built
     ]
@@ -129,8 +129,7 @@ def sizes_table(rows: Iterable[Row]) -> str:
             [row["type"], row["class"], f"{row['numel'] / 1e6:.0f}", row["layers"], *numbers, f"{row['root'] / row['largest']:.2f}"]
         )
     errors = [f"* {row['type']} ({row['class']}): {row['error']}" for row in rows if row.get("error")]
-    beyond = f"in {len(larger)}, in {len(free)} of them what is not tied alone is."
-    head = f"{len(measured)} classes. The root is larger than every other layer {beyond}"
+    head = f"{len(measured)} classes. The root is larger than every other layer in {len(larger)}; without what is tied, in {len(free)}."
     return "\n\n".join([head, markdown(columns, cells), f"Not measured, {len(errors)}:", "\n".join(errors)])
 
 
