@@ -184,6 +184,16 @@ def test_what_is_tied_stays_in_the_root() -> None:
     assert {"embed", "heads.0"}.isdisjoint(chosen(model)) and "heads.1" in chosen(model), "nor does a layer hold nothing of its own"
 
 
+def test_blocks_that_are_all_tied_to_others_are_layers_still() -> None:
+    """As where an encoder and a decoder share every weight: the root owns them, and the blocks are called as ever."""
+    model = built(lambda: Stack(Block(7), Block(7)))
+    for name in ("up", "down"):
+        for kind in ("weight", "bias"):
+            setattr(getattr(model.blocks[1], name), kind, getattr(getattr(model.blocks[0], name), kind))
+    assert {"blocks.0", "blocks.1"} < set(chosen(model))
+    train(zero3.shard(model), Turn(0, 0, 1))
+
+
 # -- full-size models of transformers, without memory
 
 FULL = {

@@ -176,6 +176,18 @@ def test_weights_changed_where_they_are_written_back() -> None:
     on_ranks(2, lambda: built(Rescaled), body)
 
 
+def test_weights_changed_inside_resident_inside_full_params_are_written_back() -> None:
+    """The outer context says what becomes of them."""
+    _, expected, _ = rescaled_losses()
+
+    def body(model: Rescaled, group: ThreadCommunicator) -> None:
+        with zero3.full_params(model, writeback=True), zero3.resident(model.eval()), torch.no_grad():
+            assert torch.equal(loss_of(model, Turn(0, 1, 1)), expected)
+        assert torch.equal(loss_of(model, Turn(0, 1, 1)), expected), "the change stayed"
+
+    on_ranks(2, lambda: built(Rescaled), body)
+
+
 @pytest.mark.parametrize("how", ["in place and back", "data and back", "another tensor, the same values"])
 def test_resident_lets_pass_what_is_as_it_was_at_its_end(how: str) -> None:
     def body(model: Stack, group: ThreadCommunicator) -> None:

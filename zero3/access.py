@@ -15,6 +15,12 @@ from .layer import Zero3Layer, layers_of
 
 __all__: list[str] = []
 
+_UNDONE = (
+    ", and that is undone: the chunks on all ranks hold the old values. A module that notes the change (as RWKV does in eval, or peft's "
+    "merge_adapter) is wrong from now on. Make such changes, and take them back, inside `with zero3.full_params(model, writeback=True):`, "
+    "where they stay."
+)
+
 
 def get_trainable_chunk(model: nn.Module) -> list[nn.Parameter]:
     """This rank's trainable chunks of every layer in a model. They are the parameters for the optimizer.
@@ -76,12 +82,13 @@ def pinned(states: list[LayerState], caller: str, *, writeback: bool = False, to
     written: list[str] = []
     try:
         for state in states:
+            undone = to_compute and not state.pinned  # else an outer context says what becomes of changes
             pin(state, to_compute=to_compute)
-            pins.append(Pin(state, to_compute=to_compute))
+            pins.append(Pin(state, undone=undone))
         error: BaseException | None = None
         try:
             yield
-            written = [name for each in pins for name in each.written()] if to_compute else []
+            written = [name for each in pins for name in each.written()]
         except BaseException as caught:
             error = caught
             raise
@@ -105,12 +112,13 @@ def pinned(states: list[LayerState], caller: str, *, writeback: bool = False, to
             "for life, so this was undone: give it other values (parameter.data = values), with writeback=True."
         )
     if written:
-        raise RuntimeError(
-            f"rank {rank}: inside {caller}, the values of {named(written)} were changed, and that "
-            "is undone: the chunks on all ranks hold the old ones. A module that notes the change (as RWKV does "
-            "in eval, or peft's merge_adapter) is wrong from now on. Make such changes, and take them back, inside `with "
-            "zero3.full_params(model, writeback=True):`, where they stay."
-        )
+        raise RuntimeError(f"rank {rank}: inside {caller}, the values of {named(written)} were changed{_UNDONE}")
+
+
+def _merged_adapters(model: nn.Module) -> dict[str, list[str]]:
+    """What peft's modules note of merging: in bf16 a merge may be as small as rounding, and is wrong nevertheless if it is undone."""
+    notes = {name: getattr(module, "merged_adapters", None) for name, module in model.named_modules()}
+    return {name: list(merged) for name, merged in notes.items() if isinstance(merged, list) and merged}
 
 
 @contextmanager
@@ -135,6 +143,7 @@ def resident(model: nn.Module) -> Iterator[None]:
             ids = model.generate(**prompt, max_new_tokens=4)
     """
     states = states_of(model)
+    merged, stays = _merged_adapters(model), all(state.pinned or all(chunk.resident for chunk in state.chunks) for state in states)
     with pinned(states, "resident", to_compute=True):
         for runtime in {layer._runtime for layer in layers_of(model) if layer._runtime is not None}:
             runtime.end_continuation()  # ranks may run different numbers of forwards from here on
@@ -145,6 +154,9 @@ def resident(model: nn.Module) -> Iterator[None]:
         finally:
             for state in states:
                 state.resident -= 1
+    changed = [name for name, adapters in _merged_adapters(model).items() if adapters != merged.get(name)]
+    if changed and not stays:
+        raise RuntimeError(f"rank {states[0].communicator.rank}: inside resident, adapters were merged into {named(changed)}{_UNDONE}")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from .core.parameters import ParameterSites, is_callable, own_modules
+from .core.parameters import CONTAINERS, ParameterSites, is_callable, own_modules
 
 __all__: list[str] = []
 
@@ -40,7 +40,7 @@ def choose(model: nn.Module, layers: Layers) -> list[Named]:
         kinds = dict.fromkeys(type(module).__name__ for _, module in inside if is_callable(module))
         raise ValueError(f"layers={layers!r} matches no submodule of this {type(model).__name__}, which has: {', '.join(kinds) or 'none'}")
     for name, module in chosen:
-        if not is_callable(module):
+        if isinstance(module, CONTAINERS) and not is_callable(module):
             raise ValueError(
                 f"layers matches {name!r}, a {type(module).__name__}: that is never called, so it can't be a layer. Name its elements"
             )
@@ -83,22 +83,31 @@ def _automatic(model: nn.Module, inside: list[Named]) -> set[int]:
 def _blocks(model: nn.Module, inside: list[Named], counts: Counter[int]) -> list[nn.Module]:
     """The elements of the outermost module lists that hold a tenth of the parameters, or of the largest, if none does; and then of all
     lists of blocks that hold a tenth as much as the largest of these elements."""
-    lists: list[tuple[int, str, list[nn.Module]]] = []
-    for name, module in inside:  # outer before inner
-        nested = any(name.startswith(f"{outer}.") for _, outer, _ in lists)
-        if isinstance(module, nn.ModuleList) and not isinstance(module, ParametrizationList) and not nested:
-            elements = [element for element in _called_in(module) if any(counts[id(p)] == 1 for p in element.parameters())]
-            lists.append((sum(_numel(element) for element in elements), name, elements))
-    most = max((size for size, _, _ in lists), default=0)
+    found = _outermost_lists(inside, lambda element: any(counts[id(p)] == 1 for p in element.parameters()))
+    found = found or _outermost_lists(inside, lambda element: _numel(element) > 0)  # of blocks that are tied to others, all of them
+    lists = [(sum(_numel(element) for element in elements), elements) for elements in found]
+    most = max((size for size, _ in lists), default=0)
     if not most:
         raise ValueError(
             f"no ModuleList of this {type(model).__name__} holds parameters, so which of its modules are blocks is unknown: name them with "
             "layers= (a class, several, modules, or a predicate (name, module) -> bool)"
         )
     least = min(most, _numel(model) / 10)
-    largest = max(_numel(element) for size, _, elements in lists if size >= least for element in elements)
-    found = [elements for size, _, elements in lists if size >= least or (size >= largest / 10 and _are_blocks(elements, largest))]
-    return [element for elements in found for element in elements]
+    largest = max(_numel(element) for size, elements in lists if size >= least for element in elements)
+    wanted = [elements for size, elements in lists if size >= least or (size >= largest / 10 and _are_blocks(elements, largest))]
+    return [element for elements in wanted for element in elements]
+
+
+def _outermost_lists(inside: list[Named], holds_something: Callable[[nn.Module], bool]) -> list[list[nn.Module]]:
+    """What is called of each list that lies in no other and has any."""
+    names: list[str] = []
+    lists: list[list[nn.Module]] = []
+    for name, module in inside:  # outer before inner
+        nested = any(name.startswith(f"{outer}.") for outer in names)
+        if isinstance(module, nn.ModuleList) and not isinstance(module, ParametrizationList) and not nested:
+            names.append(name)
+            lists.append([element for element in _called_in(module) if holds_something(element)])
+    return [elements for elements in lists if elements]
 
 
 def _are_blocks(elements: list[nn.Module], largest: int) -> bool:

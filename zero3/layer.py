@@ -14,7 +14,7 @@ from torch import nn
 from .core.autograd import mark_upstream, tensors_in, uncached_autocast
 from .core.construction import Request, build_state
 from .core.layer_state import LayerState
-from .core.module_overrides import INSTEAD_OF_STATE_DICT, Override, check_conversion, guard, refuse
+from .core.module_overrides import INSTEAD_OF_STATE_DICT, Override, check_conversion, guard, refuse, refuse_new_parameters
 from .core.parameters import own_module_name, own_modules
 from .core.runtime import Runtime
 from .core.wrappers import refuse_wrappers
@@ -90,6 +90,7 @@ class Zero3Layer(nn.Module):
         self._parameters.update(self._state.chunk_names())
         for _, module in own_modules(self.module, is_layer):
             guard(module, is_layer)
+        refuse_new_parameters(self)
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
         """This rank's trainable chunks of this layer and of the layers inside it. They are the parameters for the optimizer.

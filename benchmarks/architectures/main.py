@@ -102,9 +102,9 @@ def table(rows: Iterable[Row]) -> str:
     counts = [Counter(column) for column in zip(*words.values(), strict=True)]
     summary = markdown(["", *CHECKS], [[word, *(count[word] for count in counts)] for word in ("ok", "wrong", "plain fails", "-")])
     body = markdown(["type", "class", *CHECKS], [[row["type"], row["class"], *words[row["type"]]] for row in built])
-    bad = [f"* {row['type']}, {check}: {text}" for row in built for check, text in row["checks"].items() if _word(text) == "wrong"]
+    bad = [f"* {row['type']}, {check}: {text[:160]}" for row in built for check, text in row["checks"].items() if _word(text) == "wrong"]
     left = [
-        f"* {row['type']} ({row['class']}): {row['checks']['build'].removeprefix('no model: ')[:160]}"
+        f"* {row['type']} ({row['class']}): {row['checks']['build'].removeprefix('no model: ')[:110]}"
         for row in ordered
         if row not in built
     ]
@@ -120,7 +120,7 @@ def _word(text: str) -> str:
 def sizes_table(rows: Iterable[Row]) -> str:
     measured = [row for row in rows if "root" in row]
     larger = sorted((row for row in measured if row["root"] > row["largest"]), key=lambda row: -row["root"] / row["largest"])
-    free = [row for row in larger if row["tied"] <= row["largest"]]
+    free = [row for row in larger if row["root"] - row["tied"] > row["largest"]]
     columns = ["type", "class", "M parameters", "layers", "largest layer, M", "root, M", "of it tied, M", "root / largest"]
     cells = []
     for row in larger:
@@ -129,9 +129,7 @@ def sizes_table(rows: Iterable[Row]) -> str:
             [row["type"], row["class"], f"{row['numel'] / 1e6:.0f}", row["layers"], *numbers, f"{row['root'] / row['largest']:.2f}"]
         )
     errors = [f"* {row['type']} ({row['class']}): {row['error']}" for row in rows if row.get("error")]
-    head = (
-        f"{len(measured)} classes. The root is larger than every other layer in {len(larger)}, in {len(free)} of them not because of ties."
-    )
+    head = f"{len(measured)} classes. The root is larger than every other layer in {len(larger)}; without what is tied, in {len(free)}."
     return "\n\n".join([head, markdown(columns, cells), f"Not measured, {len(errors)}:", "\n".join(errors)])
 
 

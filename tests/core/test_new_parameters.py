@@ -21,6 +21,8 @@ REFUSED: dict[str, Callable[[Stack], Any]] = {
     "a module of the root": lambda m: setattr(m, "score", nn.Linear(2, 2)),
     "a module in a layer": lambda m: setattr(m.blocks[1].module, "extra", nn.Linear(2, 2)),
     "a module that replaces one": lambda m: setattr(m.blocks[1].module, "up", nn.Linear(WIDTH, 8)),
+    "a module of a layer's wrapper": lambda m: setattr(m.blocks[1], "extra", nn.Linear(2, 2)),
+    "a parameter of a layer's wrapper": lambda m: setattr(m.blocks[1], "extra", nn.Parameter(torch.ones(2))),
     "add_module": lambda m: m.blocks[0].up.add_module("lora", nn.Linear(2, 2)),
     "a block more": lambda m: m.blocks.append(Block()),
     "a parameter of the root": lambda m: setattr(m, "prompt", nn.Parameter(torch.ones(2))),

@@ -204,6 +204,34 @@ def test_load_adapter_over_one_that_is_there(tmp_path: Path) -> None:
         assert_close(found, expected, 0.0, "the state")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merge_adapter_that_is_left_inside_resident_is_told_of(dtype: torch.dtype) -> None:
+    """However small: it is undone, and peft would leave the adapters out from then on."""
+
+    def build() -> Any:
+        model = lora().to(dtype)
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:
+                parameter.data *= 1e-3
+        return model
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        text = rf"rank {group.rank}: inside resident, (adapters were merged into|the values of) .*q_proj.*undone.*writeback=True"
+        with pytest.raises(RuntimeError, match=text), zero3.resident(model):
+            model.merge_adapter()
+
+    on_two(build, body)
+
+
+def test_merge_adapter_on_one_rank_stays() -> None:
+    model = zero3.shard(lora())
+    with torch.no_grad():
+        expected = loss(model, Turn(0, 0, 1))
+        with zero3.resident(model):
+            model.merge_adapter()
+        assert torch.allclose(loss(model, Turn(0, 0, 1)), expected, rtol=1e-5)
+
+
 def test_merge_adapter_stays_where_it_is_written_back() -> None:
     """Inside `resident` it would be undone, and peft would go on counting it as merged."""
     plain = lora().eval()

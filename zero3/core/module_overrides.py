@@ -73,7 +73,7 @@ def guard(module: nn.Module, is_layer: IsLayer, *, lists_chunks: bool = False) -
 
     `lists_chunks`: the module's `parameters()` are the chunks, and stay as they are.
     """
-    module.__dict__[_GUARDED] = True
+    refuse_new_parameters(module)
     Override(module, "_apply", _guarded_apply)
     # torch.distributed.checkpoint.state_dict asks every module for it, before anything else
     Override(module, "_fqn_modifiers", _before_distributed_state_dict, default=_no_modifiers)
@@ -88,6 +88,11 @@ def guard(module: nn.Module, is_layer: IsLayer, *, lists_chunks: bool = False) -
 def _no_modifiers(module: nn.Module | None = None) -> dict[str, Any]:
     """What `_fqn_modifiers` of a class without it gives. An unpickled module has this function, and no method, in its place."""
     return {}
+
+
+def refuse_new_parameters(module: nn.Module) -> None:
+    """From now on it takes no parameters that are not sharded: see `_check_new_module`."""
+    module.__dict__[_GUARDED] = True
 
 
 def refuse(what: str, why: str, instead: str) -> NoReturn:

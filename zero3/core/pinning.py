@@ -79,10 +79,11 @@ def write_back(state: LayerState) -> None:
 class Pin:
     """A layer that has just been pinned, and what its parameters were like then."""
 
-    def __init__(self, state: LayerState, *, to_compute: bool) -> None:
+    def __init__(self, state: LayerState, *, undone: bool) -> None:
+        """`undone`: whether changes are undone at the end."""
         self.state = state
         self._trained = [sharded.sites.parameter.requires_grad for sharded in state.parameters]
-        self._samples = [_sample(sharded.sites.parameter.data) for sharded in state.parameters] if to_compute else []
+        self._samples = [_sample(sharded.sites.parameter.data) for sharded in state.parameters] if undone else []
 
     def undo_toggles(self) -> list[str]:
         """The parameters whose `requires_grad` was changed meanwhile; it is again what it was."""
@@ -93,9 +94,9 @@ class Pin:
         return [self._name(sharded) for sharded in toggled]
 
     def written(self) -> list[str]:
-        """The parameters whose values were changed, and will be lost. Changed and changed back, but for rounding, does not count."""
+        """The parameters that were given other values, and will lose them; not those that were changed back, but for rounding."""
         changed = []
-        for sharded, before in zip(self.state.parameters, self._samples, strict=True):
+        for sharded, before in zip(self.state.parameters, self._samples, strict=bool(self._samples)):
             stays = _sample(sharded.value) if sharded.chunk.resident else before  # on one rank the chunk itself may have been written
             if not _but_for_rounding(_sample(sharded.sites.parameter.data), stays):
                 changed.append(self._name(sharded))
@@ -112,9 +113,13 @@ def _sample(values: Tensor, size: int = 256) -> Tensor:
 
 
 def _but_for_rounding(found: Tensor, expected: Tensor) -> bool:
+    """Whether they are equal, or as far apart as something added and taken away again leaves them."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
-    if not expected.is_floating_point() or not expected.numel():
-        return torch.equal(found, expected)
-    allowed = 8 * torch.finfo(expected.dtype).eps * expected.double().nan_to_num().abs().max()
-    return torch.allclose(found.double(), expected.double(), rtol=0, atol=allowed.item(), equal_nan=True)
+    if torch.equal(found, expected) or not expected.numel():
+        return True
+    if not expected.is_floating_point():
+        return False
+    here, there = found.double(), expected.double()
+    apart = (here - there).masked_fill(here.isnan() & there.isnan(), 0)
+    return bool(apart.norm() <= 16 * torch.finfo(expected.dtype).eps * there.nan_to_num().norm())
