@@ -184,6 +184,13 @@ def test_what_is_tied_stays_in_the_root() -> None:
     assert {"embed", "heads.0"}.isdisjoint(chosen(model)) and "heads.1" in chosen(model), "nor does a layer hold nothing of its own"
 
 
+def test_attention_that_is_tied_is_not_taken_apart() -> None:
+    """Its output map is no layer: attention reads that one's parameters, and does not call it."""
+    model = grown(attention=nn.MultiheadAttention(10, 2), again=nn.Module())
+    model.again.weight = model.attention.in_proj_weight
+    assert not [name for name in chosen(model) if name.startswith("attention")]
+
+
 def test_blocks_that_are_all_tied_to_others_are_layers_still() -> None:
     """As where an encoder and a decoder share every weight: the root owns them, and the blocks are called as ever."""
     model = built(lambda: Stack(Block(7), Block(7)))

@@ -174,21 +174,25 @@ def _parts(module: nn.Module, chosen: set[int], counts: Counter[int], most: int)
     """The outermost modules that could be layers: called, without layers inside, hardly tied; larger than `most` if they can't be split."""
     found: dict[int, nn.Module] = {}
     for child in module.children():
-        if id(child) in chosen or isinstance(child, ParametrizationList):
+        if id(child) in chosen:
             continue
         whole = is_callable(child) and not any(id(inner) in chosen for inner in child.modules()) and _mostly_its_own(child, counts)
         if whole and (_numel(child) <= most or not _can_be_split(child, most)):
             found[id(child)] = child
-        else:
+        elif _calls_its_children(child):
             found |= {id(inner): inner for inner in _parts(child, chosen, counts, most)}
     return list(found.values())
 
 
 def _can_be_split(module: nn.Module, most: int) -> bool:
-    """Whether its children are called, and hold what makes it large. Attention reads the parameters of its output map without a call."""
+    """Whether its children are called, and hold what makes it large."""
     direct = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-    called = not isinstance(module, nn.MultiheadAttention) and not is_parametrized(module)
-    return called and direct <= most and any(True for _ in module.children())
+    return direct <= most and any(True for _ in module.children()) and _calls_its_children(module)
+
+
+def _calls_its_children(module: nn.Module) -> bool:
+    """Attention reads the parameters of its output map without a call, and a parametrized module those of its parametrizations."""
+    return not isinstance(module, nn.MultiheadAttention) and not is_parametrized(module)
 
 
 def _numel(module: nn.Module) -> int:
