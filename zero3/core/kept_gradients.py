@@ -34,8 +34,8 @@ class KeptGradients:
     def watch(self, layer: DefersReductions) -> None:
         """From now on this chunk sees gradients that flow straight into it, as those of a penalty over parameters do."""
         for part in self._chunk.parts:
-            if part.parameter.requires_grad:
-                self._accumulators.setdefault(id(part.parameter), accumulate_beside(part.parameter, weakref.ref(layer)))
+            if part.parameter.requires_grad and id(part.parameter) not in self._accumulators:  # each call adds hooks
+                self._accumulators[id(part.parameter)] = accumulate_beside(part.parameter, weakref.ref(layer))
 
     def keep(self, layer: DefersReductions) -> None:
         """Keeps the gradients for a later reduction. Until then the chunk's gradient is a `DeferredGradient`, which has no values."""
