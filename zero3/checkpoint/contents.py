@@ -1,4 +1,4 @@
-"""What a sharded model is made of, by the unwrapped model's names, and which ranges of it this rank holds."""
+"""The parts of a sharded model by the unwrapped model's names, and the ranges of them that this rank holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__: list[str] = []
 
 
 class Span(NamedTuple):
-    """Elements `[start, stop)` of the flattened parameter `name`; they lie at `offset` in whatever holds them."""
+    """Elements `[start, stop)` of the flattened parameter `name`. They lie at `offset` in the tensor that holds them."""
 
     name: str
     start: int
@@ -28,10 +28,10 @@ class Span(NamedTuple):
 
 
 class Contents:
-    """Every parameter under its first name, and what no chunk holds: buffers, mostly.
+    """Every parameter under its first name, and the tensors that are in no chunk: buffers, mostly.
 
     Raises:
-        RuntimeError: inside `full_params` or `resident`, where values may stand elsewhere than in the chunks.
+        RuntimeError: The call is inside `full_params` or `resident`, where the chunks may not hold the latest values.
     """
 
     def __init__(self, model: nn.Module, doing: str) -> None:
@@ -40,7 +40,7 @@ class Contents:
         self.rank, self.world_size, self.device = self.communicator.rank, self.communicator.world_size, self.states[0].device
         if pinned := next((state for state in self.states if state.pinned), None):
             raise RuntimeError(f"{doing} inside full_params or resident: layer {pinned.label} is whole there. Call it before or after.")
-        self.names: dict[int, list[str]] = {}  # of a tensor, by its id; tied ones have several
+        self.names: dict[int, list[str]] = {}  # by the tensor's id; a tied tensor has several names
         self.others: dict[str, Tensor] = {}
         self.parameters: dict[str, ShardedParameter] = {}
         owned = {id(sharded.sites.parameter): sharded for state in self.states for sharded in state.parameters}
@@ -56,7 +56,7 @@ class Contents:
             self.names.setdefault(id(tensor), []).append(name)
 
     def spans(self, chunk: Chunk, rank: int | None = None) -> list[Span]:
-        """What a rank's chunk holds (None: this one's), in order. Empty parameters belong to the first rank that holds anything."""
+        """Returns the spans of a rank's chunk in order (None: of this rank). Empty parameters belong to the chunk's first holder."""
         rank = self.rank if rank is None else rank
         names = self._chunk_names.get(chunk, {})
         pieces = [piece for piece in chunk.layout.pieces(rank) if piece.slot.name in names]
@@ -64,7 +64,7 @@ class Contents:
         return found + [span for span in self.empties(chunk) if rank == chunk.layout.first_holder and span is not None]
 
     def empties(self, chunk: Chunk) -> list[Span | None]:
-        """Of its empty parameters, in the order of its slots; None for one that the model has no name for."""
+        """Returns a span for each empty parameter, in the order of slots, or None where the model has no name for it."""
         names = self._chunk_names.get(chunk, {})
         return [Span(names[slot.name], 0, 0, 0) if slot.name in names else None for slot in chunk.layout.slots if not slot.numel]
 
@@ -76,7 +76,7 @@ class Contents:
         return name in self.parameters or name in self.others
 
     def trains(self, name: str) -> bool:
-        """Whether an optimizer may change it."""
+        """Whether an optimizer may change the tensor."""
         if name in self.parameters:
             return self.parameters[name].chunk.shard.requires_grad
         return self.others[name].requires_grad
@@ -85,11 +85,11 @@ class Contents:
         return tuple(self.others[name].shape if name in self.others else self.parameters[name].stand_in.shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """As it is stored; layers may compute in another."""
+        """The dtype in which the tensor is stored. Layers may compute in another dtype."""
         return self.others[name].dtype if name in self.others else self.parameters[name].chunk.shard.dtype
 
     def description(self) -> dict[str, Any]:
-        """Name to shape and dtype, and its other names if it is tied: as a manifest has it, the same on every rank."""
+        """Returns each tensor's shape, dtype and, if it is tied, other names, for the manifest. It is the same on every rank."""
         described: dict[str, Any] = {}
         for name, *aliases in self.names.values():
             described[name] = {"shape": list(self.shape(name)), "dtype": name_of(self.dtype(name))}
@@ -98,7 +98,7 @@ class Contents:
 
 
 def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """What of two descriptions does not fit, in words; no words if all does. A tied parameter may be known by any of its names."""
+    """Returns in words how two descriptions differ, or [] if they are alike."""
     problems = []
     if missing := [name for name in expected if name not in found]:
         problems.append(f"missing: {', '.join(missing)}")

@@ -1,4 +1,4 @@
-"""What modules keep beside their tensors (`get_extra_state`), into state dicts and checkpoints and back. Rank 0's counts."""
+"""Saves and loads the extra state of modules (`get_extra_state`). Rank 0's extra state counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.agreement import agree, exchange_texts
+from ..comm.agreement import agreeing, exchange_texts
 from ..comm.communicator import Communicator
 from ..comm.plain_values import decode, dtype_named, encode, name_of, unreadable
 from ..names import named_entries
@@ -18,12 +18,12 @@ __all__: list[str] = []
 
 
 def extra_states_of(model: nn.Module) -> dict[str, Any]:
-    """What every module's `get_extra_state` returns on this rank, by its name in the unwrapped model's state dict."""
+    """Returns the extra state of every module on this rank, by its name in the unwrapped model's state dict."""
     return {name: module.get_extra_state() for name, module in extra_state_modules(model).items()}
 
 
 def copied(value: Any) -> Any:
-    """The same, with copies on the CPU in place of tensors in dicts, lists and tuples."""
+    """Returns `value` with every tensor in its dicts, lists and tuples replaced by a copy on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if type(value) is dict:
@@ -32,21 +32,21 @@ def copied(value: Any) -> Any:
 
 
 def extra_state_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that have extra state, by the same names."""
+    """Returns the modules that have extra state, by the same names."""
     return {name: entry for name, entry in named_entries(model) if isinstance(entry, nn.Module)}
 
 
 def takers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Those of them whose class says what `set_extra_state` does: torch's own raises."""
+    """Returns the modules whose class defines `set_extra_state`. (torch's own `set_extra_state` raises.)"""
     modules = extra_state_modules(model)
     return {name: module for name, module in modules.items() if type(module).set_extra_state is not nn.Module.set_extra_state}
 
 
 def encoded(values: Mapping[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
-    """As JSON has it; tensors go to the end of `tensors`, and their numbers stand for them.
+    """Converts `values` to what JSON can hold. Tensors are appended to `tensors`, and their numbers stand for them.
 
     Raises:
-        TypeError: a value that could only be pickled, or a tensor that has no values, by its name.
+        TypeError: A value could only be pickled, or a tensor has no values. The error names it.
     """
 
     def put(tensor: Tensor) -> int:
@@ -56,26 +56,23 @@ def encoded(values: Mapping[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
         return len(tensors) - 1
 
     found = {}
-    for name, value in values.items():
+    for name, value in values.items():  # `put` tells the name in its errors
         found[name] = encode(value, name, put)
     return found
 
 
 def sent_from_rank_0(communicator: Communicator, device: torch.device, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rank 0's `values` on every rank, tensors on the CPU. Every rank calls it.
+    """Returns rank 0's `values` on every rank, with tensors on the CPU. Every rank calls it.
 
     Raises:
-        TypeError: on every rank, if a value could only be pickled.
+        TypeError: A value could only be pickled. Every rank raises it.
     """
     tensors: list[Tensor] = []
-    text, error = "", None
-    if communicator.rank == 0:
-        try:
+    text = ""
+    with agreeing(communicator, device, "the extra state of modules"):
+        if communicator.rank == 0:
             found = encoded(values, tensors)
             text = json.dumps([found, [[name_of(tensor.dtype), list(tensor.shape)] for tensor in tensors]])
-        except (TypeError, ValueError) as caught:
-            error = caught
-    agree(communicator, device, "the extra state of modules", [], error)
     found, described = json.loads(exchange_texts(communicator, device, text)[0] if communicator.world_size > 1 else text)
     received = []
     for number, (dtype, shape) in enumerate(described):
@@ -89,18 +86,15 @@ def sent_from_rank_0(communicator: Communicator, device: torch.device, values: M
 
 
 def set_extra_states(model: nn.Module, values: Mapping[str, Any], communicator: Communicator, device: torch.device, caller: str) -> None:
-    """Each module takes its own. Every rank calls it, with the same `values`, after everything else has been loaded.
+    """Gives each module its own value. Every rank calls it, with the same `values`, after everything else has been loaded.
 
     Raises:
-        RuntimeError, ...: what a module says to its value, on every rank.
+        RuntimeError, ...: A module has refused its value. Every rank raises the module's error.
     """
     takers = takers_of(model)
-    error: Exception | None = None
-    try:
+    if not takers:
+        return
+    with agreeing(communicator, device, f"the extra state that {caller} sets"):
         for name, value in values.items():
             if name in takers:
                 takers[name].set_extra_state(value)
-    except Exception as caught:  # whatever a module raises: the other ranks have to hear of it
-        error = caught
-    if takers:
-        agree(communicator, device, f"the extra state that {caller} sets", [], error)

@@ -1,4 +1,4 @@
-"""Everything that saving does to a file system, one function an operation: a test can record them, and fail each in turn."""
+"""The operations of saving on a file system. Each is a function of its own, so that a test can record it and make it fail."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ _AT_ONCE = 512  # buffers a call: below the limit of any system (IOV_MAX)
 
 
 def make_directory(path: Path) -> None:
-    """With its parents. A directory that is there already is as good."""
+    """Creates the directory with its parents, unless it exists."""
     path.mkdir(parents=True, exist_ok=True)
 
 
 def names_in(path: Path) -> list[str]:
-    """Sorted; none if there is no such directory."""
+    """Returns the names in a directory, sorted. There are none if the directory does not exist."""
     return sorted(os.listdir(path)) if path.is_dir() else []
 
 
 def create(path: Path) -> FileIO:
-    """A new file. One that is there already belongs to somebody else."""
+    """Creates a file. It is an error if the file exists: it belongs to another save."""
     return FileIO(os.fspath(path), "x")
 
 
 def reopen(path: Path) -> FileIO:
-    """A file that another rank has created, to write a range of it."""
+    """Opens a file that another rank has created, to write a range of it."""
     return FileIO(os.fspath(path), "r+")
 
 
 def write(file: FileIO, views: list[memoryview]) -> None:
-    """The buffers one after another, at the file's position."""
+    """Writes the buffers one after another, from the file's position on."""
     for first in range(0, len(views), _AT_ONCE):
         rest = views[first : first + _AT_ONCE]
         while rest := list(_without(rest, os.writev(file.fileno(), rest))):
@@ -48,7 +48,7 @@ def write_at(file: FileIO, offset: int, view: memoryview) -> None:
 
 
 def resize(file: FileIO, nbytes: int) -> None:
-    """To its final size, before ranks write their ranges of it."""
+    """Gives the file its final size, before ranks write their ranges of it."""
     os.ftruncate(file.fileno(), nbytes)
 
 
@@ -62,7 +62,7 @@ def sync(file: FileIO) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Returns when the names in it are on the disk."""
+    """Returns when the names in the directory are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -71,12 +71,12 @@ def sync_directory(path: Path) -> None:
 
 
 def replace(old: Path, new: Path) -> None:
-    """One atomic rename: whoever looks finds what was under `new` before, or what is now."""
+    """Renames atomically: at every moment `new` is either the earlier file or the new one."""
     os.replace(old, new)
 
 
 def remove(path: Path) -> None:
-    """A file, or a directory with all that is in it. Gone already is as good."""
+    """Removes a file, or a directory with its contents, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -84,6 +84,7 @@ def remove(path: Path) -> None:
 
 
 def _without(views: list[memoryview], count: int) -> Iterator[memoryview]:
+    """The buffers without their first `count` bytes."""
     for view in views:
         if count < len(view):
             yield view[count:]

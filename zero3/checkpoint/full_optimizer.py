@@ -1,4 +1,4 @@
-"""The optimizer's state as one dict, as an optimizer over the unsharded model has it, by parameter names; and back."""
+"""Converts the optimizer's state to the state dict of an optimizer over the unsharded model, by parameter names, and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..access import states_of
-from ..comm.agreement import agree, exchange_texts
+from ..comm.agreement import agreeing, exchange_texts
 from ..comm.plain_values import decode_scalar, dtype_named
 from ..optim.check_optimizer import warn_if_inexact
 from ..optim.several import Optimizers, Together
@@ -25,20 +25,20 @@ _CPU = torch.device("cpu")
 
 
 def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizers, *, rank0_only: bool = True) -> dict[str, Any]:
-    """The optimizer's state as one dict, with the shapes and the structure of an optimizer over the unsharded model.
+    """Returns the optimizer's state as one dict, with the shapes and the structure of an optimizer over the unsharded model.
 
-    Names stand for parameters, in `params` too, as in `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` with
-    `full_state_dict=True`. So a run can go on in plain torch, DDP or FSDP2. Every rank calls it. One tensor at a time is put
-    together. Tensors are on the CPU; a tied parameter stands under its first name.
+    Names replace parameters, in `params` too, as in `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` with
+    `full_state_dict=True`. So a run can go on in plain torch, DDP or FSDP2. Every rank calls it. It gathers one tensor at a time.
+    Tensors are on the CPU. A tied parameter has its first name.
 
     Args:
         model: Any model that contains zero3 layers.
-        optimizer: Over the model's chunks, or parts of them. Several that share the model come in a list or a dict; their groups
-            come one after another.
+        optimizer: Over the model's chunks, or parts of them. Pass several that share the model as a list or a dict; their groups
+            follow one another.
         rank0_only: Only rank 0 keeps the state; the others get `{}`.
 
     Returns:
-        A dict of "state", which has a dict of tensors and numbers for each name, and "param_groups", whose "params" are names.
+        A dict of "state", with a dict of tensors and numbers for each name, and of "param_groups", whose "params" are names.
 
     Raises:
         ValueError: Nothing in `model` is sharded, or the optimizer is of another model.
@@ -48,8 +48,8 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizers, *, rank0_
 
         state = zero3.full_optimizer_state_dict(model, optimizer)
     """
-    contents, together, held = _look(model, optimizer, "full_optimizer_state_dict")
-    own = contents_of(together, held, contents, None)
+    contents, together, held = _looked_at(model, optimizer, "full_optimizer_state_dict")
+    own = contents_of(together, held, contents)
     keeps = not rank0_only or contents.rank == 0
     parts: dict[str, list[tuple[Tensor, Span]]] = {}
     for one in held:
@@ -68,7 +68,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizers, *, rank0_
 
 
 def _gather(contents: Contents, optimizer: Together, parts: list[tuple[Tensor, Span]], name: str, named: NamedState) -> dict[str, Tensor]:
-    """The tensors of one name, put together from every rank's slices."""
+    """Puts the tensors of one name together from every rank's slices."""
     found = {}
     for key, dtype in named.elements.items():
         full = torch.zeros(torch.Size(contents.shape(name)).numel(), dtype=dtype_named(dtype), device=contents.device)
@@ -85,7 +85,7 @@ def _gather(contents: Contents, optimizer: Together, parts: list[tuple[Tensor, S
 
 
 def _add_up(contents: Contents, full: Tensor) -> Tensor:
-    """Where one rank has a value the others have zeros. As bytes, so that no value is rounded, and none loses its sign."""
+    """Adds over ranks. Each element is zero on all ranks except one. Bytes are added, so that no value is rounded or loses its sign."""
     if full.numel():
         contents.communicator.all_reduce(full.view(torch.uint8))
     return full
@@ -94,70 +94,53 @@ def _add_up(contents: Contents, full: Tensor) -> Tensor:
 def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizers, state_dict: Mapping[str, Any] | None) -> None:
     """Fills an optimizer from rank 0's dict, by parameter names. The inverse of `full_optimizer_state_dict`.
 
-    Every rank calls it. One tensor at a time travels. Each group takes the options that its parameters had.
+    Every rank calls it. It sends one tensor at a time. Each group takes the options that its parameters had.
 
     Args:
         model: Any model that contains zero3 layers.
-        optimizer: Over the model's chunks, or parts of them. State that it has is replaced. Several come in a list or a dict: each
-            takes the state of its parameters.
-        state_dict: As `full_optimizer_state_dict` returns it. Only rank 0's counts; other ranks may pass `{}` or None.
+        optimizer: Over the model's chunks, or parts of them. Its state is replaced. Pass several as a list or a dict: each takes
+            the state of its parameters.
+        state_dict: A dict as `full_optimizer_state_dict` returns it. Only rank 0's counts; other ranks may pass `{}` or None.
 
     Raises:
-        ValueError: Unknown or missing names, wrong shapes, tensors without values, options or steps that differ within one parameter
-            of this optimizer, or state that an optimizer of this class and with these options does not keep: all in one error, on
-            every rank, before anything changes.
-        TypeError: `state_dict` is no such dict, or an option or a state is neither a number nor a tensor; likewise.
+        ValueError: Names are unknown or missing, shapes are wrong, tensors have no values, options or steps differ within one
+            parameter of this optimizer, or an optimizer of this class and with these options does not keep such state. One error
+            names all of these. Every rank raises it, before anything changes.
+        TypeError: `state_dict` is no such dict, or an option or a state is neither a number nor a tensor. Again every rank raises it.
 
     Example::
 
         state = zero3.full_optimizer_state_dict(model, optimizer)
         zero3.load_full_optimizer_state_dict(model, optimizer, state)
     """
-    contents, together, held = _look(model, optimizer, "load_full_optimizer_state_dict")
-    error: Exception | None = None
+    contents, together, held = _looked_at(model, optimizer, "load_full_optimizer_state_dict")
     text = ""
     given: dict[str, Mapping[str, Any]] = {}
-    if contents.rank == 0:
-        try:
+    with agreeing(contents.communicator, contents.device, "load_full_optimizer_state_dict"):
+        if contents.rank == 0:
             described, given = read_full(state_dict, contents)
             text = json.dumps(described.to_json())
-        except Exception as caught:  # whatever it is, the others wait to hear of it
-            error = caught
-    own = contents_of(together, held, contents, error, with_state=False)
+    own = contents_of(together, held, contents, with_state=False)
     source = OptimizerContents.from_json(json.loads(exchange_texts(contents.communicator, contents.device, text)[0]))
-    placing: Placing | None = None
-    try:
+    with agreeing(contents.communicator, contents.device, "load_full_optimizer_state_dict"):
         placing = place(together, held, own, source, contents)
-    except Exception as caught:
-        error = caught
-    agree(contents.communicator, contents.device, "load_full_optimizer_state_dict", [], error)
-    if placing is not None:
-        _deal_out(contents, placing, source, given)
-        placing.commit()
+    _deal_out(contents, placing, source, given)
+    placing.commit()
 
 
-def _look(model: nn.Module, optimizer: Optimizers, caller: str) -> tuple[Contents, Together, list[Held]]:
+def _looked_at(model: nn.Module, optimizer: Optimizers, caller: str) -> tuple[Contents, Together, list[Held]]:
+    """The model's contents, the optimizers as one, and their parameters. Warns if an optimizer is not exact."""
     first = states_of(model)[0]
-    contents: Contents | None = None
-    together: Together | None = None
-    held: list[Held] = []
-    error: Exception | None = None
-    try:
-        contents = Contents(model, caller)
-        together = Together(optimizer)
+    with agreeing(first.communicator, first.device, caller):
+        contents, together = Contents(model, caller), Together(optimizer)
         held = held_by(together, contents)
         for member in together.members:
             warn_if_inexact(contents.states, member)
-    except Exception as caught:  # whatever it is, the others wait to hear of it
-        error = caught
-    agree(first.communicator, first.device, caller, [], error)
-    if contents is None or together is None:
-        raise RuntimeError("agree returned though there was an error")
     return contents, together, held
 
 
 def _deal_out(contents: Contents, placing: Placing, source: OptimizerContents, given: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Rank 0's tensors, one after another, to all; each keeps its slices."""
+    """Broadcasts rank 0's tensors one after another. Each rank keeps its slices."""
     wanted: dict[tuple[str, str], list[Target]] = {}
     for target in placing.targets:
         wanted.setdefault((target.span.name, target.key), []).append(target)

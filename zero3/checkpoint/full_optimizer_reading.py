@@ -1,4 +1,4 @@
-"""An optimizer's full state dict that somebody passes: looked through on rank 0, before anything travels or changes."""
+"""Checks an optimizer's full state dict that a caller passes, on rank 0, before anything is sent or changed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__: list[str] = []
 
 
 def read_full(state_dict: Any, contents: Contents) -> tuple[OptimizerContents, dict[str, Mapping[str, Any]]]:
-    """What is in it without values, and its state; both by the names that the model's tensors have first.
+    """Returns a description of the dict without tensors' values, and the dict's state; both by the parameters' first names.
 
     Raises:
-        ValueError: names or groups that are missing or stand there twice, tensors that can't be read.
-        TypeError: something that is no dict, no list or no name where one belongs, or a value that could only be pickled.
+        ValueError: Names or groups are missing or repeated, or tensors can't be read.
+        TypeError: The structure is wrong, or a value could only be pickled.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"expected a dict with 'state' and 'param_groups' on rank 0, found a {type(state_dict).__name__}")
@@ -60,7 +60,7 @@ def _check_names(names: Any, what: str) -> None:
 
 
 def _by_first_name(found: Mapping[Any, Any], contents: Contents) -> dict[Any, Any]:
-    """A tied parameter may stand under any of its names, and any name with the prefixes of torch's wrappers."""
+    """Changes keys to first names. A tied parameter may have any of its names, and names may have prefixes of torch's wrappers."""
     first = {name: names[0] for names in contents.names.values() for name in names}
     return {first.get(own_name(name), own_name(name)): value for name, value in found.items()}
 

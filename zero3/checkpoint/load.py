@@ -1,17 +1,17 @@
-"""load_checkpoint: all hashes first, then every rank reads the ranges that it holds, whatever the ranks were that wrote them."""
+"""load_checkpoint(): ranks compare all hashes first. Then every rank reads the ranges of its own chunks."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, closing
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..access import states_of
-from ..comm.agreement import agree
+from ..comm.agreement import agreeing
 from ..comm.plain_values import decode
 from ..core.parameters import own_name
 from ..optim.several import Optimizers, Together
@@ -33,25 +33,26 @@ _log = logging.getLogger("zero3")
 def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None = None) -> Any:
     """Fills model and optimizer from a checkpoint of `save_checkpoint`, on any number of ranks and with any choice of layers.
 
-    Every rank calls it. First the ranks read all files once, each its share, and compare hashes. Then each rank reads the ranges
-    that it holds, straight into its chunks. Parameters that were left out (`frozen=False`) are left alone. Modules take the extra
-    state that was saved (`set_extra_state`). Random generators are set on the ranks whose number took part in the save.
+    Every rank calls it. First the ranks read all files once, each a share, and compare hashes. Then each rank reads the ranges of its
+    own chunks, into the chunks' memory. Parameters that were not saved (`frozen=False`) keep their values. Modules take the saved
+    extra state (`set_extra_state`). A rank takes the random generators of the rank with its number, if there was one.
 
     Args:
         path: The checkpoint's directory.
-        model: It has the parameters that were saved, by their names in the unwrapped model; on the meta device, or with values.
-        optimizer: Over the parameters that were saved. State that it has is replaced. Several come in a list or a dict, in any
-            order: each takes the state of its parameters. None: the checkpoint's optimizer state is not read.
+        model: A model with the parameters that were saved, under their names in the unwrapped model; on the meta device, or with
+            values.
+        optimizer: Over the parameters that were saved. Its state is replaced. Pass several as a list or a dict, in any order: each
+            takes the state of its parameters. None: the checkpoint's optimizer state is not read.
 
     Returns:
         `extra`, as rank 0 saved it. Tensors in it are on the CPU.
 
     Raises:
         ValueError: There is no checkpoint; a file is truncated, changed, missing or foreign; names, shapes or dtypes differ;
-            it holds no optimizer state and `optimizer` is given; or it holds state that this optimizer would not keep (another
-            class's, or of other options). On every rank, before anything has changed.
-        RuntimeError: The call is inside `full_params` or `resident`; or a read failed: then the parameters that it was to fill
-            count as unloaded.
+            `optimizer` is given and the checkpoint holds no optimizer state; or it holds state that this optimizer would not keep
+            (of another class, or with other options). Every rank raises it, before anything has changed.
+        RuntimeError: The call is inside `full_params` or `resident`; or a read failed, and the parameters that it should have
+            filled count as unloaded.
 
     Example::
 
@@ -63,11 +64,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     first = states_of(model)[0]
     if first.unfinished is not None:
         first.unfinished()
-    loader = _Loader(path, model, optimizer)
-    try:
-        return loader.load()
-    finally:
-        loader.close()
+    return _Loader(path, model, optimizer).load()
 
 
 class _Loader:
@@ -75,66 +72,62 @@ class _Loader:
         self._path = path
         self._model = model
         self._given = optimizer
-        self._optimizer: Together | None = None
+        self._kinds = ["model"] if optimizer is None else ["model", "optimizer"]  # of the files that are read
         self._first = states_of(model)[0]
-        self._files: SafetensorsFiles | None = None
+        self._files: SafetensorsFiles
         self._stored: dict[str, Stored] = {}
+        self._optimizer: Together | None = None
+        self._held: list[Held] = []
         self._placing: Placing | None = None
 
     def load(self) -> Any:
-        found, contents, held = self._verify()
-        error: Exception | None = None
-        try:
-            self._files = SafetensorsFiles(found.data, [name for kind in self._kinds() for name in found.names(kind)])
-            self._stored = {own_name(name): stored for name, stored in self._files.tensors.items()}
-            self._ranges = Ranges(self._files)
-            self._check(found, contents)
-        except Exception as caught:
-            error = _as_value_error(found, caught)
-        if self._given is None:
-            agree(self._first.communicator, self._first.device, "the contents of load_checkpoint", [], error)
-        else:
-            self._plan(found, contents, held, error)
-        return self._fill(found, contents)
+        found, contents = self._found()
+        self._verify(found)
+        with ExitStack() as opened:
+            with self._agreeing("the contents of load_checkpoint"), manifest.reading(found):
+                self._files = opened.enter_context(closing(SafetensorsFiles(found.data, self._names(found))))
+                self._stored = {own_name(name): stored for name, stored in self._files.tensors.items()}
+                self._ranges = Ranges(self._files)
+                self._check(found, contents)
+            if self._optimizer is not None:
+                self._plan(found, contents, self._optimizer)
+            return self._fill(found, contents)
 
-    def _kinds(self) -> list[str]:
-        return ["model"] if self._given is None else ["model", "optimizer"]
+    def _agreeing(self, subject: str) -> AbstractContextManager[list[str]]:
+        return agreeing(self._first.communicator, self._first.device, subject)
 
-    def _verify(self) -> tuple[Manifest, Contents, list[Held]]:
-        """That the files are what was saved, and the same on every rank."""
-        communicator, device = self._first.communicator, self._first.device
-        error: Exception | None = None
-        found: Manifest | None = None
-        contents: Contents | None = None
-        held: list[Held] = []
-        try:
+    def _names(self, found: Manifest) -> list[str]:
+        return [name for kind in self._kinds for name in found.names(kind)]
+
+    def _found(self) -> tuple[Manifest, Contents]:
+        """Reads the manifest. All ranks have found the same one."""
+        with self._agreeing("the checkpoint that load_checkpoint found") as lines:
             contents = Contents(self._model, "load_checkpoint")
             if self._given is not None:
                 self._optimizer = Together(self._given)
-                held = held_by(self._optimizer, contents)
-            found = manifest.read(self._path)
-            if isinstance(tensors := found.content.get("tensors"), dict):  # saved by a zero3 that kept the names of wrappers
+                self._held = held_by(self._optimizer, contents)
+            try:
+                found = manifest.read(self._path)
+            except OSError as error:
+                raise ValueError(f"{self._path} can't be read: {error}") from error
+            if isinstance(tensors := found.content.get("tensors"), dict):  # early versions saved the names of wrappers too
                 found.content["tensors"] = {own_name(name): described for name, described in tensors.items()}
             if self._given is not None and found.content["optimizer"] is None:
                 raise ValueError(f"{self._path} was saved without an optimizer: load it without one, and begin with a fresh optimizer")
-        except OSError as caught:
-            error = ValueError(f"{self._path} can't be read: {caught}")
-        except Exception as caught:  # whatever it is, the others wait to hear of it
-            error = caught
-        lines = [f"{manifest.NAME}: {found.content['data']}", f"of: {', '.join(self._kinds())}"] if found is not None else []
-        agree(communicator, device, "the checkpoint that load_checkpoint found", lines, error)
-        if found is None or contents is None:
-            raise RuntimeError("agree returned though there was an error")
-        try:
-            names = [name for kind in self._kinds() for name in found.names(kind)]
-            manifest.verify(found, sorted(names, key=lambda name: name.partition("-")[2]), communicator.rank, communicator.world_size)
-        except (OSError, ValueError) as caught:
-            error = ValueError(str(caught))
-        agree(communicator, device, "the hashes of load_checkpoint", [], error)
-        return found, contents, held
+            lines += [f"{manifest.NAME}: {found.content['data']}", f"of: {', '.join(self._kinds)}"]
+        return found, contents
+
+    def _verify(self, found: Manifest) -> None:
+        """Compares the hashes of all files. Each rank reads its share."""
+        names = sorted(self._names(found), key=lambda name: name.partition("-")[2])
+        with self._agreeing("the hashes of load_checkpoint"):
+            try:
+                manifest.verify(found, names, self._first.communicator.rank, self._first.communicator.world_size)
+            except OSError as error:
+                raise ValueError(str(error)) from error
 
     def _check(self, found: Manifest, contents: Contents) -> None:
-        """That it fits the model."""
+        """Raises ValueError if the checkpoint does not fit the model."""
         saved, expected = found.content["tensors"], contents.description()
         if problems := differences(expected, saved) + self._strange_extra_states(found):
             raise ValueError(f"the checkpoint does not fit this {type(self._model).__name__}; nothing was loaded. {'. '.join(problems)}")
@@ -148,7 +141,7 @@ class _Loader:
 
     def _strange_extra_states(self, found: Manifest) -> list[str]:
         saved, here = found.content.get("extra_states"), extra_state_modules(self._model)
-        if saved is None:  # of a zero3 that left them out
+        if saved is None:  # early versions left them out
             if here and self._first.communicator.rank == 0:
                 _log.warning("%s holds no extra state, and these modules have one: %s. It stays as it is", self._path, ", ".join(here))
             return []
@@ -156,43 +149,33 @@ class _Loader:
         problems = [f"missing: {', '.join(missing)}"] if missing else []
         return problems + ([f"unknown: {', '.join(unknown)}"] if unknown else [])
 
-    def _plan(self, found: Manifest, contents: Contents, held: list[Held], error: Exception | None) -> None:
-        optimizer = self._optimizer
-        if optimizer is None:
-            return
-        own = contents_of(optimizer, held, contents, error, with_state=False)
-        try:
+    def _plan(self, found: Manifest, contents: Contents, optimizer: Together) -> None:
+        own = contents_of(optimizer, self._held, contents, with_state=False)
+        with self._agreeing("the optimizer of load_checkpoint"), manifest.reading(found):
             source = OptimizerContents.from_json(found.content["optimizer"])
-            self._placing = place(optimizer, held, own, source, contents)
+            self._placing = place(optimizer, self._held, own, source, contents)
             for name, state in source.state.items():
                 for key, dtype in state.elements.items():
                     self._ranges.check(f"state:{key}", name, torch.Size(contents.shape(name)).numel(), dtype)
-        except Exception as caught:
-            error = error or _as_value_error(found, caught)
-        agree(contents.communicator, contents.device, "the optimizer of load_checkpoint", [], error)
 
     def _fill(self, found: Manifest, contents: Contents) -> Any:
-        """From here on values change. If a read fails, what was to be filled counts as unloaded: half-filled is worse."""
-        error: Exception | None = None
-        others: dict[str, Tensor] = {}
-        computed: list[tuple[str, Tensor]] = []
+        """Changes values. If a read fails, all parameters that it should have filled count as unloaded."""
         stored = [name for name in contents.parameters if found.content["tensors"][name]["stored"]]
+        computed: list[tuple[str, Tensor]] = []
         try:
-            for target in self._placing.targets if self._placing is not None else []:
-                self._ranges.read(f"state:{target.key}", target.span.name, target.span.start, target.place)
-            for name, key, tensor in self._placing.whole if self._placing is not None else []:
-                tensor.copy_(self._tensor(f"whole:{key}:{name}"))
-            others = {name: self._other(name, contents.rank) for name in contents.others}
-            extra = decode(found.content["extra"], lambda number: self._tensor(f"extra:{number}"))
-            saved = found.content.get("extra_states") or {}
-            extra_states = {name: decode(value, lambda number: self._tensor(f"extra:{number}")) for name, value in saved.items()}
-            self._fill_chunks(contents, set(stored))
-            computed = initialise(self._model, contents.states)
-        except Exception as caught:
-            error = RuntimeError(f"reading {found.data} failed: {caught}. What it was to fill is unloaded now: load again.")
-        try:
-            names = [name for name, _ in computed]
-            agree(contents.communicator, contents.device, "what load_checkpoint filled", names, error)
+            with self._agreeing("what load_checkpoint filled") as lines:
+                try:
+                    self._fill_optimizer()
+                    others = {name: self._other(name, contents.rank) for name in contents.others}
+                    extra = decode(found.content["extra"], self._extra)
+                    saved = found.content.get("extra_states") or {}
+                    extra_states = {name: decode(value, self._extra) for name, value in saved.items()}
+                    self._fill_chunks(contents, set(stored))
+                    computed = initialise(self._model, contents.states)
+                except Exception as error:
+                    remedy = "What it was to fill is unloaded now: load again."
+                    raise RuntimeError(f"reading {found.data} failed: {error}. {remedy}") from error
+                lines += [name for name, _ in computed]
         except Exception:
             for name in stored:
                 contents.parameters[name].chunk.unloaded.add(contents.parameters[name].index)
@@ -208,9 +191,17 @@ class _Loader:
         self._restore_random(found, contents)
         return extra
 
+    def _fill_optimizer(self) -> None:
+        """Fills the new state, which the optimizer does not hold yet."""
+        if self._placing is not None:
+            for target in self._placing.targets:
+                self._ranges.read(f"state:{target.key}", target.span.name, target.span.start, target.place)
+            for name, key, tensor in self._placing.whole:
+                tensor.copy_(self._tensor(f"whole:{key}:{name}"))
+
     def _fill_chunks(self, contents: Contents, stored: set[str]) -> None:
         for state in contents.states:
-            state.release()  # what is still fetched, after a forward, is about to be old
+            state.release()  # a full buffer that a forward has left would hold old values
         for chunk in contents.chunks():
             for name, start, stop, offset in contents.spans(chunk):
                 if name in stored:
@@ -223,36 +214,20 @@ class _Loader:
         if (stored := self._stored.get(name)) is None:
             raise ValueError(f"there is no {name!r}")
         value = torch.empty(stored.shape, dtype=stored.dtype)
-        self._opened().read(stored, 0, value.view(-1))
+        self._files.read(stored, 0, value.view(-1))
         return value
 
+    def _extra(self, number: int) -> Tensor:
+        return self._tensor(f"extra:{number}")
+
     def _other(self, name: str, rank: int) -> Tensor:
-        """This rank's own, if it had one that differed."""
+        """Returns this rank's own value of a buffer if the checkpoint holds one, and otherwise rank 0's."""
         own = f"other:{rank}:{name}"
         return self._tensor(own if own in self._stored else f"other:0:{name}")
 
-    def _opened(self) -> SafetensorsFiles:
-        if self._files is None:
-            raise RuntimeError("no files are open")
-        return self._files
-
     def _restore_random(self, found: Manifest, contents: Contents) -> None:
-        names = found.names("model")
+        names, prefix = found.names("model"), f"random:{contents.rank}:"
         if contents.rank < len(names):
-            tensors = {kind: self._tensor(f"random:{contents.rank}:{kind}") for kind in self._kinds_of_random(contents.rank)}
-            random_state.restore(contents.device, tensors, self._opened().metadata[names[contents.rank]]["random"])
-
-    def _kinds_of_random(self, rank: int) -> Iterator[str]:
-        prefix = f"random:{rank}:"
-        return (name.removeprefix(prefix) for name in self._opened().tensors if name.startswith(prefix))
-
-    def close(self) -> None:
-        if self._files is not None:
-            self._files.close()
-
-
-def _as_value_error(found: Manifest, error: Exception) -> Exception:
-    """What a manifest says may be anything; whoever reads it trips over what is not as a save writes it."""
-    if isinstance(error, ValueError | OSError):
-        return error
-    return ValueError(f"{found.directory / manifest.NAME} is malformed: {type(error).__name__}: {error}")
+            kinds = [name.removeprefix(prefix) for name in self._files.tensors if name.startswith(prefix)]
+            tensors = {kind: self._tensor(f"{prefix}{kind}") for kind in kinds}
+            random_state.restore(contents.device, tensors, self._files.metadata[names[contents.rank]]["random"])

@@ -1,10 +1,10 @@
-"""What makes a directory a checkpoint: a manifest that names every file, its size and the hashes of its blocks, and its own hash.
+"""A checkpoint is a directory with a manifest. The manifest names every file, its size, the hashes of its blocks, and its own hash.
 
 checkpoint/
-  manifest.json                          written last, by one rename
-  data-1f2e3d4c5b6a7988/                 the files of this save; another save into the same directory has another one
+  manifest.json                          is written last, by one rename
+  data-1f2e3d4c5b6a7988/                 holds the files of this save; each save makes a data directory of its own
     model-00000-of-00002.safetensors     rank 0's ranges of parameters
-    optimizer-00000-of-00002.safetensors and of the optimizer's state
+    optimizer-00000-of-00002.safetensors rank 0's ranges of the optimizer's state
     ...
 """
 
@@ -39,7 +39,7 @@ _OURS = re.compile(rf"{DATA.pattern}|manifest\.json\.[0-9a-f]{{16}}|{re.escape(_
 
 @dataclass(frozen=True)
 class Manifest:
-    """`content` is the JSON; what is believed of it has been checked."""
+    """A manifest that was read from a file. `content` is the JSON, of which `parse` has checked a part."""
 
     directory: Path
     content: dict[str, Any]
@@ -50,12 +50,12 @@ class Manifest:
         return self.directory / str(self.content["data"])
 
     def names(self, kind: str) -> list[str]:
-        """Of the files of the model, or of the optimizer, in the order of the ranks that wrote them."""
+        """Returns the names of the files of one kind ("model" or "optimizer"), in the order of the ranks that wrote them."""
         return [name for name in self.files if name.startswith(kind)]
 
 
 def write(directory: Path, content: dict[str, Any], files: dict[str, Written], token: str) -> None:
-    """The commit. Everything else is on the disk already; after the rename this is the checkpoint in `directory`."""
+    """Commits a save: all other files are on the disk already, and the rename makes them the checkpoint in `directory`."""
     content = {"format": FORMAT, "version": VERSION, "data": f"data-{token}", "block_bytes": BLOCK_BYTES, **content}
     content["files"] = {name: {"bytes": written.nbytes, "sha256": written.blocks} for name, written in files.items()}
     content["sha256"] = _own_hash(content)
@@ -68,11 +68,11 @@ def write(directory: Path, content: dict[str, Any], files: dict[str, Written], t
 
 
 def read(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a checkpoint, and that its files are there, of their sizes, and no others.
+    """Reads a checkpoint's manifest, and checks that exactly the files that it names exist, with their sizes.
 
     Raises:
-        ValueError: no checkpoint, or one that was changed: the file is named.
-        OSError: what the file system says.
+        ValueError: There is no checkpoint, or it was changed. The error names the file.
+        OSError: The file system reports an error.
     """
     directory = Path(path)
     if not (directory / NAME).is_file():
@@ -97,19 +97,21 @@ def read(path: str | os.PathLike[str]) -> Manifest:
 
 @contextmanager
 def reading(manifest: Manifest) -> Iterator[None]:
-    """For who reads `content`: it may be anything, and whoever reads it trips over what is not as a save writes it.
+    """Context for code that reads `content`, which may have any structure.
 
     Raises:
-        ValueError: in place of what Python says to that.
+        ValueError: The structure is not the one that a save writes. It replaces Python's own error (KeyError, TypeError, ...).
     """
     try:
         yield
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, OSError):
+        raise
+    except Exception as error:
         raise ValueError(f"{manifest.directory / NAME} is malformed: {type(error).__name__}: {error}") from error
 
 
 def _refuse_links(path: Path) -> None:
-    """What a save writes are plain files in a directory of its own; anything else leads elsewhere, or nowhere (a pipe)."""
+    """A save writes plain files into its own directory. A link would lead out of it, and reading a pipe would not end."""
     mode = path.lstat().st_mode if os.path.lexists(path) else stat.S_IFREG
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise ValueError(f"{path} is a link or a device, as no save makes them: put in its place what it points to")
@@ -144,11 +146,14 @@ def _own_hash(content: dict[str, Any]) -> str:
 
 
 def verify(manifest: Manifest, names: Iterable[str], rank: int, world_size: int) -> int:
-    """Reads this rank's share of the blocks of the named files and compares their hashes; the ranks together read all. Returns bytes.
+    """Reads this rank's share of the blocks of the named files, and compares their hashes. All ranks together read all blocks.
+
+    Returns:
+        The number of bytes that this rank has read.
 
     Raises:
-        ValueError: the first file that is not what was written.
-        OSError: what the file system says.
+        ValueError: A file was changed after the save.
+        OSError: The file system reports an error.
     """
     everything = [(name, number) for name in names for number in range(len(manifest.files[name].blocks))]
     mine = everything[len(everything) * rank // world_size : len(everything) * (rank + 1) // world_size]
@@ -173,14 +178,17 @@ def _fill(file: FileIO, offset: int, buffer: memoryview) -> int:
 
 
 def clean(directory: Path, keep: str | None) -> None:
-    """Removes what saves into `directory` have left, but for the data directory `keep`: of those that failed, and the one before."""
+    """Removes the files of all saves into `directory`, failed or complete, except for the data directory `keep`."""
     for name in file_operations.names_in(directory):
         if _OURS.fullmatch(name) and name != keep:
             file_operations.remove(directory / name)
 
 
 def delete(directory: Path) -> None:
-    """A checkpoint, or what is left of one that was deleted halfway; other files in it stay. First it stops being a checkpoint."""
+    """Deletes a checkpoint, or the rest of a checkpoint whose deletion was interrupted. Files of others in its directory stay.
+
+    The manifest is renamed first. So a deletion that is interrupted leaves no checkpoint with missing files.
+    """
     if (directory / NAME).is_file():
         file_operations.replace(directory / NAME, directory / _DELETED)
     names = file_operations.names_in(directory)
@@ -190,6 +198,6 @@ def delete(directory: Path) -> None:
 
 
 def is_remains(directory: Path) -> bool:
-    """Whether all that is in it was left by a save, or a deletion, that was cut off."""
+    """Whether the directory holds nothing except what interrupted saves and deletions have left."""
     names = file_operations.names_in(directory)
     return bool(names) and all(_OURS.fullmatch(name) for name in names)

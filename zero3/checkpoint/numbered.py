@@ -1,4 +1,4 @@
-"""Checkpoints side by side in one directory: which is the newest, and which are to go."""
+"""Several checkpoints in one directory: finds the newest, and deletes old ones."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ __all__: list[str] = []
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint in a directory that was saved last: the one to resume from.
+    """Returns the checkpoint in a directory that was saved last, to resume from it.
 
-    Only complete checkpoints are looked at. Saves are numbered, so neither clocks nor names decide.
+    Incomplete checkpoints are passed over. Each checkpoint holds a number that grows from save to save, and the highest number
+    decides. Clocks and names do not matter.
 
     Args:
-        directory: The directory that holds them, each under a name of its own: `save_checkpoint(directory / name, ...)`.
+        directory: The directory that holds the checkpoints, each under its own name: `save_checkpoint(directory / name, ...)`.
 
     Returns:
         The checkpoint's path, or None if there is none.
 
     Raises:
-        ValueError: A manifest was changed.
+        ValueError: A checkpoint's manifest was changed after the save.
 
     Example::
 
@@ -33,12 +34,12 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
 
 
 def next_number(path: Path) -> int:
-    """For a new checkpoint at `path`: one more than any beside it, or than what it replaces. Damaged ones do not count."""
+    """The number of a new checkpoint at `path`: one more than any in the same directory. Damaged checkpoints do not count."""
     return max((number for number, _ in _numbered(path.parent, strict=False)), default=0) + 1
 
 
 def prune(directory: Path, keep: int) -> None:
-    """Deletes all but the newest, and what deletions and saves that were cut off have left. A link is neither followed nor counted."""
+    """Deletes all but the `keep` newest checkpoints, and what interrupted saves and deletions have left. Links are passed over."""
     numbered = sorted((number, path) for number, path in _numbered(directory, strict=False) if not path.is_symlink())
     for _, path in numbered[:-keep]:
         manifest.delete(path)

@@ -1,8 +1,8 @@
-"""An optimizer's state by the names of the unwrapped model's parameters, whatever slices its parameters are.
+"""An optimizer's state by the names of the unwrapped model's parameters. The optimizer's own parameters may be any slices of them.
 
-Of one parameter of the optimizer, a state tensor of the same shape belongs to its elements, and is cut where they are; a
-number, or a 0-dim tensor (`step`), belongs to each of its names; anything else (Adafactor's rows and columns) can only
-belong to a parameter that is there whole.
+A state tensor with the shape of the optimizer's parameter has an element for each of its elements, and is cut as the parameter is. A
+number, or a 0-dim tensor (`step`), counts for every name in the parameter. A tensor of another shape (Adafactor's rows and columns)
+needs a parameter that is whole on one rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..comm.agreement import agree, exchange_texts
+from ..comm.agreement import agreeing, exchange_texts
 from ..comm.plain_values import encode_scalar, name_of
 from ..core.chunk import Chunk, Part
 from ..core.parameters import own_name
@@ -23,26 +23,26 @@ from .contents import Contents, Span
 
 __all__: list[str] = []
 
-_NOT_OPTIONS = ("params", "param_names", "whole")  # the last says how this run divides the model
+_NOT_OPTIONS = ("params", "param_names", "whole")  # `whole` tells how this run divides the model, and another may divide it otherwise
 
 
 class Held(NamedTuple):
-    """One of the optimizer's parameters, and what of the model it is. Padding, and ranks that own nothing, have no spans."""
+    """One of the optimizer's parameters, and the spans of the model that it covers. Padding has no spans."""
 
     parameter: Tensor
     group: int
     spans: tuple[Span, ...]
-    mine: bool  # to write: what every rank has a copy of is rank 0's
+    mine: bool  # whether this rank saves it; a parameter that every rank holds whole is saved by rank 0
 
     @property
     def filled(self) -> tuple[Span, ...]:
-        """Without the empty parameters, which may lie beside any others; only they, if there is nothing else."""
+        """The spans without those of empty parameters, or all spans if all are empty."""
         return tuple(span for span in self.spans if span.start < span.stop) or self.spans
 
 
 @dataclass
 class NamedState:
-    """One name's state: what there is, without the values of tensors."""
+    """Describes the state of one name, without the values of tensors."""
 
     elements: dict[str, str] = field(default_factory=dict)  # key: dtype, of tensors in the parameter's shape
     scalars: dict[str, Any] = field(default_factory=dict)  # key: value, as `encode_scalar` writes it
@@ -55,7 +55,7 @@ class NamedState:
 
 @dataclass
 class OptimizerContents:
-    """What an optimizer has, of every name on any rank; the same on every rank."""
+    """Describes an optimizer's groups, and its state by name on all ranks. It is the same on every rank."""
 
     groups: list[tuple[dict[str, Any], list[str]]]  # options, as `encode_scalar` writes them, and the names in the model's order
     state: dict[str, NamedState]
@@ -74,11 +74,11 @@ class OptimizerContents:
 
 
 def held_by(optimizer: Together, contents: Contents) -> list[Held]:
-    """The optimizer's parameters in its order, with the spans that each covers.
+    """Returns the optimizer's parameters in their order, with the spans that each covers.
 
     Raises:
-        TypeError: an option could only be pickled.
-        ValueError: it has parameters that the model has not.
+        TypeError: An option could only be pickled.
+        ValueError: A parameter is not of this model.
     """
     known: dict[int, tuple[tuple[Span, ...], bool]] = {}
     for name, tensor in contents.others.items():
@@ -87,9 +87,9 @@ def held_by(optimizer: Together, contents: Contents) -> list[Held]:
         known |= {id(part.parameter): (tuple(_covered(part, chunk, contents)), True) for part in chunk.parts}
     held = []
     for group, options in enumerate(optimizer.param_groups):
-        options_of(options, optimizer.label(group))  # now, before anybody copies what may be anything
+        options_of(options, optimizer.label(group))  # raises for values that could only be pickled
         for parameter in options["params"]:
-            if id(parameter) not in known and parameter.numel():  # an empty one stands for a group that this rank has nothing of
+            if id(parameter) not in known and parameter.numel():  # a group that is empty on this rank holds an empty parameter
                 raise ValueError(
                     f"{optimizer.label(group)} has a parameter {tuple(parameter.shape)} that is not of this model. "
                     "Make the optimizer from get_trainable_chunk(model) or param_groups(model, ...), after sharding."
@@ -101,7 +101,7 @@ def held_by(optimizer: Together, contents: Contents) -> list[Held]:
 def _covered(part: Part, chunk: Chunk, contents: Contents) -> list[Span]:
     if part.parameter is chunk.shard:
         return contents.spans(chunk)
-    if part.start == part.stop:  # an empty parameter, or what a rank has that holds nothing
+    if part.start == part.stop:  # an empty parameter, or the placeholder of a rank that holds nothing
         empties = zip([other for other in chunk.parts if other.start == other.stop], contents.empties(chunk), strict=False)
         return [span for other, span in empties if other is part and span is not None and contents.rank == chunk.layout.first_holder]
     inside = [span for span in contents.spans(chunk) if span.start < span.stop and part.start <= span.offset < part.stop]
@@ -109,10 +109,10 @@ def _covered(part: Part, chunk: Chunk, contents: Contents) -> list[Span]:
 
 
 def state_of(optimizer: Together, held: Held, contents: Contents) -> NamedState:
-    """What the optimizer keeps for one of its parameters.
+    """Describes the optimizer's state of one of its parameters.
 
     Raises:
-        TypeError: something that is neither a number nor a tensor, or a tensor of another shape for a parameter that is not whole.
+        TypeError: A value is neither a number nor a tensor, or is a tensor of another shape although the parameter is not whole.
     """
     found = NamedState()
     for key, value in optimizer.state.get(held.parameter, {}).items():
@@ -134,32 +134,26 @@ def state_of(optimizer: Together, held: Held, contents: Contents) -> NamedState:
 
 
 def is_whole(held: Held, contents: Contents) -> bool:
-    """Whether it is one parameter and all of it, in its own shape."""
+    """Whether the optimizer's parameter is exactly one parameter of the model, in its own shape."""
     return len(held.filled) == 1 and tuple(held.parameter.shape) == contents.shape(held.filled[0].name)
 
 
-def contents_of(
-    optimizer: Together, held: list[Held], contents: Contents, error: Exception | None, *, with_state: bool = True
-) -> OptimizerContents:
-    """Every rank calls it, with what it found wrong so far; what each knows of its own spans makes up the whole."""
-    groups: list[list[str]] = [[] for _ in optimizer.param_groups] if error is None else []
+def contents_of(optimizer: Together, held: list[Held], contents: Contents, *, with_state: bool = True) -> OptimizerContents:
+    """Puts together what every rank knows of its own spans. Every rank calls it."""
+    groups: list[list[str]] = [[] for _ in optimizer.param_groups]
     state: list[Any] = []
-    options: list[dict[str, Any]] = []
     kept: list[NamedState] = []  # one for each of `held`
-    try:
-        if error is None:
-            options = [options_of(group, optimizer.label(number)) for number, group in enumerate(optimizer.param_groups)]
-            for one in held:
-                names = [span.name for span in one.spans if span.start == 0 and one.mine]  # where it begins, once in all
-                groups[one.group] += names
-                found = state_of(optimizer, one, contents) if with_state else NamedState()
-                kept.append(found)
-                names = [name for name in names if not found.whole or name == one.filled[0].name]
-                if names and (found.elements or found.scalars or found.whole):
-                    state.append([names, found.elements, found.scalars, found.whole])
-    except TypeError as caught:
-        error = caught
-    agree(contents.communicator, contents.device, "the optimizer's groups", [json.dumps(o, sort_keys=True) for o in options], error)
+    with agreeing(contents.communicator, contents.device, "the optimizer's groups") as lines:
+        options = [options_of(group, optimizer.label(number)) for number, group in enumerate(optimizer.param_groups)]
+        lines += [json.dumps(own, sort_keys=True) for own in options]
+        for one in held:
+            names = [span.name for span in one.spans if span.start == 0 and one.mine]  # only the rank where a parameter begins
+            groups[one.group] += names
+            found = state_of(optimizer, one, contents) if with_state else NamedState()
+            kept.append(found)
+            names = [name for name in names if not found.whole or name == one.filled[0].name]
+            if names and (found.elements or found.scalars or found.whole):
+                state.append([names, found.elements, found.scalars, found.whole])
     texts = exchange_texts(contents.communicator, contents.device, json.dumps([groups, state]))
     merged = OptimizerContents([(o, []) for o in options], {}, optimizer.kinds)
     order = {names[0]: place for place, names in enumerate(contents.names.values())}
@@ -177,25 +171,24 @@ def contents_of(
 
 
 def _check_even(held: list[Held], kept: list[NamedState], contents: Contents, merged: OptimizerContents) -> None:
-    """That every rank keeps of its slice what the rank keeps where the parameter begins.
+    """Checks that every rank keeps the same keys for its slice of a parameter as the rank where the parameter begins.
 
     Raises:
-        ValueError: on every rank, if a rank has made no step, or one of another kind.
+        ValueError: A rank has made no step, or another kind of step. Every rank raises it.
     """
-    error: Exception | None = None
-    for one, own in zip(held, kept, strict=True):
-        for span in one.filled if one.mine else ():
-            first = merged.state.get(span.name, NamedState())
-            if own.keys != first.keys:
-                error = ValueError(
-                    f"the optimizer keeps {own.keys or 'nothing'} for this rank's slice of {span.name}, and {first.keys or 'nothing'} "
-                    "where that begins: all ranks must make the same steps"
-                )
-    agree(contents.communicator, contents.device, "the optimizer's state", [], error)
+    with agreeing(contents.communicator, contents.device, "the optimizer's state"):
+        for one, own in zip(held, kept, strict=True):
+            for span in one.filled if one.mine else ():
+                first = merged.state.get(span.name, NamedState())
+                if own.keys != first.keys:
+                    raise ValueError(
+                        f"the optimizer keeps {own.keys or 'nothing'} for this rank's slice of {span.name}, and "
+                        f"{first.keys or 'nothing'} where that begins: all ranks must make the same steps"
+                    )
 
 
 def named_states(listed: Iterable[Any]) -> dict[str, NamedState]:
-    """From `[names, elements, scalars, whole]` each."""
+    """Makes a state for each name of `listed`, whose items are `[names, elements, scalars, whole]`."""
     return {
         own_name(name): NamedState(dict(elements), dict(scalars), {key: (dtype, shape) for key, (dtype, shape) in whole.items()})
         for names, elements, scalars, whole in listed
@@ -204,5 +197,5 @@ def named_states(listed: Iterable[Any]) -> dict[str, NamedState]:
 
 
 def options_of(group: dict[str, Any], what: str) -> dict[str, Any]:
-    """A group without its parameters, as JSON."""
+    """Returns a group's options, without its parameters, as JSON can hold them."""
     return {key: encode_scalar(value, f"{key!r} of {what}") for key, value in group.items() if key not in _NOT_OPTIONS}

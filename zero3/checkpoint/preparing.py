@@ -1,4 +1,4 @@
-"""What a rank will write of a checkpoint, and what the manifest will say: references only, no value is copied."""
+"""Collects what this rank writes into a checkpoint, and what the manifest says. Tensors are referred to, and not copied."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..comm.agreement import agree
+from ..comm.agreement import agreeing
 from ..optim.several import Together
 from . import file_operations, manifest, random_state
 from .contents import Contents
@@ -29,7 +29,7 @@ _SCHEME = "fsspec paths are not taken, for their stores have no rename that is a
 
 
 class Prepared:
-    """What this rank will write where, and what the manifest will say."""
+    """One save: the tensors that this rank writes, their files, and the manifest's content."""
 
     def __init__(self, path: str | os.PathLike[str], model: nn.Module, extra: Any, frozen: bool, keep_last: int | None) -> None:
         if "://" in os.fspath(path):
@@ -58,12 +58,12 @@ class Prepared:
             name: {**described, "stored": self.stores(name)} for name, described in self.contents.description().items()
         }
         self._check_loaded()
-        header_of(
-            ((entry.name, entry.tensor.dtype, entry.shape) for entry in self.model_entries), {}
-        )  # raises for dtypes that have no name
+        # both raise if the format has no name for a dtype
+        header_of(((entry.name, entry.tensor.dtype, entry.shape) for entry in self.model_entries), {})
         header_of(((name, self.contents.dtype(name), ()) for name in self.content["tensors"]), {})
 
     def stores(self, name: str) -> bool:
+        """Whether the checkpoint holds the tensor's values."""
         return self.frozen or name in self.contents.others or self.contents.trains(name)
 
     def _check_loaded(self) -> None:
@@ -73,18 +73,19 @@ class Prepared:
             raise RuntimeError(f"save_checkpoint: {', '.join(missing)} have no values yet (meta device): load them before")
 
     def lines(self) -> list[str]:
+        """Returns what has to be the same on all ranks."""
         tensors = (f"{name}: {described}" for name, described in self.content["tensors"].items())
         return [f"path: {self.directory}", f"keep_last: {self.keep_last}", *tensors]
 
     def gather_entries(self, optimizer: Together | None, held: list[Held]) -> None:
-        """References only: no value is copied."""
+        """Collects the tensors that this rank writes. Every rank calls it."""
         contents, rank = self.contents, self.contents.rank
         others = sha256()
         for tensor in contents.others.values():
             others.update(bytes_of(tensor.detach().cpu().contiguous()))
         answers = contents.communicator.exchange(os.urandom(8) + others.digest(), contents.device)
         self.token = answers[0][:8].hex()
-        if rank == 0 or answers[rank][8:] != answers[0][8:]:  # buffers are stored once, if all ranks have the same
+        if rank == 0 or answers[rank][8:] != answers[0][8:]:  # ranks whose buffers equal rank 0's do not store them again
             for name, tensor in contents.others.items():
                 self.model_entries.append(Entry(f"other:{rank}:{name}", tensor.detach(), tuple(tensor.shape)))
         for chunk in contents.chunks():
@@ -95,25 +96,22 @@ class Prepared:
         generators, self.metadata["random"] = random_state.generators(contents.device)
         self.model_entries += [Entry(f"random:{rank}:{kind}", state, tuple(state.shape)) for kind, state in generators.items()]
         if optimizer is not None:
-            merged = contents_of(optimizer, held, contents, None)
+            merged = contents_of(optimizer, held, contents)
             self.content["optimizer"] = {"class": optimizer.name, **merged.to_json()}
             self.optimizer_entries = _state_entries(optimizer, held)
 
     def make_directory(self) -> None:
-        """Rank 0's work, before others write into it."""
-        error: Exception | None = None
-        if self.contents.rank == 0:
-            try:
-                file_operations.make_directory(self.directory / f"data-{self.token}")
-            except OSError as caught:
-                error = caught
+        """Rank 0 makes the directory. Every rank calls it."""
         try:
-            agree(self.contents.communicator, self.contents.device, "the directory of save_checkpoint", [], error)
+            with agreeing(self.contents.communicator, self.contents.device, "the directory of save_checkpoint"):
+                if self.contents.rank == 0:
+                    file_operations.make_directory(self.directory / f"data-{self.token}")
         except Exception:
             self.clean()
             raise
 
     def files(self) -> dict[str, tuple[list[Entry], Mapping[str, str]]]:
+        """Returns the tensors and the metadata of each file that this rank writes."""
         suffix = f"{self.contents.rank:05}-of-{self.contents.world_size:05}.safetensors"
         files: dict[str, tuple[list[Entry], Mapping[str, str]]] = {f"model-{suffix}": (self.model_entries, self.metadata)}
         if self.optimizer_entries is not None:
@@ -121,14 +119,14 @@ class Prepared:
         return files
 
     def commit(self, files: dict[str, Written]) -> None:
-        """Rank 0's work, when all ranks' files are on the disk."""
+        """Writes the manifest. Rank 0 calls it when the files of all ranks are on the disk."""
         for directory in (self.directory / f"data-{self.token}", self.directory, self.directory.parent):
             file_operations.sync_directory(directory)
         self.content["number"] = next_number(self.directory)
         manifest.write(self.directory, self.content, dict(sorted(files.items())), self.token)
 
     def clean(self) -> None:
-        """Rank 0 removes what is no longer, or never became, part of a checkpoint. If that fails the next save tries again."""
+        """Removes the files of the replaced checkpoint and of failed saves. Only rank 0 does. If it fails, the next save tries again."""
         if self.contents.rank != 0:
             return
         try:

@@ -1,4 +1,4 @@
-"""The random generators of this process: torch's, of the CPU and of the device, Python's, and numpy's where it is in use."""
+"""The random generators of this process: torch's for the CPU and the device, Python's, and numpy's if numpy is imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 
 def generators(device: torch.device) -> tuple[dict[str, Tensor], str]:
-    """Their states: tensors, and a text with the rest."""
+    """Returns the states of torch's generators as tensors, and those of the others as JSON."""
     tensors = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         tensors["device"] = torch.get_device_module(device).get_rng_state(device)

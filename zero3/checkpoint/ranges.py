@@ -1,4 +1,4 @@
-"""A checkpoint's files, read by ranges of parameters: whatever cut them, any other cut can be read."""
+"""Reads any range of a parameter from a checkpoint's files, however the ranks that saved it divided the parameter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RANGE = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
 
 
 class Range(NamedTuple):
-    """Elements `[start, stop)` of something, and where they are."""
+    """Elements `[start, stop)` of a parameter or of a state tensor, and the stored tensor that holds them."""
 
     start: int
     stop: int
@@ -24,7 +24,7 @@ class Range(NamedTuple):
 
 
 class Ranges:
-    """What the files of a checkpoint hold of each parameter, of each kind (`parameter`, `state:exp_avg`), in order."""
+    """The ranges that a checkpoint's files hold, in order, by kind (`parameter`, `state:exp_avg`) and parameter's name."""
 
     def __init__(self, files: SafetensorsFiles) -> None:
         self._files = files
@@ -40,7 +40,7 @@ class Ranges:
             ranges.sort(key=lambda range_: range_[:2])
 
     def check(self, kind: str, name: str, numel: int, dtype: str) -> None:
-        """Raises ValueError unless all of it is there, once."""
+        """Raises ValueError unless the ranges cover all `numel` elements, each once."""
         end = 0
         for start, stop, stored in self._ranges.get((kind, name), []):
             if start != end or stored.numel != stop - start or str(stored.dtype) != f"torch.{dtype}":
@@ -51,7 +51,7 @@ class Ranges:
             raise ValueError(f"{self._files.directory} has {end} of the {numel} elements of {name} ({kind})")
 
     def read(self, kind: str, name: str, start: int, target: Tensor) -> None:
-        """Elements `[start, start + n)` into `target` `[n]`."""
+        """Reads elements `[start, start + n)` into `target` `[n]`."""
         stop = start + target.numel()
         for range_ in self._ranges.get((kind, name), []):
             low, high = max(start, range_.start), min(stop, range_.stop)

@@ -1,8 +1,8 @@
-"""Safetensors files, read by element ranges: headers checked before anything in them is believed, bytes in pieces.
+"""Reads ranges of tensors from safetensors files. Headers are checked before they are used.
 
-The format: 8 bytes with the header's length (little-endian), the header (JSON: per tensor its dtype, shape and
-`data_offsets`), then the tensors' bytes, row-major, without gaps. The safetensors package slices along dimensions; a
-chunk is a range of a flattened tensor, so we read ourselves. https://huggingface.co/docs/safetensors
+A file begins with 8 bytes that hold the header's length (little-endian). The header follows, as JSON with each tensor's dtype,
+shape and `data_offsets`. Then the tensors' bytes follow, row-major, without gaps. The safetensors package slices along dimensions,
+but a chunk is a range of a flattened tensor. So this file reads by itself. https://huggingface.co/docs/safetensors
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__: list[str] = []
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LONGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors package
-STAGE_BYTES = 1 << 22  # on their way from file to chunk; a multiple of every dtype's size
+STAGE_BYTES = 1 << 22  # of the buffer between a file and a chunk; a multiple of every dtype's size
 _INCOMPLETE = "the download may be incomplete"
 
 # the format's names
@@ -41,7 +41,7 @@ DTYPES = (
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor in a file: `offset` is its first byte, counted from the file's beginning."""
+    """One tensor in a file. `offset` is the place of its first byte in the file."""
 
     name: str
     file: str
@@ -55,14 +55,16 @@ class Stored:
 
 
 class SafetensorsFiles:
-    """The open files of a checkpoint directory, with all headers read and checked. `close` it.
+    """The open files of a checkpoint directory. All headers have been read and checked. The caller closes it.
 
-    `names`: of the files; without them, those that Hugging Face directories have.
+    Args:
+        path: The directory.
+        names: The names of the files. None: the files that a Hugging Face directory names.
 
     Raises:
-        ValueError: no safetensors in the directory; an index or a header that is not what the format says.
+        ValueError: The directory has no safetensors, or an index or a header is not as the format asks for.
         TypeError: `path` is no path.
-        OSError: what the file system says.
+        OSError: The file system reports an error.
     """
 
     def __init__(self, path: str | os.PathLike[str], names: Sequence[str] | None = None) -> None:
@@ -100,17 +102,17 @@ class SafetensorsFiles:
             self.tensors[tensor.name] = tensor
 
     def listing(self) -> list[str]:
-        """One line a file, the same on ranks that see the same files."""
+        """Returns a line for each file. Ranks that see the same files have the same lines."""
         return self._listing
 
     def read(self, tensor: Stored, start: int, target: Tensor) -> None:
-        """Elements `[start, start + n)` of a stored tensor, flattened, into `target` `[n]`, in its dtype and on its device.
+        """Reads elements `[start, start + n)` of a flattened tensor into `target` `[n]`, and converts them to its dtype and device.
 
-        Straight into its memory, where that can be; else through a buffer of a few MB.
+        It reads into the target's memory if dtype and device allow that, and otherwise through a buffer of a few MB.
 
         Raises:
-            OSError: the file can't be read.
-            RuntimeError: it ends early.
+            OSError: The file can't be read.
+            RuntimeError: The file ends early.
         """
         size = tensor.dtype.itemsize
         if target.device.type == "cpu" and target.dtype == tensor.dtype != torch.bool and target.is_contiguous():
@@ -118,7 +120,7 @@ class SafetensorsFiles:
             return
         if not self._stage:
             self._stage = bytearray(STAGE_BYTES)
-        # a bool of torch must be 0 or 1, a file may hold any byte: converted from uint8, it is one of them
+        # A bool of torch must be 0 or 1, and a file may hold any byte. The conversion from uint8 gives 0 or 1.
         dtype = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
         step = STAGE_BYTES // size
         for done in range(0, target.numel(), step):
@@ -140,7 +142,7 @@ class SafetensorsFiles:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, to read or write, without a copy. It keeps the tensor alive."""
+    """Returns the memory of a contiguous CPU tensor, to read or write, without a copy. The view keeps the tensor alive."""
     if not tensor.numel():
         return memoryview(b"")
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
@@ -149,13 +151,13 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def read_bytes(file: FileIO, offset: int, into: memoryview) -> int:
-    """The one place where tensors' bytes are read. May read less than asked for, 0 at the end."""
+    """Reads tensors' bytes; no other function does. It may read less than the caller wants, and reads 0 at the file's end."""
     file.seek(offset)
     return file.readinto(into) or 0
 
 
 def _names_of_files(directory: Path) -> tuple[list[str], dict[str, str]]:
-    """The files, and what the index says of each tensor ({} without an index)."""
+    """Returns the files, and the index, which maps each tensor to its file ({} if there is no index)."""
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory: expected one with {SINGLE}, or {INDEX} and the files that it names")
     if (directory / SINGLE).is_file():
@@ -192,7 +194,7 @@ def _read_header(file: FileIO, path: Path, name: str) -> tuple[bytes, dict[str, 
 
 
 def _exactly(file: FileIO, count: int, path: Path) -> bytes:
-    """The next `count` bytes: one raw read may return less."""
+    """Reads the next `count` bytes. (One raw read may return less.)"""
     found = bytearray()
     while len(found) < count:
         more = file.read(count - len(found))
@@ -242,7 +244,7 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _check_spans(spans: Iterable[tuple[int, int, str]], path: Path, begin: int, size: int) -> None:
-    """Side by side from the header's end to the file's, as the format asks for: neither overlaps nor gaps."""
+    """Raises ValueError unless the tensors fill the file from the header's end, without overlaps and gaps."""
     end = begin
     for start, stop, name in sorted(spans):
         if start != end:

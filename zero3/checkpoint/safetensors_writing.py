@@ -1,4 +1,4 @@
-"""Safetensors files written as a stream: the header from shapes alone, then bytes straight from the tensors' memory, hashed meanwhile."""
+"""Writes safetensors files as a stream: the header first, then bytes from the tensors' memory. A thread hashes them meanwhile."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .safetensors_files import DTYPES, LONGEST_HEADER, bytes_of
 
 __all__: list[str] = []
 
-BLOCK_BYTES = 1 << 24  # of a file, that have one hash; also what is staged at a time on its way from a device
+BLOCK_BYTES = 1 << 24  # of a file have one hash; the copy of a device's tensors on the CPU takes no more at a time
 
 
 class Entry(NamedTuple):
-    """A tensor to be written under a name and in a shape (of as many elements)."""
+    """A tensor to write, with its name and shape in the file. The shape has as many elements as the tensor."""
 
     name: str
     tensor: Tensor
@@ -38,11 +38,11 @@ class Written(NamedTuple):
 
 
 def header_of(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """The first bytes of a file with these tensors in this order, up to where the first one's values begin.
+    """Returns the first bytes of a file that holds `tensors` in this order, up to the first value.
 
     Raises:
-        TypeError: a dtype that the format has no name for.
-        ValueError: a header that is longer than the format allows.
+        TypeError: The format has no name for a dtype.
+        ValueError: The header is longer than the format allows.
     """
     known = {dtype: name for name, dtype in DTYPES}
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -60,10 +60,10 @@ def header_of(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metad
 
 
 def write_file(file: FileIO, entries: list[Entry], metadata: Mapping[str, str]) -> Written:
-    """Into an empty file, which is not synced yet. No copy is made of what is in host memory.
+    """Writes into an empty file, and does not sync it. Tensors in host memory are not copied.
 
     Raises:
-        OSError: what the file system says.
+        OSError: The file system reports an error.
     """
     header = header_of(((entry.name, entry.tensor.dtype, entry.shape) for entry in entries), metadata)
     nbytes, blocks, hashes = 0, [], deque[Future[str]]()
@@ -72,7 +72,7 @@ def write_file(file: FileIO, entries: list[Entry], metadata: Mapping[str, str]) 
             hashes.append(hasher.submit(_hash, block))
             file_operations.write(file, block)
             nbytes += sum(map(len, block))
-            while len(hashes) > 1:  # one block ahead, so that what is staged is bounded
+            while len(hashes) > 1:  # the thread is one block behind at most, so that memory is bounded
                 blocks.append(hashes.popleft().result())
         blocks += [future.result() for future in hashes]
     return Written(nbytes, blocks)
@@ -86,7 +86,7 @@ def _hash(views: list[memoryview]) -> str:
 
 
 def _blocks(header: bytes, entries: list[Entry]) -> Iterator[list[memoryview]]:
-    """The file's bytes, `BLOCK_BYTES` at a time."""
+    """Yields the file's bytes, `BLOCK_BYTES` at a time."""
     block: list[memoryview] = []
     room = BLOCK_BYTES
     for view in _views(header, entries):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -65,6 +66,22 @@ def agree(
             return list(notes)
         texts = exchange_texts(communicator, device, text)
     raise _explain({rank: json.loads(texts[rank]) for rank in present})
+
+
+@contextmanager
+def agreeing(communicator: Communicator, device: torch.device, subject: str) -> Iterator[list[str]]:
+    """Context for work that may fail on one rank: at its end all ranks go on, or all raise the same error. See `agree`.
+
+    Yields:
+        An empty list. Lines that the caller appends have to be the same on all ranks.
+    """
+    lines: list[str] = []
+    error: Exception | None = None
+    try:
+        yield lines
+    except Exception as caught:  # of any kind: the other ranks wait to hear of it
+        error = caught
+    agree(communicator, device, subject, lines, error)
 
 
 def agree_where_nan(communicator: Communicator, device: torch.device, subject: str, result: Tensor, error: Exception | None) -> None:
