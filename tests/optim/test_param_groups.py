@@ -15,7 +15,7 @@ from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.training import loss_of, odd_model, sentences
 from zero3 import ParamInfo
 from zero3.access import states_of
-from zero3.optim.ownership import owned
+from zero3.optim.ownership import owned_by
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 TOLERANCE = 1e-12
@@ -174,7 +174,7 @@ def test_each_whole_parameter_lies_on_one_rank_and_ranks_hold_about_as_much(worl
         before = sum(g["params"][0].numel() for g in [{"params": model.get_trainable_chunk()}])
         assert before
         groups = zero3.param_groups(model, lambda name, info: {"whole": True})
-        names, found = [], owned(model)
+        names, found = [], owned_by(states_of(model))
         for parameter in groups[0]["params"]:
             [(piece, place)] = found[id(parameter)].pieces()
             assert (place.start, place.stop) == (piece.start, piece.stop) == (0, parameter.numel())
@@ -472,7 +472,7 @@ def test_states_are_read_and_written_as_before(world_size: int, options: Options
             left_out = not parameter.requires_grad or options(name, info_of(name, parameter)) is None
             assert torch.equal(found[name], 2 * others[name] if left_out else torch.ones_like(others[name])), name
         filled = [p for p in model.parameters() if p.numel()]
-        assert all(owned(model)[id(p)].chunk.shard.untyped_storage()._cdata == p.untyped_storage()._cdata for p in filled)
+        assert all(owned_by(states_of(model))[id(p)].chunk.shard.untyped_storage()._cdata == p.untyped_storage()._cdata for p in filled)
 
     models = [build(rank) for rank in range(world_size)]
     values, others = (nn.Sequential(*build(seed)).state_dict() for seed in (0, 1))
@@ -508,8 +508,8 @@ def test_a_norm_of_a_part_is_refused_and_of_a_whole_parameter_is_right() -> None
             with pytest.raises(RuntimeError, match=r"zero3\.clip_grad_norm_"):
                 part.grad.norm()
         for part in whole:
-            [(piece, _)] = owned(model)[id(part)].pieces()
-            name = f"{owned(model)[id(part)].state.label.split(chr(39))[1]}.{piece.slot.name}"
+            [(piece, _)] = owned_by(states_of(model))[id(part)].pieces()
+            name = f"{owned_by(states_of(model))[id(part)].state.label.split(chr(39))[1]}.{piece.slot.name}"
             expected = plain.get_parameter(name).grad
             assert part.grad.norm().item() == pytest.approx(expected.norm().item(), rel=1e-9)
             assert torch.linalg.vector_norm(part.grad).item() == pytest.approx(expected.norm().item(), rel=1e-9)

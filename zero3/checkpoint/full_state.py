@@ -1,4 +1,4 @@
-"""The whole model as one state dict on rank 0, and back: layer by layer, never more than one at a time."""
+"""Converts the model to one state dict on rank 0, and back. It gathers one layer at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..access import agree_to_gather, states_of
-from ..comm.agreement import agree
+from ..comm.agreement import agreeing
 from ..comm.plain_values import kind_of, unreadable
 from ..core.layer_state import LayerState
 from ..core.parameters import own_name
@@ -22,14 +22,14 @@ from .meta_buffers import initialise, put
 
 __all__: list[str] = []
 
-_LONG = 2**30  # bytes of a model that takes long enough to be watched
+_LONG = 2**30  # bytes; a model of this size takes long enough for a progress bar
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """The state dict of the unwrapped model, on the CPU: its own names, shapes and order.
+    """Returns the unwrapped model's state dict, on the CPU, with its own names, shapes and order.
 
-    Every rank calls it. One layer at a time is gathered and copied. A tied parameter stands under each of its names. Names have
-    no prefixes of activation checkpointing's and torch.compile's wrappers. Rank 0's extra state (`get_extra_state`) is in it too.
+    Every rank calls it. One layer at a time is gathered and copied. A tied parameter appears under each of its names. Names have no
+    prefixes of activation checkpointing's and torch.compile's wrappers. The dict holds rank 0's extra state (`get_extra_state`) too.
 
     Args:
         model: Any model that contains zero3 layers.
@@ -40,8 +40,8 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
         Name to tensor.
 
     Raises:
-        ValueError: Nothing in `model` is sharded, or `dtype` is not such a dtype.
-        TypeError: `dtype` is no dtype, or extra state could only be pickled with `rank0_only=False`; on every rank.
+        ValueError: Nothing in `model` is sharded, or `dtype` is not such a dtype. Every rank raises it.
+        TypeError: `dtype` is no dtype; or `rank0_only=False`, and extra state could only be pickled. Every rank raises it.
 
     Example::
 
@@ -61,14 +61,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
     agree_to_gather(states, "full_state_dict", error)
     if not rank0_only and first.communicator.world_size > 1 and extra and not all(state.pinned for state in states):
         extra = sent_from_rank_0(first.communicator, first.device, extra)
-    values: dict[int, Tensor] = {}
-    for state in _watched(states, "gathering layers"):
-        pin(state)
-        try:
-            if keeps:
-                values.update({id(b.sites.parameter): _copy(b.value, dtype) for b in state.parameters})
-        finally:
-            unpin(state)
+    values = _gathered(states, dtype, keeps=keeps)
     if not keeps:
         return {}
     found: dict[str, Any] = {}
@@ -78,6 +71,19 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
         else:
             found[name] = extra[name]
     return found
+
+
+def _gathered(states: list[LayerState], dtype: torch.dtype | None, *, keeps: bool) -> dict[int, Tensor]:
+    """Copies of the layers' parameters, by id. A rank that `keeps` nothing takes part in the gathers."""
+    values: dict[int, Tensor] = {}
+    for state in _watched(states, "gathering layers"):
+        pin(state)
+        try:
+            if keeps:
+                values |= {id(sharded.sites.parameter): _copy(sharded.value, dtype) for sharded in state.parameters}
+        finally:
+            unpin(state)
+    return values
 
 
 def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True) -> None:
@@ -92,9 +98,9 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None,
         strict: Missing and unknown names are an error; otherwise they are left alone.
 
     Raises:
-        ValueError: Missing or unknown names, other shapes, other kinds of numbers, or tensors without values: all in one error, on
-            every rank, before anything changes.
-        TypeError: `state_dict` is no mapping, a value is no tensor, or extra state could only be pickled; likewise.
+        ValueError: Names are missing or unknown, shapes or kinds of numbers differ, or tensors have no values. One error names all of
+            these. Every rank raises it, before anything changes.
+        TypeError: `state_dict` is no mapping, a value is no tensor, or extra state could only be pickled. Again every rank raises it.
 
     Example::
 
@@ -104,16 +110,11 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None,
     states = states_of(model)
     first = states[0]
     given: dict[str, Any] = {}
-    takers: dict[str, nn.Module] = {}
-    error: Exception | None = None
-    try:
+    with agreeing(first.communicator, first.device, "load_full_state_dict") as lines:
+        lines.append(f"inside full_params or resident: {', '.join(state.label for state in states if state.pinned)}")
         takers = takers_of(model)
         if first.communicator.rank == 0:
             given = _checked(model, states, state_dict, takers, strict)
-    except Exception as caught:  # whatever it is, the others wait to hear of it
-        error = caught
-    pinned = ", ".join(state.label for state in states if state.pinned)
-    agree(first.communicator, first.device, "load_full_state_dict", [f"inside full_params or resident: {pinned}"], error)
     extra = sent_from_rank_0(first.communicator, first.device, {n: given[n] for n in takers if n in given}) if takers else {}
     values = {id(tensor): given[name] for name, tensor in named_tensors(model) if name in given}
     for state in _watched(states, "loading layers"):
@@ -124,7 +125,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None,
 
 @torch.no_grad()
 def _load_others(model: nn.Module, states: list[LayerState], values: Mapping[int, Tensor]) -> None:
-    """What no layer owns: buffers, mostly. Those that no state dict holds are computed, if they are on meta."""
+    """Fills tensors that no layer owns: buffers, mostly. Buffers on meta that state dicts leave out are computed."""
     first = states[0]
     owned = {id(sharded.sites.parameter) for state in states for sharded in state.parameters}
     others = {id(tensor): tensor for _, tensor in named_tensors(model) if id(tensor) not in owned}
@@ -155,7 +156,7 @@ def _load_layer(state: LayerState, values: Mapping[int, Tensor]) -> None:
 
 
 def _watched(states: list[LayerState], doing: str) -> Iterable[LayerState]:
-    """A progress bar for those who wait: of a large model, at rank 0's terminal, where tqdm is installed."""
+    """Shows a progress bar for a large model, at rank 0's terminal, if tqdm is installed."""
     nbytes = sum(state.full_nbytes() for state in states)
     if states[0].communicator.rank != 0 or nbytes < _LONG or not sys.stderr.isatty():
         return states
@@ -167,7 +168,7 @@ def _watched(states: list[LayerState], doing: str) -> Iterable[LayerState]:
 
 
 def not_a_dtype(dtype: Any) -> Exception | None:
-    """The mistake, to be raised where all ranks hear of it. Integers would truncate every weight, and 8 bits need scales."""
+    """Returns the error if `dtype` can't be saved in. Integers would truncate every weight, and 8 bits need scales."""
     if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
         return None
     if isinstance(dtype, torch.dtype):
@@ -181,10 +182,10 @@ def _copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _checked(model: nn.Module, states: list[LayerState], state_dict: Any, takers: Mapping[str, nn.Module], strict: bool) -> dict[str, Any]:
-    """Rank 0's dict under the model's own names, found to fit.
+    """Returns rank 0's dict under the model's own names.
 
     Raises:
-        ValueError, TypeError: it does not; all that is wrong is in one error.
+        ValueError, TypeError: The dict does not fit the model. One error names all problems.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must map names to tensors on rank 0, found a {type(state_dict).__name__}; nothing was loaded")
@@ -205,14 +206,14 @@ def _checked(model: nn.Module, states: list[LayerState], state_dict: Any, takers
     if problems:
         kind = TypeError if any(not isinstance(given[name], Tensor) for name in unread) else ValueError
         raise kind(f"the state dict does not fit the model; nothing was loaded. {'. '.join(problems)}")
-    encoded({name: given[name] for name in takers if name in given}, [])  # so that what can't travel is found now
+    encoded({name: given[name] for name in takers if name in given}, [])  # raises for values that can't be sent
     return given
 
 
 def _misnamed(
     expected: Mapping[str, Tensor], states: list[LayerState], given: Mapping[str, Any], takers: Mapping[str, nn.Module], strict: bool
 ) -> list[str]:
-    """What is missing, and what is unknown, in words. A tied parameter may stand under any of its names."""
+    """Returns in words which names are missing and which are unknown. A tied parameter may have any of its names."""
     names: dict[int, list[str]] = {}
     for name, tensor in expected.items():
         names.setdefault(id(tensor), []).append(name)

@@ -1,4 +1,4 @@
-"""What was left on the meta device and is in no chunk: loaded values put in place, buffers computed as the model does."""
+"""Fills tensors on the meta device that are in no chunk: with loaded values, or as the model itself computes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("zero3")
 
 @torch.no_grad()
 def put(model: nn.Module, old: Tensor, value: Tensor) -> None:
-    """`value` into `old`; if that is on meta, in its stead, in all places that it has (it may be shared)."""
+    """Copies `value` into `old`. If `old` is on meta, `value` replaces it in every module that has it."""
     if not old.is_meta:
         old.copy_(value)
         return
@@ -34,22 +34,25 @@ def put(model: nn.Module, old: Tensor, value: Tensor) -> None:
 
 
 class _Place(NamedTuple):
-    """What errors call a buffer, and where it belongs."""
+    """A buffer's name in errors, and its device."""
 
     name: str
     device: torch.device
 
 
-Wanted = dict[nn.Module, dict[str, _Place]]  # of modules: their buffers, by attribute
+Wanted = dict[nn.Module, dict[str, _Place]]  # module -> attribute -> the buffer's place
 
 
 def initialise(model: nn.Module, states: list[LayerState]) -> list[tuple[str, Tensor]]:
-    """Gives values to the non-persistent buffers on meta; returns those that it could compute, with their names.
+    """Gives values to the non-persistent buffers on meta (rotary frequencies, masks, positions), which no checkpoint holds.
 
-    A checkpoint does not hold them (rotary frequencies, masks, positions). They come from the hook that sets a module's
-    values: `_init_weights` of the transformers model around it, else the module's own `reset_parameters`; or from that of a module
-    around it, which may set what it has registered further down. Hooks run on the CPU, as in `from_pretrained`, and on a twin
-    of the module, where all that is not wanted is on meta.
+    A module's hook computes them: `_init_weights` of the transformers model around the module or, without one, the module's own
+    `reset_parameters`. If that leaves a buffer on meta, the hooks of the modules around it follow, because a module may set buffers
+    that it has registered in modules inside it. Hooks run on the CPU, as in `from_pretrained`, and on a twin of the module, in which
+    all other tensors are on meta.
+
+    Returns:
+        The name and the value of each buffer that could be computed.
     """
     hooks = hooks_of(model)
     filled: list[tuple[str, Tensor]] = []
@@ -75,7 +78,7 @@ def _on_meta(states: list[LayerState]) -> Wanted:
 
 
 def hooks_of(model: nn.Module) -> dict[nn.Module, Callable[[nn.Module], Any]]:
-    """For each module, the `_init_weights` of the nearest model around it: models hold models with hooks of their own."""
+    """Returns the `_init_weights` that counts for each module: that of the nearest model around it which has one."""
     hooks: dict[nn.Module, Callable[[nn.Module], Any]] = {}
 
     def walk(module: nn.Module, hook: Callable[[nn.Module], Any] | None) -> None:
@@ -91,7 +94,7 @@ def hooks_of(model: nn.Module) -> dict[nn.Module, Callable[[nn.Module], Any]]:
 
 
 def _fill(root: nn.Module, wanted: Wanted, hook: Callable[[nn.Module], Any] | None) -> list[tuple[str, Tensor]]:
-    """What the hook of `root` makes of the `wanted` buffers, in place; returns those that it has written."""
+    """Runs the hook of `root`, puts the `wanted` buffers that it has written in place, and returns them."""
     copies: dict[nn.Module, nn.Module] = {}
     blank: dict[tuple[nn.Module, str], Tensor] = {}
     try:
@@ -106,7 +109,7 @@ def _fill(root: nn.Module, wanted: Wanted, hook: Callable[[nn.Module], Any] | No
             return []
         with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
             initialise_twin()
-    except Exception as error:  # they stay on meta, and the first forward says so by name
+    except Exception as error:  # the buffers stay on meta, and the first forward raises an error that names them
         names = [place.name for attributes in wanted.values() for place in attributes.values()]
         _log.warning("%s: the buffers %s could not be computed: %s", type(root).__name__, ", ".join(names), error)
         return []
@@ -120,9 +123,9 @@ def _fill(root: nn.Module, wanted: Wanted, hook: Callable[[nn.Module], Any] | No
 
 
 def twin(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
-    """The unwrapped module and those in it once more, with every tensor on meta: whoever is given it may write what he likes.
+    """Copies the unwrapped module and the modules in it, with every tensor on meta. So code may write into the copy.
 
-    `copies` takes the copy of each module. Layers, and torch's wrappers, are left out.
+    `copies` receives the copy of each module. Layers and torch's wrappers are left out.
     """
     if (inner := module.module if is_layer(module) else wrapped_in(module)) is not None:
         return twin(inner, copies)  # type: ignore[arg-type]

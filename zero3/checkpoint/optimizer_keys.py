@@ -1,6 +1,6 @@
-"""Whether the state that was saved is what the optimizer here would keep: with another one's the next step would raise KeyError.
+"""Checks that saved state has the keys that this optimizer keeps. With other keys, its next step would raise KeyError.
 
-Each optimizer is tried out on small tensors, as `check_optimizer` does: so it needs no list of classes.
+Each optimizer makes steps on small tensors, as in `check_optimizer`, so no list of classes is needed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .optimizer_contents import Held, NamedState, OptimizerContents, is_whole
 
 __all__: list[str] = []
 
-_FLAT = ((4,), (6144,))  # shapes to try: some optimizers keep something else for small tensors
+_FLAT = ((4,), (6144,))  # shapes for the steps: some optimizers keep other keys for small tensors
 _SMALL, _LARGE = (6, 5, 2, 2, 2, 2), (64, 96, 2, 2, 2, 2)
-_ACTUAL = 1 << 14  # elements up to which a whole parameter is tried in its own shape
+_ACTUAL = 1 << 14  # elements; a whole parameter with no more is also tried in its own shape
 
 
 class KeptKeys:
-    """Asks each optimizer once for each group and number of dimensions."""
+    """The keys that the optimizers keep. Steps are made once for each group and number of dimensions."""
 
     def __init__(self, optimizer: Together, source: OptimizerContents, contents: Contents) -> None:
         self._optimizer = optimizer
@@ -34,7 +34,7 @@ class KeptKeys:
         self._asked: dict[tuple[int, tuple[tuple[int, ...], ...], str], list[dict[str, str]]] = {}
 
     def problems(self, held: list[Held], source: OptimizerContents) -> list[str]:
-        """In words, those that are alike in one."""
+        """Returns the problems in words, equal ones together."""
         found: dict[str, list[str]] = {}
         for one in held:
             for span in one.filled:
@@ -50,11 +50,12 @@ class KeptKeys:
         if own := self._optimizer.state.get(held.parameter):
             allowed = [*allowed, {key: kind_of(value.dtype) if isinstance(value, Tensor) else "number" for key, value in own.items()}]
         if not allowed:
-            return None  # it can't be tried out, and has not stepped: nobody knows what it keeps
+            return None  # it fails on small tensors and has no state yet, so its keys are unknown
         here, there = self._optimizer.kinds[held.group], self._kinds.get(name)
         fitting = [kept for kept in allowed if set(kept) == keys]
         if not fitting and there == here and any(set(kept) < keys for kept in allowed):
-            fitting = [] if any(set(kept) == keys for kept in self._kept(held, name, self._options.get(name))) else [{}]  # came later
+            # keys that the saved options do not explain either have come with a later step
+            fitting = [] if any(set(kept) == keys for kept in self._kept(held, name, self._options.get(name))) else [{}]
         if not fitting:
             kept, by = max(allowed, key=len), f" by {there}" if there is not None else ""
             return (
@@ -68,7 +69,7 @@ class KeptKeys:
         return None
 
     def _kept(self, held: Held, name: str, saved: dict[str, Any] | None) -> list[dict[str, str]]:
-        """What an optimizer like the one here would keep, with the options of its group, or with those that were `saved`."""
+        """Returns the keys that an optimizer like this one keeps, with the options of its group, or with the `saved` options."""
         shapes = self._shapes(held, name)
         place = held.group, shapes, str(saved)
         if place not in self._asked:

@@ -1,4 +1,4 @@
-"""An optimizer's state from names back into the slices that its parameters are here: planned, allocated, and put in place at once."""
+"""Puts state by names into an optimizer whose parameters are slices. It is planned and allocated first, and changes all at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("zero3")
 
 
 class Target(NamedTuple):
-    """A tensor of the new state, flattened, and what of the parameter belongs into it, where."""
+    """A flattened tensor of the new state, and the span of a parameter's state that belongs into it."""
 
     key: str
     span: Span
@@ -35,13 +35,13 @@ class Target(NamedTuple):
 
 @dataclass
 class Placing:
-    """The state to come. Nothing of the optimizer has changed until `commit`."""
+    """The new state. The optimizer does not change before `commit`."""
 
     optimizer: Together
     options: list[dict[str, Any]]
     state: list[tuple[Tensor, dict[str, Any]]] = field(default_factory=list)
-    targets: list[Target] = field(default_factory=list)  # by ranges
-    whole: list[tuple[str, str, Tensor]] = field(default_factory=list)  # name, key: as it is
+    targets: list[Target] = field(default_factory=list)  # tensors that are filled by ranges
+    whole: list[tuple[str, str, Tensor]] = field(default_factory=list)  # name, key, and a tensor that is filled as a whole
 
     def commit(self) -> None:
         for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
@@ -50,11 +50,11 @@ class Placing:
 
 
 def place(optimizer: Together, held: list[Held], own: OptimizerContents, source: OptimizerContents, contents: Contents) -> Placing:
-    """Where everything of `source` goes; allocates it, but for values.
+    """Plans where the state of `source` goes, and allocates tensors for it.
 
     Raises:
-        ValueError: names that are missing or unknown, options or steps that differ within what is one here, state that the optimizer
-            would not keep: all in one.
+        ValueError: Names are missing or unknown, options or steps differ within one parameter of this optimizer, or the optimizer
+            would not keep the state. One error names all problems.
     """
     problems = _problems_of_groups(optimizer, own, source, contents) + _problems_of_kinds(own, source)
     problems += KeptKeys(optimizer, source, contents).problems(held, source)
@@ -78,7 +78,7 @@ def place(optimizer: Together, held: list[Held], own: OptimizerContents, source:
 
 
 def _decoded(options: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-    """A rate that is a tensor goes where the one lies that it is to replace."""
+    """Decodes options. A tensor, such as a learning rate, is made on the device of the tensor that it replaces."""
     now = {key: group.get(key) for key in options}
     devices = {key: value.device if isinstance(value, Tensor) else torch.device("cpu") for key, value in now.items()}
     return {key: decode_scalar(value, devices[key]) for key, value in options.items()}
@@ -89,7 +89,8 @@ def _options(source: OptimizerContents) -> dict[str, dict[str, Any]]:
 
 
 def _problems_of_groups(optimizer: Together, own: OptimizerContents, source: OptimizerContents, contents: Contents) -> list[str]:
-    """The same on every rank. Frozen parameters may be in an optimizer's groups or not: they have no state. Nor have empty ones."""
+    """Compares names and options. The result is the same on every rank. Frozen and empty parameters have no state, so they may be
+    in the groups or not."""
     options = _options(source)
     expected = {name for _, names in own.groups for name in names}
     matters = [name for _, names in own.groups for name in names if contents.trains(name) and 0 not in contents.shape(name)]
@@ -117,7 +118,7 @@ def _problems_of_groups(optimizer: Together, own: OptimizerContents, source: Opt
 
 
 def _problems_of_kinds(own: OptimizerContents, source: OptimizerContents) -> list[str]:
-    """Of several optimizers, one would go on with what another has kept."""
+    """Finds parameters that another one of several optimizers has trained before: its state is of another kind."""
     saved = {name: kind for (_, names), kind in zip(source.groups, source.kinds, strict=False) for name in names}
     problems = []
     for (_, names), kind in zip(own.groups, own.kinds, strict=True):
@@ -128,7 +129,7 @@ def _problems_of_kinds(own: OptimizerContents, source: OptimizerContents) -> lis
 
 
 def _problems_of_slices(held: Held, named: dict[str, NamedState], contents: Contents) -> list[str]:
-    """Of what is one parameter of the optimizer here: it has one step, and one set of moments."""
+    """Compares the states of all names in one parameter of the optimizer, which has one step and one set of moments."""
     problems = []
     (first, expected), *others = named.items()
     for name, state in others:
@@ -155,7 +156,7 @@ def _allocate(placing: Placing, held: Held, named: dict[str, NamedState]) -> Non
         dtype = dtype_named(first.elements[key])
         make = torch.empty if covered else torch.zeros  # padding is zero
         state[key] = make(parameter.shape, dtype=dtype, device=parameter.device)
-        flat = state[key].view(-1)  # in this order: a view would keep what it is a view of alive beside it
+        flat = state[key].view(-1)  # a view of the state, so that the state itself is a view of nothing
         placing.targets += [Target(key, span, flat) for span in held.spans if span.start < span.stop]
     for key, (name_of_dtype, shape) in first.whole.items():
         state[key] = torch.empty(shape, dtype=dtype_named(name_of_dtype), device=parameter.device)

@@ -1,4 +1,4 @@
-"""check_optimizer(): what would train in silence something else than the model, or in another way, is an error."""
+"""check_optimizer(): raises if an optimizer would not train the sharded model as it trains the unsharded one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from ..access import states_of
-from ..comm.agreement import agree
+from ..comm.agreement import agreeing
 from ..comm.plain_values import encode_scalar
 from ..core.layer_state import LayerState
 from ..core.released import ReleasedParameter
-from .ownership import Owned, owned, owned_by
+from .ownership import Owned, owned_by
 from .param_groups import named_parameters
 from .pieces import Superseded
 from .probe import CannotProbe, builder, probe_flat, probe_whole
@@ -35,24 +35,25 @@ _WHOLE = 'zero3.param_groups(model, lambda name, info: {"whole": True})'
 
 
 def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = True) -> None:
-    """Raises for optimizers that would train a sharded model in another way than the unsharded one. Every rank calls it.
+    """Raises if an optimizer would not train the sharded model as it trains the unsharded one. Every rank calls it.
 
-    Each class is tried out, with the options of each of its groups, on a few small tensors: once on the whole, and once spread
-    out as it is over ranks. So any optimizer of any library can be judged, in a few milliseconds a group. Ranks also compare
-    their options: a schedule that follows a loss, and not the loss's mean over ranks, would give each rank its own rate. Saving a
-    checkpoint, or the optimizer's full state, warns of the same faults; this finds them before the first step.
+    It makes a few steps on small tensors with each optimizer's class and with the options of each group: once on whole tensors, and
+    once on slices as ranks hold them. So it can judge any optimizer of any library, in a few milliseconds for each group. Ranks also
+    compare their options. (A schedule that follows a rank's own loss would give each rank another learning rate.) `save_checkpoint`
+    and `full_optimizer_state_dict` warn of the same mistakes; this finds them before the first step.
 
     Args:
         model: Any model that contains zero3 layers.
-        optimizers: All that train it, one by one or in a list or a dict. One of them must hold each trainable parameter.
-        strict: An optimizer that can't be tried out is an error; otherwise it is accepted.
+        optimizers: All optimizers that train it, one by one or in a list or a dict. One of them must hold each trainable parameter.
+        strict: An optimizer that can't make steps on small tensors is an error; otherwise it is accepted.
 
     Raises:
-        ValueError: The optimizer needs shapes, norms or other parameters, which a flat slice does not have (`whole=True` in
-            `param_groups` gives them); no optimizer, or two, hold a parameter; one holds parameters of before sharding, or of before
-            the last `param_groups`; a group is empty, as filters by names over `named_parameters()` leave it, which see chunks; an
-            optimizer takes all ranks' parameters to be equal; options differ between ranks; or one can't be tried out. On every rank.
-        TypeError: An argument is no optimizer; on every rank.
+        ValueError: The optimizer needs shapes, norms or other parameters, which a flat slice does not have (use `whole=True` in
+            `param_groups`); no optimizer or several hold a parameter; one holds parameters from before sharding, or from before the
+            last `param_groups`; a group is empty (a filter by names over `named_parameters()` sees only chunks); an optimizer expects
+            equal parameters on all ranks; options differ between ranks; or an optimizer can't make steps on small tensors. Every
+            rank raises it.
+        TypeError: An argument is no optimizer. Every rank raises it.
 
     Example::
 
@@ -60,23 +61,19 @@ def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = Tr
         zero3.check_optimizer(model, optimizer)
     """
     states = states_of(model)
-    first, lines = states[0], [""]
-    error: Exception | None = None
-    try:
+    first = states[0]
+    with agreeing(first.communicator, first.device, "check_optimizer") as lines:
         members = [member for given in optimizers for member in members_of(given)]
-        lines = [line for member in members for line in _options_of(member)]
+        lines += [line for member in members for line in _options_of(member)]
         for optimizer in members:
             _check_groups(model, states, optimizer)
         _check_held(model, states, members)
         for optimizer in members:
-            _check_maths(first, owned(model), optimizer, strict)
-    except (ValueError, TypeError) as caught:
-        error = caught
-    agree(first.communicator, first.device, "check_optimizer", lines, error)
+            _check_maths(first, owned_by(states), optimizer, strict)
 
 
 def _options_of(optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    """What must be the same on all ranks, a line a group; of what can't be told, its type."""
+    """Yields a line for each group, which must be the same on all ranks. An object without a text is told by its type."""
     for number, group in enumerate(optimizer.param_groups):
         told = []
         for key in sorted(key for key in group if isinstance(key, str) and key not in ("params", "param_names")):
@@ -88,7 +85,7 @@ def _options_of(optimizer: torch.optim.Optimizer) -> Iterator[str]:
 
 
 def warn_if_inexact(states: list[LayerState], optimizer: torch.optim.Optimizer) -> None:
-    """Where users come by who have not asked: what trained so far is worth saving all the same. Makes no collective."""
+    """Warns at a save, because the training so far is worth saving all the same. It makes no collective."""
     try:
         _check_maths(states[0], owned_by(states), optimizer, strict=False)
     except ValueError as problem:
@@ -121,7 +118,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _check_held(model: nn.Module, states: list[LayerState], optimizers: list[torch.optim.Optimizer]) -> None:
-    found = owned(model)
+    found = owned_by(states)
     originals = {id(sharded.sites.parameter): sharded.sites.name for state in states for sharded in state.parameters}
     held = [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in held:

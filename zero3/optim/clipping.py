@@ -1,4 +1,4 @@
-"""Gradient clipping by the one global norm."""
+"""clip_grad_norm_(): scales gradients by the norm over all parameters of all ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..access import states_of
 from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
 from ..core.gradient_types import reduce_deferred
+from ..core.layer_state import LayerState
 from .norms import gradients_to_measure
 
 __all__: list[str] = []
@@ -20,23 +21,23 @@ __all__: list[str] = []
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
     """Scales all gradients so that their norm, over all parameters of all ranks as one vector, is at most `max_norm`.
 
-    It does what `torch.nn.utils.clip_grad_norm_` does for the unsharded model, in one all-reduce of one number. Every rank calls
+    It does what `torch.nn.utils.clip_grad_norm_` does for the unsharded model, with one all-reduce of one number. Every rank calls
     it, after the last backward of a step.
 
     Args:
         model: Any model that contains zero3 layers.
-        max_norm: 0 or more; `float("inf")` only measures.
+        max_norm: The largest norm that remains, 0 or more. With `float("inf")` nothing is scaled.
         norm_type: p of the p-norm; `float("inf")` for the largest element.
-        error_if_nonfinite: Raise if the norm is nan or inf, and leave the gradients as they are.
+        error_if_nonfinite: Raise if the norm is nan or inf, and do not scale.
 
     Returns:
-        The norm before clipping, 0-dim, float64 if any chunk is, else float32; the same bits on all ranks.
+        The norm before clipping, 0-dim, with the same bits on all ranks. It is float64 if any chunk is float64, else float32.
 
     Raises:
-        RuntimeError: The norm is nan or inf, and `error_if_nonfinite` is set; on every rank.
-        ValueError: `norm_type` is not positive, or `max_norm` is negative or nan; on every rank (on a GPU the others get nan). Nothing
-            in `model` is sharded.
-        TypeError: One of the two is no number; on every rank.
+        RuntimeError: The norm is nan or inf, and `error_if_nonfinite` is set. Every rank raises it.
+        ValueError: Nothing in `model` is sharded, `norm_type` is not positive, or `max_norm` is negative or nan. Every rank raises it;
+            on a GPU, ranks with right arguments get nan instead.
+        TypeError: `norm_type` or `max_norm` is no number, likewise.
 
     Example::
 
@@ -50,23 +51,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
     states[0].log.look(wait=False)
     reduce_deferred(chunk.grad for chunk in chunks)
     filled = [gradient for gradient in gradients_to_measure(model, states) if gradient.numel()]
-    maximum = math.isinf(norm_type)
     local = torch.zeros((), dtype=torch.float64, device=states[0].device)
     if error is not None:
         local = local + math.nan
     elif filled:
         local = torch.nn.utils.get_total_norm(filled, norm_type).to(torch.float64)
-    total = local if maximum else local**norm_type
-    communicator = states[0].communicator
-    with NamingFailures(communicator, "summing up", Subject("the norm of the gradients")):
-        if maximum:
-            # As integers the bits of positive numbers keep their order, with nan on top: a maximum of floats may lose it.
-            communicator.all_reduce(total.abs_().view(torch.int64), maximum=True)
-        else:
-            communicator.all_reduce(total)  # [S1]
-    agree_where_nan(communicator, states[0].device, "clip_grad_norm_", total, error)
-    if not maximum:
-        total = total ** (1.0 / norm_type) if communicator.world_size > 1 else local
+    total = _over_ranks(states[0], local, norm_type, error)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, so they can't be clipped. "
@@ -77,11 +67,27 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
     return total
 
 
+def _over_ranks(first: LayerState, local: Tensor, norm_type: float, error: Exception | None) -> Tensor:
+    """The norm over all ranks, from each rank's `local` norm."""
+    communicator, maximum = first.communicator, math.isinf(norm_type)
+    total = local if maximum else local**norm_type
+    with NamingFailures(communicator, "summing up", Subject("the norm of the gradients")):
+        if maximum:
+            # Read as integers, positive numbers keep their order, and nan is the largest. A maximum of floats may lose nan.
+            communicator.all_reduce(total.abs_().view(torch.int64), maximum=True)
+        else:
+            communicator.all_reduce(total)  # [S1]
+    agree_where_nan(communicator, first.device, "clip_grad_norm_", total, error)
+    if maximum:
+        return total
+    return total ** (1.0 / norm_type) if communicator.world_size > 1 else local
+
+
 def _checked(norm_type: float, max_norm: float) -> tuple[float, Exception | None]:
-    """The order of the norm, by which a rank takes part in the sum even if it has found a mistake."""
+    """Returns the order of the norm, and the caller's mistake. A rank with a mistake takes part in the sum, so it needs an order."""
     try:
         order = float(norm_type)
-        if order > 0 and max_norm >= 0:  # below 0 torch would turn all gradients around
+        if order > 0 and max_norm >= 0:  # torch would scale by a negative number, which turns all gradients around
             return order, None
     except (TypeError, ValueError):
         return 2.0, TypeError(f"norm_type and max_norm must be numbers, found {norm_type!r} and {max_norm!r}")

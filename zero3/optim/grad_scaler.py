@@ -1,4 +1,4 @@
-"""Loss scaling whose steps are skipped by all ranks or by none."""
+"""GradScaler: loss scaling in which all ranks skip a step together."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__: list[str] = []
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for sharded models: an inf or nan on one rank makes every rank skip the step.
 
-    It takes optimizers of chunks, of the parts that `param_groups` makes, and of plain parameters beside them. A step costs one
-    all-reduce of one number for each optimizer, on every rank, also on ranks that have no parameter in it.
+    Its optimizers may hold chunks, the parts that `param_groups` makes, and plain parameters. A step makes one all-reduce of one
+    number for each optimizer, on every rank, also on ranks that have no parameter in it.
 
     Args:
         device: The type of the device that computes: "cuda" or "cpu".
@@ -28,7 +28,7 @@ class GradScaler(torch.amp.GradScaler):
         enabled: As for `torch.amp.GradScaler`.
 
     Raises:
-        RuntimeError: In `unscale_` and `step`: the ranks' all-reduce failed.
+        RuntimeError: The all-reduce failed, in `unscale_` or `step`.
 
     Example::
 
@@ -44,7 +44,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         reduce_deferred(parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-        with as_plain_tensors():  # chunks' gradients would begin a reduction of their own
+        with as_plain_tensors():  # an operation on a deferred gradient would begin its reduction
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         agreed = found_inf
         for other in found.values():
@@ -57,7 +57,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _one_layer_of_each_group(optimizer: torch.optim.Optimizer) -> list[LayerState]:
-    """Of the process groups that share the optimizer's parameters: most often it is one."""
+    """Returns one layer for each process group that shares some of the optimizer's parameters. Most often there is one group."""
     found: list[LayerState] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -1,4 +1,4 @@
-"""The norms of parameters and of their gradients, for who adapts by them or draws them."""
+"""parameter_norms(): the norms of parameters and of their gradients."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..comm.errors import NamingFailures, Subject
 from ..core.chunk import Chunk
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
+from ..core.parameters import ShardedParameter
 from .param_groups import named_parameters
 
 __all__: list[str] = []
@@ -21,23 +22,23 @@ __all__: list[str] = []
 
 @torch.no_grad()
 def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", norm_type: float = 2.0) -> dict[str, Tensor]:
-    """The norm of each parameter, or of its gradient, by its name in the unwrapped model. Every rank calls it.
+    """Returns the norm of each parameter, or of its gradient, by its name in the unwrapped model. Every rank calls it.
 
-    It makes one all-reduce, of a number for each parameter, and does not make the host wait.
+    It makes one all-reduce, of a number for each parameter. On a GPU the host does not wait for it.
 
     Args:
         model: Any model that contains zero3 layers.
-        of: "grad": gradients of trainable parameters, 0 where there is none. "param": values of all parameters, frozen ones too.
+        of: "grad": gradients of trainable parameters, 0 for a parameter without one. "param": values of all parameters, also frozen.
         norm_type: p of the p-norm; `float("inf")` for the largest element.
 
     Returns:
-        Name to norm, as 0-dim float64 tensors in the model's order, the same on all ranks. A tied parameter stands once, under its
+        Name to norm, as 0-dim float64 tensors in the model's order, the same on all ranks. A tied parameter appears once, under its
         first name.
 
     Raises:
-        ValueError: `norm_type` is not positive, or `of` is neither "grad" nor "param"; on every rank (on a GPU the others get nan).
-            Nothing in `model` is sharded.
-        TypeError: `norm_type` is no number; on every rank.
+        ValueError: Nothing in `model` is sharded, `norm_type` is not positive, or `of` is neither "grad" nor "param". Every rank
+            raises it; on a GPU, ranks with right arguments get nan instead.
+        TypeError: `norm_type` is no number, likewise.
 
     Example::
 
@@ -48,24 +49,16 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
     states = states_of(model)
     norm_type, error = _checked(of, norm_type)
     communicator, maximum = states[0].communicator, math.isinf(norm_type)
-    # on every rank, whether it has a piece of a parameter or not
+    # every rank reduces, also one that holds no piece of a parameter
     reduce_deferred(part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts)
     every = [(name, sharded) for name, _, sharded in named_parameters(model, states)]
     named = [(name, sharded) for name, sharded in every if of == "param" or sharded.chunk.shard.requires_grad]
-    rows = {(sharded.chunk, sharded.index): row for row, (_, sharded) in enumerate(named)}
-    values = torch.zeros(len(named), dtype=torch.float64, device=states[0].device)
-    for chunk in {sharded.chunk: None for _, sharded in named} if error is None else ():
-        indices = {slot: index for index, slot in enumerate(chunk.layout.slots)}
-        for piece in chunk.layout.pieces(communicator.rank):
-            flat = _slice(chunk, piece.offset, piece.offset + piece.stop - piece.start, of)
-            if flat is not None:
-                norm = torch.linalg.vector_norm(flat, norm_type, dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32)
-                values[rows[chunk, indices[piece.slot]]] = norm if maximum else norm.double() ** norm_type
-    if error is not None:
-        values.fill_(math.nan)
+    values = torch.full((len(named),), 0.0 if error is None else math.nan, dtype=torch.float64, device=states[0].device)
+    if error is None:
+        _add_own(values, [sharded for _, sharded in named], communicator.rank, of, norm_type)
     with NamingFailures(communicator, "summing up", Subject("the norms of the parameters")):
         if maximum:
-            communicator.all_reduce(values.view(torch.int64), maximum=True)  # see clip_grad_norm_
+            communicator.all_reduce(values.view(torch.int64), maximum=True)  # read as integers, see clip_grad_norm_
         else:
             communicator.all_reduce(values)
     agree_where_nan(communicator, states[0].device, "parameter_norms", values, error)
@@ -73,8 +66,20 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
     return {name: value for (name, _), value in zip(named, values, strict=True)}
 
 
+def _add_own(values: Tensor, named: list[ShardedParameter], rank: int, of: str, norm_type: float) -> None:
+    """Writes the norms of this rank's pieces into `values`, to the power of `norm_type` unless that is infinite."""
+    rows = {(sharded.chunk, sharded.index): row for row, sharded in enumerate(named)}
+    for chunk in dict.fromkeys(sharded.chunk for sharded in named):
+        indices = {slot: index for index, slot in enumerate(chunk.layout.slots)}
+        for piece in chunk.layout.pieces(rank):
+            flat = _slice(chunk, piece.offset, piece.offset + piece.stop - piece.start, of)
+            if flat is not None:
+                norm = torch.linalg.vector_norm(flat, norm_type, dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32)
+                values[rows[chunk, indices[piece.slot]]] = norm if math.isinf(norm_type) else norm.double() ** norm_type
+
+
 def _checked(of: str, norm_type: float) -> tuple[float, Exception | None]:
-    """The order of the norm, by which a rank takes part in the sum even if it has found a mistake."""
+    """Returns the order of the norm, and the caller's mistake. A rank with a mistake takes part in the sum, so it needs an order."""
     try:
         order = float(norm_type)
     except (TypeError, ValueError):
@@ -85,7 +90,8 @@ def _checked(of: str, norm_type: float) -> tuple[float, Exception | None]:
 
 
 def gradients_to_measure(model: nn.Module, states: list[LayerState]) -> list[Tensor]:
-    """This rank's part of the gradients. One rank alone takes them by parameters, in the model's order: then torch's very bits come out."""
+    """Returns this rank's part of the gradients. On a single rank they are cut into parameters, in the model's order, so that the
+    norm has the bits of torch's own."""
     if states[0].communicator.world_size > 1:
         parts = [part.parameter for state in states for chunk in state.chunks for part in chunk.parts]
         return [part.grad.as_subclass(Tensor) for part in parts if part.grad is not None]
@@ -95,7 +101,7 @@ def gradients_to_measure(model: nn.Module, states: list[LayerState]) -> list[Ten
 
 
 def _slice(chunk: Chunk, start: int, stop: int, of: str) -> Tensor | None:
-    """Elements of the chunk, or of its gradient if it has one there."""
+    """Returns elements of the chunk (`of` is "param") or of its gradient, or None if it has no gradient there."""
     if of == "param":
         return chunk.shard.data[start:stop]
     for part in chunk.parts:

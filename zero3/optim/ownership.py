@@ -1,13 +1,10 @@
-"""Which slice of which chunk a parameter of an optimizer is: the way from an optimizer's state back to parameters' names."""
+"""Finds the slice of a chunk that an optimizer's parameter is, and with it the names of the model's parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from torch import nn
-
-from ..access import states_of
 from ..core.chunk import Chunk, Part
 from ..core.layer_state import LayerState
 from ..core.layout import Piece
@@ -16,28 +13,20 @@ __all__: list[str] = []
 
 
 class Owned(NamedTuple):
-    """A parameter that this rank's optimizer may hold: `part.start` to `part.stop` of `chunk`, in `part.parameter`'s shape."""
+    """A parameter that this rank's optimizer may hold. `part.parameter` is elements `part.start` to `part.stop` of `chunk`."""
 
     state: LayerState
     chunk: Chunk
     part: Part
 
     def pieces(self) -> Iterator[tuple[Piece, slice]]:
-        """The pieces of slots that it covers, each with where it lies in the flattened parameter. None is cut; padding has none."""
+        """Yields the pieces of slots that the parameter covers, each with its place in the flattened parameter. Padding has no piece."""
         for piece in self.chunk.layout.pieces(self.state.communicator.rank):
             if self.part.start <= piece.offset < self.part.stop:
                 start = piece.offset - self.part.start
                 yield piece, slice(start, start + piece.stop - piece.start)
 
 
-def owned(model: nn.Module) -> dict[int, Owned]:
-    """By the id of the parameter, trainable and frozen ones.
-
-    Raises:
-        ValueError: nothing in `model` is sharded.
-    """
-    return owned_by(states_of(model))
-
-
 def owned_by(states: Iterable[LayerState]) -> dict[int, Owned]:
+    """Returns all parameters that this rank's optimizers may hold, trainable and frozen, by id."""
     return {id(part.parameter): Owned(state, chunk, part) for state in states for chunk in state.chunks for part in chunk.parts}

@@ -1,4 +1,4 @@
-"""param_groups(): options by parameter, for optimizers that see chunks."""
+"""param_groups(): gives each parameter its own options, although optimizers see chunks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..access import states_of
-from ..comm.agreement import agree
+from ..comm.agreement import agreeing
 from ..core.layer_state import LayerState, Presence
 from ..core.layout import Slot
 from ..core.parameters import ShardedParameter
@@ -24,7 +24,7 @@ __all__: list[str] = []
 
 @dataclass(frozen=True, slots=True)
 class ParamInfo:
-    """What `param_groups` tells of a parameter.
+    """A parameter's properties, for the `options` function of `param_groups`.
 
     Attributes:
         name: Its name in the unwrapped model.
@@ -50,33 +50,34 @@ Options = Callable[[str, ParamInfo], Mapping[str, Any] | None]
 
 
 def param_groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
-    """Optimizer parameter groups by the names and shapes of the model's own parameters.
+    """Makes optimizer parameter groups by the names and shapes of the model's own parameters.
 
-    From then on parts of the chunks stand for the chunks, in these groups, in `model.parameters()` and in `get_trainable_chunk`.
-    They share the chunks' memory. Neighbours with equal options are one part, and a chunk of one kind stays as it is.
+    Chunks are divided into parts, which share the chunks' memory. The parts replace the chunks in these groups, in
+    `model.parameters()` and in `get_trainable_chunk`. Neighbours with equal options are one part. A chunk whose parameters all have
+    equal options is not divided.
 
-    `whole=True` among the options: the parameter comes in its own shape, on exactly one rank. Its gradient is complete there
-    before `step()`, and every rank gets the result: for Muon, Shampoo, Adafactor, LAMB. That rank alone holds the parameter's
-    optimizer state; parameters are dealt out so that ranks hold about as much.
+    With `whole=True` among the options, exactly one rank has the parameter, in its own shape, for optimizers such as Muon, Shampoo,
+    Adafactor and LAMB. Its gradient is complete there before `step()`, and every rank gets the result. That rank alone holds the
+    parameter's optimizer state. The ranks hold about equal numbers of elements.
 
-    Every rank calls it, with the same options. A second call divides anew: make new optimizers then, since parameters of the
-    first call raise when they are used.
+    Every rank calls it, with the same options. After a second call, make new optimizers: the parameters of the first call raise when
+    they are used.
 
     Args:
         model: Any model that contains zero3 layers, between two steps: without gradients, and outside `full_params`.
-        options: Called with the name and the `ParamInfo` of each trainable parameter; returns the options of its group. A tied
-            parameter comes once, under its first name. Unknown keys pass through. None instead of options: the parameter is in no
-            group, keeps its value, and its gradient is dropped.
+        options: A function of the name and the `ParamInfo` of a trainable parameter. It returns the options of the parameter's
+            group. A tied parameter appears once, under its first name. Unknown keys are kept. If it returns None, the parameter is
+            in no group and keeps its value, and its gradient is dropped.
 
     Returns:
-        A group for each distinct options, in the order in which they first come, the same on all ranks. A rank that has nothing of
-        a group has an empty parameter in its `params`. For two optimizers, divide the list.
+        One group for all parameters with equal options, in the order of each group's first parameter, the same on all ranks. A rank
+        that has no part of a group has an empty parameter in its `params`. For two optimizers, divide the list.
 
     Raises:
         ValueError: Nothing in `model` is sharded, options differ between ranks or hold "params", or the model has stage 1. All
             ranks raise the same error, and nothing has changed.
-        TypeError: `options` is no function, or returned something else than a dict or None; likewise.
-        RuntimeError: The model has gradients, computes, or is in `full_params`; likewise.
+        TypeError: `options` is no function, or returns something other than a dict or None, likewise.
+        RuntimeError: The model has gradients, computes, or is in `full_params`, likewise.
 
     Example::
 
@@ -85,15 +86,12 @@ def param_groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
     """
     states = states_of(model)
     first = states[0]
-    plan, error = _Plan(), None
-    try:
+    with agreeing(first.communicator, first.device, "param_groups") as lines:
         _check(states)
         if not callable(options):
             raise TypeError(f"options must be a function (name, info) -> dict of options, or None, found a {type(options).__name__}")
+        plan = _Plan(lines)
         plan.ask(model, states, options)
-    except Exception as caught:  # whatever the callable raises: the other ranks have to hear of it
-        error = caught
-    agree(first.communicator, first.device, "param_groups", plan.lines, error)
     found = families(states, lambda state, slot: plan.order[state, slot.name])
     repartition(new_cuts(found, lambda state, slot: plan.choices[state, slot.name].whole))
     return _divided(states, found, plan)
@@ -136,16 +134,16 @@ class _Group:
 
 @dataclass
 class _Plan:
-    """The answers, with what the ranks compare of them."""
+    """The answers of the `options` function. `lines`: the answers as text, for the ranks to compare."""
 
+    lines: list[str]
     groups: list[_Group] = field(default_factory=list)
     choices: dict[tuple[LayerState, str], Choice] = field(default_factory=dict)
     order: dict[tuple[LayerState, str], int] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
 
     def ask(self, model: nn.Module, states: list[LayerState], options: Options) -> None:
         numbers: dict[str, int] = {}
-        objects: list[Any] = []  # options that are neither numbers nor texts are told apart by identity
+        objects: list[Any] = []  # options that are neither numbers nor texts are compared by identity
         for name, state, sharded in named_parameters(model, states):
             parameter = sharded.sites.parameter
             self.order[state, sharded.sites.name] = len(self.order)
@@ -169,13 +167,13 @@ class _Plan:
 
 
 def named_parameters(model: nn.Module, states: list[LayerState]) -> list[tuple[str, LayerState, ShardedParameter]]:
-    """Every sharded parameter once, in the order and under the name (its first) that it has in the unwrapped model."""
+    """Returns every sharded parameter once, under its first name, in the unwrapped model's order."""
     owners = {id(sharded.sites.parameter): (state, sharded) for state in states for sharded in state.parameters}
     found = []
     for name, tensor in named_tensors(model):
         if id(tensor) in owners:
             found.append((name, *owners.pop(id(tensor))))
-    found += [(sharded.sites.name, state, sharded) for state, sharded in owners.values()]  # of a layer that is called from elsewhere
+    found += [(sharded.sites.name, state, sharded) for state, sharded in owners.values()]  # in a layer that `model` does not contain
     return found
 
 
@@ -190,7 +188,7 @@ def _checked(name: str, answer: Any) -> dict[str, Any]:
 
 
 def _spelled(value: Any, objects: list[Any]) -> str:
-    """The same text for equal values on all ranks; for objects, by the order in which they first come."""
+    """Returns a text that is the same for equal values on all ranks. Objects are numbered in the order of their first use."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {_spelled(value[key], objects)}" for key in sorted(value, key=repr)) + "}"
     if isinstance(value, (list, tuple)):

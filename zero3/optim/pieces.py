@@ -1,4 +1,4 @@
-"""What stands in for a chunk in an optimizer: parameters that share its memory, and the chunk that they stand in for."""
+"""Divides a chunk into parts: parameters that share the chunk's memory and replace it in optimizers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__: list[str] = []
 
 
 class Superseded(nn.Parameter):
-    """A chunk that parts stand in for, or a part of an earlier division. Made only by switching a parameter's class.
+    """A chunk that parts have replaced, or a part of an earlier division. It is made only by switching a parameter's class.
 
-    An optimizer that still holds it would find no gradient, and train nothing without a word.
+    An optimizer that still holds it gets an error. Otherwise it would find no gradient, and would silently train nothing.
     """
 
     zero3_name: str
@@ -42,24 +42,24 @@ def supersede(parameter: nn.Parameter, name: str) -> None:
 
 
 def retire(chunk: Chunk, label: str) -> None:
-    """Nobody may go on with its parts, nor with the chunk itself; their memory is given back."""
+    """Frees the memory of a chunk and its parts, after other chunks have replaced it. Using them raises from now on."""
     for parameter in [chunk.shard, *(part.parameter for part in chunk.parts)]:
         supersede(parameter, f"a chunk of layer {label}")
         parameter.data = parameter.data.new_empty(0)
 
 
 class Choice(NamedTuple):
-    """What becomes of one parameter."""
+    """What `options` decided for one parameter."""
 
-    group: int | None  # None: in no group
+    group: int | None  # the group's number; None: in no group
     whole: bool
 
 
 def divide(state: LayerState, chunk: Chunk, choice_of: Callable[[Slot], Choice]) -> list[tuple[int, nn.Parameter]]:
-    """Sets the chunk's parts; returns those that have a group, with its number.
+    """Sets the chunk's parts, and returns those that have a group, with the group's number.
 
-    Neighbours of one group are one part, an empty parameter is one by itself. Where all of the chunk's slots are of one
-    group, on any rank, the part is the chunk itself.
+    Neighbours in one group are one part. An empty parameter is a part by itself. If all slots of the chunk, on all ranks, are in one
+    group, the only part is the chunk itself.
     """
     choices = {slot: choice_of(slot) for slot in chunk.layout.slots}
     kinds = set(choices.values())
@@ -80,9 +80,9 @@ def _parts_of(chunk: Chunk, rank: int, choices: dict[Slot, Choice]) -> tuple[lis
         if spans and not choice.whole and spans[-1][2] == choice:
             start = spans.pop()[0]
         spans.append((start, stop, choice, piece.slot.shape if choice.whole else (stop - start,)))
-    if rank == chunk.layout.first_holder:  # in no piece, but an optimizer over the unsharded model has state for them
+    if rank == chunk.layout.first_holder:  # empty parameters: no piece has them, but an optimizer keeps state for them
         spans += [(0, 0, choices[slot], slot.shape) for slot in chunk.layout.slots if not slot.numel]
-    flat = chunk.shard.detach()  # shares the version counter: a step on a part is seen as one on the chunk
+    flat = chunk.shard.detach()  # shares the version counter, so that a step on a part counts as a change of the chunk
     parts, numbered = [], []
     for start, stop, choice, shape in spans or [(0, 0, Choice(None, whole=False), (0,))]:
         parameter = nn.Parameter(flat[start:stop].view(shape), requires_grad=choice.group is not None)
@@ -110,6 +110,6 @@ def _install(state: LayerState, chunk: Chunk, parts: list[Part]) -> None:
 
 
 def placeholder(state: LayerState, like: ReleasedParameter | nn.Parameter, *, whole: bool) -> nn.Parameter:
-    """Stands in a group that has nothing on this rank, so that who looks at the group finds the other ranks. Never has a gradient."""
+    """Makes an empty parameter for a group without parts on this rank. It leads to the ranks that have parts, and never has a gradient."""
     shape = (0,) * (max(1, like.ndim) if whole else 1)
     return mark(nn.Parameter(torch.empty(shape, dtype=like.dtype, device=state.device)), state)

@@ -1,4 +1,4 @@
-"""Whether an optimizer's maths bears being spread over ranks: tried out on a few small tensors, not looked up by name."""
+"""Tries an optimizer on small tensors, to see whether it trains slices of parameters as it trains the parameters."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from ..comm.plain_values import kind_of
 __all__: list[str] = []
 
 STEPS = 4
-TOLERANCE = 1e-3  # of the largest change of any element: rounding gives 1e-6, a norm of another tensor 1e-2 and more
+TOLERANCE = 1e-3  # of the largest change of any element; rounding gives 1e-6, and a norm of another tensor gives 1e-2 or more
 _SMALL = ((6, 5), (4,), (3, 4))
-_LARGE = ((64, 96), (4096,))  # for optimizers that treat small tensors otherwise: 8-bit state begins at 4096 elements
+_LARGE = ((64, 96), (4096,))  # some optimizers treat small tensors differently: 8-bit state begins at 4096 elements
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-Spans = list[tuple[int, int, tuple[int, ...]]]  # start and stop in a flat vector, and the shape of a parameter made of it
+Spans = list[tuple[int, int, tuple[int, ...]]]  # for each parameter: start and stop in a flat vector, and its shape
 
 
 class CannotProbe(Exception):
-    """The optimizer can't be made anew, or does not step, on its own."""
+    """A second optimizer of this kind can't be made, or can't make steps on small tensors."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A quadratic function of each element by itself, the same however the elements are laid out.
+    """A quadratic function of each element by itself. It does not depend on how parameters divide the elements.
 
-    Its target moves at every look, or optimizers that find the minimum at once would all agree on it.
+    Its minimum moves at every evaluation. Otherwise optimizers that find it in one step could not be told apart.
     """
 
     start: Tensor
-    targets: Tensor  # one a look
+    targets: Tensor  # the minimum for each evaluation
     curvature: Tensor
 
     @classmethod
@@ -48,8 +48,15 @@ class Problem:
 
 
 def probe_flat(build: Build, device: torch.device, ranks: int) -> str | None:
-    """Why flat slices of parameters on `ranks` ranks (1 or 2) would be trained in another way than the parameters; None: they would not."""
-    for shapes in (_SMALL, _LARGE):  # what makes matrices of a slice is found by the small ones, before it makes large ones
+    """Compares training of flat slices on `ranks` ranks (1 or 2) with training of whole parameters.
+
+    Returns:
+        Why they differ, or None if they do not.
+
+    Raises:
+        CannotProbe: The optimizer can't train the small tensors.
+    """
+    for shapes in (_SMALL, _LARGE):  # small first: an optimizer that makes matrices of slices fails before it makes large ones
         reference = _spans(shapes)
         numel = reference[-1][1]
         cuts = [0, numel // 2 - 3, numel] if ranks > 1 else [0, numel]
@@ -60,7 +67,7 @@ def probe_flat(build: Build, device: torch.device, ranks: int) -> str | None:
 
 
 def probe_whole(build: Build, device: torch.device, ranks: int, ndims: Sequence[int]) -> str | None:
-    """The same for whole parameters of these dimensions, dealt out to `ranks` ranks."""
+    """As `probe_flat`, for parameters with `ndims` dimensions, each of which is whole on one of `ranks` ranks."""
     shapes = [tuple((5, 4, 3, 2, 2, 2)[:ndim]) for ndim in ndims] + [tuple((3, 6, 2, 2, 2, 2)[:ndim]) for ndim in ndims]
     reference = _spans(shapes)
     spread = [reference[rank::ranks] for rank in range(ranks)]
@@ -68,10 +75,10 @@ def probe_whole(build: Build, device: torch.device, ranks: int, ndims: Sequence[
 
 
 def builder(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Build:
-    """Makes optimizers like `optimizer`, with the options of `group` (one of its own)."""
+    """Returns a function that makes optimizers like `optimizer`, with the options of `group`, which is one of its groups."""
     kind, options = type(optimizer), {key: value for key, value in group.items() if key != "params"}
     if isinstance(options.get("lr"), (int, float)) and not options["lr"]:
-        options["lr"] = group.get("initial_lr") or 0.01  # a schedule's first step would change nothing, and show nothing
+        options["lr"] = group.get("initial_lr") or 0.01  # a warm-up begins at 0, and steps that change nothing show nothing
     accepted = inspect.signature(kind.__init__).parameters
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     given = {key: value for key, value in {**optimizer.defaults, **options}.items() if key in accepted or anything}
@@ -85,9 +92,11 @@ def builder(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Build
 
 
 def state_keys(build: Build, device: torch.device, shapes: Iterable[tuple[int, ...]]) -> list[dict[str, str]]:
-    """What an optimizer keeps for a parameter of one of these shapes after each of its first steps: keys, and the kinds of their numbers.
+    """Finds the keys that an optimizer keeps for a parameter of each of `shapes`, after each of its first steps.
 
-    Some keys come with a later step, or for large tensors only, so there may be several answers. None of them: it can't be tried out.
+    Returns:
+        Dicts of keys and the kinds of their numbers. There may be several, because some keys come with a later step, or for large
+        tensors only. There are none if the optimizer can't make steps.
     """
     found: list[dict[str, str]] = []
     devices = [device] if device.type == "cuda" else []
@@ -100,7 +109,7 @@ def state_keys(build: Build, device: torch.device, shapes: Iterable[tuple[int, .
                 for _ in _steps(optimizer, [parameter], problem, _spans([shape])):
                     state = optimizer.state.get(parameter, {})
                     found.append({k: kind_of(v.dtype) if isinstance(v, Tensor) else "number" for k, v in state.items()})
-            except Exception:  # whatever an optimizer asks for that is not here
+            except Exception:  # of any kind, since the optimizer may be of any library
                 return []
     return [kept for number, kept in enumerate(found) if kept not in found[:number]]
 
@@ -124,7 +133,7 @@ def _compare(build: Build, problem: Problem, reference: Spans, spread: Sequence[
 
 
 def _trained(build: Build, problem: Problem, spread: Sequence[Spans]) -> Tensor:
-    """The elements after some steps, by one optimizer for each of the `spread` spans."""
+    """Returns the elements after some steps, with one optimizer for each of the `spread` spans."""
     result = problem.start.clone()
     for spans in spread:
         parameters = [nn.Parameter(problem.start[low:high].clone().view(shape)) for low, high, shape in spans]
@@ -152,7 +161,7 @@ def _steps(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], pro
 
     takes_closure = "closure" in inspect.signature(optimizer.step).parameters
     for number in range(STEPS):
-        closure()  # for those that ignore theirs, too
+        closure()  # also for an optimizer that takes a closure and ignores it
         if takes_closure:
             optimizer.step(closure)  # type: ignore[arg-type]  # torch's own take and return tensors
         else:

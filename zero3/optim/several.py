@@ -1,4 +1,4 @@
-"""One optimizer, or several that share a model, as one."""
+"""Several optimizers that share a model, treated as one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[s
 
 
 def members_of(given: object) -> list[Any]:
-    """The optimizers in whatever was given.
+    """Returns the optimizers in `given`: one optimizer, a list or a dict.
 
     Raises:
-        TypeError: something else than optimizers.
+        TypeError: `given` holds something other than optimizers.
     """
     members: list[Any] = list(given.values()) if isinstance(given, Mapping) else list(given) if isinstance(given, list | tuple) else [given]
     for member in members or [given]:
@@ -27,14 +27,14 @@ def members_of(given: object) -> list[Any]:
 
 
 class Together:
-    """The groups of all, one after another, and the state of all.
+    """The groups of all optimizers, one after another, and the state of all.
 
-    State is kept by the model's names, and a name is trained by one optimizer. So names say whose each state is, and neither
-    the order of the optimizers nor a dict's keys matter.
+    One optimizer trains each parameter, and state is saved by parameters' names. So the name tells the optimizer, and neither the
+    order of the optimizers nor a dict's keys matter.
 
     Raises:
-        TypeError: something else than optimizers.
-        ValueError: two of them hold the same parameter.
+        TypeError: `given` holds something other than optimizers.
+        ValueError: Two optimizers hold the same parameter.
     """
 
     def __init__(self, given: object) -> None:
@@ -58,7 +58,7 @@ class Together:
         return ", ".join(type(member).__name__ for member in self.members)
 
     def label(self, group: int) -> str:
-        """Of a group, by its number among all."""
+        """Returns a group's name in errors, by its number among all groups."""
         return self._labels[group]
 
     def replace_state(self, state: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:

@@ -1,4 +1,4 @@
-"""The mean over tokens, where ranks and micro-batches hold different numbers of them."""
+"""backward(): the mean over tokens, although ranks and micro-batches have different numbers of tokens."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ __all__: list[str] = []
 
 
 def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Tensor:
-    """Backward of a loss that is summed over tokens: gradients are those of its mean over all tokens of all ranks.
+    """Runs the backward of a loss that is summed over tokens. The gradients are those of the mean over all tokens of all ranks.
 
     After each call the gradients are the mean over the tokens of all micro-batches since they were last zeroed. (In a mean of
-    means, a token of a short micro-batch would weigh more.) Every rank calls it, also one whose batch has no tokens. It costs one
-    all-reduce of four numbers and, from the second micro-batch on, one pass over the chunks' gradients; the host does not wait.
-    It may be used inside `no_sync`, and with a scaled loss.
+    means, a token of a short micro-batch would count more.) Every rank calls it, also a rank whose batch has no tokens. It costs one
+    all-reduce of four numbers and, from the second micro-batch on, one pass over the chunks' gradients. On a GPU the host does not
+    wait. It may be used inside `no_sync`, and with a scaled loss.
 
     Args:
         loss_sum: 0-dim: this rank's loss, summed over its `num_tokens` tokens.
-        num_tokens: How many tokens this rank's sum holds, 0 or more; an integer or a 0-dim tensor.
-        model: The sharded model that computed it.
+        num_tokens: The number of tokens in this rank's sum, 0 or more, as an integer or a 0-dim tensor.
+        model: The sharded model that computed the loss.
 
     Returns:
-        The mean loss over this micro-batch's tokens of all ranks, 0-dim, detached, the same on all ranks; 0 if there are none.
+        The mean loss over this micro-batch's tokens of all ranks, 0-dim, detached, the same on all ranks. It is 0 if there are no
+        tokens.
 
     Raises:
-        ValueError: The loss is not 0-dim or has no graph; the number of tokens is negative; or there are gradients of another
-            backward, whose number of tokens is unknown. On every rank; on a GPU, where the host does not wait for the other ranks, on
-            the rank that has found it. Nothing in `model` is sharded.
-        TypeError: The loss is no tensor, or the number of tokens no number; on every rank.
+        ValueError: Nothing in `model` is sharded, the loss is not 0-dim or has no graph, the number of tokens is negative, or a
+            backward without a number of tokens has left gradients. Every rank raises it; on a GPU, where the host does not wait, only
+            the rank with the mistake.
+        TypeError: The loss is no tensor, or the number of tokens is no number, likewise.
 
     Example::
 
@@ -57,7 +58,7 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
     try:
         _without_ranks(loss_sum, weights.share, states).backward()  # type: ignore[no-untyped-call]
     except BaseException:
-        for reducer in reducers_of(states):  # earlier gradients have been scaled for a sum that does not come
+        for reducer in reducers_of(states):  # earlier gradients are scaled for a sum that is incomplete now
             reducer.give_up()
         raise
     note(states, weights.total)
@@ -65,7 +66,7 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
 
 
 def _mistake(loss_sum: Any, num_tokens: Any, states: list[LayerState]) -> Exception | None:
-    """What this rank can see by itself."""
+    """Returns the mistake that this rank finds in its own arguments, if any."""
     if not isinstance(loss_sum, Tensor):
         return TypeError(f"loss_sum is a {type(loss_sum).__name__}, expected a 0-dim tensor with a graph")
     if loss_sum.ndim or not loss_sum.requires_grad:
@@ -82,27 +83,28 @@ def _mistake(loss_sum: Any, num_tokens: Any, states: list[LayerState]) -> Except
         return ValueError(f"num_tokens must be 0 or more, found {num_tokens}")
     if any(reducer.undecided for reducer in reducers_of(states)):
         return ValueError(
-            "a second zero3.backward inside one zero3.step_guard: of how many tokens the first one's gradients are the mean counts when "
-            "the guard ends. Give each micro-batch a guard of its own."
+            "a second zero3.backward inside one zero3.step_guard: the number of tokens of the first one counts only when the guard ends. "
+            "Give each micro-batch a guard of its own."
         )
     return None
 
 
 class Weights(NamedTuple):
-    """Of one micro-batch on all ranks, 0-dim."""
+    """The numbers of one micro-batch on all ranks, 0-dim."""
 
     tokens: Tensor
-    loss: Tensor  # summed over them
-    total: Tensor  # tokens since gradients were zeroed
-    share: Tensor  # of one of them
+    loss: Tensor  # summed over these tokens
+    total: Tensor  # the tokens since gradients were zeroed
+    share: Tensor  # the weight of one token: 1 / total
 
 
 def weigh(states: list[LayerState], tokens: int | Tensor, loss: float | Tensor, error: Exception | None = None) -> Weights:
-    """Counts with the other ranks, and makes room in the gradients that there are for those to come.
+    """Adds up the tokens of all ranks, and scales earlier gradients to their part of the new mean.
 
-    `error`: what this rank has found to be wrong; every rank raises it, and nothing has changed.
+    `error`: a mistake that this rank has found. Every rank raises it, and nothing has changed.
     """
-    counts = torch.zeros(4, dtype=torch.float64, device=states[0].device)  # tokens, their loss, tokens so far, ranks that know these
+    # the tokens, their loss, the tokens of earlier micro-batches, and the number of ranks that know the latter
+    counts = torch.zeros(4, dtype=torch.float64, device=states[0].device)
     counts[0] = tokens
     counts[1] = loss
     known = _so_far(states, counts.new_zeros(2))
@@ -125,25 +127,21 @@ def weigh(states: list[LayerState], tokens: int | Tensor, loss: float | Tensor, 
 
 
 def note(states: list[LayerState], total: Tensor) -> None:
-    """After the backward: gradients are now the mean over `total` tokens."""
+    """Notes after the backward that gradients are the mean over `total` tokens."""
     for reducer in reducers_of(states):
         reducer.note_tokens(total)
 
 
 def _without_ranks(loss_sum: Tensor, share: Tensor, states: list[LayerState]) -> Tensor:
-    """Scaled so that what the reduction makes of it is the sum over ranks, times `share`."""
+    """Returns the loss scaled such that the reduction's result is the sum over ranks, times `share`."""
     mean = states[0].policy.gradient_reduction == "mean"
     return loss_sum * (share * (states[0].gradients.averaged_over if mean else 1)).to(loss_sum.dtype)
 
 
-def _gradients(states: list[LayerState]) -> list[Tensor]:
-    parts = (part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts)
-    return [gradient for gradient in parts if gradient is not None]
-
-
 def _so_far(states: list[LayerState], nothing: Tensor) -> Tensor | ValueError:
-    """How many tokens the gradients are the mean of, and 1 if this rank knows; zeros if they were zeroed since."""
-    gradients = _gradients(states)
+    """Returns the number of tokens that the gradients are the mean of, and 1. If they were zeroed since, it returns `nothing`."""
+    parts = (part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts)
+    gradients = [gradient for gradient in parts if gradient is not None]
     known = [(gradient, *noted) for gradient in gradients if (noted := getattr(gradient, TOKENS, None)) is not None]
     if len(known) < len(gradients):
         return ValueError(

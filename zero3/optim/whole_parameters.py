@@ -1,4 +1,4 @@
-"""Parameters that an optimizer wants whole: chunks are cut anew, so that each of them lies on one rank."""
+"""Cuts chunks anew, so that each parameter that an optimizer needs whole lies on one rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..comm.agreement import agree
+from ..comm.agreement import agree, agreeing
 from ..core.chunk import Chunk
 from ..core.layer_state import LayerState
 from ..core.layout import ChunkLayout, Slot, deal
@@ -18,14 +18,14 @@ from .pieces import retire
 
 __all__: list[str] = []
 
-# Where what may be cut is less than this part of a chunk, it is not cut either: a layer's norms and biases lie on one
-# rank each, beside its whole matrices, in one chunk, and the layer's transfers stay as many as they were.
+# If the parameters that may be cut have at most one sixteenth of a family's elements, they are kept whole too. So a layer's norms and
+# biases share a chunk with its whole matrices, and the layer makes no more transfers than before.
 RIDES_ALONG = 16
 
 
 @dataclass(eq=False)
 class Family:
-    """A layer's trainable parameters of one dtype, in one chunk or two: what is cut evenly, and what is dealt out whole."""
+    """A layer's trainable parameters of one dtype. One chunk has the parameters that are cut, another the whole ones."""
 
     state: LayerState
     chunks: list[Chunk]
@@ -37,7 +37,10 @@ class Family:
 
 
 def families(states: Sequence[LayerState], place: Callable[[LayerState, Slot], int]) -> list[Family]:
-    """`place`: where a slot stands in the model, so that cuts depend on the model alone, and not on how it was cut before."""
+    """Returns the families of all layers.
+
+    `place` tells a slot's place in the model. So cuts depend on the model alone, and not on earlier cuts.
+    """
     found: dict[tuple[LayerState, bool, torch.dtype], list[Chunk]] = {}
     for state in states:
         for chunk in state.chunks:
@@ -51,10 +54,10 @@ def families(states: Sequence[LayerState], place: Callable[[LayerState, Slot], i
 
 
 def new_cuts(found: Sequence[Family], is_whole: Callable[[LayerState, Slot], bool]) -> list[tuple[Family, list[ChunkLayout]]]:
-    """The layouts that families should have, for those that have others. Owners are balanced over the whole model."""
+    """Returns the families whose layouts have to change, with the new layouts. Owners are balanced over the whole model."""
     world_size = found[0].state.communicator.world_size if found else 1
     if world_size == 1:
-        return []  # every parameter is whole as it lies
+        return []  # a single rank has every parameter whole
     whole = [_dealt(family, is_whole) for family in found]
     owners = iter(deal([slot.numel for slots in whole for slot in slots], world_size))
     wanted = []
@@ -77,22 +80,17 @@ def _dealt(family: Family, is_whole: Callable[[LayerState, Slot], bool]) -> list
 
 
 def repartition(wanted: Sequence[tuple[Family, list[ChunkLayout]]]) -> None:
-    """Gives families their new chunks. One old chunk at a time is gathered; on all ranks every family changes, or none does.
+    """Gives families their new chunks. One old chunk at a time is gathered. On all ranks either every family changes, or none does.
 
-    The new chunks stand beside the old ones until all are filled: as much memory as gradients will take in training.
+    The old and the new chunks exist together until all are filled. That takes as much memory as gradients do in training.
     """
     if not wanted:
         return
     first = wanted[0][0].state
-    made: list[list[Chunk]] = []
-    error: Exception | None = None
-    try:
+    with agreeing(first.communicator, first.device, "the memory for parameters that one rank holds whole"):
         made = [_empty_chunks(family, layouts) for family, layouts in wanted]
-    except (RuntimeError, MemoryError) as caught:
-        error = caught
-    agree(first.communicator, first.device, "the memory for parameters that one rank holds whole", [], error)
     for (family, _), chunks in zip(wanted, made, strict=True):
-        family.state.release()  # one that a backward may want at once is kept fetched
+        family.state.release()  # a layer may be kept fetched for its backward
         _fill(family, chunks)
     agree(first.communicator, first.device, "the gathering of parameters that one rank holds whole", [])
     for (family, _), chunks in zip(wanted, made, strict=True):
@@ -129,13 +127,13 @@ def _fill(family: Family, chunks: list[Chunk]) -> None:
 
 
 def _exchange(family: Family, chunks: list[Chunk]) -> None:
-    """No transfer and no large allocation: nothing that fails on one rank alone."""
+    """Puts the new chunks in place. It makes no transfer and no large allocation, so it can't fail on one rank alone."""
     state = family.state
     unloaded = {old.layout.slots[index].name for old in family.chunks for index in old.unloaded}
     for chunk in chunks:
         chunk.unloaded = {index for index, slot in enumerate(chunk.layout.slots) if slot.name in unloaded}
         chunk.trainable_when_wrapped = family.chunks[0].trainable_when_wrapped
-        torch.autograd.graph.increment_version(chunk.shard)  # what older graphs saved looks at buffers that are gone
+        torch.autograd.graph.increment_version(chunk.shard)  # so that older graphs, whose buffers are gone, raise
     at = state.chunks.index(family.chunks[0])
     kept = [chunk for chunk in state.chunks if chunk not in family.chunks]
     for name in state.chunk_names():
