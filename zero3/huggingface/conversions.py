@@ -1,4 +1,4 @@
-"""What transformers does with names and tensors between its models' files and its models: asked of transformers itself."""
+"""Asks transformers how it converts names and tensors between the files of a model and the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 class Unwrapped:
-    """A model as transformers' conversions are to see it: names without torch's wrappers, and shapes of released parameters."""
+    """A view of a model for transformers' conversions: names without torch's wrappers, and parameters that may be released."""
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         self._model = model
@@ -40,18 +40,18 @@ class Unwrapped:
 
 
 class Conversions:
-    """From the keys of a file to the names of a model: as transformers renames (if the model is one of its), and by the base prefix."""
+    """Maps the keys of a file to the names of a model. It follows transformers, if the model is one of its, and the base prefix."""
 
     def __init__(self, model: nn.Module, expected: Mapping[str, Tensor], more: Iterable[str] = ()) -> None:
         self._expected = {*expected, *more}
         self._prefix = getattr(model, "base_model_prefix", "") or ""
         self._model = Unwrapped(model, expected)
-        self._loading: Any = None  # transformers' module that loads; None: names are the model's own
+        self._loading: Any = None  # transformers' module for loading; None: files have the model's own names
         self._transforms: list[Any] = []
         self._renamings: list[Any] = []
         self._converters: list[Any] = []
         ignored = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-        for name, _ in model.named_buffers():  # buffers that were stored once and are computed now
+        for name, _ in model.named_buffers():  # early files store these buffers, which models compute now
             if name.endswith("rotary_emb.inv_freq"):
                 ignored.append(r"rotary_emb\.inv_freq")
             if name.endswith("position_ids"):
@@ -71,7 +71,7 @@ class Conversions:
         self._converters = [t for t in self._transforms if isinstance(t, self._loading.WeightConverter)]
 
     def __call__(self, key: str) -> tuple[str, Any, str]:
-        """The model's name, or what comes nearest; the converter that makes it out of several keys, and the key's place in it."""
+        """Returns the name in the model, or the key if none fits; the tensor's converter, or None; and the key's pattern in it."""
         key = own_name(key)
         if self._loading is not None:
             renamed, pattern = self._loading.rename_source_key(key, self._renamings, self._converters)
@@ -84,7 +84,7 @@ class Conversions:
         return next((converter for converter in reversed(self._converters) if pattern in converter.source_patterns), None)
 
     def convert(self, converter: Any, name: str, collected: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-        """What `converter` makes of tensors by its patterns: by names of the model, `name` being the first."""
+        """Runs `converter` on tensors by its patterns. Returns the results by names of the model, of which `name` is the first."""
         own = copy.deepcopy(converter)
         for pattern, tensors in collected.items():
             for tensor in tensors:
@@ -93,12 +93,12 @@ class Conversions:
         return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
 
     def sorted(self, keys: Iterable[str]) -> list[str]:
-        """In the order in which transformers takes them, on which the order of experts depends."""
+        """Sorts keys as transformers does. The order of experts depends on it."""
         return sorted(keys, key=getattr(self._loading, "dot_natural_key", None) or _natural)
 
     @property
     def used(self) -> list[Any] | None:
-        """What transformers notes on a model that it has loaded, so that it saves the names that it has found; None: it notes nothing."""
+        """The conversions that were made. transformers notes them on a model, to save the same names again. None: it notes nothing."""
         return [t for t in self._transforms if t.was_used()] if self._loading is not None else None
 
     def _with_prefix(self, key: str) -> str:
@@ -111,10 +111,10 @@ class Conversions:
 
 
 def reverted(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`tensors` as transformers writes them into files; None: as they are.
+    """Returns `tensors` as transformers writes them into files, or None if it writes them as they are.
 
     Raises:
-        Exception: whatever transformers, or a tensor, says to a conversion that has no way back.
+        Exception: A conversion can't be reversed. The error is one of transformers or of a tensor.
     """
     if not is_of_transformers(model):
         return None
@@ -127,5 +127,5 @@ def reverted(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def _natural(key: str) -> list[tuple[int, str]]:
-    """Numbers in names by their value."""
+    """A sort key by which numbers in names count by their value."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in key.split(".")]

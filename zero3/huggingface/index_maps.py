@@ -1,7 +1,7 @@
-"""Where each element of a tensor comes from, if it was cut, joined, reshaped and transposed from others: integers, no values.
+"""Index maps tell which element of which source each element of a tensor is, after cuts, joins, reshapes and transpositions.
 
-A map answers for any elements of the flattened tensor: which source, and which element of it. So a rank finds what its slice
-needs, however a checkpoint's tensors are rearranged into a model's, and nothing has to be whole for that.
+They hold integers and no values. With a map a rank finds the elements that its slice needs, although a checkpoint's tensors are
+rearranged in the model, and no tensor has to be whole for that.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 __all__: list[str] = []
 
 Key = TypeVar("Key")
-_AT_ONCE = 1 << 18  # grains looked up together, so that tables of indices stay small
-LONG_RUN = 1 << 10  # elements: below it, looking up one by one beats reading by ranges
+_AT_ONCE = 1 << 18  # grains are looked up together, so that tables of indices stay small
+LONG_RUN = 1 << 10  # elements; if runs are shorter, looking up single elements is faster than reading ranges
 
 
 class Run(NamedTuple, Generic[Key]):
@@ -31,10 +31,10 @@ class Run(NamedTuple, Generic[Key]):
 
 
 class IndexMap(Generic[Key]):
-    """A tensor of `shape`, made of `sources`.
+    """The map of a tensor of `shape`, made of `sources`.
 
-    `grain`: so many elements, counted from any multiple of it on, lie side by side in one source. Large where whole matrices are
-    stacked, 1 where something is transposed.
+    The elements from each multiple of `grain` to the next lie side by side in one source. `grain` is large if whole matrices are
+    stacked, and 1 if a matrix is transposed.
     """
 
     def __init__(self, shape: Sequence[int], sources: Sequence[Key], grain: int) -> None:
@@ -44,16 +44,16 @@ class IndexMap(Generic[Key]):
         self.grain = max(1, grain)
 
     def locate(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """For int64 indices `[n]` into the flattened tensor: numbers of sources `[n]`, and indices into the flattened sources `[n]`."""
+        """Maps int64 indices `[n]` into the flattened tensor to numbers of sources `[n]` and indices into the flattened sources `[n]`."""
         raise NotImplementedError
 
     @property
     def is_by_ranges(self) -> bool:
-        """Whether it is best read, or written, by ranges of its sources."""
+        """Whether reading and writing by ranges of the sources is best."""
         return self.grain >= min(LONG_RUN, self.numel)
 
     def runs(self, start: int, stop: int) -> Iterator[Run[Key]]:
-        """What makes up elements `[start, stop)`, in order, neighbours together."""
+        """Yields the runs that make up elements `[start, stop)`, in order. Neighbours are one run."""
         first, last = start // self.grain, -(-stop // self.grain)
         for low in range(first, last, _AT_ONCE):
             begins = torch.arange(low, min(low + _AT_ONCE, last), dtype=torch.int64) * self.grain
@@ -66,10 +66,10 @@ class IndexMap(Generic[Key]):
                 skipped = max(0, start - begin)
                 yield Run(begin + skipped, self.sources[int(numbers[left])], int(at[left]) + skipped, end - begin - skipped)
 
-    # -- what can be made of it
+    # -- maps that are made from this one
 
     def reshaped(self, *shape: int) -> IndexMap[Key]:
-        """One size may be -1."""
+        """One size may be -1, as in torch."""
         sizes = list(shape)
         if -1 in sizes:
             sizes[sizes.index(-1)] = self.numel // max(1, math.prod(size for size in sizes if size != -1))
@@ -101,7 +101,7 @@ class IndexMap(Generic[Key]):
 
 
 class Whole(IndexMap[Key]):
-    """A source itself."""
+    """The map of a tensor that is a source itself."""
 
     def __init__(self, source: Key, shape: Sequence[int]) -> None:
         super().__init__(shape, [source], math.prod(shape))
@@ -139,7 +139,7 @@ class _Permuted(IndexMap[Key]):
         moved = [place for place, dim in enumerate(order) if place != dim]
         kept = math.prod(shape[moved[-1] + 1 :]) if moved else inner.numel
         strides = [math.prod(inner.shape[dim + 1 :]) for dim in order]
-        # of each dimension: its size, how far apart its steps are here and there
+        # for each dimension: its size, its stride in the permuted tensor, and its stride in the inner one
         self._steps = [(shape[place], math.prod(shape[place + 1 :]), strides[place]) for place in range(len(shape))]
         super().__init__(shape, inner.sources, math.gcd(inner.grain, kept))
 
@@ -178,10 +178,10 @@ class _Joined(IndexMap[Key]):
 
 
 def joined(parts: Sequence[IndexMap[Key]], dim: int) -> IndexMap[Key]:
-    """End to end along a dimension.
+    """Joins tensors along a dimension, as `torch.cat`.
 
     Raises:
-        ValueError: nothing to join, or other sizes than along this dimension differ.
+        ValueError: There is nothing to join, or sizes differ in another dimension.
     """
     if not parts:
         raise ValueError("there is nothing to join")
@@ -193,6 +193,6 @@ def joined(parts: Sequence[IndexMap[Key]], dim: int) -> IndexMap[Key]:
 
 
 def stacked(parts: Sequence[IndexMap[Key]], dim: int) -> IndexMap[Key]:
-    """Side by side along a new dimension."""
+    """Joins tensors along a new dimension, as `torch.stack`."""
     dim = dim + len(parts[0].shape) + 1 if parts and dim < 0 else dim
     return joined([part.reshaped(*part.shape[:dim], 1, *part.shape[dim:]) for part in parts], dim)

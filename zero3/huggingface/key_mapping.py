@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint belong to which of a model's: names, shapes and kinds, before any value is read."""
+"""Matches the tensors of a checkpoint with those of a model, by names, shapes and kinds, before any value is read."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _PROBLEMS = ("missing", "unexpected", "stored twice", "other shapes", "other kin
 
 @dataclass
 class Fit:
-    """What of the files goes where. Keys are ids of the model's tensors; tied ones are one tensor with several names."""
+    """The match. Keys are ids of the model's tensors. A tied tensor is one tensor with several names."""
 
-    owner: nn.Module  # the model that files are of: of a peft model, its base
+    owner: nn.Module  # the model that the files belong to; for a peft model, its base
     names: dict[int, list[str]]
     tensors: dict[int, Tensor]
     maps: dict[int, IndexMap[Stored]] = field(default_factory=dict)
-    again: dict[int, list[IndexMap[Stored]]] = field(default_factory=dict)  # a tied tensor that is stored under its other names too
-    left_out: set[int] = field(default_factory=set)  # in no file, because the model computes them
-    extra: dict[str, Stored] = field(default_factory=dict)  # extra state of modules, by their names; these take it as a tensor
+    again: dict[int, list[IndexMap[Stored]]] = field(default_factory=dict)  # further copies of tied tensors, under other names
+    left_out: set[int] = field(default_factory=set)  # tensors that no file holds, because the model computes them
+    extra: dict[str, Stored] = field(default_factory=dict)  # the extra state of modules that take it as a tensor, by name
     used: list[Any] | None = None  # see `Conversions.used`
 
 
@@ -41,7 +41,8 @@ def fit(model: nn.Module, stored: Mapping[str, Stored], strict: bool) -> Fit:
     """Matches a checkpoint with a model. Names may have one more or one less of the model's `base_model_prefix`.
 
     Raises:
-        ValueError: names that are missing or unexpected (if `strict`), stored twice, other shapes or kinds of values: all in one.
+        ValueError: Names are missing or unexpected (if `strict`) or stored twice, or shapes or kinds of values differ. One error names
+            all problems.
     """
     tensors = dict(named_tensors(model))
     if isinstance(added := getattr(getattr(model, "base_model", None), "prefix", None), str) and hasattr(model, "peft_config"):
@@ -63,7 +64,7 @@ def fit(model: nn.Module, stored: Mapping[str, Stored], strict: bool) -> Fit:
 
 
 def _without_adapters(tensors: Mapping[str, Tensor], added: str) -> dict[str, Tensor]:
-    """A peft model's tensors under the names that they had before peft: no checkpoint of the base holds what it `added`."""
+    """Returns a peft model's tensors under the names of its base, without those that peft has `added`."""
     return {
         name.removeprefix("base_model.model.").replace(".base_layer.", "."): tensor
         for name, tensor in tensors.items()
@@ -72,7 +73,7 @@ def _without_adapters(tensors: Mapping[str, Tensor], added: str) -> dict[str, Te
 
 
 class _Fitting:
-    """Takes the stored tensors one by one; what several make together comes last."""
+    """Takes the stored tensors one by one. Tensors that are made from several stored ones follow at the end."""
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor], extra: Mapping[str, nn.Module]) -> None:
         names: dict[int, list[str]] = {}
@@ -80,11 +81,11 @@ class _Fitting:
             names.setdefault(id(tensor), []).append(name)
         self._tensors = tensors
         self._extra = extra
-        self._origin: dict[str, str] = {}  # of a name of the model: the key of the file that it came by
+        self._origin: dict[str, str] = {}  # name in the model -> key in the file
         self._collected: dict[str, tuple[Any, dict[str, list[Stored]]]] = {}
         self.conversions = Conversions(model, tensors, extra)
         self.found = Fit(model, names, {id(tensor): tensor for tensor in tensors.values()})
-        self.failed: set[str] = set()  # names that are there, but not as they should be
+        self.failed: set[str] = set()  # names that are stored, but do not fit
         self.problems: dict[str, list[str]] = {kind: [] for kind in _PROBLEMS}
 
     def add(self, stored: Stored) -> None:
@@ -100,7 +101,7 @@ class _Fitting:
             self._place(name, Whole(stored, stored.shape), stored.name)
 
     def convert(self) -> None:
-        """What transformers makes of tensors that it joins, cuts or rearranges."""
+        """Makes the tensors that transformers joins, cuts or rearranges."""
         for name, (converter, collected) in self._collected.items():
             given = {pattern: [traced(Whole(each, each.shape), each.dtype) for each in column] for pattern, column in collected.items()}
             targets = [name.replace(converter.target_patterns[0], target) for target in converter.target_patterns]
@@ -111,7 +112,7 @@ class _Fitting:
                 remedy = "use from_pretrained on rank 0, and meta on the others"
                 self._fail(targets, "not to be converted here", f"{name} (transformers makes it by {done}, and {reason}: {remedy})")
                 continue
-            except Exception as reason:  # whatever an operation says to shapes that it can't take
+            except Exception as reason:  # of any kind: an operation refuses the shapes
                 self._fail(targets, "other shapes", f"{name} is to be made from {_shapes(collected)}, which can't be: {reason}")
                 continue
             for target, tensor in made.items():

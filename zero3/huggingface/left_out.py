@@ -1,4 +1,4 @@
-"""Tensors that a model's files leave out, because the model computes them itself: sinusoidal positions, biases of zeros."""
+"""Computes tensors that a model's files leave out, because the model computes them itself: sinusoidal positions, biases of zeros."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__: list[str] = []
 
 
 def may_be_left_out(model: nn.Module, name: str) -> bool:
-    """Whether transformers says so of a tensor of this name."""
+    """Whether transformers lets files leave out a tensor of this name."""
     return any(re.search(pattern, name) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
 
 
 def compute(model: nn.Module, states: list[LayerState], names: Mapping[int, str], strict: bool) -> list[tuple[Tensor, Tensor]]:
-    """Values for the model's tensors whose ids are in `names` and that have none, on the CPU; changes nothing.
+    """Returns values for the model's tensors without values whose ids are in `names`, on the CPU. It changes nothing.
 
-    They come from `_init_weights` of the model around them, or from their module's `reset_parameters`.
+    `_init_weights` of the model around a tensor's module computes them, or else the module's own `reset_parameters`.
 
     Raises:
-        ValueError: the model computes one of them no more than the files hold it, and `strict`.
+        ValueError: The model does not compute one of them, and `strict` is set.
     """
     owned = {id(sharded.sites.parameter): sharded for state in states for sharded in state.parameters}
     empty = {id(sharded.sites.parameter) for sharded in owned.values() if sharded.index in sharded.chunk.unloaded}
@@ -68,7 +68,7 @@ def _run(hook: object, copy: nn.Module) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, states: list[LayerState], computed: list[tuple[Tensor, Tensor]]) -> None:
-    """Every rank calls it, with the same tensors. Rank 0's values count: what is drawn at random is another number on each."""
+    """Fills the tensors with rank 0's values, because random values differ between ranks. Every rank calls it, with the same tensors."""
     first = states[0]
     owned = {id(sharded.sites.parameter): sharded for state in states for sharded in state.parameters}
     for tensor, value in computed:

@@ -1,9 +1,10 @@
-"""A sharded model filled from a Hugging Face safetensors directory: every rank reads the bytes of its own chunks, no others."""
+"""load_pretrained(): fills a sharded model from a Hugging Face directory. Every rank reads only the bytes of its own chunks."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from ..access import states_of
 from ..checkpoint.extra_state import set_extra_states
 from ..checkpoint.meta_buffers import initialise, put
 from ..checkpoint.safetensors_files import STAGE_BYTES, SafetensorsFiles, Stored
-from ..comm.agreement import agree
+from ..comm.agreement import agreeing
 from ..core.layer_state import LayerState
 from ..core.layout import Piece
 from ..core.parameters import ShardedParameter
@@ -27,28 +28,28 @@ __all__: list[str] = []
 def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> None:
     """Fills a sharded model from a Hugging Face directory: `model.safetensors`, or several files with their index.
 
-    Every rank calls it. Each reads the ranges of the files that its own chunks hold, a few MB at a time, so no tensor is ever
-    whole anywhere, and every byte is read once in all. Values are converted to the chunks' dtypes. Where transformers transposes or
-    interleaves a stored tensor, each rank reads what its slice is spread over, one stored tensor at a time.
+    Every rank calls it. Each rank reads the ranges of the files that belong to its own chunks, a few MB at a time. So no rank holds
+    a whole tensor, and the ranks together read every byte once. Values are converted to the chunks' dtypes. If transformers
+    transposes or interleaves a stored tensor, a rank reads the part of that tensor over which its slice is spread.
 
-    Names are those of the unwrapped model, with or without its `base_model_prefix`; a tied parameter may stand under any of its
-    names. What transformers renames, stacks, joins, cuts or rearranges for this model (experts) is followed. A peft model's base is
-    filled, and its adapters are left alone. Persistent buffers come from the files. Other buffers on the meta device (rotary
-    frequencies) are computed by the model's `_init_weights`, or by `reset_parameters`.
+    Names are those of the unwrapped model, with or without its `base_model_prefix`. A tied parameter may have any of its names. The
+    conversions that transformers has for this model (renaming, stacking, joining, cutting, rearranging, as for experts) are made too,
+    if they only move elements. In a peft model the base is filled, and the adapters are left alone. Persistent buffers are read from
+    the files. Other buffers on the meta device (rotary frequencies) are computed by `_init_weights` or `reset_parameters`.
 
     Args:
         model: Sharded by `shard`, `Zero3Layer` or `Zero3Sequential`; built on the meta device, or with values to replace.
-        path: The directory: the same files for every rank.
+        path: The directory, with the same files for every rank.
         strict: Missing and unexpected names are an error. Otherwise they are left alone, and the first forward names parameters
             that have no values.
 
     Raises:
-        ValueError: No safetensors; a corrupt or truncated file; files that differ between ranks; missing or unexpected names,
-            other shapes, other kinds of values (all in one error); or a tied parameter that is stored twice with two values. On
-            every rank, before anything has changed.
+        ValueError: There are no safetensors; a file is corrupt or truncated; files differ between ranks; names are missing or
+            unexpected, or shapes or kinds of values differ (one error names all of these); or a tied parameter is stored twice with
+            different values. Every rank raises it, before anything has changed.
         TypeError: `path` is no path.
-        RuntimeError: The call is inside `full_params` or `resident`; or a read failed: then the parameters that it was to fill
-            count as unloaded.
+        RuntimeError: The call is inside `full_params` or `resident`; or a read failed, and the parameters that it should have
+            filled count as unloaded.
 
     Example::
 
@@ -60,28 +61,19 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
     """
     states = states_of(model)
     first = states[0]
-    files: SafetensorsFiles | None = None
-    found: Fit | None = None
-    computed: list[tuple[Tensor, Tensor]] = []
-    error: Exception | None = None
-    try:
-        _check_released(states)
-        files = SafetensorsFiles(path)
-        found = fit(model, files.tensors, strict)
-        _check_repeated(states, files, found)
-        computed = compute(model, states, {key: found.names[key][0] for key in found.names if key in found.left_out}, strict)
-    except OSError as caught:
-        error = ValueError(f"{path} can't be read: {caught}")
-    except Exception as caught:  # whatever it is, the others wait to hear of it
-        error = caught
-    try:
-        agree(first.communicator, first.device, "the files that load_pretrained found", files.listing() if files else [], error)
-        if files is not None and found is not None:
-            _load(model, states, files, found)
-            fill(model, states, computed)
-    finally:
-        if files is not None:
-            files.close()
+    with ExitStack() as opened:
+        with agreeing(first.communicator, first.device, "the files that load_pretrained found") as lines:
+            _check_released(states)
+            try:
+                files = opened.enter_context(closing(SafetensorsFiles(path)))
+                found = fit(model, files.tensors, strict)
+                _check_repeated(states, files, found)
+            except OSError as error:
+                raise ValueError(f"{path} can't be read: {error}") from error
+            computed = compute(model, states, {key: found.names[key][0] for key in found.names if key in found.left_out}, strict)
+            lines += files.listing()
+        _load(model, states, files, found)
+        fill(model, states, computed)
 
 
 def _check_released(states: list[LayerState]) -> None:
@@ -90,27 +82,26 @@ def _check_released(states: list[LayerState]) -> None:
 
 
 def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, found: Fit) -> None:
-    """From here on values change. If a read fails, what was to be filled counts as unloaded everywhere: half-filled is worse."""
+    """Changes values. If a read fails on a rank, all parameters that it should have filled count as unloaded on every rank."""
     first = states[0]
-    error: Exception | None = None
-    values: dict[int, Tensor] = {}
     extra: dict[str, Tensor] = {}
-    computed: list[tuple[str, Tensor]] = []
     reader = SliceReader(files)
     try:
-        for state in states:
-            state.release()  # what is still fetched, after a forward, is about to be old
-            _fill_chunks(state, reader, found)
-        values = _new_values(states, reader, found)
-        for name, stored in found.extra.items():
-            extra[name] = torch.empty(stored.shape, dtype=stored.dtype)
-            files.read(stored, 0, extra[name].view(-1))
-        computed = initialise(model, states)
-    except Exception as caught:
-        error = RuntimeError(f"reading {files.directory} failed: {caught}. What it was to fill is unloaded now: load again.")
-    try:
-        agree(first.communicator, first.device, "what load_pretrained filled", [name for name, _ in computed], error)
-    except (RuntimeError, ValueError):
+        with agreeing(first.communicator, first.device, "what load_pretrained filled") as lines:
+            try:
+                for state in states:
+                    state.release()  # a full buffer that a forward has left would hold old values
+                    _fill_chunks(state, reader, found)
+                values = _new_values(states, reader, found)
+                for name, stored in found.extra.items():
+                    extra[name] = torch.empty(stored.shape, dtype=stored.dtype)
+                    files.read(stored, 0, extra[name].view(-1))
+                computed = initialise(model, states)
+            except Exception as error:
+                remedy = "What it was to fill is unloaded now: load again."
+                raise RuntimeError(f"reading {files.directory} failed: {error}. {remedy}") from error
+            lines += [name for name, _ in computed]
+    except Exception:
         for state in states:
             for sharded in state.parameters:
                 if id(sharded.sites.parameter) in found.maps:
@@ -123,7 +114,8 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
         put(model, found.tensors[key], value)
     set_extra_states(found.owner, extra, first.communicator, first.device, "load_pretrained")
     if found.used is not None:
-        found.owner._weight_conversions = found.used  # type: ignore[assignment]  # as from_pretrained does, for who saves it
+        # from_pretrained notes this too, and save_pretrained reads it
+        found.owner._weight_conversions = found.used  # type: ignore[assignment]
 
 
 def _fill_chunks(state: LayerState, reader: SliceReader, found: Fit) -> None:
@@ -137,7 +129,7 @@ def _fill_chunks(state: LayerState, reader: SliceReader, found: Fit) -> None:
 
 
 def _pieces(state: LayerState) -> Iterator[tuple[ShardedParameter, Piece]]:
-    """The layer's parameters of which this rank's chunks hold something, and what."""
+    """Yields the layer's parameters that this rank's chunks hold pieces of, each with its piece."""
     for chunk in state.chunks:
         pieces = {piece.slot.name: piece for piece in chunk.layout.pieces(state.communicator.rank)}
         for sharded in state.parameters:
@@ -146,7 +138,7 @@ def _pieces(state: LayerState) -> Iterator[tuple[ShardedParameter, Piece]]:
 
 
 def _new_values(states: list[LayerState], reader: SliceReader, found: Fit) -> dict[int, Tensor]:
-    """What no layer owns (buffers, mostly), read by rank 0 for all."""
+    """Returns the tensors that no layer owns: buffers, mostly. Rank 0 reads their values."""
     first = states[0]
     owned = {id(sharded.sites.parameter) for state in states for sharded in state.parameters}
     values = {}
@@ -160,7 +152,7 @@ def _new_values(states: list[LayerState], reader: SliceReader, found: Fit) -> di
 
 
 def _check_repeated(states: list[LayerState], files: SafetensorsFiles, found: Fit) -> None:
-    """A tied parameter that is stored under several of its names: fine if they agree. Each rank compares what it holds."""
+    """Checks that a tied parameter has equal values under all names that it is stored under. Each rank compares its own pieces."""
     if not found.again:
         return
     one, other = SliceReader(files), SliceReader(files)

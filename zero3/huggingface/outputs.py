@@ -1,4 +1,4 @@
-"""What a model is written as for others: their names, shapes and dtypes, and which range of which of our tensors each is."""
+"""The tensors in the files of transformers and peft: their names, shapes and dtypes, and the elements of the model that they hold."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EMBEDDINGS = ("embed_tokens", "lm_head")  # peft's names for what it saves whol
 
 
 class Output(NamedTuple):
-    """A tensor as others know it, and which elements of which of our tensors (by their names) its elements are."""
+    """A tensor of a file, and a map to elements of the model's tensors, by their names."""
 
     name: str
     dtype: torch.dtype
@@ -44,21 +44,21 @@ class Output(NamedTuple):
 
     @property
     def line(self) -> str:
-        """What ranks compare."""
+        """The text that ranks compare."""
         return f"{self.name}: {tuple(self.shape)}, {self.dtype}, made of {', '.join(self.index_map.sources)}"
 
 
 def outputs_of_model(model: nn.Module, contents: Contents, extra: Iterable[str], dtype: torch.dtype | None) -> list[Output]:
-    """As `transformers` writes it: a tied tensor once, and experts one by one, matrices fused or transposed where its files have them so.
+    """Returns the tensors that `transformers` writes: a tied tensor once, experts one by one, matrices fused or transposed as in its files.
 
-    `extra`: names of what modules keep beside their tensors.
+    `extra`: the names of modules' extra state.
     """
     kept = _kept_names(model, contents) | {name: name for name in extra}
     own = {name: traced(Whole(source, contents.shape(source)), contents.dtype(source)) for name, source in kept.items()}
     found: Mapping[str, TracedTensor] = own
     try:
         found = reverted(model, own) or own
-    except Exception as reason:  # whatever stands in the way
+    except Exception as reason:  # of any kind: transformers has no way back to its files' names
         _log.warning(
             "%s: transformers' names of files can't be had (%s), so they are the model's own, which from_pretrained reads too",
             type(model).__name__, reason,
@@ -67,12 +67,12 @@ def outputs_of_model(model: nn.Module, contents: Contents, extra: Iterable[str],
 
 
 def outputs_of_adapter(model: Any, adapter: str, contents: Contents, dtype: torch.dtype | None) -> list[Output]:
-    """As `peft` writes it, under the names that it chooses itself."""
+    """Returns the tensors that `peft` writes for an adapter. peft itself chooses them and their names."""
     peft = importlib.import_module("peft")
     meta = {n: torch.empty(contents.shape(ns[0]), dtype=contents.dtype(ns[0]), device="meta") for ns in contents.names.values() for n in ns}
     sources = {id(meta[name]): names[0] for names in contents.names.values() for name in names}
     options = {"adapter_name": adapter, "save_embedding_layers": _saves_embeddings(model, model.peft_config[adapter])}
-    chosen = peft.get_peft_model_state_dict(twin(model), state_dict=dict(meta), **options)  # which asks modules for their names
+    chosen = peft.get_peft_model_state_dict(twin(model), state_dict=dict(meta), **options)  # peft asks the twin's modules for names
     outputs = []
     for name, value in chosen.items():
         if id(value) not in sources:
@@ -82,7 +82,7 @@ def outputs_of_adapter(model: Any, adapter: str, contents: Contents, dtype: torc
 
 
 def shards_of(outputs: Iterable[Output], max_bytes: int, stem: str) -> dict[str, list[Output]]:
-    """Files, in order, none larger than `max_bytes` but for a single tensor that is."""
+    """Divides tensors into files, in order. A file is larger than `max_bytes` only if it holds a single tensor."""
     shards: list[list[Output]] = [[]]
     size = 0
     for output in outputs:
@@ -91,7 +91,7 @@ def shards_of(outputs: Iterable[Output], max_bytes: int, stem: str) -> dict[str,
             size = 0
         shards[-1].append(output)
         size += output.nbytes
-    # the wide dtypes first, so that every tensor is aligned
+    # wide dtypes come first, so that every tensor is aligned
     ordered = [sorted(shard, key=lambda output: -output.dtype.itemsize) for shard in shards]
     if len(ordered) == 1:
         return {f"{stem}.safetensors": ordered[0]}
@@ -102,7 +102,7 @@ def bytes_in(size: int | str) -> int:
     """`"5GB"` -> 5000000000.
 
     Raises:
-        ValueError: it is no size.
+        ValueError: `size` is no size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(size).strip())
     unit = dict(_UNITS).get(match[2].upper() or "B") if match is not None else None
@@ -112,14 +112,14 @@ def bytes_in(size: int | str) -> int:
 
 
 def index_of(shards: Mapping[str, list[Output]]) -> str:
-    """The JSON that says which tensor is in which file."""
+    """Returns the index: JSON that tells the file of each tensor."""
     total = sum(output.nbytes for shard in shards.values() for output in shard)
     weight_map = dict(sorted((output.name, file) for file, shard in shards.items() for output in shard))
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
 
 
 def _kept_names(model: nn.Module, contents: Contents) -> dict[str, str]:
-    """Each tensor's name that transformers keeps: of tied ones not that which is tied to another."""
+    """Maps the name that transformers writes for a tensor to its first name. For a tied tensor they may differ."""
     tied = getattr(model, "all_tied_weights_keys", None)
     tied = set(tied) if isinstance(tied, dict) else set()
     ignored = [re.compile(re.escape(key)) for key in getattr(model, "_keys_to_ignore_on_save", None) or ()]
@@ -136,7 +136,7 @@ def _converted(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
 
 
 def _saves_embeddings(model: Any, config: Any) -> bool:
-    """Whether peft would save the embeddings with the adapters: they are adapted, or have grown."""
+    """Whether peft saves the embeddings with the adapters, because they are adapted or have more words than the base's."""
     targets = getattr(config, "target_modules", None)
     if isinstance(targets, list | tuple | set) and any(name in targets for name in _EMBEDDINGS):
         return getattr(config, "trainable_token_indices", None) is None

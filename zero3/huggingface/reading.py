@@ -1,4 +1,4 @@
-"""Slices of the model's tensors, read from files that have them under other names, cut, joined or transposed."""
+"""Reads slices of the model's tensors from files in which they may be cut, joined or transposed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from .index_maps import IndexMap
 
 __all__: list[str] = []
 
-_AT_ONCE = 1 << 20  # elements looked up one by one together
-_WASTE = 4  # a span that has so many times what is wanted of it: then the whole tensor is read, once
+_AT_ONCE = 1 << 20  # elements that are looked up together
+_WASTE = 4  # if a span has this many times the elements that are wanted, the whole tensor is read instead, once
 
 
 class SliceReader:
-    """Reads by ranges where elements lie side by side; else through a buffer with a span of one stored tensor, or all of it."""
+    """Reads ranges if elements lie side by side, and otherwise through a buffer that holds a span of one stored tensor, or all of it."""
 
     def __init__(self, files: SafetensorsFiles) -> None:
         self._files = files
-        self._span: tuple[Stored, int, Tensor] | None = None  # what was read last: of which tensor, from which element on
+        self._span: tuple[Stored, int, Tensor] | None = None  # the last span: its tensor, its first element, its values
 
     def read(self, index_map: IndexMap[Stored], start: int, target: Tensor) -> None:
-        """Elements `[start, start + n)` of the flattened tensor into `target` `[n]`, in its dtype and on its device."""
+        """Reads elements `[start, start + n)` of the flattened tensor into `target` `[n]`, converted to its dtype and device."""
         stop = start + target.numel()
         if index_map.is_by_ranges:
             for run in index_map.runs(start, stop):
@@ -46,7 +46,7 @@ class SliceReader:
                 return begin, values
         if last - first >= _WASTE * len(wanted):
             first, last = 0, stored.numel - 1
-        self._span = None  # given back before the next one is taken
+        self._span = None  # its memory is free before the next span takes some
         values = torch.empty(last - first + 1, dtype=stored.dtype)
         self._files.read(stored, first, values)
         self._span = stored, first, values

@@ -1,4 +1,4 @@
-"""A sharded model as a Hugging Face directory: ranks write their own ranges of the final files, and nothing is gathered."""
+"""save_pretrained(): writes a sharded model as a Hugging Face directory. Every rank writes its own ranges of the files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..checkpoint.extra_state import extra_states_of
 from ..checkpoint.full_state import not_a_dtype
 from ..checkpoint.safetensors_files import STAGE_BYTES, bytes_of
 from ..checkpoint.safetensors_writing import header_of
-from ..comm.agreement import agree
+from ..comm.agreement import agreeing
 from ..comm.plain_values import unreadable
 from ..names import innermost
 from .outputs import Output, bytes_in, index_of, outputs_of_adapter, outputs_of_model, shards_of
@@ -41,21 +41,21 @@ def save_pretrained(
 ) -> None:
     """Writes a directory that `from_pretrained` reads: safetensors, their index and `config.json`; or a peft model's adapters.
 
-    Every rank calls it. Each writes the bytes of its own chunks at their place in the files, a few MB at a time, so no tensor is
-    ever whole anywhere. Names, ties and experts are as `transformers` writes them. What its files have transposed is put together
-    on all ranks, one tensor at a time. Tokenizer files are copied from the directory that the model came from. Files appear under
-    their names when they are complete; the index comes last.
+    Every rank calls it. Each rank writes the bytes of its own chunks at their place in the files, a few MB at a time, and no rank
+    holds a whole tensor. Names, ties and experts are as `transformers` writes them. Only a tensor that its files have transposed is
+    put together on all ranks, one at a time. Tokenizer files are copied from the directory that the model was loaded from. Files get
+    their names when they are complete, and the index gets its name last.
 
     Args:
         model: Any model that contains zero3 layers. If it has a `config`, that is written too.
-        path: A directory of a file system that all ranks see. Parents are created, files of the same names replaced.
+        path: A directory of a file system that all ranks see. Parents are created. Files of the same names are replaced.
         max_shard_size: The largest size of one file, in bytes or as in "5GB". A larger tensor has a file of its own. Adapters are
             one file.
         dtype: A floating dtype of 16 bits or more; floating tensors are converted to it. None: as they are stored.
 
     Raises:
-        ValueError: Nothing in `model` is sharded, `max_shard_size` is no size, or ranks save different things.
-        TypeError: `path` is no path, or `dtype` no dtype.
+        ValueError: Nothing in `model` is sharded, `max_shard_size` is no size, or ranks save different things. Every rank raises it.
+        TypeError: `path` is no path, or `dtype` is no dtype. Every rank raises it.
         RuntimeError: Parameters have no values, or the call is inside `full_params` or `resident`.
         OSError: A rank could not write. Every rank raises the same error.
 
@@ -66,16 +66,11 @@ def save_pretrained(
     Source: the safetensors format, https://huggingface.co/docs/safetensors.
     """
     first = states_of(model)[0]
-    error: Exception | None = None
-    plans: list[_Plan] = []
-    try:
+    with agreeing(first.communicator, first.device, "save_pretrained") as lines:
         if (wrong := not_a_dtype(dtype)) is not None:
             raise wrong
         plans = list(_plans(model, Path(path), bytes_in(max_shard_size), dtype))
-    except Exception as caught:  # whatever it is, the others wait to hear of it
-        error = caught
-    lines = [f"{plan.directory / file}: {output.line}" for plan in plans for file, shard in plan.shards.items() for output in shard]
-    agree(first.communicator, first.device, "save_pretrained", lines, error)
+        lines += [f"{plan.directory / file}: {output.line}" for plan in plans for file, shard in plan.shards.items() for output in shard]
     for plan in plans:
         plan.write()
 
@@ -96,7 +91,7 @@ def _plans(model: nn.Module, directory: Path, max_bytes: int, dtype: torch.dtype
 
 
 def _extra_tensors(model: nn.Module, contents: Contents) -> dict[str, Tensor]:
-    """The extra state of modules that files of tensors can hold."""
+    """Returns the extra state of modules that is a tensor, because the files hold nothing else."""
     found = extra_states_of(model)
     tensors = {name: value for name, value in found.items() if unreadable(value) is None}
     if contents.rank == 0 and len(tensors) < len(found):
@@ -106,7 +101,7 @@ def _extra_tensors(model: nn.Module, contents: Contents) -> dict[str, Tensor]:
 
 
 class _Plan:
-    """The files of one directory."""
+    """The files of one directory, and how ranks write them."""
 
     def __init__(self, model: nn.Module, contents: Contents, directory: Path, shards: dict[str, list[Output]], adapter: str | None) -> None:
         self.model = model
@@ -126,23 +121,15 @@ class _Plan:
         contents = self.contents
         self._token = contents.communicator.exchange(os.urandom(8), contents.device)[0].hex()
         try:
-            self._step("the files of save_pretrained", self._begin, first_only=True)
-            self._step("the values of save_pretrained", self._fill, first_only=False)
-            self._step("the end of save_pretrained", self._finish, first_only=True)
+            for what, work in (("files", self._begin), ("values", self._fill), ("end", self._finish)):
+                with agreeing(contents.communicator, contents.device, f"the {what} of save_pretrained"):
+                    if contents.rank == 0 or work == self._fill:  # rank 0 makes the files and gives them their names
+                        work()
         except Exception:
             if contents.rank == 0:
                 for file in self.shards:
                     self._temporary(file).unlink(missing_ok=True)
             raise
-
-    def _step(self, subject: str, work: Any, *, first_only: bool) -> None:
-        error: Exception | None = None
-        try:
-            if self.contents.rank == 0 or not first_only:
-                work()
-        except Exception as caught:
-            error = caught
-        agree(self.contents.communicator, self.contents.device, subject, [], error)
 
     def _temporary(self, file: str) -> Path:
         return self.directory / f"{file}.{self._token}"
@@ -156,7 +143,7 @@ class _Plan:
                 file_operations.sync(opened)
 
     def _held(self) -> dict[str, list[tuple[int, Tensor]]]:
-        """What this rank has of each of our tensors: first element, and values, flattened."""
+        """Returns this rank's slices of each tensor of the model: the first element's place, and flattened values."""
         held: dict[str, list[tuple[int, Tensor]]] = {}
         for chunk in self.contents.chunks():
             chunk.adopt_values()
@@ -167,7 +154,7 @@ class _Plan:
         return held
 
     def _fill(self) -> None:
-        """Every rank writes what it has. What is rearranged within a matrix is put together, one tensor at a time, and rank 0 writes it."""
+        """Every rank writes its slices. A tensor whose elements are rearranged is put together on all ranks, and rank 0 writes it."""
         held = self._held()
         scattered: list[tuple[str, int, Output]] = []
         error: Exception | None = None
@@ -179,7 +166,7 @@ class _Plan:
                 place += output.nbytes
             try:
                 self._fill_file(file, shard, held)
-            except Exception as caught:  # the others go on: what they put together below needs this rank
+            except Exception as caught:  # this rank goes on, because the other ranks need it to put tensors together below
                 error = error or caught
         for file, place, output in scattered:
             values = self._put_together(output, held)
@@ -207,7 +194,7 @@ class _Plan:
             file_operations.sync(opened)
 
     def _put_together(self, output: Output, held: dict[str, list[tuple[int, Tensor]]]) -> Tensor:
-        """The flattened tensor, on the CPU of every rank. All ranks call it."""
+        """Returns the flattened tensor, on the CPU of every rank. All ranks call it."""
         contents, index_map = self.contents, output.index_map
         result = torch.empty(output.numel, dtype=contents.dtype(index_map.sources[0]))
         for number, source in enumerate(index_map.sources):
@@ -223,7 +210,7 @@ class _Plan:
         return result
 
     def _finish(self) -> None:
-        """Rank 0's: the names, and what stands beside the values."""
+        """Gives the files their names, and writes the index and the configuration. Rank 0 calls it."""
         directory = self.directory
         stem = next(iter(self.shards)).partition(".")[0].partition("-")[0]
         index = f"{stem}.safetensors.index.json"
@@ -272,7 +259,7 @@ class _Plan:
 
 
 def _write(file: Any, where: int, values: Tensor, dtype: torch.dtype) -> None:
-    """Straight from memory, where that can be; else through a copy of a few MB."""
+    """Writes from the tensor's memory if dtype and device allow that, and otherwise through a copy of a few MB."""
     if values.device.type == "cpu" and values.dtype == dtype:
         file_operations.write_at(file, where, bytes_of(values))
         return

@@ -1,4 +1,4 @@
-"""Tensors without values that remember where their elements come from, through the operations that transformers converts files by."""
+"""Tensors without values that record where their elements come from, through the operations with which transformers converts files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__: list[str] = []
 
 
 class Untraceable(Exception):
-    """An operation that does more than put elements elsewhere, or that is not known here."""
+    """The operation does more than move elements, or has no rule here."""
 
 
 class TracedTensor(Tensor):
-    """On the meta device; `index_map` says which element of which source each of its elements is."""
+    """A tensor on the meta device. `index_map` tells which element of which source each of its elements is."""
 
     index_map: IndexMap[Any]
 
@@ -32,7 +32,7 @@ class TracedTensor(Tensor):
         found = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if isinstance(found, Tensor) or (isinstance(found, list | tuple) and any(isinstance(item, Tensor) for item in found)):
             raise Untraceable(f"{func.__name__} is not known here")
-        return found  # a shape, a dtype
+        return found  # a shape or a dtype
 
 
 def traced(index_map: IndexMap[Any], dtype: torch.dtype) -> TracedTensor:
@@ -42,12 +42,12 @@ def traced(index_map: IndexMap[Any], dtype: torch.dtype) -> TracedTensor:
 
 
 def _sizes(given: Sequence[Any]) -> list[int]:
-    """Of `view(2, 3)` and `view((2, 3))`."""
+    """The sizes in `view(2, 3)` and in `view((2, 3))`."""
     return list(given[0]) if len(given) == 1 and isinstance(given[0], list | tuple | torch.Size) else list(given)
 
 
 class _Rules:
-    """By the name of the function, as torch calls it. Signatures are torch's."""
+    """A rule for each function of torch, under its name and with its signature."""
 
     @staticmethod
     def contiguous(x: TracedTensor, *_: Any, **__: Any) -> TracedTensor:
