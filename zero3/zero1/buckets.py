@@ -1,7 +1,7 @@
-"""Which elements of which parameters each rank updates, and how what it updated reaches the others.
+"""Divides parameters among the ranks that update them, and sends the updated elements to all ranks.
 
-Parameters lie side by side in buckets, each cut in W equal runs; a rank's *parts* are what its runs hold of each
-parameter. A large parameter is a bucket by itself and gathered in its own memory, without a copy.
+Parameters lie side by side in buckets. Each bucket is cut into W equal runs, one for each rank. A rank's *parts* are the elements of
+each parameter in its runs. A large parameter is a bucket by itself, and is gathered in its own memory, without a copy.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from ..core.layout import ChunkLayout, Slot
 
 __all__: list[str] = []
 
-LARGE_BYTES = 2**18  # from here on two copies cost more than one more message
-UNDER_WAY = 8  # transfers, of parameters that don't: what is on its way takes memory
-PIECE_BYTES = 2**20  # large transfers through shared memory are cut into pieces of this rank's slice,
-PIECES_BYTES = 2**21  # of which so much is under way: the memory stays small, and in the processor's cache
-STAGED_BYTES = 2**22  # small parameters travel together, in no more memory than this
-VIEWED_BYTES = 25 * 2**20  # of a bucket that parameters become views of, but for a larger parameter
+LARGE_BYTES = 2**18  # a parameter of this size has a bucket by itself: two copies would cost more than one more message
+UNDER_WAY = 8  # transfers at once at most, because each takes memory
+PIECE_BYTES = 2**20  # of this rank's slice are in one transfer, if ranks share memory: larger transfers are cut
+PIECES_BYTES = 2**21  # of such pieces are under way at once, so that the shared memory stays small, and in the processor's cache
+STAGED_BYTES = 2**22  # small parameters are sent together, in a buffer of at most this size
+VIEWED_BYTES = 25 * 2**20  # in a bucket that parameters become views of, unless a single parameter is larger
 
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One parameter, as the user gave it."""
+    """One parameter of the caller."""
 
     parameter: Tensor
     group: int
     name: str
-    owner: int | None = None  # the rank that updates all of it, in its own shape; None: every rank a part
-    place: Tensor | None = None  # where the parameter's elements are to lie, if it is a view of a bucket
+    owner: int | None = None  # the rank that updates all of it, in its own shape; None: every rank updates a part
+    place: Tensor | None = None  # the bucket's memory for the parameter, if the parameter is a view of a bucket
 
     @property
     def flat(self) -> Tensor:
-        """Its elements in the order of its memory, 1-D, sharing it."""
+        """A 1-D view of its elements in the order of its memory."""
         return flat(self.parameter.detach())
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Part:
-    """Elements `[start, stop)` of a parameter, at `offset` of its rank's run."""
+    """Elements `[start, stop)` of a parameter. They lie at `offset` in their rank's run."""
 
     entry: Entry
     start: int
@@ -56,27 +56,27 @@ class Part:
 
     @property
     def shaped(self) -> bool:
-        """In the parameter's own shape, not 1-D: all of it."""
+        """Whether the part is the whole parameter in its own shape. Other parts are 1-D."""
         return self.entry.owner is not None or self.entry.parameter.numel() <= 1
 
     def of(self, parameter: Tensor) -> Tensor:
-        """This part of the parameter, or of a tensor that lies in memory as the parameter does; shares the memory."""
+        """Returns a view of this part of the parameter, or of a tensor that lies in memory as the parameter does."""
         return parameter.detach() if self.shaped else flat(parameter.detach())[self.start : self.stop]
 
 
 @dataclass(eq=False, slots=True)
 class Bucket:
-    """Runs of parameters side by side, `layout`'s slot number i being elements `[starts[i], ...)` of `entries[i]`."""
+    """Parameters side by side, or ranges of them. Slot i of `layout` holds the elements of `entries[i]` from `starts[i]` on."""
 
     entries: list[Entry]
     starts: list[int]
     layout: ChunkLayout
-    large: bool = False  # one parameter, or most of it, worth a message of its own
+    large: bool = False  # whether it is one large parameter, or the largest part of one that divides evenly
     memory: Tensor | None = None  # [W*S], if the parameters are views of it
 
     @property
     def name(self) -> str:
-        """For errors."""
+        """The bucket's name in errors."""
         names = list(dict.fromkeys(entry.name for entry in self.entries))
         return f"{names[0]}{f' to {names[-1]}' if len(names) > 1 else ''} of ZeroRedundancyOptimizer"
 
@@ -99,29 +99,31 @@ class Bucket:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The elements of a tensor without gaps, in the order of its memory, as a 1-D view of it."""
+    """Returns a 1-D view of a gapless tensor's elements, in the order of its memory."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def is_gapless(tensor: Tensor) -> bool:
-    """Whether its elements fill its memory, each once, in whatever order (transposed, channels last)."""
+    """Whether its elements fill its memory, each once, in any order (transposed, channels last)."""
     strides, sizes = tensor.stride(), tensor.size()
     return tensor.permute(sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], -sizes[dim]))).is_contiguous()
 
 
 def laid_out_as(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """`tensor`, or a copy of it that lies in memory as `parameter` does."""
+    """Returns `tensor` if it lies in memory as `parameter` does, or a copy that does."""
     if tensor.stride() == parameter.stride() or (tensor.is_contiguous() and parameter.is_contiguous()):
         return tensor
     return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def cut(entries: Iterable[Entry], world_size: int, *, apart: bool, viewed: bool) -> list[Bucket]:
-    """Buckets for the entries that no single rank owns.
+    """Makes buckets of the entries that no single rank owns.
 
     Args:
-        apart: no bucket holds two parameters, so that any of them can be updated alone.
-        viewed: parameters become views of their buckets.
+        entries: The parameters.
+        world_size: The number of ranks.
+        apart: No bucket holds two parameters, so that each can be updated alone.
+        viewed: Parameters become views of their buckets.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[Entry]] = {}
     for entry in entries:
@@ -148,7 +150,7 @@ def cut(entries: Iterable[Entry], world_size: int, *, apart: bool, viewed: bool)
 
 
 def _packed(runs: Iterable[tuple[Entry, int, int]], world_size: int, limit: int) -> Iterator[Bucket]:
-    """In order, each bucket within `limit` bytes if more than one parameter is in it."""
+    """Packs runs into buckets, in order. A bucket with several parameters has at most `limit` bytes."""
     held: list[tuple[Entry, int, int]] = []
     size = 0
     for run in runs:
@@ -171,7 +173,7 @@ def _bucket(runs: Sequence[tuple[Entry, int, int]], world_size: int, *, large: b
 
 
 def _move_into(bucket: Bucket) -> None:
-    """One bucket at a time, so that no more than one is held twice."""
+    """Makes the parameters views of the bucket. Buckets follow one another, so that only one bucket's memory is held twice."""
     first = bucket.entries[0].parameter
     bucket.memory = torch.empty(bucket.layout.padded_numel, dtype=first.dtype, device=first.device)
     bucket.memory[bucket.layout.numel :].zero_()
@@ -182,21 +184,21 @@ def _move_into(bucket: Bucket) -> None:
 
 
 def keep_in_place(entry: Entry) -> None:
-    """A parameter that is a view of a bucket, and whose `.data` something has replaced, goes back with its new values."""
+    """Puts a parameter back into its bucket, with its new values, if other code has replaced its `.data`."""
     if entry.place is not None and entry.place.data_ptr() != entry.parameter.data_ptr():
         entry.place.copy_(entry.parameter.detach())
         entry.parameter.data = entry.place
 
 
 class Exchange:
-    """Makes every rank's parts all ranks' parameters."""
+    """Sends each rank's updated parts to all ranks."""
 
     def __init__(self, communicators: dict[torch.device, Communicator]) -> None:
         self._communicators = communicators
-        self._pending: deque[tuple[int, Pending]] = deque()  # and the bytes that this rank has sent
+        self._pending: deque[tuple[int, Pending]] = deque()  # the bytes that this rank sends, and the transfer
 
     def start(self, buckets: Sequence[Bucket]) -> None:
-        """An all-gather of each bucket; those that go through copies are over when this returns, the last few others after `finish`."""
+        """All-gathers the buckets. Those without copies may still be under way when this returns; `finish` waits for them."""
         staged: dict[tuple[torch.device, torch.dtype], list[Bucket]] = {}
         for bucket in buckets:
             if bucket.in_place:
@@ -208,14 +210,14 @@ class Exchange:
             self._through_copies(same, device, dtype)
 
     def finish(self) -> None:
-        """Waits for what `start` began, and gives back the memory in which it travelled: until the next step nobody needs it."""
+        """Waits for the gathers that `start` began, and gives back their shared memory until the next step."""
         while self._pending:
             self._pending.popleft()[1].wait()
         for communicator in self._communicators.values():
             give_memory_back(communicator)
 
     def drop(self) -> None:
-        """After an exception: nobody waits for what was begun."""
+        """Forgets the gathers under way, after an exception."""
         self._pending.clear()
 
     def _gather_in_place(self, bucket: Bucket) -> None:
@@ -261,7 +263,7 @@ class Exchange:
                     part.entry.flat[part.start : part.stop].copy_(full[place : place + part.stop - part.start])
 
     def broadcast(self, entries: Iterable[Entry]) -> None:
-        """Parameters that one rank owns, from it to the others."""
+        """Sends each parameter that one rank owns from there to the other ranks."""
         for entry in entries:
             parameter, communicator = entry.parameter.detach(), self._communicators[entry.parameter.device]
             if entry.owner is not None and parameter.numel() and communicator.world_size > 1:
@@ -274,12 +276,12 @@ class Exchange:
 
 
 def named(communicator: Communicator, doing: str, what: str) -> NamingFailures:
-    """A context: who makes the transfers inside, and what for, if one fails."""
+    """Context whose errors tell the rank and the purpose of a transfer that fails inside."""
     return NamingFailures(communicator, doing, Subject(what))
 
 
 class _Named:
-    """A transfer whose failure is told by name."""
+    """A transfer whose error tells the rank and the purpose."""
 
     def __init__(self, pending: Pending, naming: NamingFailures) -> None:
         self._pending, self._naming = pending, naming
@@ -290,7 +292,7 @@ class _Named:
 
 
 def _along(buckets: Sequence[Bucket], rank: int, place: int = 0) -> Iterator[tuple[int, Part]]:
-    """Where each part of `rank` lies when its runs are laid side by side from `place` on."""
+    """Yields each part of `rank` with its place in a buffer that holds the rank's runs side by side, from `place` on."""
     for bucket in buckets:
         for part in bucket.parts(rank):
             yield place + part.offset, part

@@ -1,4 +1,4 @@
-"""Is an optimizer right when every rank knows only a part of the parameters? Tried out before any state is made."""
+"""Tries whether an optimizer is right if every rank has only a part of the parameters, before any state is made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .local_step import EvaluatesAgain, step_locally, takes_keywords
 
 __all__: list[str] = []
 
-_RANKS = 2  # on one rank too, so that a script that runs on one runs on several
+_RANKS = 2  # also if there is only one rank: a script that runs on one rank should run on several
 
 
 def check_divisible(
@@ -28,20 +28,23 @@ def check_divisible(
     one_by_one: bool,
     keywords: Mapping[str, Any] | None,
 ) -> bool:
-    """Returns if ranks that each update a part of the parameters update them as one optimizer of all would.
+    """Checks that ranks which each update a part of the parameters get the result of one optimizer over all parameters.
 
     Args:
-        defaults: for `optimizer_class`.
-        options, parameters: of the group in question.
-        whole: the parts are whole parameters, and not flat runs of their elements.
+        optimizer_class: Makes the optimizer.
+        defaults: The options for `optimizer_class`.
+        options: The group's options.
+        parameters: The group's parameters.
+        whole: The parts are whole parameters. Otherwise they are flat runs of elements.
         one_by_one: `step()` is called for a few parameters at a time.
-        keywords: for its `step()`, of which it is tried with copies; None: they are not known yet.
+        keywords: The keywords of `step()`; the trial uses copies. None: they are not known yet.
 
     Returns:
-        Whether that is all. If not, its `step()` takes keywords: it is to be tried again when they are known.
+        Whether the check is complete. If not, `step()` takes keywords, and the check has to be repeated when they are known.
 
     Raises:
-        ValueError: they do not, the optimizer evaluates a closure several times, or it is none. What `optimizer_class` raises itself.
+        ValueError: The results differ, the optimizer evaluates a closure several times, or `optimizer_class` makes no optimizer.
+            Errors of `optimizer_class` pass through.
     """
     name, device = getattr(optimizer_class, "__name__", str(optimizer_class)), parameters[0].device
     ndims = sorted({parameter.ndim for parameter in parameters})
@@ -50,7 +53,7 @@ def check_divisible(
     if not isinstance(made, Optimizer):
         raise ValueError(f"optimizer_class must make a torch.optim.Optimizer, found a {type(made).__name__}")
     plain = builder(made, made.param_groups[0])
-    again = keywords is None and takes_keywords(made) and not one_by_one  # which never gives any
+    again = keywords is None and takes_keywords(made) and not one_by_one  # steps inside a backward get no keywords
 
     def build(parameters: list[nn.Parameter]) -> Any:
         return _AsStepped(plain(parameters), parameters, keywords or {}, one_by_one=False)
@@ -84,7 +87,7 @@ def _remedy(whole: bool) -> str:
 
 
 class _AsStepped:
-    """An optimizer that is stepped as here. `one_by_one`: for one parameter at a time."""
+    """An optimizer whose steps are made as `ZeroRedundancyOptimizer` makes them. `one_by_one`: for one parameter at a time."""
 
     def __init__(self, optimizer: Optimizer, parameters: list[nn.Parameter], keywords: Mapping[str, Any], *, one_by_one: bool) -> None:
         self._optimizer, self._parameters, self._one_by_one = optimizer, parameters, one_by_one
@@ -100,7 +103,7 @@ class _AsStepped:
 
 
 def _one_by_one_at_the_second_time(build: Build) -> Build:
-    """What is tried out is made first as it is, for comparison, and then as it would run."""
+    """Returns a function that makes the optimizer first as it is, for comparison, and then one that steps one by one."""
     made: list[object] = []
 
     def alternating(parameters: list[nn.Parameter]) -> Any:

@@ -1,4 +1,4 @@
-"""Updates inside of DDP's backward: each bucket's, once DDP has reduced it."""
+"""Updates parameters inside DDP's backward: those of each bucket, after DDP has reduced it."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Reduction = Callable[[Any, Bucket], torch.futures.Future[Any]]
 
 
 class DDPOverlap:
-    """A communication hook of DDP's that reduces a bucket, and meanwhile updates the parameters of the one before it.
+    """A communication hook for DDP. It reduces a bucket, and meanwhile updates the parameters of the bucket before it.
 
-    All ranks do both in the order of the buckets, so no two collectives can cross, on any backend. What a bucket holds
-    does not matter: every parameter is divided by itself, and DDP may build its buckets anew as it likes.
+    All ranks do both in the order of the buckets, so they make the same collectives in the same order. DDP may change its buckets at
+    any time, because every parameter is divided by itself.
     """
 
     def __init__(self, shards: Shards, optimizer: Optimizer) -> None:
         self.hooked = False
         self._shards = shards
-        self._outer = weakref.ref(optimizer)  # which has this object
-        self._forward_ran = False  # since the last update: on a rank without data, DDP shadows a backward alone
+        self._outer = weakref.ref(optimizer)  # a weak reference, because the optimizer holds this object
+        self._forward_ran = False  # since the last update; on a rank without data, DDP runs this hook without a forward
         self._reducing: tuple[Bucket, torch.futures.Future[Any]] | None = None
         self._entries: dict[Tensor, Entry] = {}
 
@@ -45,11 +45,11 @@ class DDPOverlap:
         ddp.register_forward_pre_hook(self._note_forward)
         reduce = reduction or mean_of_ranks
         group = ddp.process_group
-        # without annotations, which DDP would compare with its own
+        # a lambda has no annotations, which DDP would compare with its own
         return lambda state, bucket: self._reduce_and_update(reduce, group if reduction is None else state, bucket)
 
     def check_hooked(self) -> None:
-        """Where updates should have happened."""
+        """Raises if DDP does not have the hook, so that its backwards make no updates."""
         if not self.hooked:
             raise RuntimeError(
                 "overlap_with_ddp=True updates parameters during DDP's backward, but DDP knows nothing of it: call "
@@ -77,7 +77,7 @@ class DDPOverlap:
     @torch.no_grad()
     def _reduce_and_update(self, reduce: Reduction, state: Any, bucket: Bucket) -> torch.futures.Future[Any]:
         if bucket.index() == 0:
-            self._reducing = None  # of a backward that broke
+            self._reducing = None  # an earlier backward may have raised
             self._shards.drop_spreading()
             self._begin(joined=not self._forward_ran)
         future = reduce(state, bucket)
@@ -97,7 +97,7 @@ class DDPOverlap:
         return optimizer.param_groups
 
     def _begin(self, *, joined: bool) -> None:
-        """Schedules stop with a rank's data: it gets the options from one that goes on."""
+        """Begins an update. A rank without data, where schedules stand still, gets the options from a rank that has data."""
         ranks = roll_call(self._shards, [], joined=joined)
         if any(ranks) and not all(ranks):
             told = {"options": [options_of(group) for group in self._groups]}

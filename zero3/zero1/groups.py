@@ -1,4 +1,4 @@
-"""What a user passes to an optimizer over ranks: parameters and options, checked."""
+"""Checks the parameters and options that a caller passes to ZeroRedundancyOptimizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Groups = list[dict[str, Any]]
 
 
 def listed(params: Any) -> list[Any]:
-    """Parameters, pairs or groups, as often to be read as needed."""
+    """Returns parameters, pairs or groups as a list, which can be read several times."""
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         raise TypeError(f"params must be an iterable of tensors or dicts, found {type(params).__name__}")
     if not (items := list(params)):
@@ -32,14 +32,14 @@ def listed(params: Any) -> list[Any]:
 
 
 def checked(given: Any, number: int) -> dict[str, Any]:
-    """A copy of the group, refused for what torch would let pass."""
+    """Returns a copy of the group, or raises for mistakes that torch would let pass."""
     if not isinstance(given, dict):
         raise TypeError(f"a parameter group must be a dict, found {type(given).__name__}")
     if "params" not in given:
         raise ValueError(f"parameter group {number} has no 'params', but {sorted(given)}")
     group: dict[str, Any] = dict(given)
     if isinstance(group["params"], set):
-        return group  # torch refuses it
+        return group  # torch itself refuses sets
     if isinstance(group["params"], Tensor):
         group["params"] = [group["params"]]
     group["params"] = list(group["params"])
@@ -59,7 +59,7 @@ def checked(given: Any, number: int) -> dict[str, Any]:
 
 
 def check_addition(group: dict[str, Any], shards: Shards, *, hooked: bool) -> None:
-    """A group that comes later. `hooked`: DDP updates the parameters already."""
+    """Checks a group that is added later. `hooked`: DDP has the hook already."""
     if hooked:
         raise RuntimeError("with overlap_with_ddp=True, add parameter groups before hook(ddp): DDP reduces only what it was made with")
     known = shards.communicators
@@ -69,7 +69,7 @@ def check_addition(group: dict[str, Any], shards: Shards, *, hooked: bool) -> No
 
 def entries_of(group: dict[str, Any], number: int, *, whole: bool) -> list[Entry]:
     names = group.get("param_names") or [f"parameter {place} of group {number}" for place in range(len(group["params"]))]
-    # whose a whole parameter is, is found when all are known
+    # rank 0 stands for the owner of a whole parameter until all parameters are known
     return [Entry(parameter, number, name, 0 if whole else None) for parameter, name in zip(group["params"], names, strict=True)]
 
 
@@ -78,14 +78,14 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def line_of(entry: Entry) -> str:
-    """What must be the same on all ranks."""
+    """Describes a parameter, which must be the same on all ranks."""
     parameter = entry.parameter
     whole = ", whole" if entry.owner is not None else ""
     return f"{entry.name}: group {entry.group}, {tuple(parameter.shape)} {parameter.dtype} on {parameter.device.type}{whole}"
 
 
 def line_of_group(make: Callable[..., Any], number: int, group: dict[str, Any]) -> str:
-    """What must be the same on all ranks of a group's options: numbers and words. Of other objects, their kind."""
+    """Describes a group's options, which must be the same on all ranks: numbers and words, and the types of other objects."""
     options = ", ".join(f"{key} {_said(value)}" for key, value in sorted(options_of(group).items()))
     return f"group {number}: {getattr(make, '__qualname__', type(make).__name__)}, {options}"
 
@@ -99,10 +99,10 @@ def _said(value: Any) -> str:
 
 
 def mistake_in(body: Callable[[], object]) -> Exception | None:
-    """What one rank may see alone is raised by all of them: kept until they meet."""
+    """Runs `body` and returns its error, so that all ranks can raise it together."""
     try:
         body()
-    except LookupError as mistake:  # of torch, about a state dict
+    except LookupError as mistake:  # torch raises it for a state dict
         return ValueError(f"not found: {mistake}")
     except Exception as mistake:
         return mistake
@@ -110,7 +110,10 @@ def mistake_in(body: Callable[[], object]) -> Exception | None:
 
 
 def communicators_of(process_group: Any, devices: Iterable[torch.device]) -> tuple[dict[torch.device, Communicator], Exception | None]:
-    """One a device; and what is wrong with the group, to be told to those who may wait: most likely they use the default one."""
+    """Returns a communicator for each device, and the mistake in `process_group`, if any.
+
+    After a mistake the communicators are the default group's. The other ranks most likely use it, and wait there.
+    """
     devices = list(devices) or [any_device_of(process_group)]
     try:
         return {device: communicator_for(process_group, device) for device in devices}, None

@@ -1,4 +1,4 @@
-"""One step of the optimizer that knows only this rank's parts. Their gradients are there already."""
+"""One step of the local optimizer, which has only this rank's parts. Their gradients are set already."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__: list[str] = []
 
 
 class EvaluatesAgain(RuntimeError):
-    """The optimizer wants the gradients at another place."""
+    """The optimizer asks for the gradients at another point."""
 
 
 def step_locally(optimizer: Optimizer, loss: Any, keywords: Mapping[str, Any]) -> None:
-    """An optimizer whose `step()` demands a closure gets one that only tells the loss, once.
+    """Makes a step. If `step()` requires a closure, it gets one that returns `loss`, once.
 
     Raises:
-        EvaluatesAgain: it asks a second time. What the optimizer raises itself.
+        EvaluatesAgain: The optimizer calls the closure a second time. Other errors of the optimizer pass through.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -29,7 +29,7 @@ def step_locally(optimizer: Optimizer, loss: Any, keywords: Mapping[str, Any]) -
 
 
 def takes_keywords(optimizer: Optimizer) -> bool:
-    """Whether its `step()` may be given something else than a closure."""
+    """Whether its `step()` has parameters besides a closure."""
     return bool(inspect.signature(optimizer.step).parameters.keys() - {"closure"})
 
 

@@ -1,4 +1,4 @@
-"""ZeRO stage 1: the optimizer's state spread over the ranks, the model untouched."""
+"""ZeroRedundancyOptimizer: ZeRO stage 1. The optimizer's state is spread over the ranks, and the model is not changed."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ __all__: list[str] = []
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """A torch optimizer whose state is spread over the ranks (ZeRO stage 1), for a model that every rank holds, as under DDP.
 
-    It has the interface of `torch.distributed.optim.ZeroRedundancyOptimizer`. Every rank updates an equal run of the parameters'
-    elements, by its own `optimizer_class` over 1-D views of them, and gathers the others' results. All ranks must have the same
-    gradients, as DDP's all-reduce leaves them. Parameters may be of several dtypes and devices.
+    It has the interface of `torch.distributed.optim.ZeroRedundancyOptimizer`. Every rank updates an equal number of the parameters'
+    elements, with its own `optimizer_class` over 1-D views of them, and gathers the other ranks' results. All ranks must have the
+    same gradients, as after DDP's all-reduce. Parameters may have several dtypes and devices.
 
     Args:
         params: Parameters, (name, parameter) pairs, or dicts of parameters with options, as any torch optimizer takes them. The
             option `whole=True` (of a group, or as a default) keeps each parameter on one rank and in its own shape.
-        optimizer_class: Makes the local optimizer. One that is not elementwise needs `whole=True`.
-        process_group: None: the default group, or no group at all for a single process.
+        optimizer_class: Makes the local optimizer. An optimizer that is not elementwise needs `whole=True`.
+        process_group: The ranks. None: the default group, or this process alone if there is no group.
         parameters_as_bucket_view: Parameters become views of flat buckets, which are gathered without copies.
-        overlap_with_ddp: Updates happen during DDP's backward. It needs `hook(ddp)` once.
+        overlap_with_ddp: Updates happen during DDP's backward. `hook(ddp)` has to be called once.
         defaults: Options for `optimizer_class`.
 
     Raises:
-        ValueError: No parameters, one twice, one of a sharded model, or others on other ranks; flags that differ between ranks; an
-            `optimizer_class` that makes no torch optimizer, or whose updates of parts are not parts of its updates. On every rank.
-        TypeError: `params` is no iterable of tensors or dicts. On every rank.
+        ValueError: There are no parameters, a parameter appears twice or belongs to a sharded model, parameters or flags differ
+            between ranks, or `optimizer_class` makes no torch optimizer or one that updates parts differently from whole parameters.
+            Every rank raises it.
+        TypeError: `params` is no iterable of tensors or dicts. Every rank raises it.
 
     Example::
 
@@ -66,7 +67,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._defaults = {key: value for key, value in defaults.items() if key != "whole"}
         self._whole_by_default = bool(defaults.get("whole"))
         self._whole: list[bool] = []  # of each group
-        self._untried = False  # whether a class can be judged only at the first step, whose keywords it needs
+        self._untried = False  # whether the optimizer can be tried only at the first step, because `step` takes keywords
         self._consolidated: dict[Tensor, dict[str, Any]] | None = None
         self._consolidated_at = 0  # the shards' count of updates
         error = mistake_in(lambda: Optimizer.__init__(self, listed(params), self._defaults))
@@ -92,17 +93,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """One update of all parameters that have a gradient, the same on all ranks. Every rank calls it.
+        """Updates all parameters that have a gradient, alike on all ranks. Every rank calls it.
+
+        With `overlap_with_ddp=True` the update has already happened in the backward.
 
         Args:
             closure: Computes the loss and the gradients anew. It is called once.
-            kwargs: For the local optimizer's `step`. One that takes some is judged at its first step, with copies of them.
+            kwargs: Passed to the local optimizer's `step`. If that takes any, the optimizer is tried at the first step, with copies.
 
         Returns:
-            What `closure` returned, or None. With `overlap_with_ddp=True` everything is done already.
+            The result of `closure`, or None.
 
         Raises:
-            RuntimeError: Ranks have gradients of different parameters, or a sparse one; on every rank.
+            ValueError: Ranks have gradients of different parameters. Every rank raises it.
+            RuntimeError: A gradient is sparse. Every rank raises it.
         """
         with torch.enable_grad():
             loss = closure() if closure is not None else None
@@ -116,32 +120,34 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return loss
 
     def hook(self, ddp: Any, reduction: Callable[[Any, Any], Any] | None = None) -> Callable[[Any, Any], Any]:
-        """The communication hook that `overlap_with_ddp=True` needs: `ddp.register_comm_hook(None, optimizer.hook(ddp))`, once.
+        """Makes the communication hook that `overlap_with_ddp=True` needs: `ddp.register_comm_hook(None, optimizer.hook(ddp))`, once.
 
-        From then on every backward of `ddp` updates the parameters. `step()` may be called or not. Every rank calls it.
+        After that every backward of `ddp` updates the parameters, and `step()` is not needed. Every rank calls it.
 
         Args:
-            ddp: The `DistributedDataParallel` model whose parameters these are.
-            reduction: Another communication hook of DDP's, which reduces gradients; its state is what is registered.
+            ddp: The `DistributedDataParallel` model with these parameters.
+            reduction: Another communication hook for DDP, which reduces gradients. Its state is the first argument of
+                `register_comm_hook`.
 
         Returns:
             A communication hook for `ddp`.
 
         Raises:
-            ValueError: `overlap_with_ddp` is not set, `ddp` lacks a parameter, or it has `find_unused_parameters=True`; on every rank.
+            ValueError: `overlap_with_ddp` is not set, `ddp` lacks a parameter, or it has `find_unused_parameters=True`. Every rank
+                raises it.
         """
         if self._overlap is None:
             raise ValueError("hook() is for ZeroRedundancyOptimizer(..., overlap_with_ddp=True); without it, call step()")
         return self._overlap.hook(ddp, reduction)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, for example of layers that were frozen so far; the others' state stays. Every rank calls it.
+        """Adds a group, for example of layers that were frozen before. The state of other groups stays. Every rank calls it.
 
         Args:
-            param_group: `params` and their options.
+            param_group: A dict of `params` and their options.
 
         Raises:
-            ValueError: A parameter is in a group already, or ranks add different parameters; on every rank.
+            ValueError: A parameter is in a group already, or ranks add different parameters. Every rank raises it.
             RuntimeError: `overlap_with_ddp=True`, and `hook` was called already.
         """
         if self._shards is None:  # torch's constructor
@@ -163,14 +169,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._shards.copy_options_out(self.param_groups)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Brings the state of all parameters to one rank, for its `state_dict()`. Every rank calls it.
+        """Gathers the state of all parameters on one rank, for its `state_dict()`. Every rank calls it.
 
         Args:
-            to: The rank. It gets one tensor at a time, on the CPU. State that earlier calls brought together is dropped.
+            to: The rank. It receives one tensor at a time, on the CPU. State that earlier calls have gathered is dropped.
 
         Raises:
-            ValueError: No such rank, ranks that name different ones, or a state that belongs to no single parameter.
-            TypeError: A state that could only be pickled; on every rank, by name.
+            ValueError: There is no such rank, ranks pass different ones, or a state belongs to no single parameter. Every rank raises
+                it.
+            TypeError: A state could only be pickled. Every rank raises it, with the state's name.
         """
         shards = self._opened
         known = isinstance(to, int) and 0 <= to < self.world_size
@@ -179,13 +186,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._consolidated, self._consolidated_at = consolidate(shards, to), shards.updates
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of a plain `optimizer_class`, with tensors on the CPU, as of the last `consolidate_state_dict`.
+        """Returns the state dict of a plain `optimizer_class`, with tensors on the CPU, from the last `consolidate_state_dict`.
 
         Returns:
             A dict of "state" and "param_groups", in which numbers stand for parameters.
 
         Raises:
-            RuntimeError: The state was not consolidated to this rank, or a step was made since.
+            RuntimeError: The state was not gathered on this rank, or a step has followed.
         """
         if self._consolidated is None or self._consolidated_at != self._opened.updates:
             self._consolidated = None
@@ -200,19 +207,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.state = defaultdict(dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state dict of a plain optimizer, or one from here at any world size. Every rank calls it, and keeps its part.
+        """Loads the state dict of a plain optimizer, or of this class at any world size. Every rank calls it, and keeps its part.
 
         Args:
-            state_dict: It is not changed. Every rank passes the same.
+            state_dict: The same on every rank. It is not changed.
 
         Raises:
-            ValueError: Groups or shapes differ from the optimizer's; on every rank, before anything changes.
+            ValueError: Groups or shapes differ from the optimizer's. Every rank raises it, before anything changes.
         """
         shards, groups = self._opened, self.param_groups
         taken: dict[Entry, list[dict[str, Any]]] = {}
 
         def keep_own_part(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            """Runs after the user's hooks; all that torch gets to copy is the options."""
+            """Runs after the caller's hooks. It leaves no state in the dict, so that torch copies only the options."""
             taken.update(local_state(shards, [group["params"] for group in given["param_groups"]], given["state"]))
             return {**given, "state": {}}
 
@@ -229,13 +236,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._consolidated = None
 
     def join_hook(self, **kwargs: Any) -> Shadow:
-        """`Join([ddp, optimizer])` calls it: a rank without data still updates its part.
+        """`Join([ddp, optimizer])` calls it, so that a rank without data still updates its part.
 
         Args:
-            kwargs: Those of the context; DDP's.
+            kwargs: The keyword arguments of `Join`, which are DDP's.
 
         Returns:
-            What `Join` runs on ranks without data.
+            The hook that `Join` runs on ranks without data.
 
         Raises:
             ValueError: `divide_by_initial_world_size=False` with `overlap_with_ddp=True`.
@@ -265,7 +272,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         raise RuntimeError("a ZeroRedundancyOptimizer can't be copied or pickled: consolidate_state_dict(), and save its state_dict()")
 
     @property
-    def _overlap_with_ddp(self) -> bool:  # what torch's hooks ask for
+    def _overlap_with_ddp(self) -> bool:  # torch's own hooks read it
         raise RuntimeError("torch's ddp_zero_hook drives torch's class only: ddp.register_comm_hook(None, optimizer.hook(ddp)) instead")
 
     @property
@@ -275,13 +282,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._shards
 
     def _shadow(self) -> None:
-        """An iteration of the other ranks. With overlap all happens in DDP's shadow of it."""
+        """Takes part in a step of the other ranks. With overlap, DDP's own hook for ranks without data does it."""
         if self._overlap is None:
             step(self._opened, self.param_groups, {}, joined=True)
             self._consolidated = None
 
     def _append(self, group: dict[str, Any]) -> None:
-        """As torch does, after what it lets pass."""
+        """Adds a group as torch does, after checks that torch leaves out."""
         group = checked(group, len(self.param_groups))
         whole = bool(group.pop("whole", self._whole_by_default))
         super().add_param_group(group)
@@ -291,7 +298,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return [line_of_group(self._make, number, group) for number, group in enumerate(groups, first)]
 
     def _check(self, numbers: Iterable[int], keywords: dict[str, Any] | None = None) -> None:
-        """`keywords`: of `step()`, when they are known."""
+        """Tries the optimizer with the options of these groups. `keywords`: those of `step()`, when they are known."""
         tried = True
         for number in numbers:
             if (group := self.param_groups[number])["params"]:

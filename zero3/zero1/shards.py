@@ -1,4 +1,4 @@
-"""This rank's share of an optimizer: the parts of parameters that it updates, and the optimizer that knows only them."""
+"""This rank's share of the optimizer: the parts of parameters that it updates, and a local optimizer over them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ NOT_OPTIONS = ("params", "param_names")
 
 
 class Shards:
-    """Parts of parameters, views of them as the local optimizer's own parameters, and the buckets that spread updates."""
+    """The parts of parameters, the local optimizer over views of them, and the buckets that spread updates."""
 
     def __init__(self, communicators: Mapping[torch.device, Communicator], *, apart: bool, viewed: bool) -> None:
         self.communicators = dict(communicators)
         self.entries: list[Entry] = []
-        self.held: dict[Entry, Held] = {}  # this rank's parts and the optimizer's parameters that show them
+        self.held: dict[Entry, Held] = {}  # this rank's parts, and the local optimizer's parameters, which are views of them
         self.optimizer: Optimizer
-        self.updates = 0  # so far, of some or all parameters
+        self.updates = 0  # the number of updates so far, of some or all parameters
         self._buckets: dict[Bucket, None] = {}
         self._exchange = Exchange(self.communicators)
         self._apart, self._viewed = apart, viewed
-        self._owned: list[int] = []  # bytes that each rank owns wholly, so far
+        self._owned: list[int] = []  # the bytes of whole parameters that each rank owns
 
     @property
     def device(self) -> torch.device:
@@ -43,17 +43,17 @@ class Shards:
         return self.communicators[self.device]
 
     def create(self, optimizer_class: Callable[..., Any], groups: Sequence[tuple[list[Entry], dict[str, Any]]], defaults: Any) -> None:
-        """The local optimizer, over this rank's parts of all groups; a group may be empty."""
+        """Makes the local optimizer over this rank's parts of all groups. A group may be empty."""
         self._divide([entry for entries, _ in groups for entry in entries])
         self.optimizer = optimizer_class([{**options, "params": self._parameters(entries)} for entries, options in groups], **defaults)
 
     def add(self, entries: list[Entry], options: dict[str, Any]) -> None:
-        """One more group; the parts of the others stay where they are."""
+        """Adds a group. The parts of other groups do not change."""
         self._divide(entries)
         self.optimizer.add_param_group({**options, "params": self._parameters(entries)})
 
     def everyones_parts(self) -> dict[Entry, list[tuple[int, int, Part]]]:
-        """Who updates what of each parameter: the rank, the number of the part among those it holds, and the part."""
+        """Returns the parts of each parameter: the rank that updates it, its number among that rank's parts, and the part."""
         found: dict[Entry, list[tuple[int, int, Part]]] = {entry: [] for entry in self.entries}
         for entry in self.entries:
             if entry.owner is not None:
@@ -66,16 +66,17 @@ class Shards:
         return found
 
     def copy_options_in(self, groups: Iterable[dict[str, Any]]) -> None:
-        """What a schedule, or the user, has set in the groups that they see."""
+        """Copies the options that a schedule or the caller has set to the local optimizer's groups."""
         for ours, theirs in zip(self.optimizer.param_groups, groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key not in NOT_OPTIONS})
 
     def copy_options_out(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Copies the local optimizer's options to the groups that the caller sees."""
         for ours, theirs in zip(self.optimizer.param_groups, groups, strict=True):
             theirs.update({key: value for key, value in ours.items() if key not in NOT_OPTIONS})
 
     def take(self, entry: Entry, gradient: Tensor | None, *, copy: bool = False) -> None:
-        """Shows this rank's parts of a gradient to the local optimizer: copies only if asked for, or if it lies otherwise."""
+        """Gives this rank's parts of a gradient to the local optimizer, without a copy unless `copy` is set or strides differ."""
         self._follow(entry)
         if self.held[entry] and gradient is not None:
             gradient = laid_out_as(gradient.detach(), entry.parameter)
@@ -89,7 +90,7 @@ class Shards:
                 parameter.grad = None
 
     def start_spreading(self, entries: Sequence[Entry]) -> None:
-        """Every rank's new values of these parameters to all ranks; they are there after `finish_spreading`."""
+        """Begins to send every rank's new values of these parameters to all ranks. `finish_spreading` waits for them."""
         self.updates += 1
         if self.communicator.world_size > 1:
             changed = set(entries)
@@ -101,11 +102,11 @@ class Shards:
         self._exchange.finish()
 
     def drop_spreading(self) -> None:
-        """After an exception between the two."""
+        """Forgets transfers under way, after an exception."""
         self._exchange.drop()
 
     def load(self, state: dict[Entry, list[dict[str, Any]]], options: Sequence[dict[str, Any]]) -> None:
-        """Takes a state for each of this rank's parts, and every group's options."""
+        """Loads a state for each of this rank's parts, and every group's options."""
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters(self.entries))}
         groups = [
             {**given, "params": [numbers[id(parameter)] for parameter in group["params"]]}
@@ -122,7 +123,7 @@ class Shards:
         world_size = self.communicator.world_size
         self._owned = self._owned or [0] * world_size
         for entry in sorted(entries, key=lambda entry: -entry.parameter.numel()):
-            # one that has gaps in its memory, or nothing in it, can't be cut
+            # a parameter that is empty, or has gaps in its memory, can't be cut
             if entry.owner is not None or not entry.parameter.numel() or not is_gapless(entry.parameter):
                 entry.owner = self._owned.index(min(self._owned))
                 self._owned[entry.owner] += entry.parameter.numel() * entry.parameter.element_size()
@@ -146,7 +147,7 @@ class Shards:
         return [parameter for entry in entries for _, parameter in self.held[entry]]
 
     def _follow(self, entry: Entry) -> None:
-        """A parameter whose `.data` something has replaced since."""
+        """Makes the local optimizer's parameters views again, if other code has replaced the parameter's `.data`."""
         keep_in_place(entry)
         for part, parameter in self.held[entry]:
             now = part.of(entry.parameter)

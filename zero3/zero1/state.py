@@ -1,4 +1,4 @@
-"""The state of an optimizer that is spread over ranks: brought together as a plain optimizer's, and taken apart again."""
+"""Gathers the state that is spread over ranks as a plain optimizer's state, and divides such a state among ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm.agreement import agree, exchange_texts
+from ..comm.agreement import agreeing, exchange_texts
 from ..comm.communicator import Communicator
 from ..comm.plain_values import decode_scalar, dtype_named, encode_scalar, name_of
 from .buckets import Entry, Part, flat, laid_out_as, named
@@ -18,12 +18,12 @@ from .shards import Shards
 __all__: list[str] = []
 
 _CPU = torch.device("cpu")
-_STEP = "step"  # a count wherever it is a tensor, whatever its shape
+_STEP = "step"  # the key of a count, also if it is a tensor that has the parameter's shape
 
 
 class _Described(NamedTuple):
-    """What a part has under one key, as JSON has it: a tensor with an element for each of the part's (of a whole parameter,
-    of any shape), which travels as a tensor, or else the value itself."""
+    """A part's state under one key, as JSON. A tensor with the part's elements (or of any shape, for a whole parameter) is sent by
+    itself, and only described here. Other values are here themselves."""
 
     key: Any
     shape: list[int]
@@ -32,17 +32,15 @@ class _Described(NamedTuple):
 
 
 def broadcast_values(communicator: Communicator, device: torch.device, values: dict[str, Any], source: int, what: str) -> dict[str, Any]:
-    """Rank `source`'s (small) values, as JSON; what the others pass does not matter. No rank can make another run code.
+    """Returns the small values of rank `source`; those of the other ranks do not matter. JSON is sent, so no rank can make another
+    rank run code.
 
     Raises:
-        TypeError: something among them that JSON can't hold; on every rank.
+        TypeError: JSON can't hold a value. Every rank raises it.
     """
-    text, error, own = "", None, communicator.rank == source
-    try:
+    own = communicator.rank == source
+    with agreeing(communicator, device, what):
         text = json.dumps(encode_scalar(values, what)) if own else ""
-    except TypeError as caught:
-        error = caught
-    agree(communicator, device, what, [], error)
     payload = text.encode()
     size = torch.tensor([len(payload)], device=device)
     with named(communicator, "broadcasting", f"what rank {source} has to tell of {what}"):
@@ -55,21 +53,17 @@ def broadcast_values(communicator: Communicator, device: torch.device, values: d
 
 
 def consolidate(shards: Shards, to: int) -> dict[Tensor, dict[str, Any]] | None:
-    """The state of every parameter in the parameter's shape, on the CPU of rank `to`; None on the others.
+    """Returns the state of every parameter, in the parameter's shape, on the CPU of rank `to`, and None on other ranks.
 
-    One tensor at a time: a rank but `to` holds no more than another's part of it beside its own state.
+    One tensor at a time is sent. Beside its own state, another rank holds at most a part of one tensor.
 
     Raises:
-        ValueError: a state that no parameter's elements or count explain; on every rank.
-        TypeError: a state that is neither a tensor nor a plain value; on every rank.
+        ValueError: A state has neither the shape of its parameter nor one element. Every rank raises it.
+        TypeError: A state is neither a tensor nor a plain value. Every rank raises it.
     """
-    communicator, error = shards.communicator, None
-    mine: list[tuple[int, list[_Described]]] = []
-    try:
+    communicator = shards.communicator
+    with agreeing(communicator, shards.device, "the state of ZeroRedundancyOptimizer"):
         mine = [(number, _description(shards, entry)) for number, entry in enumerate(shards.entries) if shards.held[entry]]
-    except (ValueError, TypeError) as caught:
-        error = caught
-    agree(communicator, shards.device, "the state of ZeroRedundancyOptimizer", [], error)
     with named(communicator, "describing", "the state of ZeroRedundancyOptimizer"):
         everyone = [dict(json.loads(text)) for text in exchange_texts(communicator, shards.device, json.dumps(mine))]
     full: dict[Tensor, dict[str, Any]] = {}
@@ -83,10 +77,10 @@ def consolidate(shards: Shards, to: int) -> dict[Tensor, dict[str, Any]] | None:
 
 
 def local_state(shards: Shards, groups: list[list[int]], state: Mapping[int, Mapping[str, Any]]) -> dict[Entry, list[dict[str, Any]]]:
-    """Of a plain optimizer's state, what this rank's parts need. `groups`: the numbers that `state` has for the parameters.
+    """Returns the part of a plain optimizer's state that this rank needs. `groups`: the parameters' numbers in `state`.
 
     Raises:
-        ValueError: a tensor that has neither its parameter's shape nor one element; on every rank that looks at it.
+        ValueError: A tensor has neither its parameter's shape nor one element.
     """
     numbers = [number for group in groups for number in group]
     taken = {}
@@ -105,7 +99,7 @@ def _check_shapes(entry: Entry, state: Mapping[str, Any]) -> None:
 
 
 def _part_of_state(part: Part, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies, so that the whole can be freed."""
+    """Copies one part's state, so that the whole state can be freed."""
     parameter, taken = part.entry.parameter, {}
     for key, value in state.items():
         if isinstance(value, Tensor) and not part.shaped and key != _STEP and value.shape == parameter.shape:
@@ -116,7 +110,7 @@ def _part_of_state(part: Part, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _description(shards: Shards, entry: Entry) -> list[_Described]:
-    """Of this rank's first part. Counts and other values go along as they are."""
+    """Describes the state of this rank's first part of a parameter."""
     part, parameter = shards.held[entry][0]
     described = []
     for key, value in shards.optimizer.state.get(parameter, {}).items():

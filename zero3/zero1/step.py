@@ -1,4 +1,4 @@
-"""One update by all ranks together, those without data included."""
+"""One update by all ranks together. Ranks without data take part."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _ACTIVE, _JOINED, _FAILED = range(3)
 def step(
     shards: Shards, groups: Groups, kwargs: dict[str, Any], *, loss: Any = None, joined: bool = False, error: Exception | None = None
 ) -> None:
-    """Updates what has a gradient. A rank that has joined (has no data any more) gets its gradients from one that has some.
+    """Updates the parameters that have a gradient. A rank that has joined (has no data any more) gets gradients from a rank with data.
 
-    `loss`: what the caller's closure has told. `error`: what keeps this rank from making the step; every rank raises it.
+    `loss`: the result of the caller's closure. `error`: a mistake that this rank has found. Every rank raises it.
     """
     present = [entry.parameter.grad is not None for entry in shards.entries]
     error = error or (None if joined else _unusable(shards.entries))
@@ -55,10 +55,11 @@ def step(
 
 
 def roll_call(shards: Shards, lines: list[str], *, joined: bool, error: Exception | None = None) -> list[bool]:
-    """Which ranks have joined. The others must be about to do the same: 16 bytes a rank; the texts only if those differ.
+    """Returns which ranks have joined, after a comparison of `lines` among the others. Each rank sends 16 bytes; texts follow only if
+    these differ.
 
     Raises:
-        ValueError, TypeError, RuntimeError: `error`, of any rank, or the first line that differs; on every rank.
+        ValueError, TypeError, RuntimeError: The `error` of a rank, or the first line that differs. Every rank raises it.
     """
     state = _JOINED if joined else _ACTIVE if error is None else _FAILED
     digest = hashlib.sha256("\n".join(lines).encode()).digest()[:15]
@@ -70,13 +71,13 @@ def roll_call(shards: Shards, lines: list[str], *, joined: bool, error: Exceptio
 
 
 def set_options(groups: Groups, options: Groups) -> None:
-    """On a rank that has joined, and whose schedules have stopped with its data: the options of one that goes on."""
+    """Sets the options of a rank with data on a rank that has joined, where schedules stand still."""
     for group, new in zip(groups, options, strict=True):
         group.update(new)
 
 
 def _shared_gradient(shards: Shards, entry: Entry, leader: int, *, joined: bool) -> Tensor | None:
-    """Ranks that have joined took part in DDP's reduction, but were not told its result. Their own `.grad` is left as it is."""
+    """Sends a gradient to ranks that have joined. (They took part in DDP's reduction without its result.) Their `.grad` does not change."""
     parameter = entry.parameter
     sending = shards.communicator.rank == leader and parameter.grad is not None
     laid = laid_out_as(parameter.grad.detach(), parameter) if sending and parameter.grad is not None else torch.empty_like(parameter)
