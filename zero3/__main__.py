@@ -1,4 +1,4 @@
-"""`python -m zero3`: looks into checkpoints and turns them into other formats. Each subcommand is a file in `commands/`."""
+"""`python -m zero3`: shows checkpoints and converts them to other formats. Each subcommand is a file in `commands/`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COMMANDS = (inspect, export)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: done. 1: what was asked for can't be done, and why is on stderr. 2: the command line is wrong."""
+    """Returns the exit code. 0: done. 1: failed, with the reason on stderr. 2: the command line is wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m zero3", description="Sharded checkpoints, looked into and exported. One process, no GPU."
     )

@@ -1,4 +1,4 @@
-"""Which submodules of a model become layers, and which parameters stand in several of them."""
+"""Chooses the submodules of a model that become layers, and finds the parameters that are tied across them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Named(NamedTuple):
 
 
 def choose(model: nn.Module, layers: Layers) -> list[Named]:
-    """The modules that become layers, each once, outer before inner; never the model itself.
+    """Returns the modules that become layers, each once, outer before inner. The model itself is not among them.
 
     Raises:
-        ValueError: nothing is found, or something that can't be a layer.
-        TypeError: `layers` is no class, modules or predicate.
+        ValueError: No module is found, or one can't be a layer.
+        TypeError: `layers` is neither a class, several classes or modules, nor a predicate.
     """
     inside = [Named(name, module) for name, module in model.named_modules() if module is not model]
     if layers is None:
@@ -70,7 +70,7 @@ def _modules_named(inside: list[Named], layers: Any) -> set[int]:
 
 
 def _automatic(model: nn.Module, inside: list[Named]) -> set[int]:
-    """Blocks, then embeddings and heads, then whatever else would leave the root with more than the largest block."""
+    """Chooses blocks, then embeddings and heads, then other modules until the root's own layer is no larger than the largest block."""
     counts = Counter(id(p) for _, module in [("", model), *inside] for p in module._parameters.values() if p is not None)
     blocks = _blocks(model, inside, counts)
     within = {id(inner) for block in blocks for inner in block.modules()}
@@ -81,10 +81,10 @@ def _automatic(model: nn.Module, inside: list[Named]) -> set[int]:
 
 
 def _blocks(model: nn.Module, inside: list[Named], counts: Counter[int]) -> list[nn.Module]:
-    """The elements of the outermost module lists that hold a tenth of the parameters, or of the largest, if none does; and then of all
-    lists of blocks that hold a tenth as much as the largest of these elements."""
+    """Returns the elements of each outermost module list that holds a tenth of the parameters, or of the largest list if none does.
+    Then it adds those of each list of blocks that holds a tenth as much as the largest of these elements."""
     found = _outermost_lists(inside, lambda element: any(counts[id(p)] == 1 for p in element.parameters()))
-    found = found or _outermost_lists(inside, lambda element: _numel(element) > 0)  # of blocks that are tied to others, all of them
+    found = found or _outermost_lists(inside, lambda element: _numel(element) > 0)  # if all blocks are tied to others
     lists = [(sum(_numel(element) for element in elements), elements) for elements in found]
     most = max((size for size, _ in lists), default=0)
     if not most:
@@ -99,7 +99,7 @@ def _blocks(model: nn.Module, inside: list[Named], counts: Counter[int]) -> list
 
 
 def _outermost_lists(inside: list[Named], holds_something: Callable[[nn.Module], bool]) -> list[list[nn.Module]]:
-    """What is called of each list that lies in no other and has any."""
+    """Returns the called modules of each module list that is in no other list, if there are any that hold something."""
     names: list[str] = []
     lists: list[list[nn.Module]] = []
     for name, module in inside:  # outer before inner
@@ -111,19 +111,19 @@ def _outermost_lists(inside: list[Named], holds_something: Callable[[nn.Module],
 
 
 def _are_blocks(elements: list[nn.Module], largest: int) -> bool:
-    """Whether they are made of modules themselves, or large: fifty tables of a few words are better fetched at once."""
+    """Whether elements contain modules, or are large. (Fifty embeddings of a few words are better fetched together.)"""
     return any(_numel(child) for element in elements for child in element.children()) or _numel(elements[0]) >= largest / 20
 
 
 def _called_in(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules inside `module` that have a forward: a list may hold lists, or modules that only hold others."""
+    """Returns the outermost modules inside `module` that have a forward. A list may hold lists, which have none."""
     children = [child for child in module._modules.values() if child is not None]
     return [called for child in children for called in ([child] if is_callable(child) else _called_in(child))]
 
 
 def _ends(model: nn.Module, inside: list[Named], large: int) -> list[nn.Module]:
-    """Embeddings and heads: what a transformers model says they are, else embeddings anywhere; linear maps right under the model;
-    embeddings of `large` parameters or more, whoever knows of them."""
+    """Returns embeddings and heads: those that a transformers model names, or else every embedding; each `nn.Linear` directly in the
+    model; and every embedding of `large` parameters or more."""
     ends: list[nn.Module] = [module for module in model.children() if type(module) is nn.Linear]
     ends += [module for _, module in inside if isinstance(module, nn.Embedding) and _numel(module) >= large]
     if hasattr(model, "get_input_embeddings"):
@@ -140,24 +140,25 @@ def _ask(model: nn.Module, question: str) -> list[nn.Module]:
         return []
     if not isinstance(answer, nn.Module):
         return []
-    return [answer] if is_callable(answer) else _called_in(answer)  # a list of embeddings, one a codebook
+    return [answer] if is_callable(answer) else _called_in(answer)  # some models have a list of embeddings
 
 
 def _mostly_its_own(module: nn.Module, counts: Counter[int]) -> bool:
-    """Whether it would hold most of its parameters as a layer: those that are tied to others go to the root (a head's bias may)."""
+    """Whether the module, as a layer, would keep most of its parameters. (Those that are tied to others belong to the root.)"""
     own = sum(p.numel() for p in module.parameters() if counts[id(p)] == 1)
     return own > 0 and 2 * own >= _numel(module)
 
 
 def _large_parts(model: nn.Module, chosen: set[int], counts: Counter[int], largest: int) -> set[int]:
-    """Further modules, the largest first, until the root holds no more than the largest block, if that can be.
+    """Chooses further modules, the largest first, until the root's own layer is no larger than the largest block, if possible.
 
-    It is held from the forward to the end of backward, so it must not be what a step's memory is made of.
+    The root's own layer stays in memory from the forward to the end of backward, so it should be small.
     """
     left = {id(p): p.numel() for _, module in _outside(model, chosen) for p in module._parameters.values() if p is not None}
     parts = sorted(_parts(model, chosen, counts, largest), key=_numel, reverse=True)
     root, wanted = sum(left.values()), set[int]()
-    least = max(largest, root - sum(map(_numel, parts))) / 20  # smaller ones are not worth their transfers: beside what has to stay, too
+    # a module is worth its transfers only if it is not small beside the largest block, and beside what stays in the root
+    least = max(largest, root - sum(map(_numel, parts))) / 20
     for part in parts:
         if root <= largest or _numel(part) < least:
             break
@@ -171,7 +172,8 @@ def _outside(model: nn.Module, chosen: set[int]) -> Iterator[tuple[str, nn.Modul
 
 
 def _parts(module: nn.Module, chosen: set[int], counts: Counter[int], most: int) -> list[nn.Module]:
-    """The outermost modules that could be layers: called, without layers inside, hardly tied; larger than `most` if they can't be split."""
+    """Returns the outermost modules that could be layers: they are called, contain no layers, and keep most of their parameters. A
+    module that is larger than `most` is split if possible."""
     found: dict[int, nn.Module] = {}
     for child in module.children():
         if id(child) in chosen:
@@ -185,13 +187,13 @@ def _parts(module: nn.Module, chosen: set[int], counts: Counter[int], most: int)
 
 
 def _can_be_split(module: nn.Module, most: int) -> bool:
-    """Whether its children are called, and hold what makes it large."""
+    """Whether its children are called, and its own parameters alone are no more than `most`."""
     direct = sum(parameter.numel() for parameter in module.parameters(recurse=False))
     return direct <= most and any(True for _ in module.children()) and _calls_its_children(module)
 
 
 def _calls_its_children(module: nn.Module) -> bool:
-    """Attention reads the parameters of its output map without a call, and a parametrized module those of its parametrizations."""
+    """Whether the module calls its children. Attention and parametrized modules read their children's parameters without a call."""
     return not isinstance(module, nn.MultiheadAttention) and not is_parametrized(module)
 
 
@@ -200,7 +202,7 @@ def _numel(module: nn.Module) -> int:
 
 
 def tied_across(model: nn.Module, chosen: list[Named]) -> dict[int, ParameterSites]:
-    """Parameters that stand in more than one layer (the root counts as one), by id, with all their places, under their first names."""
+    """Returns the parameters that are in several layers (the root counts as one), by id, with all their places and their first name."""
     boundaries = {id(module) for _, module in chosen}
     units: dict[int, set[int]] = {}
     parameters: dict[int, ParameterSites] = {}

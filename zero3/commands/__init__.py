@@ -1,1 +1,1 @@
-"""What `python -m zero3` does, a file for each subcommand."""
+"""The subcommands of `python -m zero3`, a file for each."""

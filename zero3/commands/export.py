@@ -1,10 +1,10 @@
 """Turns a checkpoint into a Hugging Face directory: safetensors under the model's own names, their index, config.json.
 
-One process, which holds a few MB at a time, whatever the number of ranks that wrote the checkpoint. Hashes are compared
-first. A tied parameter is written once, under its first name. Names are those of the model that was saved; where
-transformers gives files other names (experts), save_pretrained in a training script does so too.
+One process does it, and holds a few MB at a time, for any number of ranks that wrote the checkpoint. It compares hashes
+first. A tied parameter is written once, under its first name. Names are those of the model that was saved. (For some
+models, such as those with experts, transformers has other names in files: save_pretrained in a training script writes these.)
 
-Any number of ranks can load a checkpoint as it is, so there is no command that converts between them.
+Any number of ranks can load a checkpoint as it is, so no command converts between numbers of ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Everything that can be found wrong is, before the first byte is written; what fails then leaves nothing."""
+    """Finds all mistakes before it writes a byte. If it fails later, it leaves no file."""
     _check_places(options)
     found = manifest.read(options.checkpoint)
     with manifest.reading(found):
@@ -86,7 +86,7 @@ def _check_places(options: argparse.Namespace) -> None:
 
 
 def _planned(found: manifest.Manifest, options: argparse.Namespace) -> dict[str, list[Output]]:
-    """The files that will be, by what the command line asks for."""
+    """Returns the tensors of each file that the options ask for."""
     if left_out := [name for name, described in found.content["tensors"].items() if not described["stored"]]:
         raise ValueError(f"{options.checkpoint} was saved with frozen=False, without {len(left_out)} parameters ({left_out[0]}, ...)")
     dtype = dtype_named(options.dtype) if options.dtype is not None else None
@@ -94,7 +94,7 @@ def _planned(found: manifest.Manifest, options: argparse.Namespace) -> dict[str,
         raise ValueError(f"--dtype {options.dtype}: {wrong}")
     outputs: dict[str, Output] = {}
     for key, described in found.content["tensors"].items():
-        name, own = own_name(key), dtype_named(described["dtype"])  # a zero3 before this one kept the names of wrappers
+        name, own = own_name(key), dtype_named(described["dtype"])  # early versions saved the names of wrappers too
         to = dtype if dtype is not None and own.is_floating_point else own
         output = Output(name.removeprefix(options.strip), to, tuple(described["shape"]), Whole(name, described["shape"]))
         if (other := outputs.setdefault(output.name, output)) is not output:

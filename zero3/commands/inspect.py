@@ -1,6 +1,6 @@
-"""Shows what a checkpoint holds: step, ranks that wrote it, parameters, bytes, dtypes, the optimizer's groups.
+"""Shows what a checkpoint holds: step, number of ranks that wrote it, parameters, bytes, dtypes, the optimizer's groups.
 
-With --verify every byte is read and its hash compared. Exit code 1 if it is no checkpoint, or not what was saved.
+With --verify all files are read, and their hashes compared. The exit code is 1 if there is no checkpoint, or if it was changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__: list[str] = []
 
 NAME = "inspect"
 SUMMARY = "show what a checkpoint holds, and check its hashes"
-_SHARES = 64  # in which a file is verified, so that progress can be seen
+_SHARES = 64  # a file is verified in so many steps, to show progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def _parameters(found: manifest.Manifest) -> list[str]:
 
 
 def facts_of(found: manifest.Manifest) -> dict[str, Any]:
-    """Everything in a few numbers."""
+    """Returns the facts to show, in their order."""
     tensors, optimizer, extra = found.content["tensors"], found.content["optimizer"], found.content["extra"]
     numels: Counter[str] = Counter()
     for described in tensors.values():

@@ -1,4 +1,4 @@
-"""A progress bar for those who wait, where tqdm is installed and there is a terminal."""
+"""A progress bar, if tqdm is installed and stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__: list[str] = []
 
 @contextmanager
 def progress(total: int, doing: str) -> Iterator[Callable[[int], object]]:
-    """What it gives is told how many bytes more are done."""
+    """Context that yields a function, which is called with the number of bytes that are done since its last call."""
     try:
         tqdm = importlib.import_module("tqdm").tqdm if sys.stderr.isatty() else None
     except ImportError:
