@@ -75,14 +75,14 @@ def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]
 
 @contextmanager
 def pinned(states: list[LayerState], caller: str, *, writeback: bool = False, to_compute: bool = False) -> Iterator[None]:
-    """Inside, `states` are fetched: as they are stored, or as they compute. `caller`: what the ranks compare before they gather."""
+    """Context in which `states` are fetched, in the dtypes of storage or of compute. Ranks compare `caller` before they gather."""
     rank = states[0].communicator.rank
     agree_to_gather(states, caller)
     pins: list[Pin] = []
     written: list[str] = []
     try:
         for state in states:
-            undone = to_compute and not state.pinned  # else an outer context says what becomes of changes
+            undone = to_compute and not state.pinned  # an outer context may keep changes
             pin(state, to_compute=to_compute)
             pins.append(Pin(state, undone=undone))
         error: BaseException | None = None
@@ -100,7 +100,7 @@ def pinned(states: list[LayerState], caller: str, *, writeback: bool = False, to
         replaced = [f"{p.sites.name!r} of layer {each.state.label}" for each in pins for p in each.state.parameters if p.sites.replaced()]
         for each in pins:
             unpin(each.state)
-            each.state.toggled = True  # perhaps: the next forward looks
+            each.state.toggled = True  # it may be: the next forward looks
     if toggled:
         raise RuntimeError(
             f"rank {rank}: requires_grad was changed inside {caller}, of {', '.join(toggled)}. A chunk is "
@@ -116,7 +116,7 @@ def pinned(states: list[LayerState], caller: str, *, writeback: bool = False, to
 
 
 def _merged_adapters(model: nn.Module) -> dict[str, list[str]]:
-    """What peft's modules note of merging: in bf16 a merge may be as small as rounding, and is wrong nevertheless if it is undone."""
+    """Returns the merged adapters by peft's own notes. In bf16 a merge may change no value, and is wrong nevertheless if it is undone."""
     notes = {name: getattr(module, "merged_adapters", None) for name, module in model.named_modules()}
     return {name: list(merged) for name, merged in notes.items() if isinstance(merged, list) and merged}
 

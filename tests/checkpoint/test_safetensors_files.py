@@ -75,7 +75,7 @@ def test_a_file_that_ends_while_it_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "size", "message"),
     [
-        ({"a": entry(0, 8)}, 4, r"cut off or corrupt: .* bytes, its header speaks of"),
+        ({"a": entry(0, 8)}, 4, r"cut off or corrupt: .* bytes, its header describes"),
         ({"a": entry(0, 8)}, 12, r"cut off or corrupt"),
         ({"a": entry(0, 8), "b": entry(4, 12)}, 12, r"'b' starts at byte \d+, expected \d+: without overlaps"),
         ({"a": entry(0, 8), "b": entry(12, 16)}, 16, r"'b' starts at byte"),

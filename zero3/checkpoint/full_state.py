@@ -56,7 +56,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
     error = not_a_dtype(dtype)
     try:
         extra = copied(extra_states_of(model)) if keeps else {}
-    except Exception as caught:  # whatever a module raises: the other ranks have to hear of it
+    except Exception as caught:  # of any kind, since modules raise it: the other ranks have to hear of it
         error = error or caught
     agree_to_gather(states, "full_state_dict", error)
     if not rank0_only and first.communicator.world_size > 1 and extra and not all(state.pinned for state in states):

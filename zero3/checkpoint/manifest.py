@@ -114,7 +114,7 @@ def _refuse_links(path: Path) -> None:
     """A save writes plain files into its own directory. A link would lead out of it, and reading a pipe would not end."""
     mode = path.lstat().st_mode if os.path.lexists(path) else stat.S_IFREG
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise ValueError(f"{path} is a link or a device, as no save makes them: put in its place what it points to")
+        raise ValueError(f"{path} is a link or a device, which no save makes: replace it by what it points to")
 
 
 def parse(path: Path) -> dict[str, Any]:
@@ -131,11 +131,11 @@ def parse(path: Path) -> dict[str, Any]:
     well_formed = isinstance(content.get("files"), dict) and content.get("block_bytes") == BLOCK_BYTES
     if not well_formed or not DATA.fullmatch(str(content.get("data"))):
         found = f"data {content.get('data')!r:.80}, blocks of {content.get('block_bytes')!r:.20}"
-        raise ValueError(f"{path}: {found}, as no save writes them")
+        raise ValueError(f"{path}: {found}, which no save writes")
     for name, entry in content["files"].items():
         blocks = entry.get("sha256") if isinstance(entry, dict) else None
         if not _FILE.fullmatch(name) or not isinstance(blocks, list) or type(entry.get("bytes")) is not int:
-            raise ValueError(f"{path} names the file {name!r:.80}, as no save does")
+            raise ValueError(f"{path} names the file {name!r:.80}, which no save writes")
         if len(blocks) != -(-entry["bytes"] // BLOCK_BYTES):
             raise ValueError(f"{path}: {name} has {len(blocks)} hashes for {entry['bytes']} bytes, one for every {BLOCK_BYTES} expected")
     return content

@@ -59,8 +59,8 @@ class KeptKeys:
         if not fitting:
             kept, by = max(allowed, key=len), f" by {there}" if there is not None else ""
             return (
-                f"{here}, as it was made here, keeps {_listed(kept)}, and saved{by} was {_listed(keys)}. Make the optimizer of the class "
-                "and with the options that it had when it was saved, or load without an optimizer"
+                f"{here}, as it was made here, keeps {_listed(kept)}, and the state that was saved{by} has {_listed(keys)}. Make the "
+                "optimizer of the class and with the options that it had when it was saved, or load without an optimizer"
             )
         for key, dtype in dtypes.items():
             kinds = {kept[key] for kept in fitting if key in kept} - {"number"}

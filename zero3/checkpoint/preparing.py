@@ -25,7 +25,7 @@ from .safetensors_writing import Entry, Written, header_of
 __all__: list[str] = []
 
 _log = logging.getLogger("zero3")
-_SCHEME = "fsspec paths are not taken, for their stores have no rename that is atomic: save to a directory, and copy it from there"
+_SCHEME = "fsspec paths are not supported, because their stores have no atomic rename: save to a directory, and copy it from there"
 
 
 class Prepared:

@@ -45,7 +45,7 @@ class Ranges:
         for start, stop, stored in self._ranges.get((kind, name), []):
             if start != end or stored.numel != stop - start or str(stored.dtype) != f"torch.{dtype}":
                 found = f"{stored.name!r} with {stored.numel} elements of {stored.dtype}"
-                raise ValueError(f"{stored.file}: {found} does not follow on element {end} ({dtype})")
+                raise ValueError(f"{stored.file}: {found} does not continue at element {end} ({dtype})")
             end = stop
         if end != numel:
             raise ValueError(f"{self._files.directory} has {end} of the {numel} elements of {name} ({kind})")

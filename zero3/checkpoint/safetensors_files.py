@@ -251,4 +251,4 @@ def _check_spans(spans: Iterable[tuple[int, int, str]], path: Path, begin: int, 
             raise ValueError(f"{path} is corrupt: {name!r} starts at byte {start}, expected {end}: without overlaps and gaps")
         end = stop
     if end != size:
-        raise ValueError(f"{path} is cut off or corrupt: {size} bytes, its header speaks of {end}")
+        raise ValueError(f"{path} is cut off or corrupt: {size} bytes, its header describes {end}")

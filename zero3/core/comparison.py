@@ -1,4 +1,4 @@
-"""What ranks compare before they rely on it: a layer whose call was not predicted, and the transfers that they have made."""
+"""Comparisons between ranks: of a layer whose call was not predicted, and of the transfers that they have made."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ FOLD_EVERY = 1000  # transfers; if they are not compared, the log is folded this
 
 
 def compare_call(communicator: Communicator, state: LayerState, number: int) -> None:
-    """`state` is the layer called as number `number` of a forward.
+    """Compares the layer that is called as number `number` of a forward.
 
     Raises:
-        ValueError: on another rank it is another layer; on every rank.
+        ValueError: Another rank calls another layer. Every rank raises it.
     """
     place = f"the layer called as number {number} of a forward"
     with state.gate.compare(state, place, [state.name_among_ranks]):
@@ -30,10 +30,10 @@ def compare_call(communicator: Communicator, state: LayerState, number: int) -> 
 
 
 def compare_logs(communicator: Communicator, first: LayerState, every: int) -> None:
-    """Compares the transfers of all layers so far. At `every` 1, `ComparingGate` does it before each gather.
+    """Compares the transfers of all layers so far. If `every` is 1, `ComparingGate` does it before each gather.
 
     Raises:
-        ValueError: ranks have made different transfers; on every rank.
+        ValueError: Ranks have made different transfers. Every rank raises it.
     """
     if every > 1:
         with first.gate.passing(Action.AGREE, first):
@@ -55,7 +55,7 @@ def drop_stale(communicator: Communicator, layers: Sequence[LayerState]) -> None
 
 
 def states_within(module: nn.Module, layers: Sequence[LayerState]) -> list[LayerState]:
-    """The layers that a call of `module` may call: those in it, and the root's own layer where its `forward` enters that."""
+    """Returns the layers that a call of `module` may call: those in it, and the root's own layer if its `forward` enters that."""
     found = [state for inner in module.modules() if isinstance(state := vars(inner).get("_state"), LayerState)]
     root = getattr(vars(module).get("forward"), "root", None)
     state = root() if root is not None else None

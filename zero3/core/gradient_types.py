@@ -168,7 +168,7 @@ class DeferredGradient(Tensor):
             note = vars(self).get(TOKENS)
             self.become(typed(torch.zeros_like(parameter)))
             if note is not None:
-                setattr(self, TOKENS, (note[0], -1))  # of another version: whoever counts tokens sees that it was zeroed
+                setattr(self, TOKENS, (note[0], -1))  # with no tensor's version, so that `zero3.backward` sees that it was zeroed
         else:
             parameter.grad = self.earlier
 
@@ -208,7 +208,7 @@ def accumulate_beside(parameter: nn.Parameter, layer: Callable[[], DefersReducti
                 "and the guard could not take it back: run that backward after the guard"
             )
         if leaf is not None and isinstance(leaf.grad, DeferredGradient):
-            if not leaf.grad.zeroed:  # else what comes is all that there is
+            if not leaf.grad.zeroed:  # zeroed gradients are not added to
                 put_aside.append(leaf.grad)
             leaf.grad = leaf.grad.earlier
 

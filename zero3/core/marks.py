@@ -1,4 +1,4 @@
-"""What a chunk, or a parameter, of a sharded model carries: the way to its layer, and answers to tools that take it for something else."""
+"""Attributes of the chunks and parameters of a sharded model: a reference to the layer, and refusals for tools that misread them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Owner(weakref.ref[Any]):
 
 
 def _refuse_distributed_checkpoint(*_: object) -> NoReturn:
-    """What torch.distributed.checkpoint finds where it asks a tensor which part of a whole it is."""
+    """Replaces methods by which torch.distributed.checkpoint asks a tensor which part of a whole it is."""
     raise RuntimeError(
         "torch.distributed.checkpoint over a sharded model's chunks: every rank's slice has the same name, so one rank's would stand for "
         "all. Use zero3.save_checkpoint and zero3.load_checkpoint, or give it what zero3.full_state_dict(model) returns."
@@ -34,7 +34,7 @@ def _refuse_distributed_checkpoint(*_: object) -> NoReturn:
 
 
 def mark(parameter: nn.Parameter, state: Any) -> nn.Parameter:
-    """So that whoever holds the chunk, or the part of one, finds its layer, and takes it for no whole tensor."""
+    """Marks a chunk or a part of one, so that it leads to its layer, and is not mistaken for a whole tensor."""
     parameter.zero3_state = Owner(state)  # type: ignore[attr-defined]
     for question in ("__create_write_items__", "__create_chunk_list__"):
         setattr(parameter, question, _refuse_distributed_checkpoint)
@@ -55,7 +55,7 @@ class _Method:
 
 
 def mark_sharded(parameter: nn.Parameter, name: str, state: object) -> None:
-    """What a sharded parameter carries: its name for errors, its layer (`state`, not held), and two methods of its own."""
+    """Gives a sharded parameter its name for errors, a weak reference to its layer, and two methods of its own."""
     attributes = {"zero3_name": name, "zero3_state": Owner(state)}
     attributes |= {"set_": _Method(_set_unless_itself, parameter), "__getstate__": _Method(_own_attributes, parameter)}
     parameter.__dict__.update(attributes)
@@ -74,6 +74,6 @@ def _set_unless_itself(parameter: nn.Parameter, *source: Any, **options: Any) ->
 
 
 def _own_attributes(parameter: nn.Parameter) -> dict[str, Any]:
-    """What a pickle of the parameter holds beside its values: the user's own marks."""
+    """Returns the attributes that a pickle of the parameter keeps: those that the caller has set."""
     ours = ("zero3_name", "zero3_state", "set_", "__getstate__")
     return {name: value for name, value in vars(parameter).items() if name not in ours}

@@ -86,12 +86,12 @@ def guard(module: nn.Module, is_layer: IsLayer, *, lists_chunks: bool = False) -
 
 
 def _no_modifiers(module: nn.Module | None = None) -> dict[str, Any]:
-    """What `_fqn_modifiers` of a class without it gives. An unpickled module has this function, and no method, in its place."""
+    """Stands for `_fqn_modifiers` in a class without it. In an unpickled module it is called as a function, without `module`."""
     return {}
 
 
 def refuse_new_parameters(module: nn.Module) -> None:
-    """From now on it takes no parameters that are not sharded: see `_check_new_module`."""
+    """Makes `module` refuse parameters that are not sharded. See `_check_new_module`."""
     module.__dict__[_GUARDED] = True
 
 
@@ -149,7 +149,7 @@ def _before_state_dict(module: nn.Module, *_: object) -> None:
 
 
 def _before_distributed_state_dict(module: nn.Module, method: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """Of an optimizer over chunks it would take each rank's slice for a replica of the whole, under one name."""
+    """Refuses torch's distributed state dicts, which would take each rank's slice for a replica of the whole."""
     if any(released_in(inner) for inner in module.modules()):
         refuse(
             "get_optimizer_state_dict, set_optimizer_state_dict, get_state_dict and the like (torch.distributed.checkpoint.state_dict)",
@@ -165,13 +165,14 @@ def _before_load_state_dict(module: nn.Module, *_: object) -> None:
 
 
 def _check_new_module(module: nn.Module, name: str, new: nn.Module | None) -> None:
-    """Whatever is put into a sharded model brings no parameters of its own: those would be neither sharded, nor reduced, nor loaded."""
+    """Raises if a new module in a sharded model has parameters of its own: they would be neither sharded, nor reduced, nor loaded."""
     if _GUARDED in vars(module) and isinstance(new, nn.Module):
         _check_strangers(module, [f"{name}.{inner}" for inner, parameter in new.named_parameters() if not _is_sharded(parameter)])
 
 
 def _check_new_parameter(module: nn.Module, name: str, new: nn.Parameter | None) -> None:
-    known = {known for known, _ in parameters_of(module)} if _GUARDED in vars(module) else set()  # replaced: told of when it is shown
+    # a new object under a known name is an error too, which is raised when the layer's parameters are shown
+    known = {known for known, _ in parameters_of(module)} if _GUARDED in vars(module) else set()
     if _GUARDED in vars(module) and new is not None and name not in known and not _is_sharded(new):
         _check_strangers(module, [name])
 

@@ -98,17 +98,17 @@ def own_name(name: str) -> str:
 
 
 def own_module_name(name: str) -> str:
-    """The same for a module's name."""
+    """Works as `own_name`, for a module's name."""
     return own_name(f"{name}.").removesuffix(".")
 
 
 def wrapped_in(module: nn.Module) -> nn.Module | None:
-    """What one of torch's wrappers holds; None, if `module` is no such wrapper."""
+    """Returns the module inside one of torch's wrappers, or None if `module` is no such wrapper."""
     return next((child for name in _WRAPPED if (child := module._modules.get(name)) is not None), None)
 
 
 def named(names: Sequence[str], most: int = 6) -> str:
-    """For errors: the first of many names, and how many more there are."""
+    """Returns the first of many names, and the number of the others, for errors."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

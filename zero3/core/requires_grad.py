@@ -1,4 +1,4 @@
-"""What becomes of a change of `requires_grad` of one parameter, when its whole chunk is trained or frozen."""
+"""Finds changes of one parameter's `requires_grad`. They can't count, because a chunk is trained or frozen as a whole."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__: list[str] = []
 
 
 def check_requires_grad(computing: LayerState, layers: Iterable[LayerState]) -> None:
-    """Before a forward with gradients: a gradient of a parameter that is frozen and whose chunk is not, or vice versa, would be wrong.
+    """Compares `requires_grad` of a layer's parameters with their chunks', before a forward with gradients.
 
-    A change is remembered until then, for tools switch adapters off and on again. Where nothing of the model (`layers`) is to be
-    trained, as inside peft's disable_adapter(), no gradient is lost.
+    It does not look earlier, because tools switch adapters off and on again. If no parameter of the model (`layers`) needs a gradient,
+    as inside peft's disable_adapter(), no gradient can be wrong.
 
     Raises:
-        RuntimeError: a parameter of `computing` has another `requires_grad` than its chunk.
+        RuntimeError: The `requires_grad` of a parameter of `computing` differs from its chunk's.
     """
     if not torch.is_grad_enabled():
         return

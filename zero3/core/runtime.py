@@ -158,7 +158,7 @@ class Runtime:
         self._called.add(id(module))
 
     def _compare_transfers(self, first: LayerState) -> None:
-        """At every forward where messages carry no tag, so that two layers' transfers may meet; else after `compare_every` transfers."""
+        """Compares the ranks' transfers: at every forward if messages carry no layer's tag, and otherwise after `compare_every`."""
         log = first.log
         if self._tells:
             log.look()

@@ -73,7 +73,7 @@ def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = Tr
 
 
 def _options_of(optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    """Yields a line for each group, which must be the same on all ranks. An object without a text is told by its type."""
+    """Yields a line for each group, which must be the same on all ranks. An option that is no plain value is described by its type."""
     for number, group in enumerate(optimizer.param_groups):
         told = []
         for key in sorted(key for key in group if isinstance(key, str) and key not in ("params", "param_names")):
@@ -124,8 +124,8 @@ def _check_held(model: nn.Module, states: list[LayerState], optimizers: list[tor
     for parameter in held:
         if isinstance(parameter, Superseded):
             raise ValueError(
-                f"the optimizer holds {parameter.zero3_name}, which zero3.param_groups has put others in the place of since: make "
-                "it from what the last call returned"
+                f"the optimizer holds {parameter.zero3_name}, which zero3.param_groups has replaced since: make the optimizer from "
+                "what the last call returned"
             )
         if isinstance(parameter, ReleasedParameter) or id(parameter) in originals:
             name = originals.get(id(parameter), "of another sharded model")
@@ -139,8 +139,9 @@ def _check_held(model: nn.Module, states: list[LayerState], optimizers: list[tor
         if parameter.numel() and (count > 1 or (parameter.requires_grad and not count)):
             names = ", ".join(piece.slot.name for piece, _ in each.pieces()) or "padding"
             raise ValueError(
-                f"{'no optimizer holds' if not count else 'optimizers hold more than once'} what layer {each.state.label} has on this "
-                f"rank of: {names}. Pass all optimizers that train the model; freeze what none should train"
+                f"{'no optimizer holds' if not count else 'optimizers hold more than once'} these parameters of layer "
+                f"{each.state.label}, which this rank has a slice of: {names}. Pass all optimizers that train the model; freeze "
+                "parameters that should not train"
             )
 
 

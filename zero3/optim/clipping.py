@@ -37,7 +37,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
         RuntimeError: The norm is nan or inf, and `error_if_nonfinite` is set. Every rank raises it.
         ValueError: Nothing in `model` is sharded, `norm_type` is not positive, or `max_norm` is negative or nan. Every rank raises it;
             on a GPU, ranks with right arguments get nan instead.
-        TypeError: `norm_type` or `max_norm` is no number, likewise.
+        TypeError: `norm_type` or `max_norm` is no number. The same ranks raise it.
 
     Example::
 

@@ -38,7 +38,7 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
     Raises:
         ValueError: Nothing in `model` is sharded, `norm_type` is not positive, or `of` is neither "grad" nor "param". Every rank
             raises it; on a GPU, ranks with right arguments get nan instead.
-        TypeError: `norm_type` is no number, likewise.
+        TypeError: `norm_type` is no number. The same ranks raise it.
 
     Example::
 

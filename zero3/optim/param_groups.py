@@ -76,8 +76,8 @@ def param_groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
     Raises:
         ValueError: Nothing in `model` is sharded, options differ between ranks or hold "params", or the model has stage 1. All
             ranks raise the same error, and nothing has changed.
-        TypeError: `options` is no function, or returns something other than a dict or None, likewise.
-        RuntimeError: The model has gradients, computes, or is in `full_params`, likewise.
+        TypeError: `options` is no function, or returns something other than a dict or None. Again all ranks raise it.
+        RuntimeError: The model has gradients, computes, or is in `full_params`. Again all ranks raise it.
 
     Example::
 

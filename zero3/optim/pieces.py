@@ -49,7 +49,7 @@ def retire(chunk: Chunk, label: str) -> None:
 
 
 class Choice(NamedTuple):
-    """What `options` decided for one parameter."""
+    """The decision of `options` for one parameter."""
 
     group: int | None  # the group's number; None: in no group
     whole: bool

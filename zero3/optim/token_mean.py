@@ -40,7 +40,7 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
         ValueError: Nothing in `model` is sharded, the loss is not 0-dim or has no graph, the number of tokens is negative, or a
             backward without a number of tokens has left gradients. Every rank raises it; on a GPU, where the host does not wait, only
             the rank with the mistake.
-        TypeError: The loss is no tensor, or the number of tokens is no number, likewise.
+        TypeError: The loss is no tensor, or the number of tokens is no number. The same ranks raise it.
 
     Example::
 
