@@ -15,7 +15,7 @@ from tests.optim.test_param_groups import Options, all_whole, as_layers, build, 
 from tests.support.ranks import Collective, ThreadCommunicator, run_ranks
 from tests.support.training import loss_of, sentences
 from zero3.access import states_of
-from zero3.optim.ownership import owned_by
+from zero3.optim.check_optimizer import owned_by
 
 INF = float("inf")
 WAYS: dict[str, Options | None] = {

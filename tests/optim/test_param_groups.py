@@ -15,7 +15,7 @@ from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.training import loss_of, odd_model, sentences
 from zero3 import ParamInfo
 from zero3.access import states_of
-from zero3.optim.ownership import owned_by
+from zero3.optim.check_optimizer import owned_by
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 TOLERANCE = 1e-12

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +74,18 @@ class Contents:
 
     def knows(self, name: str) -> bool:
         return name in self.parameters or name in self.others
+
+    def check_loaded(self, names: Iterable[str], doing: str) -> None:
+        """Raises RuntimeError if tensors have no values."""
+        missing = [name for name in names if self.is_empty(name)]
+        if missing:
+            raise RuntimeError(f"{doing}: {', '.join(missing)} have no values yet (meta device): load them before")
+
+    def is_empty(self, name: str) -> bool:
+        """Whether the tensor was made on the meta device, and has no values yet."""
+        if name in self.others:
+            return self.others[name].is_meta
+        return self.parameters[name].index in self.parameters[name].chunk.unloaded
 
     def trains(self, name: str) -> bool:
         """Whether an optimizer may change the tensor."""

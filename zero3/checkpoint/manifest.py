@@ -24,7 +24,7 @@ from typing import Any
 
 from . import file_operations
 from .safetensors_files import read_bytes
-from .safetensors_writing import BLOCK_BYTES, Written
+from .safetensors_writing import BLOCK_BYTES, Written, write_text
 
 __all__: list[str] = []
 
@@ -59,11 +59,7 @@ def write(directory: Path, content: dict[str, Any], files: dict[str, Written], t
     content = {"format": FORMAT, "version": VERSION, "data": f"data-{token}", "block_bytes": BLOCK_BYTES, **content}
     content["files"] = {name: {"bytes": written.nbytes, "sha256": written.blocks} for name, written in files.items()}
     content["sha256"] = _own_hash(content)
-    temporary = directory / f"{NAME}.{token}"
-    with file_operations.create(temporary) as file:
-        file_operations.write(file, [memoryview(json.dumps(content, indent=1).encode())])
-        file_operations.sync(file)
-    file_operations.replace(temporary, directory / NAME)
+    write_text(directory / NAME, json.dumps(content, indent=1), token)
     file_operations.sync_directory(directory)
 
 

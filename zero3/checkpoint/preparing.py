@@ -57,7 +57,7 @@ class Prepared:
         self.content["tensors"] = {
             name: {**described, "stored": self.stores(name)} for name, described in self.contents.description().items()
         }
-        self._check_loaded()
+        self.contents.check_loaded(filter(self.stores, [*self.contents.parameters, *self.contents.others]), "save_checkpoint")
         # both raise if the format has no name for a dtype
         header_of(((entry.name, entry.tensor.dtype, entry.shape) for entry in self.model_entries), {})
         header_of(((name, self.contents.dtype(name), ()) for name in self.content["tensors"]), {})
@@ -65,12 +65,6 @@ class Prepared:
     def stores(self, name: str) -> bool:
         """Whether the checkpoint holds the tensor's values."""
         return self.frozen or name in self.contents.others or self.contents.trains(name)
-
-    def _check_loaded(self) -> None:
-        missing = [n for n, b in self.contents.parameters.items() if self.stores(n) and b.index in b.chunk.unloaded]
-        missing += [name for name, tensor in self.contents.others.items() if tensor.is_meta]
-        if missing:
-            raise RuntimeError(f"save_checkpoint: {', '.join(missing)} have no values yet (meta device): load them before")
 
     def lines(self) -> list[str]:
         """Returns what has to be the same on all ranks."""

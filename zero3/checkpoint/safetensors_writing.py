@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from io import FileIO
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -76,6 +77,15 @@ def write_file(file: FileIO, entries: list[Entry], metadata: Mapping[str, str]) 
                 blocks.append(hashes.popleft().result())
         blocks += [future.result() for future in hashes]
     return Written(nbytes, blocks)
+
+
+def write_text(path: Path, text: str, token: str) -> None:
+    """Writes a small file under a temporary name, which ends with `token`, and renames it when it is on the disk."""
+    temporary = path.with_name(f"{path.name}.{token}")
+    with file_operations.create(temporary) as file:
+        file_operations.write(file, [memoryview(text.encode())])
+        file_operations.sync(file)
+    file_operations.replace(temporary, path)
 
 
 def _hash(views: list[memoryview]) -> str:

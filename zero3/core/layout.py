@@ -50,6 +50,11 @@ class Piece:
     stop: int
     offset: int
 
+    @property
+    def place(self) -> slice:
+        """Its elements in the chunk."""
+        return slice(self.offset, self.offset + self.stop - self.start)
+
 
 @dataclass(frozen=True)
 class ChunkLayout:

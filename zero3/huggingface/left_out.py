@@ -82,7 +82,6 @@ def fill(model: nn.Module, states: list[LayerState], computed: list[tuple[Tensor
         slot = sharded.chunk.layout.slots[sharded.index]
         for piece in sharded.chunk.layout.pieces(first.communicator.rank):
             if piece.slot is slot:
-                target = sharded.chunk.shard.data[piece.offset : piece.offset + piece.stop - piece.start]
-                target.copy_(value.reshape(-1)[piece.start : piece.stop])
+                sharded.chunk.shard.data[piece.place].copy_(value.reshape(-1)[piece.start : piece.stop])
         sharded.chunk.unloaded.discard(sharded.index)
         torch.autograd.graph.increment_version(sharded.chunk.shard)  # graphs built before are stale

@@ -121,7 +121,7 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
 def _fill_chunks(state: LayerState, reader: SliceReader, found: Fit) -> None:
     for sharded, piece in _pieces(state):
         if (index_map := found.maps.get(id(sharded.sites.parameter))) is not None:
-            reader.read(index_map, piece.start, sharded.chunk.shard.data[piece.offset : piece.offset + piece.stop - piece.start])
+            reader.read(index_map, piece.start, sharded.chunk.shard.data[piece.place])
     for sharded in state.parameters:
         if id(sharded.sites.parameter) in found.maps:
             sharded.chunk.unloaded.discard(sharded.index)

@@ -18,7 +18,7 @@ from ..checkpoint.contents import Contents
 from ..checkpoint.extra_state import extra_states_of
 from ..checkpoint.full_state import not_a_dtype
 from ..checkpoint.safetensors_files import STAGE_BYTES, bytes_of
-from ..checkpoint.safetensors_writing import header_of
+from ..checkpoint.safetensors_writing import header_of, write_text
 from ..comm.agreement import agreeing
 from ..comm.plain_values import unreadable
 from ..names import innermost
@@ -112,10 +112,7 @@ class _Plan:
         self._token = ""
         self._headers = {file: header_of(((o.name, o.dtype, o.shape) for o in shard), dict(_METADATA)) for file, shard in shards.items()}
         needed = {source for shard in shards.values() for output in shard for source in output.index_map.sources}
-        missing = [n for n in needed if n in contents.parameters and contents.parameters[n].index in contents.parameters[n].chunk.unloaded]
-        missing += [name for name, tensor in contents.others.items() if name in needed and tensor.is_meta]
-        if missing:
-            raise RuntimeError(f"save_pretrained: {', '.join(sorted(missing))} have no values yet (meta device): load them before")
+        contents.check_loaded(sorted(needed), "save_pretrained")
 
     def write(self) -> None:
         contents = self.contents
@@ -217,11 +214,7 @@ class _Plan:
         for file in self.shards:
             file_operations.replace(self._temporary(file), directory / file)
         if len(self.shards) > 1:
-            temporary = directory / f"{index}.{self._token}"
-            with file_operations.create(temporary) as opened:
-                file_operations.write_at(opened, 0, memoryview(index_of(self.shards).encode()))
-                file_operations.sync(opened)
-            file_operations.replace(temporary, directory / index)
+            write_text(directory / index, index_of(self.shards), self._token)
         kept = {*self.shards, index} if len(self.shards) > 1 else set(self.shards)
         for name in file_operations.names_in(directory):  # of an earlier save into it
             numbered = name.startswith(f"{stem}-") and name.endswith(".safetensors")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,9 +14,10 @@ from torch import nn
 from ..access import states_of
 from ..comm.agreement import agreeing
 from ..comm.plain_values import encode_scalar
+from ..core.chunk import Chunk, Part
 from ..core.layer_state import LayerState
+from ..core.layout import Piece
 from ..core.released import ReleasedParameter
-from .ownership import Owned, owned_by
 from .param_groups import named_parameters
 from .pieces import Superseded
 from .probe import CannotProbe, builder, probe_flat, probe_whole
@@ -32,6 +33,26 @@ _REPLICATED = frozenset(
     }
 )
 _WHOLE = 'zero3.param_groups(model, lambda name, info: {"whole": True})'
+
+
+class Owned(NamedTuple):
+    """A parameter that this rank's optimizer may hold. `part.parameter` is elements `part.start` to `part.stop` of `chunk`."""
+
+    state: LayerState
+    chunk: Chunk
+    part: Part
+
+    def pieces(self) -> Iterator[tuple[Piece, slice]]:
+        """Yields the pieces of slots that the parameter covers, each with its place in the flattened parameter. Padding has no piece."""
+        for piece in self.chunk.layout.pieces(self.state.communicator.rank):
+            if self.part.start <= piece.offset < self.part.stop:
+                start = piece.offset - self.part.start
+                yield piece, slice(start, start + piece.stop - piece.start)
+
+
+def owned_by(states: Iterable[LayerState]) -> dict[int, Owned]:
+    """Returns all parameters that this rank's optimizers may hold, trainable and frozen, by id."""
+    return {id(part.parameter): Owned(state, chunk, part) for state in states for chunk in state.chunks for part in chunk.parts}
 
 
 def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = True) -> None:

@@ -72,7 +72,7 @@ def _add_own(values: Tensor, named: list[ShardedParameter], rank: int, of: str, 
     for chunk in dict.fromkeys(sharded.chunk for sharded in named):
         indices = {slot: index for index, slot in enumerate(chunk.layout.slots)}
         for piece in chunk.layout.pieces(rank):
-            flat = _slice(chunk, piece.offset, piece.offset + piece.stop - piece.start, of)
+            flat = _slice(chunk, piece.place.start, piece.place.stop, of)
             if flat is not None:
                 norm = torch.linalg.vector_norm(flat, norm_type, dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32)
                 values[rows[chunk, indices[piece.slot]]] = norm if math.isinf(norm_type) else norm.double() ** norm_type

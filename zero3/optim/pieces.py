@@ -76,7 +76,7 @@ def divide(state: LayerState, chunk: Chunk, choice_of: Callable[[Slot], Choice])
 def _parts_of(chunk: Chunk, rank: int, choices: dict[Slot, Choice]) -> tuple[list[Part], list[tuple[int, nn.Parameter]]]:
     spans: list[tuple[int, int, Choice, tuple[int, ...]]] = []
     for piece in chunk.layout.pieces(rank):
-        start, stop, choice = piece.offset, piece.offset + piece.stop - piece.start, choices[piece.slot]
+        start, stop, choice = piece.place.start, piece.place.stop, choices[piece.slot]
         if spans and not choice.whole and spans[-1][2] == choice:
             start = spans.pop()[0]
         spans.append((start, stop, choice, piece.slot.shape if choice.whole else (stop - start,)))

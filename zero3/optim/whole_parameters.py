@@ -119,8 +119,7 @@ def _fill(family: Family, chunks: list[Chunk]) -> None:
             for chunk in chunks:
                 for piece in chunk.layout.pieces(rank):
                     if piece.slot.name in views:
-                        target = chunk.shard.data[piece.offset : piece.offset + piece.stop - piece.start]
-                        target.copy_(views[piece.slot.name].reshape(-1)[piece.start : piece.stop])
+                        chunk.shard.data[piece.place].copy_(views[piece.slot.name].reshape(-1)[piece.start : piece.stop])
         finally:
             old.abandon_fetch()
             old.release()
