@@ -53,8 +53,8 @@ def shard(
             match inside a match becomes an inner layer, which is released while the rest of the outer layer computes. None takes:
 
             * blocks: the elements of each outermost `ModuleList` that holds at least a tenth of the parameters, or of the largest
-              one if none does; then of every list with elements of a tenth of the largest block: an encoder's, a vision tower's.
-              An element that is never called itself, such as a list, stands for what it holds;
+              one if none does; then of every list with elements of a tenth of the largest block, such as a vision tower's. If an
+              element is never called itself, the called modules in it are the blocks;
             * embeddings and heads, unless they are tied or part of a block: the modules that `get_input_embeddings()` and
               `get_output_embeddings()` return, or else every `nn.Embedding`; every embedding of half a block's size; and each
               `nn.Linear` directly in the model;
@@ -63,9 +63,8 @@ def shard(
         world_size: The number of ranks in the group. It is only checked; None takes the group's.
         device: Where the whole model computes and the chunks live. None: where the model's tensors are.
         dtype: The dtype that every trainable parameter must have. It is only checked. None: any dtype.
-        policy: One policy for all layers, where only the root casts outputs. Or a function `(name, module) -> ShardingPolicy` that
-            is called for every layer, and for the root with the name `""`. The root's prefetch_depth and separate_backup_group
-            count for all layers.
+        policy: One policy for all layers, where only the root casts outputs. Or a function `(name, module) -> ShardingPolicy`, which
+            gets the name `""` for the root. The root's prefetch_depth and separate_backup_group count for all layers.
         process_group: The ranks that share the model. None: the default group, or this process alone if there is no group.
 
     Returns:

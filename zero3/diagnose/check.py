@@ -116,7 +116,6 @@ def check(
         if communicator.world_size > 1:
             communicator.broadcast(tensor.detach())
     places = _places(sharded)
-    given = tolerance if tolerance is not None else max(_tolerance(place) for place in places.values())
     expected = {"loss": {"": _plain_step(plain, sharded, places, lambda model: _step(model, [*model.parameters()], batch, loss))}}
     found = {"loss": {"": _step(sharded, get_trainable_chunk(sharded), batch, loss)}}
     expected["gradient"] = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in plain.named_parameters() if p.requires_grad}
@@ -126,10 +125,15 @@ def check(
     expected["value after the step"] = {name: p.detach() for name, p in plain.named_parameters()}
     with full_params(sharded):
         found["value after the step"] = {name: p.detach().clone() for name, p in sharded.named_parameters()}
+    return _compared(expected, found, max(map(_tolerance, places.values())) if tolerance is None else tolerance)
+
+
+def _compared(expected: dict[str, dict[str, Tensor]], found: dict[str, dict[str, Tensor]], tolerance: float) -> CheckReport:
+    """Compares tensors by kind and name. The last kind has all names, in the order of the report."""
     pairs = [(name, what, found[what][name], value) for what, values in expected.items() for name, value in values.items()]
     differences = [_difference(*pair) for pair in pairs]
-    beyond = [d for d in differences if not d.largest <= given * d.scale + torch.finfo(torch.float64).tiny]
-    order = {name: number for number, name in enumerate(["", *(name for name, _ in plain.named_parameters())])}
+    beyond = [d for d in differences if not d.largest <= tolerance * d.scale + torch.finfo(torch.float64).tiny]
+    order = {name: number for number, name in enumerate(["", *expected["value after the step"]])}
     worst = max(d.largest / d.scale if d.scale else d.largest for d in differences)
     return CheckReport(sorted(beyond, key=lambda d: order[d.name]), len(pairs), worst)
 
@@ -152,14 +156,14 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 class _Place(NamedTuple):
-    """Where a parameter's values are."""
+    """A parameter, and the layer that owns it."""
 
     state: LayerState
     sharded: ShardedParameter
 
 
 def _places(model: nn.Module) -> dict[str, _Place]:
-    """By the parameters' own names. All ranks call it."""
+    """Returns each parameter's place by its own name. All ranks call it."""
     with full_params(model):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {names[id(each.sites.parameter)]: _Place(state, each) for state in states_of(model) for each in state.parameters}
