@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from ..core.pinning import pin, pin_unloaded, unpin, write_back
 from ..names import named_entries, named_tensors
 from .extra_state import copied, encoded, extra_states_of, sent_from_rank_0, set_extra_states, takers_of
 from .meta_buffers import initialise, put
+from .progress import progress
 
 __all__: list[str] = []
 
@@ -155,16 +154,14 @@ def _load_layer(state: LayerState, values: Mapping[int, Tensor]) -> None:
         unpin(state)
 
 
-def _watched(states: list[LayerState], doing: str) -> Iterable[LayerState]:
-    """Shows a progress bar for a large model, at rank 0's terminal, if tqdm is installed."""
-    nbytes = sum(state.full_nbytes() for state in states)
-    if states[0].communicator.rank != 0 or nbytes < _LONG or not sys.stderr.isatty():
-        return states
-    try:
-        bar = importlib.import_module("tqdm").tqdm
-    except ImportError:
-        return states
-    return bar(states, desc=f"zero3: {doing}", unit="layer", leave=False)  # type: ignore[no-any-return]
+def _watched(states: list[LayerState], doing: str) -> Iterator[LayerState]:
+    """Yields the layers. Rank 0 shows its progress with a large model."""
+    sizes = [state.full_nbytes() for state in states]
+    shown = states[0].communicator.rank == 0 and sum(sizes) >= _LONG
+    with progress(sum(sizes), f"zero3: {doing}", shown=shown) as advance:
+        for state, nbytes in zip(states, sizes, strict=True):
+            yield state
+            advance(nbytes)
 
 
 def not_a_dtype(dtype: Any) -> Exception | None:

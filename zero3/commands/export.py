@@ -21,6 +21,7 @@ import torch
 
 from ..checkpoint import file_operations, manifest
 from ..checkpoint.full_state import not_a_dtype
+from ..checkpoint.progress import progress
 from ..checkpoint.ranges import Ranges
 from ..checkpoint.safetensors_files import STAGE_BYTES, SafetensorsFiles, bytes_of
 from ..checkpoint.safetensors_writing import header_of
@@ -28,7 +29,6 @@ from ..comm.plain_values import dtype_named
 from ..core.parameters import own_name
 from ..huggingface.index_maps import Whole
 from ..huggingface.outputs import Output, bytes_in, index_of, shards_of
-from .progress import progress
 
 __all__: list[str] = []
 

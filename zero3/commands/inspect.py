@@ -14,8 +14,8 @@ from typing import Any
 
 from ..checkpoint import manifest
 from ..checkpoint.optimizer_contents import OptimizerContents
+from ..checkpoint.progress import progress
 from ..comm.plain_values import dtype_named
-from .progress import progress
 
 __all__: list[str] = []
 

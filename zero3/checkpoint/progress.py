@@ -11,10 +11,10 @@ __all__: list[str] = []
 
 
 @contextmanager
-def progress(total: int, doing: str) -> Iterator[Callable[[int], object]]:
+def progress(total: int, doing: str, *, shown: bool = True) -> Iterator[Callable[[int], object]]:
     """Context that yields a function, which is called with the number of bytes that are done since its last call."""
     try:
-        tqdm = importlib.import_module("tqdm").tqdm if sys.stderr.isatty() else None
+        tqdm = importlib.import_module("tqdm").tqdm if shown and sys.stderr.isatty() else None
     except ImportError:
         tqdm = None
     if tqdm is None:
