@@ -137,7 +137,7 @@ FAULTS = [
     Fault(
         "a norm of one rank's slice",
         "optim/clipping.py",
-        "            communicator.all_reduce(total)  # [S1]\n",
+        "            communicator.all_reduce(total)\n",
         "            pass\n",
         "optim/clip_grad_norm",
     ),

@@ -98,7 +98,7 @@ WRONG: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         "whole",
     ),
     "several parameters at once": (lambda model: optimizer_over(model, torch.optim.LBFGS, all_whole), "several parameters at once"),
-    "chunks that parts replace": (stale, "has put others in the place of"),
+    "chunks that parts replace": (stale, "zero3.param_groups has replaced since"),
     "not all": (half_held, "no optimizer holds"),
     "some twice": (twice, "hold more than once"),
     "the model before sharding": (of_originals, "of the unsharded model"),

@@ -56,7 +56,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
         local = local + math.nan
     elif filled:
         local = torch.nn.utils.get_total_norm(filled, norm_type).to(torch.float64)
-    total = _over_ranks(states[0], local, norm_type, error)
+    total = _over_ranks(states[0], local, norm_type, error)  # [S1]
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, so they can't be clipped. "
@@ -76,7 +76,7 @@ def _over_ranks(first: LayerState, local: Tensor, norm_type: float, error: Excep
             # Read as integers, positive numbers keep their order, and nan is the largest. A maximum of floats may lose nan.
             communicator.all_reduce(total.abs_().view(torch.int64), maximum=True)
         else:
-            communicator.all_reduce(total)  # [S1]
+            communicator.all_reduce(total)
     agree_where_nan(communicator, first.device, "clip_grad_norm_", total, error)
     if maximum:
         return total

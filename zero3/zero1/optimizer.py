@@ -42,8 +42,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     Raises:
         ValueError: There are no parameters, a parameter appears twice or belongs to a sharded model, parameters or flags differ
-            between ranks, or `optimizer_class` makes no torch optimizer or one that updates parts differently from whole parameters.
-            Every rank raises it.
+            between ranks, or `optimizer_class` makes no torch optimizer or one that updates parts differently. Every rank raises it.
         TypeError: `params` is no iterable of tensors or dicts. Every rank raises it.
 
     Example::
@@ -93,9 +92,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Updates all parameters that have a gradient, alike on all ranks. Every rank calls it.
-
-        With `overlap_with_ddp=True` the update has already happened in the backward.
+        """Updates all parameters that have a gradient. Every rank calls it. (With overlap, the update has happened in the backward.)
 
         Args:
             closure: Computes the loss and the gradients anew. It is called once.
@@ -105,8 +102,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             The result of `closure`, or None.
 
         Raises:
-            ValueError: Ranks have gradients of different parameters. Every rank raises it.
-            RuntimeError: A gradient is sparse. Every rank raises it.
+            ValueError, RuntimeError: Ranks have gradients of different parameters, or a sparse one. Every rank raises it.
         """
         with torch.enable_grad():
             loss = closure() if closure is not None else None
@@ -126,15 +122,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Args:
             ddp: The `DistributedDataParallel` model with these parameters.
-            reduction: Another communication hook for DDP, which reduces gradients. Its state is the first argument of
-                `register_comm_hook`.
+            reduction: Another hook for DDP, which reduces gradients. Its state is the first argument of `register_comm_hook`.
 
         Returns:
             A communication hook for `ddp`.
 
         Raises:
-            ValueError: `overlap_with_ddp` is not set, `ddp` lacks a parameter, or it has `find_unused_parameters=True`. Every rank
-                raises it.
+            ValueError: `overlap_with_ddp` is not set, or `ddp` lacks a parameter or has `find_unused_parameters=True`. All ranks raise it.
         """
         if self._overlap is None:
             raise ValueError("hook() is for ZeroRedundancyOptimizer(..., overlap_with_ddp=True); without it, call step()")
@@ -175,8 +169,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             to: The rank. It receives one tensor at a time, on the CPU. State that earlier calls have gathered is dropped.
 
         Raises:
-            ValueError: There is no such rank, ranks pass different ones, or a state belongs to no single parameter. Every rank raises
-                it.
+            ValueError: There is no such rank, ranks differ, or a state belongs to no single parameter. Every rank raises it.
             TypeError: A state could only be pickled. Every rank raises it, with the state's name.
         """
         shards = self._opened
