@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,8 +38,7 @@ class Contents:
         self.states: list[LayerState] = states_of(model)
         self.communicator = self.states[0].communicator
         self.rank, self.world_size, self.device = self.communicator.rank, self.communicator.world_size, self.states[0].device
-        if pinned := next((state for state in self.states if state.pinned), None):
-            raise RuntimeError(f"{doing} inside full_params or resident: layer {pinned.label} is whole there. Call it before or after.")
+        check_released(self.states, doing)
         self.names: dict[int, list[str]] = {}  # by the tensor's id; a tied tensor has several names
         self.others: dict[str, Tensor] = {}
         self.parameters: dict[str, ShardedParameter] = {}
@@ -109,13 +108,25 @@ class Contents:
         return described
 
 
+def check_released(states: Iterable[LayerState], doing: str) -> None:
+    """Raises RuntimeError inside `full_params` or `resident`."""
+    if pinned := next((state for state in states if state.pinned), None):
+        raise RuntimeError(f"{doing} inside full_params or resident: layer {pinned.label} is whole there. Call it before or after.")
+
+
+def listed(problems: Mapping[str, Sequence[str]]) -> list[str]:
+    """Returns a text for each kind of problem that has items: "missing: a, b"."""
+    return [f"{kind}: {', '.join(items)}" for kind, items in problems.items() if items]
+
+
+def names_apart(expected: Mapping[str, object], found: Mapping[str, object]) -> list[str]:
+    """Returns in words which names are missing, and which are unknown."""
+    return listed({"missing": [n for n in expected if n not in found], "unknown": [n for n in found if n not in expected]})
+
+
 def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """Returns in words how two descriptions differ, or [] if they are alike."""
-    problems = []
-    if missing := [name for name in expected if name not in found]:
-        problems.append(f"missing: {', '.join(missing)}")
-    if unknown := [name for name in found if name not in expected]:
-        problems.append(f"unknown: {', '.join(unknown)}")
+    problems = names_apart(expected, found)
     for what in ("shape", "dtype"):
         other = [n for n in expected if n in found and found[n][what] != expected[n][what]]
         if other:

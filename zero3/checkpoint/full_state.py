@@ -15,6 +15,7 @@ from ..core.layer_state import LayerState
 from ..core.parameters import own_name
 from ..core.pinning import pin, pin_unloaded, unpin, write_back
 from ..names import named_entries, named_tensors
+from .contents import listed
 from .extra_state import copied, encoded, extra_states_of, sent_from_rank_0, set_extra_states, takers_of
 from .meta_buffers import initialise, put
 from .progress import progress
@@ -218,5 +219,4 @@ def _misnamed(
     missing = [ns[0] for key, ns in names.items() if not any(n in given for n in ns) and (strict or key in unloaded)]
     missing += [name for name in takers if name not in given and strict]
     unknown = [name for name in given if name not in expected and name not in takers] if strict else []
-    found = [f"missing: {', '.join(missing)}"] if missing else []
-    return found + ([f"unknown: {', '.join(unknown)}"] if unknown else [])
+    return listed({"missing": missing, "unknown": unknown})

@@ -16,7 +16,7 @@ from ..comm.plain_values import decode
 from ..core.parameters import own_name
 from ..optim.several import Optimizers, Together
 from . import manifest, random_state
-from .contents import Contents, differences
+from .contents import Contents, differences, names_apart
 from .extra_state import extra_state_modules, set_extra_states
 from .manifest import Manifest
 from .meta_buffers import initialise, put
@@ -145,9 +145,7 @@ class _Loader:
             if here and self._first.communicator.rank == 0:
                 _log.warning("%s holds no extra state, and these modules have one: %s. It stays as it is", self._path, ", ".join(here))
             return []
-        missing, unknown = [name for name in here if name not in saved], [name for name in saved if name not in here]
-        problems = [f"missing: {', '.join(missing)}"] if missing else []
-        return problems + ([f"unknown: {', '.join(unknown)}"] if unknown else [])
+        return names_apart(here, saved)
 
     def _plan(self, found: Manifest, contents: Contents, optimizer: Together) -> None:
         own = contents_of(optimizer, self._held, contents, with_state=False)

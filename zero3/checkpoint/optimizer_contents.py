@@ -87,11 +87,11 @@ def held_by(optimizer: Together, contents: Contents) -> list[Held]:
         known |= {id(part.parameter): (tuple(_covered(part, chunk, contents)), True) for part in chunk.parts}
     held = []
     for group, options in enumerate(optimizer.param_groups):
-        options_of(options, optimizer.label(group))  # raises for values that could only be pickled
+        options_of(options, optimizer.labels[group])  # raises for values that could only be pickled
         for parameter in options["params"]:
             if id(parameter) not in known and parameter.numel():  # a group that is empty on this rank holds an empty parameter
                 raise ValueError(
-                    f"{optimizer.label(group)} has a parameter {tuple(parameter.shape)} that is not of this model. "
+                    f"{optimizer.labels[group]} has a parameter {tuple(parameter.shape)} that is not of this model. "
                     "Make the optimizer from get_trainable_chunk(model) or param_groups(model, ...), after sharding."
                 )
             held.append(Held(parameter, group, *known.get(id(parameter), ((), True))))
@@ -144,7 +144,7 @@ def contents_of(optimizer: Together, held: list[Held], contents: Contents, *, wi
     state: list[Any] = []
     kept: list[NamedState] = []  # one for each of `held`
     with agreeing(contents.communicator, contents.device, "the optimizer's groups") as lines:
-        options = [options_of(group, optimizer.label(number)) for number, group in enumerate(optimizer.param_groups)]
+        options = [options_of(group, optimizer.labels[number]) for number, group in enumerate(optimizer.param_groups)]
         lines += [json.dumps(own, sort_keys=True) for own in options]
         for one in held:
             names = [span.name for span in one.spans if span.start == 0 and one.mine]  # only the rank where a parameter begins

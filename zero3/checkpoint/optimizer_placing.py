@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..comm.plain_values import decode_scalar, dtype_named
 from ..optim.several import Together
-from .contents import Contents, Span
+from .contents import Contents, Span, listed
 from .optimizer_contents import Held, NamedState, OptimizerContents, is_whole
 from .optimizer_keys import KeptKeys
 
@@ -98,8 +98,7 @@ def _problems_of_groups(optimizer: Together, own: OptimizerContents, source: Opt
     unknown = [name for name in [*options, *(name for name in source.state if name not in options)] if name not in expected]
     unknown = [name for name in unknown if name in source.state or not contents.knows(name) or contents.trains(name)]
     unknown = [name for name in unknown if not contents.knows(name) or 0 not in contents.shape(name)]
-    problems = [f"missing: {', '.join(missing)}"] if missing else []
-    problems += [f"unknown: {', '.join(unknown)}"] if unknown else []
+    problems = listed({"missing": missing, "unknown": unknown})
     if problems and source.kinds and set(source.kinds) != set(own.kinds):
         saved, here = (" and ".join(dict.fromkeys(kinds)) for kinds in (source.kinds, own.kinds))
         problems.append(f"saved was the state of {saved}, and here is {here}: pass as many optimizers, in a list, as were saved")
@@ -111,7 +110,7 @@ def _problems_of_groups(optimizer: Together, own: OptimizerContents, source: Opt
         if len(by_options) > 1:
             first, second, *_ = by_options.items()
             problems.append(
-                f"{first[1]} and {second[1]} are in one group here ({optimizer.label(number)}) and had different options: {first[0]} and "
+                f"{first[1]} and {second[1]} are in one group here ({optimizer.labels[number]}) and had different options: {first[0]} and "
                 f"{second[0]}. Make the groups with param_groups(model, ...)"
             )
     return problems

@@ -73,7 +73,7 @@ class SafetensorsFiles:
         self.metadata: dict[str, dict[str, str]] = {}  # of each file
         self.bytes_read = 0  # of tensors, by this object
         self._files: dict[str, FileIO] = {}
-        self._listing: list[str] = []
+        self.listing: list[str] = []  # a line for each file; ranks that see the same files have the same lines
         self._stage = bytearray()
         if sys.byteorder != "little":
             raise ValueError("safetensors files are little-endian, this machine is not")
@@ -94,16 +94,12 @@ class SafetensorsFiles:
             raise ValueError(f"{path} is named by the index, but there is no such file: {_INCOMPLETE}")
         file = self._files[name] = FileIO(os.fspath(path))
         header, self.metadata[name], tensors = _read_header(file, path, name)
-        self._listing.append(f"{name}: {os.fstat(file.fileno()).st_size} bytes, header {sha256(header).hexdigest()[:16]}")
+        self.listing.append(f"{name}: {os.fstat(file.fileno()).st_size} bytes, header {sha256(header).hexdigest()[:16]}")
         for tensor in tensors:
             if tensor.name in self.tensors:
                 other = self.tensors[tensor.name].file
                 raise ValueError(f"{tensor.name!r} is in {other} and again in {name}: expected every name once in {self.directory}")
             self.tensors[tensor.name] = tensor
-
-    def listing(self) -> list[str]:
-        """Returns a line for each file. Ranks that see the same files have the same lines."""
-        return self._listing
 
     def read(self, tensor: Stored, start: int, target: Tensor) -> None:
         """Reads elements `[start, start + n)` of a flattened tensor into `target` `[n]`, and converts them to its dtype and device.

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..checkpoint.contents import listed
 from ..checkpoint.extra_state import extra_state_modules
 from ..checkpoint.safetensors_files import Stored
 from ..comm.plain_values import kind_of
@@ -57,8 +58,8 @@ def fit(model: nn.Module, stored: Mapping[str, Stored], strict: bool) -> Fit:
     problems["missing"] = [names[0] for key, names in missing.items() if key not in found.left_out]
     if not strict:
         problems["missing"] = problems["unexpected"] = []
-    if text := ". ".join(f"{kind}: {', '.join(items)}" for kind, items in problems.items() if items):
-        raise ValueError(f"the checkpoint does not fit this {type(found.owner).__name__}; nothing was loaded. {text}")
+    if texts := listed(problems):
+        raise ValueError(f"the checkpoint does not fit this {type(found.owner).__name__}; nothing was loaded. {'. '.join(texts)}")
     found.used = fitting.conversions.used
     return found
 

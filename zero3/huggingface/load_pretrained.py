@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..access import states_of
+from ..checkpoint.contents import check_released
 from ..checkpoint.extra_state import set_extra_states
 from ..checkpoint.meta_buffers import initialise, put
 from ..checkpoint.safetensors_files import STAGE_BYTES, SafetensorsFiles, Stored
@@ -63,7 +64,7 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
     first = states[0]
     with ExitStack() as opened:
         with agreeing(first.communicator, first.device, "the files that load_pretrained found") as lines:
-            _check_released(states)
+            check_released(states, "load_pretrained")
             try:
                 files = opened.enter_context(closing(SafetensorsFiles(path)))
                 found = fit(model, files.tensors, strict)
@@ -71,14 +72,9 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
             except OSError as error:
                 raise ValueError(f"{path} can't be read: {error}") from error
             computed = compute(model, states, {key: found.names[key][0] for key in found.names if key in found.left_out}, strict)
-            lines += files.listing()
+            lines += files.listing
         _load(model, states, files, found)
         fill(model, states, computed)
-
-
-def _check_released(states: list[LayerState]) -> None:
-    if pinned := next((state for state in states if state.pinned), None):
-        raise RuntimeError(f"load_pretrained inside full_params or resident: layer {pinned.label} is whole there. Call it before or after.")
 
 
 def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, found: Fit) -> None:

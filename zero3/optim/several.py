@@ -43,7 +43,7 @@ class Together:
         self.state: dict[Tensor, dict[str, Any]] = {key: state for member in self.members for key, state in member.state.items()}
         self.kinds = [type(member).__name__ for member in self.members for _ in member.param_groups]
         self.owners = [member for member in self.members for _ in member.param_groups]  # of each group
-        self._labels = [f"group {n} of the {type(m).__name__}" for m in self.members for n in range(len(m.param_groups))]
+        self.labels = [f"group {n} of the {type(m).__name__}" for m in self.members for n in range(len(m.param_groups))]
         self._owners: dict[Tensor, Any] = {}
         for member in self.members:
             for parameter in (parameter for group in member.param_groups for parameter in group["params"]):
@@ -56,10 +56,6 @@ class Together:
     @property
     def name(self) -> str:
         return ", ".join(type(member).__name__ for member in self.members)
-
-    def label(self, group: int) -> str:
-        """Returns a group's name in errors, by its number among all groups."""
-        return self._labels[group]
 
     def replace_state(self, state: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
         for member in self.members:
