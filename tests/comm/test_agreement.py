@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.ranks import RanksDisagree, ThreadCommunicator, run_ranks
-from zero3.comm.agreement import agree
+from zero3.comm.agreement import agree, agreeing
 from zero3.comm.communicator import SoloCommunicator
 
 CPU = torch.device("cpu")
@@ -124,3 +124,45 @@ def test_a_rank_that_does_something_else_is_noticed() -> None:
     with pytest.raises(RuntimeError) as caught:
         run_ranks(2, body)
     assert isinstance(caught.value, RanksDisagree) or isinstance(caught.value.__cause__, RanksDisagree)
+
+
+@pytest.mark.parametrize("kind", [ValueError, OSError, KeyError, ZeroDivisionError])
+def test_what_raises_inside_agreeing_raises_on_all_ranks(kind: type[Exception]) -> None:
+    """Also an error that `agree` does not know: the other ranks must not wait for a rank that raises alone."""
+
+    def fail(communicator: ThreadCommunicator) -> None:
+        with agreeing(communicator, CPU, "a file"):
+            if communicator.rank == 1:
+                raise kind("no such thing")
+
+    def body(communicator: ThreadCommunicator) -> str:
+        with pytest.raises(kind if kind in (ValueError, OSError) else RuntimeError) as raised:
+            fail(communicator)
+        return str(raised.value)
+
+    texts = run_ranks(3, body)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith("rank 1: ") and "no such thing" in texts[0]
+
+
+def test_lines_inside_agreeing_are_compared() -> None:
+    def body(communicator: ThreadCommunicator) -> None:
+        with agreeing(communicator, CPU, "a file") as lines:
+            lines.append("the same")
+        differ = pytest.raises(ValueError, match=r"ranks differ in a file: ranks 0, 2: size 0; rank 1: size 1")
+        with differ, agreeing(communicator, CPU, "a file") as lines:
+            lines.append(f"size {communicator.rank % 2}")
+
+    run_ranks(3, body)
+
+
+def test_agreeing_on_one_rank_raises_the_very_error() -> None:
+    error = ValueError("mine")
+    with pytest.raises(ValueError, match=r"^mine$") as raised, agreeing(SoloCommunicator(), CPU, "a file"):
+        raise error
+    assert raised.value is error
+
+
+def test_an_interrupt_inside_agreeing_waits_for_nobody() -> None:
+    with pytest.raises(KeyboardInterrupt), agreeing(SoloCommunicator(), CPU, "a file"):
+        raise KeyboardInterrupt
