@@ -152,8 +152,8 @@ def test_a_module_that_can_not_tell_its_extra_state(where: str) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], Any], type[Exception], str]] = {
-    "numpy": (lambda s: {k: v.numpy() for k, v in s.items()}, TypeError, r"not to be read: embed\.weight is a numpy\.ndarray, expected a"),
-    "a number": (lambda s: {**s, "norm.weight": 1.5}, TypeError, r"not to be read: norm\.weight is a builtins\.float"),
+    "numpy": (lambda s: {k: v.numpy() for k, v in s.items()}, TypeError, r"can't be read: embed\.weight is a numpy\.ndarray, expected a"),
+    "a number": (lambda s: {**s, "norm.weight": 1.5}, TypeError, r"can't be read: norm\.weight is a builtins\.float"),
     "None in it": (lambda s: {**s, "norm.weight": None}, TypeError, r"norm\.weight is a builtins\.NoneType"),
     "meta": (lambda s: {**s, "norm.weight": s["norm.weight"].to("meta")}, ValueError, r"norm\.weight is on the meta device, so it"),
     "sparse": (lambda s: {**s, "norm.weight": s["norm.weight"].to_sparse()}, ValueError, r"norm\.weight is sparse_coo, expected a dense"),

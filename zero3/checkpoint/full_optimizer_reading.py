@@ -69,7 +69,7 @@ def _read_state(given: Mapping[str, Mapping[str, Any]], contents: Contents) -> d
     shapes = {name: contents.shape(name) for name in given if contents.knows(name)}
     tensors = [(name, key, value) for name, values in given.items() for key, value in values.items() if isinstance(value, Tensor)]
     if unread := [f"{key} of {name} {problem}" for name, key, value in tensors if (problem := unreadable(value)) is not None]:
-        raise ValueError(f"not to be read: {'; '.join(unread)}")
+        raise ValueError(f"can't be read: {'; '.join(unread)}")
     numbers = {key for name, key, value in tensors if shapes.get(name) and not value.dim()}
     state = {}
     for name, values in given.items():

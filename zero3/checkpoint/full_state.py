@@ -197,7 +197,7 @@ def _checked(model: nn.Module, states: list[LayerState], state_dict: Any, takers
     problems = _misnamed(expected, states, given, takers, strict)
     known = [(name, given[name], tensor) for name, tensor in expected.items() if name in given]
     unread = {name: problem for name, value, _ in known if (problem := unreadable(value)) is not None}
-    problems += [f"not to be read: {'; '.join(f'{name} {problem}' for name, problem in unread.items())}"] if unread else []
+    problems += [f"can't be read: {'; '.join(f'{name} {problem}' for name, problem in unread.items())}"] if unread else []
     for what, of in (("shape", lambda tensor: tuple(tensor.shape)), ("kind", lambda tensor: kind_of(tensor.dtype))):
         other = [f"{n} has {of(v)}, expected {of(t)}" for n, v, t in known if n not in unread and of(v) != of(t)]
         problems += [f"other {what}s: {'; '.join(other)}"] if other else []

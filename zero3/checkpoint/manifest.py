@@ -123,7 +123,7 @@ def parse(path: Path) -> dict[str, Any]:
     if content.get("version") != VERSION:
         raise ValueError(f"{path} has version {content.get('version')!r}, this zero3 reads {VERSION}")
     if content.pop("sha256", None) != _own_hash(content):
-        raise ValueError(f"{path} is corrupt: it does not have its own hash")
+        raise ValueError(f"{path} is corrupt: its hash is not the one that it holds")
     well_formed = isinstance(content.get("files"), dict) and content.get("block_bytes") == BLOCK_BYTES
     if not well_formed or not DATA.fullmatch(str(content.get("data"))):
         found = f"data {content.get('data')!r:.80}, blocks of {content.get('block_bytes')!r:.20}"

@@ -114,7 +114,7 @@ class _Fitting:
                 self._fail(targets, "not to be converted here", f"{name} (transformers makes it by {done}, and {reason}: {remedy})")
                 continue
             except Exception as reason:  # of any kind: an operation refuses the shapes
-                self._fail(targets, "other shapes", f"{name} is to be made from {_shapes(collected)}, which can't be: {reason}")
+                self._fail(targets, "other shapes", f"{name} can't be made from {_shapes(collected)}: {reason}")
                 continue
             for target, tensor in made.items():
                 if target in self._tensors and isinstance(tensor, TracedTensor):
@@ -128,7 +128,7 @@ class _Fitting:
         if name in self._origin:
             self.problems["stored twice"].append(f"{name}, as {self._origin[name]} and as {key}")
         elif index_map.shape != tuple(tensor.shape):
-            how = "has" if made_from is None else f"is to be made from {made_from}, which gives"
+            how = "has" if made_from is None else f"is made from {made_from}, which gives"
             self._fail([name], "other shapes", f"{name} {how} {index_map.shape}, expected {tuple(tensor.shape)}")
         elif wrong is not None:
             what = name if made_from is None else wrong.name

@@ -52,7 +52,7 @@ class DDPOverlap:
         """Raises if DDP does not have the hook, so that its backwards make no updates."""
         if not self.hooked:
             raise RuntimeError(
-                "overlap_with_ddp=True updates parameters during DDP's backward, but DDP knows nothing of it: call "
+                "overlap_with_ddp=True updates parameters during DDP's backward, but DDP does not have the hook: call "
                 "ddp.register_comm_hook(None, optimizer.hook(ddp)) once, before training"
             )
 
