@@ -136,14 +136,9 @@ def _without_ranks(loss_sum: Tensor, share: Tensor, states: list[LayerState]) ->
     return loss_sum * (share * (states[0].gradients.averaged_over if mean else 1)).to(loss_sum.dtype)
 
 
-def _gradients(states: list[LayerState]) -> list[Tensor]:
-    parts = (part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts)
-    return [gradient for gradient in parts if gradient is not None]
-
-
 def _so_far(states: list[LayerState], nothing: Tensor) -> Tensor | ValueError:
     """How many tokens the gradients are the mean of, and 1 if this rank knows; zeros if they were zeroed since."""
-    gradients = _gradients(states)
+    gradients = [gradient for reducer in reducers_of(states) for gradient in reducer.earlier]
     known = [(gradient, *noted) for gradient in gradients if (noted := getattr(gradient, TOKENS, None)) is not None]
     if len(known) < len(gradients):
         return ValueError(
