@@ -66,6 +66,8 @@ def test_clip_grad_norm(name: str, world_size: int) -> None:
         assert_close(full_gradients(model, group), expected, TOLERANCE, "gradients after a refused clip")
         total = zero3.clip_grad_norm_(model, INF).item()
         assert total == pytest.approx(torch.cat([g.flatten() for g in expected.values()]).norm().item())
+        for _ in range(3):
+            zero3.backward(loss_sum(model, group.rank), 3, model)  # the ranks' logs of transfers are still alike
 
     on_ranks(world_size, mlp, body)
 
@@ -79,6 +81,25 @@ def test_clip_grad_norm_by_the_largest_element() -> None:
             zero3.clip_grad_norm_(model, 1.0 if group.rank else -1.0, INF)
 
     on_ranks(2, mlp, body)
+
+
+@pytest.mark.parametrize("differ", ["max_norm", "norm_type"])
+def test_clip_grad_norm_by_another_limit_is_told_to_all_at_the_next_comparison(differ: str) -> None:
+    """Each is valid, and the all-reduce has no room for them. The log of transfers has."""
+    refused = []
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        mine = {differ: 2.0 if group.rank else 1.0}
+        with pytest.raises(
+            ValueError, match=r"ranks differ in the transfers made before forward pass.*clipping the gradients to max_norm="
+        ):
+            for _ in range(4):
+                zero3.backward(loss_sum(model, group.rank), 3, model)
+                zero3.clip_grad_norm_(model, **{"max_norm": 1.0, **mine})
+        refused.append(group.rank)
+
+    on_ranks(2, mlp, body)
+    assert sorted(refused) == [0, 1]
 
 
 @pytest.mark.parametrize("name", NORMS)

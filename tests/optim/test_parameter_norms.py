@@ -58,6 +58,36 @@ def test_what_is_not_finite_stays_with_its_parameter(bad: float, norm: float) ->
         assert math.isnan(found[wrong[0]]) == math.isnan(bad)
 
 
+KINDS = {
+    "integers": torch.arange(-5, 6),
+    "bool": torch.tensor([True, False, True]),
+    "bytes": torch.arange(5, dtype=torch.uint8),
+    "8 bits": torch.tensor([1.0, -2.0, 0.5]).to(torch.float8_e4m3fn),
+    "complex": torch.tensor([3.0 + 4.0j, -1.0j, 2.0]),
+    "empty": torch.zeros(0, dtype=torch.int64),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_norms_of_parameters_that_are_no_ordinary_floats(kind: str, world_size: int) -> None:
+    """Frozen ones: quantised weights, masks, numbers of positions."""
+    values = KINDS[kind]
+
+    def body(group: ThreadCommunicator) -> None:
+        module = nn.Linear(3, 3)
+        module.register_parameter("odd", nn.Parameter(values.clone(), requires_grad=False))
+        model = zero3.Zero3Layer(module, process_group=group if world_size > 1 else None)
+        for norm in NORMS:
+            found = zero3.parameter_norms(model, "param", norm)["odd"].item()
+            wide = values.abs().double() if values.is_complex() else values.double()
+            expected = torch.linalg.vector_norm(wide, norm).item() if wide.numel() else 0.0
+            assert found == pytest.approx(expected, rel=1e-6), norm
+        assert "odd" not in zero3.parameter_norms(model)
+
+    run_ranks(world_size, body)
+
+
 def test_a_wrong_norm_type_is_refused() -> None:
     layer = zero3.Zero3Layer(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="norm_type must be positive"):

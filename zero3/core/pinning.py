@@ -55,6 +55,7 @@ def unpin(state: LayerState) -> None:
             chunk.leave_buffer()
         state.release()
         state.as_stored = False
+    state.log.fold()  # so that it stays short, however often this is done between two forwards
 
 
 def replace_chunks(state: LayerState, chunks: list[Chunk]) -> None:

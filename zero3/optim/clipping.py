@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..access import states_of
 from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
+from ..comm.log import Transfer
 from ..core.gradient_types import reduce_deferred
 from .norms import gradients_to_measure
 
@@ -25,7 +26,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
 
     Args:
         model: Any model that contains zero3 layers.
-        max_norm: 0 or more; `float("inf")` only measures.
+        max_norm: 0 or more; `float("inf")` only measures. Ranks that pass different ones are told when they next compare their transfers.
         norm_type: p of the p-norm; `float("inf")` for the largest element.
         error_if_nonfinite: Raise if the norm is nan or inf, and leave the gradients as they are.
 
@@ -65,6 +66,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
         else:
             communicator.all_reduce(total)  # [S1]
     agree_where_nan(communicator, states[0].device, "clip_grad_norm_", total, error)
+    limit = float(max_norm)  # ranks that scale by different ones are told when they compare their transfers
+    subject = Subject(f"the gradients to max_norm={limit} of norm {norm_type}")
+    states[0].log.entries.append(Transfer("clipping", subject, hash((norm_type, limit))))
     if not maximum:
         total = total ** (1.0 / norm_type) if communicator.world_size > 1 else local
     if error_if_nonfinite and not torch.isfinite(total):

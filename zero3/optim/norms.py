@@ -59,7 +59,7 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
         for piece in chunk.layout.pieces(communicator.rank):
             flat = _slice(chunk, piece.offset, piece.offset + piece.stop - piece.start, of)
             if flat is not None:
-                norm = torch.linalg.vector_norm(flat, norm_type, dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32)
+                norm = _norm(flat, norm_type)
                 values[rows[chunk, indices[piece.slot]]] = norm if maximum else norm.double() ** norm_type
     if error is not None:
         values.fill_(math.nan)
@@ -82,6 +82,15 @@ def _checked(of: str, norm_type: float) -> tuple[float, Exception | None]:
     if not order > 0:
         return order, ValueError(f"norm_type must be positive, found {order}")
     return order, None if of in ("grad", "param") else ValueError(f'of must be "grad" or "param", found {of!r}')
+
+
+def _norm(flat: Tensor, order: float) -> Tensor:
+    """In float32 at least. What torch takes no norm of (integers, 8 bits) is converted; of complex numbers the absolute values count."""
+    flat = flat.abs() if flat.is_complex() else flat
+    if flat.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        flat = flat.double()
+    norm: Tensor = torch.linalg.vector_norm(flat, order, dtype=torch.promote_types(flat.dtype, torch.float32))
+    return norm
 
 
 def gradients_to_measure(model: nn.Module, states: list[LayerState]) -> list[Tensor]:
