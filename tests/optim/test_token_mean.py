@@ -151,7 +151,7 @@ def test_zero3_backward_refuses_what_is_no_sum() -> None:
         zero3.backward(model(torch.ones(1, 2)), 1, model)
     with pytest.raises(ValueError, match="requires_grad=False"):
         zero3.backward(torch.zeros(()), 1, model)
-    with pytest.raises(ValueError, match="num_tokens must be 0 or more, found -1"):
+    with pytest.raises(ValueError, match="num_tokens must be 0 or more, and finite, found -1"):
         zero3.backward(model(torch.ones(1, 2)).sum(), -1, model)
     with pytest.raises(ValueError, match="is sharded"):
         zero3.backward(torch.zeros((), requires_grad=True), 1, nn.Linear(2, 2))

@@ -76,8 +76,12 @@ class Backward:
         before_gradient_flows(nodes, refuse, mark=self)
 
     @property
+    def layers(self) -> list[LayerState]:
+        return self._stack.layers
+
+    @property
     def gate(self) -> Gate:
-        return self._stack.layers[0].gate
+        return self.layers[0].gate
 
     def take_part_in_backup(self, state: LayerState) -> None:
         """Takes part in a reduction of the other ranks, if this rank has no data, or its micro-batch has failed."""

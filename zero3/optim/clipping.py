@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from ..access import states_of
 from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
-from ..comm.log import Transfer
 from ..core.gradient_types import reduce_deferred
 from .norms import gradients_to_measure
 
@@ -67,8 +66,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
             communicator.all_reduce(total)  # [S1]
     agree_where_nan(communicator, states[0].device, "clip_grad_norm_", total, error)
     limit = float(max_norm)  # ranks that scale by different ones are told when they compare their transfers
-    subject = Subject(f"the gradients to max_norm={limit} of norm {norm_type}")
-    states[0].log.entries.append(Transfer("clipping", subject, hash((norm_type, limit))))
+    states[0].log.note("clipping", f"the gradients to max_norm={limit} of norm {norm_type}", norm_type, limit)
     if not maximum:
         total = total ** (1.0 / norm_type) if communicator.world_size > 1 else local
     if error_if_nonfinite and not torch.isfinite(total):
@@ -87,7 +85,7 @@ def _checked(norm_type: float, max_norm: float) -> tuple[float, Exception | None
         order = float(norm_type)
         if order > 0 and max_norm >= 0:  # below 0 torch would turn all gradients around
             return order, None
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return 2.0, TypeError(f"norm_type and max_norm must be numbers, found {norm_type!r} and {max_norm!r}")
     known = order if math.isinf(order) else 2.0
     return known, ValueError(f"norm_type must be positive and max_norm at least 0, found {order} and {max_norm}")

@@ -50,11 +50,11 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
     communicator, maximum = states[0].communicator, math.isinf(norm_type)
     # on every rank, whether it has a piece of a parameter or not
     reduce_deferred(part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts)
-    every = [(name, sharded) for name, _, sharded in named_parameters(model, states)]
-    named = [(name, sharded) for name, sharded in every if of == "param" or sharded.chunk.shard.requires_grad]
+    named = [(name, sharded) for name, _, sharded in named_parameters(model, states)]  # whatever `of` is: all ranks sum up equally many
     rows = {(sharded.chunk, sharded.index): row for row, (_, sharded) in enumerate(named)}
     values = torch.zeros(len(named), dtype=torch.float64, device=states[0].device)
-    for chunk in {sharded.chunk: None for _, sharded in named} if error is None else ():
+    asked = {sharded.chunk: of == "param" or sharded.chunk.shard.requires_grad for _, sharded in named} if error is None else {}
+    for chunk in (chunk for chunk, is_asked in asked.items() if is_asked):
         indices = {slot: index for index, slot in enumerate(chunk.layout.slots)}
         for piece in chunk.layout.pieces(communicator.rank):
             flat = _slice(chunk, piece.offset, piece.offset + piece.stop - piece.start, of)
@@ -69,15 +69,16 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
         else:
             communicator.all_reduce(values)
     agree_where_nan(communicator, states[0].device, "parameter_norms", values, error)
+    states[0].log.note("measuring", f"the {of}s' norms {norm_type}", of == "param", norm_type)  # see clip_grad_norm_
     values = values if maximum else values ** (1.0 / norm_type)
-    return {name: value for (name, _), value in zip(named, values, strict=True)}
+    return {name: value for (name, sharded), value in zip(named, values, strict=True) if asked.get(sharded.chunk)}
 
 
 def _checked(of: str, norm_type: float) -> tuple[float, Exception | None]:
     """The order of the norm, by which a rank takes part in the sum even if it has found a mistake."""
     try:
         order = float(norm_type)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return 2.0, TypeError(f"norm_type must be a number, found {norm_type!r}")
     if not order > 0:
         return order, ValueError(f"norm_type must be positive, found {order}")
