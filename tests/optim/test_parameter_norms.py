@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import zero3
 from tests.optim.test_clip_grad_norm import INF, NORMS, WAYS, plain_with_gradients, with_gradients
 from tests.optim.test_param_groups import build
 from tests.support.ranks import Collective, ThreadCommunicator, run_ranks
+from tests.support.reference import Turn
+from tests.support.stacks import loss_of, stack
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -86,6 +89,22 @@ def test_norms_of_parameters_that_are_no_ordinary_floats(kind: str, world_size: 
         assert "odd" not in zero3.parameter_norms(model)
 
     run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_norms_of_parameters_need_no_gradients(guarded: bool) -> None:
+    """Under no_sync, and in a guard, there are none to be had."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model: Any = zero3.shard(models[group.rank], process_group=group)
+        expected = zero3.parameter_norms(model, "param")
+        with zero3.step_guard(model) if guarded else zero3.no_sync(model):
+            loss_of(model, Turn(group.rank, 0, 2)).backward()
+            assert zero3.parameter_norms(model, "param") == expected
+        assert zero3.parameter_norms(model, "param") == expected
+
+    models = [stack() for _ in range(2)]
+    run_ranks(2, body)
 
 
 def test_a_wrong_norm_type_is_refused() -> None:

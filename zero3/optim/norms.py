@@ -12,7 +12,7 @@ from ..access import states_of
 from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
 from ..core.chunk import Chunk
-from ..core.gradient_types import reduce_deferred
+from ..core.gradient_types import NotReducedError, reduce_deferred
 from ..core.layer_state import LayerState
 from .param_groups import named_parameters
 
@@ -49,7 +49,11 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
     norm_type, error = _checked(of, norm_type)
     communicator, maximum = states[0].communicator, math.isinf(norm_type)
     # on every rank, whether it has a piece of a parameter or not
-    reduce_deferred(part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts)
+    try:
+        reduce_deferred(part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts)
+    except NotReducedError:
+        if of != "param":
+            raise
     named = [(name, sharded) for name, _, sharded in named_parameters(model, states)]  # whatever `of` is: all ranks sum up equally many
     rows = {(sharded.chunk, sharded.index): row for row, (_, sharded) in enumerate(named)}
     values = torch.zeros(len(named), dtype=torch.float64, device=states[0].device)
