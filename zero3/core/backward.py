@@ -81,7 +81,7 @@ class Backward:
 
     @property
     def gate(self) -> Gate:
-        return self.layers[0].gate
+        return self._stack.layers[0].gate
 
     def take_part_in_backup(self, state: LayerState) -> None:
         """Takes part in a reduction of the other ranks, if this rank has no data, or its micro-batch has failed."""
