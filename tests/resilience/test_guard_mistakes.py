@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support.models import mlp
+from tests.support.processes import PROMPT, Rank, try_on_ranks
 from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import TOLERANCE, Turn, assert_at_rest, assert_close, full_gradients, full_parameters, on_ranks, sgd
 
@@ -197,3 +198,25 @@ def test_a_guard_inside_a_guard_is_refused() -> None:
         assert not loop.guarded(2)
 
     on_ranks(2, mlp, body)
+
+
+def make_mistakes_alone(rank: Rank) -> list[str]:
+    model = zero3.Zero3Sequential([zero3.Zero3Layer(child) for child in mlp()])
+    optimizer, told = sgd(model.get_trainable_chunk()), []
+    for mistake in (None, None, optimizer.zero_grad, optimizer.step):
+        try:
+            with zero3.step_guard(model):
+                loss_of(model, rank.number, 0).backward()
+                if mistake is not None and rank.number == 1:
+                    mistake()
+        except RuntimeError as error:
+            told.append(str(error))
+    optimizer.step()
+    return told
+
+
+def test_in_processes_nobody_waits_for_the_timeout() -> None:
+    first, second = try_on_ranks(2, make_mistakes_alone)
+    assert first.value == second.value, (first, second)
+    assert len(first.value) == 2 and all(text.startswith("rank 1: ") for text in first.value)
+    assert max(first.seconds, second.seconds) < PROMPT
