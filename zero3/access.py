@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from .comm.agreement import agree
+from .core.autograd import inside_backward
 from .core.layer_state import LayerState
 from .core.parameters import named
 from .core.pinning import Pin, pin, unpin, write_back
@@ -229,6 +230,7 @@ def reset(model: nn.Module) -> None:
         model: Any model that contains zero3 layers.
 
     Raises:
+        RuntimeError: It is called inside a backward, whose gradients would be wrong.
         ValueError: Nothing in `model` is sharded.
 
     Example::
@@ -238,7 +240,13 @@ def reset(model: nn.Module) -> None:
         except torch.OutOfMemoryError:
             zero3.reset(model)
     """
-    for layer in _layers(model):
+    layers = _layers(model)
+    if inside_backward():
+        raise RuntimeError(
+            f"rank {layers[0]._state.communicator.rank}: zero3.reset inside a backward (in a hook). The gradients that it has brought so "
+            "far would be lost, without an error. Call it after the backward has ended or raised."
+        )
+    for layer in layers:
         if layer._runtime is not None:
             layer._runtime.reset()
         layer._state.reset()

@@ -108,7 +108,7 @@ def _agreed_plan(common: Request, layers: Layers, policy: ShardingPolicy | Polic
     plan = _Plan([], common)
     try:
         plan = _with_policies(_plan(common, layers), policy)
-    except (TypeError, ValueError) as caught:
+    except Exception as caught:  # whatever a predicate raises: the other ranks wait to hear of it
         error = caught
     own = {id(request.module) for request in plan.layers}
     agree_on([plan.root, *plan.layers], lambda module: is_layer(module) or id(module) in own, error)

@@ -249,3 +249,21 @@ def test_an_error_tells_the_latest_transfers_and_not_all() -> None:
     for told in run_ranks(2, body):
         assert 1 <= told[0][0] <= 10
         assert len(set(told)) == 1, "the same number of transfers after 1 and after 122 steps"
+
+
+def test_the_log_stays_short_without_a_forward() -> None:
+    """A loop that evaluates inside `resident`, or reads parameters, again and again."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model = Zero3Sequential([Zero3Layer(nn.Linear(4, 4), process_group=group) for _ in range(2)])
+        for number in range(1, 4):
+            with zero3.resident(model):
+                pass
+            with zero3.full_params(model[0]):
+                pass
+            zero3.full_state_dict(model)
+            log = model[0]._state.log
+            assert not log.entries
+            assert log.count == 3 * number
+
+    run_ranks(2, body)

@@ -8,8 +8,9 @@ import pytest
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.models import WIDTH, Calls, calls, mlp, seeded
+from tests.support.models import WIDTH, Calls, calls, linear, mlp, seeded
 from tests.support.reference import Shard, Turn, as_one_layer, check_parity, in_place, nested
+from zero3 import ShardingPolicy, Zero3Layer
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 KINDS = pytest.mark.parametrize("use_reentrant", [False, True])
@@ -46,6 +47,35 @@ def test_checkpoints_around_layers(world_size: int, use_reentrant: bool, shard: 
         return Checkpointed(*mlp(4), run=run, use_reentrant=use_reentrant)
 
     check_parity(build, with_input_gradient, world_size=world_size, shard=shard)
+
+
+class Around(nn.Module):
+    """Computes with parameters of its own, and then calls an inner layer, all of it checkpointed."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.own, self.inner, self.use_reentrant = linear(), linear(), use_reentrant
+
+    def compute(self, x: Tensor) -> Tensor:
+        return self.inner(self.own(x).tanh()).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.compute, x, use_reentrant=self.use_reentrant, preserve_rng_state=False)
+
+
+def around_inner_layers(model: Any, group: Any, policy: ShardingPolicy) -> nn.Module:
+    for child in model:
+        child.inner = Zero3Layer(child.inner, policy=policy, process_group=group)
+    return in_place(model, group, policy)
+
+
+@KINDS
+@pytest.mark.parametrize("policy", [ShardingPolicy(reshard_after_forward=False), ShardingPolicy(stage=2), ShardingPolicy()], ids=str)
+def test_a_layer_kept_for_its_backward_stays_shown_during_a_recomputation(use_reentrant: bool, policy: ShardingPolicy) -> None:
+    """To hide it would give its parameters new versions, and the graph that the recomputation has just begun holds the present ones."""
+    check_parity(
+        lambda: seeded(*[lambda: Around(use_reentrant)] * 2), with_input_gradient, shard=around_inner_layers, policy=policy, steps=3
+    )
 
 
 @WORLDS

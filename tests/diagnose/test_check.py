@@ -65,3 +65,22 @@ def test_check_names_the_first_parameter_that_differs(monkeypatch: pytest.Monkey
         assert report.first == "0.0.bias"
         assert {difference.name for difference in report.differences} == {"0.0.bias", "1.0.bias", "2.0.bias"}
         assert "differ in 6 of 13" in str(report) and "gradient 0.0.bias: off by" in str(report)
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "raises": (lambda model, batch: model(batch)[0, 99], "IndexError: index 99 is out of bounds"),
+    "returns no tensor": (lambda model, batch: model(batch).sum().item(), "AttributeError: 'float' object has no attribute 'backward'"),
+    "has no gradient": (lambda model, batch: model(batch).sum().detach(), "element 0 of tensors does not require grad"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_check_a_loss_that_fails_on_one_rank_is_told_to_all(name: str) -> None:
+    wrong, text = WRONG[name]
+
+    def body(group: ThreadCommunicator) -> None:
+        loss = wrong if group.rank else None
+        with pytest.raises(RuntimeError, match=f"^rank 1: {text}"):
+            checked(group, mlp(), loss=loss, wrap=lambda m: in_sequence(m, process_group(group), ShardingPolicy()))
+
+    run_ranks(2, body, timeout=20)

@@ -197,6 +197,40 @@ def test_two_adapters(tmp_path: Path) -> None:
         assert_same_bits(contents(tmp_path / "ours" / place), contents(tmp_path / "theirs" / place))
 
 
+def test_a_whole_model_over_adapters_and_adapters_over_a_whole_model_are_refused(tmp_path: Path) -> None:
+    """transformers would put the old adapters on the new model, and load_pretrained would read the old model for the new adapters."""
+    build, adapted = ARCHITECTURES["Llama"].build, lambda: lora("Llama", torch.float32)
+    save([build(), build()], tmp_path / "model", max_shard_size="6KB")
+    save([adapted(), adapted()], tmp_path / "adapters")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def body(group: ThreadCommunicator) -> None:
+        model, adapters = zero3.shard(wholes[group.rank], process_group=group), zero3.shard(loras[group.rank], process_group=group)
+        with pytest.raises(
+            ValueError, match=r"^rank 0: .*holds adapters \(adapter_config.json, adapter_model.safetensors\), and .* a whole m"
+        ):
+            zero3.save_pretrained(model, tmp_path / "adapters")
+        with pytest.raises(
+            ValueError, match=r"^rank 0: .*holds a whole model \(model-00001-of.*\), and save_pretrained was to write adapters"
+        ):
+            zero3.save_pretrained(adapters, tmp_path / "model")
+        zero3.save_pretrained(model, tmp_path / "other")
+
+    wholes, loras = [build() for _ in range(2)], [adapted() for _ in range(2)]
+    run_ranks(2, body)
+    assert all(path.read_bytes() == text for path, text in before.items())
+    assert {path.parent.name for path in tmp_path.rglob("*") if path.is_file() and path not in before} == {"other"}
+
+
+def test_adapters_may_stand_beside_the_model_that_they_belong_to(tmp_path: Path) -> None:
+    save([ARCHITECTURES["Llama"].build() for _ in range(2)], tmp_path)
+    models = [lora("Llama", torch.float32) for _ in range(2)]
+    for model in models:
+        model.peft_config["default"].base_model_name_or_path = str(tmp_path)
+    save(models, tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").exists() and (tmp_path / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize("size", ["5 GB?", "", "-1", 0, "0.1B"])
 def test_max_shard_size_that_is_no_size(size: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_shard_size must be a number of bytes"):

@@ -151,8 +151,8 @@ FAULTS = [
     Fault(
         "a transaction that is not taken back",
         "core/transactions.py",
-        "before, self._before, self._staged = self._before, None, ()",
-        "before, self._before = self._before, None",
+        "        self._buffer, self._kept, self.owed = before.buffer, before.kept, before.owed\n",
+        "",
         "resilience/step_guard",
     ),
     Fault(

@@ -25,7 +25,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
 
     Args:
         model: Any model that contains zero3 layers.
-        max_norm: 0 or more; `float("inf")` only measures.
+        max_norm: 0 or more; `float("inf")` only measures. Ranks that pass different ones are told when they next compare their transfers.
         norm_type: p of the p-norm; `float("inf")` for the largest element.
         error_if_nonfinite: Raise if the norm is nan or inf, and leave the gradients as they are.
 
@@ -65,6 +65,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
         else:
             communicator.all_reduce(total)  # [S1]
     agree_where_nan(communicator, states[0].device, "clip_grad_norm_", total, error)
+    limit = float(max_norm)  # ranks that scale by different ones are told when they compare their transfers
+    states[0].log.note("clipping", f"the gradients to max_norm={limit} of norm {norm_type}", norm_type, limit)
     if not maximum:
         total = total ** (1.0 / norm_type) if communicator.world_size > 1 else local
     if error_if_nonfinite and not torch.isfinite(total):
@@ -83,7 +85,7 @@ def _checked(norm_type: float, max_norm: float) -> tuple[float, Exception | None
         order = float(norm_type)
         if order > 0 and max_norm >= 0:  # below 0 torch would turn all gradients around
             return order, None
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return 2.0, TypeError(f"norm_type and max_norm must be numbers, found {norm_type!r} and {max_norm!r}")
     known = order if math.isinf(order) else 2.0
     return known, ValueError(f"norm_type must be positive and max_norm at least 0, found {order} and {max_norm}")

@@ -12,7 +12,7 @@ from ..access import states_of
 from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
 from ..core.chunk import Chunk
-from ..core.gradient_types import reduce_deferred
+from ..core.gradient_types import NotReducedError, reduce_deferred
 from ..core.layer_state import LayerState
 from .param_groups import named_parameters
 
@@ -49,17 +49,21 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
     norm_type, error = _checked(of, norm_type)
     communicator, maximum = states[0].communicator, math.isinf(norm_type)
     # on every rank, whether it has a piece of a parameter or not
-    reduce_deferred(part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts)
-    every = [(name, sharded) for name, _, sharded in named_parameters(model, states)]
-    named = [(name, sharded) for name, sharded in every if of == "param" or sharded.chunk.shard.requires_grad]
+    try:
+        reduce_deferred(part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts)
+    except NotReducedError:
+        if of != "param":
+            raise
+    named = [(name, sharded) for name, _, sharded in named_parameters(model, states)]  # whatever `of` is: all ranks sum up equally many
     rows = {(sharded.chunk, sharded.index): row for row, (_, sharded) in enumerate(named)}
     values = torch.zeros(len(named), dtype=torch.float64, device=states[0].device)
-    for chunk in {sharded.chunk: None for _, sharded in named} if error is None else ():
+    asked = {sharded.chunk: of == "param" or sharded.chunk.shard.requires_grad for _, sharded in named} if error is None else {}
+    for chunk in (chunk for chunk, is_asked in asked.items() if is_asked):
         indices = {slot: index for index, slot in enumerate(chunk.layout.slots)}
         for piece in chunk.layout.pieces(communicator.rank):
             flat = _slice(chunk, piece.offset, piece.offset + piece.stop - piece.start, of)
             if flat is not None:
-                norm = torch.linalg.vector_norm(flat, norm_type, dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32)
+                norm = _norm(flat, norm_type)
                 values[rows[chunk, indices[piece.slot]]] = norm if maximum else norm.double() ** norm_type
     if error is not None:
         values.fill_(math.nan)
@@ -69,19 +73,29 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
         else:
             communicator.all_reduce(values)
     agree_where_nan(communicator, states[0].device, "parameter_norms", values, error)
+    states[0].log.note("measuring", f"the {of}s' norms {norm_type}", of == "param", norm_type)  # see clip_grad_norm_
     values = values if maximum else values ** (1.0 / norm_type)
-    return {name: value for (name, _), value in zip(named, values, strict=True)}
+    return {name: value for (name, sharded), value in zip(named, values, strict=True) if asked.get(sharded.chunk)}
 
 
 def _checked(of: str, norm_type: float) -> tuple[float, Exception | None]:
     """The order of the norm, by which a rank takes part in the sum even if it has found a mistake."""
     try:
         order = float(norm_type)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return 2.0, TypeError(f"norm_type must be a number, found {norm_type!r}")
     if not order > 0:
         return order, ValueError(f"norm_type must be positive, found {order}")
     return order, None if of in ("grad", "param") else ValueError(f'of must be "grad" or "param", found {of!r}')
+
+
+def _norm(flat: Tensor, order: float) -> Tensor:
+    """In float32 at least. What torch takes no norm of (integers, 8 bits) is converted; of complex numbers the absolute values count."""
+    flat = flat.abs() if flat.is_complex() else flat
+    if flat.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        flat = flat.double()
+    norm: Tensor = torch.linalg.vector_norm(flat, order, dtype=torch.promote_types(flat.dtype, torch.float32))
+    return norm
 
 
 def gradients_to_measure(model: nn.Module, states: list[LayerState]) -> list[Tensor]:

@@ -122,7 +122,10 @@ def _check(states: list[LayerState]) -> None:
                 "of a group to look at, and the others would wait for it. Use stage 2 or 3"
             )
         if state.pinned or state.presence in (Presence.FETCHED, Presence.FETCHING):
-            raise RuntimeError(f"param_groups while layer {state.label} is fetched: call it outside of forward, backward and full_params")
+            raise RuntimeError(
+                f"param_groups while layer {state.label} is fetched: call it outside of forward, backward and full_params; after an "
+                "exception, call zero3.reset(model) first"
+            )
         if any(part.parameter.grad is not None for chunk in state.chunks for part in chunk.parts):
             raise RuntimeError(f"param_groups while layer {state.label} has gradients: step and zero_grad(set_to_none=True) first")
 
