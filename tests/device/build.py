@@ -14,7 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 SOURCES = sorted((Path(__file__).resolve().parent / "src").iterdir())
-_HEADERS = [path for path in (sysconfig.get_path("include"), sysconfig.get_config_var("INCLUDEPY")) if path and (Path(path) / "Python.h").exists()]
+_HEADERS = [
+    path for path in (sysconfig.get_path("include"), sysconfig.get_config_var("INCLUDEPY")) if path and (Path(path) / "Python.h").exists()
+]
 
 
 def missing() -> str:

@@ -15,6 +15,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 from tests.device.build import build
@@ -26,6 +27,7 @@ _path = build()
 ctypes.CDLL(str(_path), mode=ctypes.RTLD_GLOBAL)
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
 _spec = importlib.util.spec_from_file_location("_simulated", _path)
 assert _spec is not None and _spec.loader is not None
@@ -155,7 +157,9 @@ def _install_nccl() -> None:
     module: Any = dist.distributed_c10d
     if TYPE == "cuda":
         module._NCCL_AVAILABLE = True
+        module.default_pg_nccl_timeout = timedelta(minutes=10)
         module.ProcessGroupNCCL = dist.ProcessGroupNCCL = C.ProcessGroupNCCL
+        torch._C._nccl_version = lambda: 2 << 32  # type: ignore[attr-defined]
         return
 
     def make(options: Any, _: Any) -> Any:
@@ -166,5 +170,29 @@ def _install_nccl() -> None:
     dist.Backend.register_backend("simulated", make, extended_api=True, devices=[TYPE])
 
 
+def _install_gloo() -> None:
+    """gloo takes tensors of the device and copies them through host memory, as torch does if it is built with CUDA."""
+
+    def staged(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            tensors = [a for a in tree_leaves(arguments) if isinstance(a, torch.Tensor) and a.device.type == TYPE]
+            if not tensors or "gloo" not in dist.get_backend(options.get("group")):
+                return collective(*arguments, **options)
+            host = {id(tensor): tensor.cpu() for tensor in tensors}
+            work = collective(*tree_map(lambda a: host.get(id(a), a), arguments), **options)
+            if work is not None:
+                work.wait()
+            for tensor in tensors:
+                tensor.copy_(host[id(tensor)])
+            return work
+
+        return call
+
+    for name in ("all_reduce", "all_gather_single", "all_gather_into_tensor", "broadcast", "scatter"):
+        if hasattr(dist, name):
+            setattr(dist, name, staged(getattr(dist, name)))
+
+
 _install()
 _install_nccl()
+_install_gloo()
