@@ -17,7 +17,7 @@ from torch import nn
 from tests.core.test_gpu import batch, blocks
 from tests.support.processes import Rank, on_ranks
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential, full_state_dict, no_sync, step_guard
-from zero3.comm.streams import CudaLane
+from zero3.comm.streams import StreamLane
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +38,7 @@ class Delays:
 
 
 def _hold_up_lanes(delays: Delays) -> None:
-    real = CudaLane.issue
+    real = StreamLane.issue
 
     class Held:
         def __init__(self, context: AbstractContextManager[object], place: str) -> None:
@@ -53,10 +53,10 @@ def _hold_up_lanes(delays: Delays) -> None:
 
     names: dict[int, str] = {}
 
-    def issue(lane: CudaLane) -> Any:
+    def issue(lane: StreamLane) -> Any:
         return Held(real(lane), names.setdefault(id(lane), ("fetch", "backup")[len(names) % 2]))  # a forward comes first
 
-    CudaLane.issue = issue  # type: ignore[method-assign]  # this process ends with the test
+    StreamLane.issue = issue  # type: ignore[method-assign]  # this process ends with the test
 
 
 def _train(me: Rank, places: tuple[str, ...], seed: int) -> None:

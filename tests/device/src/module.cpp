@@ -87,6 +87,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_device", [](int device) { current_device = device; });
   m.def("set_stream", [](int device, int number) { current_stream[device] = number; });
   m.def("get_stream", [](int device) { return current_stream[device]; });
+  m.def("priorities", [](int device) {  // of the streams made so far
+    return locked([&] {
+      std::vector<int> out;
+      for (auto& q : gpu.streams[device]) out.push_back(q->priority);
+      return out;
+    });
+  });
   m.def("resize_storage", [](py::object s, size_t n) { resize_storage(THPStorage_Unpack(s.ptr()).unsafeGetStorageImpl(), n); });
   m.def("sleep", [](int us) {
     launch(current(current_device), "sleep", [us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });

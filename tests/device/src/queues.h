@@ -57,6 +57,7 @@ struct Task {
 
 struct Queue {
   int device, number;  // number 0: the default stream, where computation is
+  int priority = 0;
   std::deque<Task> tasks;
   bool busy = false;
   bool idle() const { return tasks.empty() && !busy; }

@@ -27,13 +27,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   c10::Stream getStream(Device d) const override { return stream_of(index(d), current_stream[index(d)]); }
   c10::Stream getDefaultStream(Device d) const override { return stream_of(index(d), 0); }
-  c10::Stream getStreamFromGlobalPool(Device d, bool) const override { return getNewStream(d, 0); }
-  c10::Stream getNewStream(Device d, int) const override {
+  c10::Stream getStreamFromGlobalPool(Device d, bool high) const override { return getNewStream(d, high ? -1 : 0); }
+  c10::Stream getNewStream(Device d, int priority) const override {
     std::lock_guard<std::mutex> lock(gpu.mutex);
     auto& streams = gpu.streams[index(d)];
     TORCH_CHECK(streams.size() < MOST_STREAMS, "simulated device: too many streams");  // others read the vector without the lock
     streams.push_back(std::make_unique<Queue>());
     streams.back()->device = index(d);
+    streams.back()->priority = priority;
     streams.back()->number = streams.size() - 1;
     return stream_of(index(d), streams.size() - 1);
   }
