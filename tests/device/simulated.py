@@ -4,7 +4,8 @@
     simulated.schedule("demand", seed=1)
     ... torch.randn(3, device="cuda") ...
 
-ZERO3_DEVICE: the device's type, "cuda" (default) or "privateuseone", torch's slot for other makers' devices.
+ZERO3_DEVICE: the slot that the device takes, "cuda" (default) or "privateuseone", which torch keeps for other makers' devices. There
+the device is named "simulated".
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ assert _spec is not None and _spec.loader is not None
 C: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(C)
 C.start(COUNT, TYPE)
+if TYPE != "cuda":
+    TYPE = "simulated"
+    torch.utils.rename_privateuse1_backend(TYPE)
 C.bind_nccl()
 assert C.is_asked(), "torch asked for CUDA before the simulated device was there"
 
