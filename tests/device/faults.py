@@ -43,6 +43,8 @@ class Fault(NamedTuple):
 
 
 _COMPUTE = "torch.accelerator.current_stream(self._stream.device)"
+_LANDS = "        if then is not None:\n            then()\n"
+_RECORDS = "        event = torch.Event(self._stream.device)\n        event.record(self._stream)\n"
 FAULTS = [
     Fault("the fetch lane does not wait for compute", "core/chunk.py", "        with lane.issue():\n", "        with lane._stream:\n"),
     Fault(
@@ -65,16 +67,16 @@ FAULTS = [
         "Backup(mark, (),",
     ),
     Fault(
-        "the full buffer is allocated on the lane",
+        "the full buffer is allocated on another stream",
         "core/chunk.py",
-        "        self.full.allocate()\n        with lane.issue():\n",
-        "        with lane.issue():\n            self.full.allocate()\n",
+        "        self.full.allocate()\n",
+        "        with torch.Stream(self.shard.device):\n            self.full.allocate()\n",
     ),
     Fault(
         "a lane's event is recorded before the sum lands",
         "comm/streams.py",
-        "        if then is not None:\n            then()\n        event = torch.Event(self._stream.device)\n        event.record(self._stream)\n",
-        "        event = torch.Event(self._stream.device)\n        event.record(self._stream)\n        if then is not None:\n            then()\n",
+        _LANDS + _RECORDS,
+        _RECORDS + _LANDS,
     ),
     Fault(
         "the sum lands beside its lane",
@@ -268,9 +270,6 @@ def main() -> None:
     torch.nn.functional.linear(ones, ones).cpu()  # see `_first_bf16` in test_parity.py
     if arguments.drawn:
         print("| left out | file | seen by |\n|---|---|---|")
-        settings = [
-            (policy, memory, seed) for seed in range(SEEDS) for memory in MEMORIES for policy in ("demand", "lanes", "random", "compute")
-        ]
         for fault in drawn(arguments.drawn, arguments.seed):
             print(f"| {fault.name} | `{fault.file}` | {first_sight(fault, TRIED) or '**not seen**'} |", flush=True)
         return

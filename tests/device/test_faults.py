@@ -1,4 +1,4 @@
-"""Each wait, hold and order of docs/design.md's table is taken out: the device sees it. docs/reliability.md has the table of what sees what."""
+"""Each wait, hold and order of docs/design.md's table is taken out, and the device sees it. docs/reliability.md tells what sees what."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ NAMES = [
     "the layer computes without waiting for its gather",
     "the optimizer steps without waiting for reductions",
     "a reduction's buffers are given back at once",
-    "the full buffer is allocated on the lane",
+    "an earlier reduction is dropped, not waited for",
+    "the full buffer is allocated on another stream",
     "a lane's event is recorded before the sum lands",
     "the sum lands beside its lane",
     "compute waits on the current device, not on the model's",

@@ -148,8 +148,8 @@ class LayerState:
             return
         self._check_loaded()
         self.presence = Presence.FETCHING
-        for chunk in self.chunks if self.as_stored else ():
-            chunk.show_as_stored()
+        for chunk in self.chunks:
+            chunk.make_room(as_stored=self.as_stored)
         with self.fetch_span, self.gate.gather(self):
             try:
                 if self.chunks:

@@ -171,8 +171,8 @@ struct SimulatedNccl final : c10d::Backend {
     Communicator& c = connect();
     auto in = places(ins, device, kind), out = places(outs, device, kind);
     Queue* q = manner.async ? stream_after_current(device) : current(device);
-    for (const Tensors* tensors : {&ins, &outs}) {
-      for (const Tensor& t : *tensors) use_on(t.storage().data_ptr(), device, q->number);
+    for (const Tensors* tensors : {&ins, &outs}) {  // on the current stream memory is a matter of that stream's order
+      for (const Tensor& t : *tensors) manner.async ? use_on(t.storage().data_ptr(), device, q->number) : void();
     }
     const uint64_t number = ++issued;
     {
