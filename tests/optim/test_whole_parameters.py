@@ -68,7 +68,7 @@ def all_transfers(rank: Rank) -> None:
 
 
 def transfers(rank: Rank, bounds: tuple[int, ...], dtype: torch.dtype, plain: bool) -> None:
-    mine = GroupCommunicator(dist.group.WORLD, "gloo") if plain else communicator_for(None, torch.device("cpu"))
+    mine = GroupCommunicator(dist.group.WORLD, "gloo", torch.device("cpu")) if plain else communicator_for(None, torch.device("cpu"))
     place = slice(bounds[rank.number], bounds[rank.number + 1])
     fulls = [torch.arange(bounds[-1]).add(100 * r).to(dtype) for r in range(rank.world_size)]
     if not plain:
@@ -103,7 +103,7 @@ def over_lists(rank: Rank) -> list[tuple[bool, bool]]:
 
     def one(number: int) -> None:
         dist.init_process_group("threaded", rank=number, world_size=3, store=store)
-        mine, place = GroupCommunicator(dist.group.WORLD, "threaded"), slice(bounds[number], bounds[number + 1])
+        mine, place = GroupCommunicator(dist.group.WORLD, "threaded", torch.device("cpu")), slice(bounds[number], bounds[number + 1])
         fulls = [torch.arange(bounds[-1]).add(100.0 * r) for r in range(3)]
         gathered, reduced = torch.zeros(bounds[-1]), torch.zeros_like(fulls[0][place])
         mine.all_gather(gathered, fulls[0][place].clone(), bounds).wait()

@@ -85,7 +85,8 @@ class Backward:
 
     def take_part_in_backup(self, state: LayerState) -> None:
         """Takes part in a reduction of the other ranks, if this rank has no data, or its micro-batch has failed."""
-        for backup in state.gradients.back_up(state.lanes.backup, self._backup_communicator):
+        prepared = state.gradients.prepare(self._backup_communicator)
+        for backup in state.gradients.back_up(prepared, state.lanes.backup, self._backup_communicator):
             backup.wait()
 
     @property
@@ -225,8 +226,10 @@ class Backward:
             return
         while len(self._backups) >= max(1, self._depth):
             self._backups.popleft().wait()
-        with state.backup_span, self.gate.reduce(state):
-            self._backups.extend(state.gradients.back_up(state.lanes.backup, self._backup_communicator))
+        with state.backup_span:
+            prepared = state.gradients.prepare(self._backup_communicator)
+            with self.gate.reduce(state):
+                self._backups.extend(state.gradients.back_up(prepared, state.lanes.backup, self._backup_communicator))
         if not self._depth:
             self._drain_backups()
 

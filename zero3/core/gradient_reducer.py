@@ -40,10 +40,19 @@ class Backup(NamedTuple):
             raise
 
 
-class GradientReducer(KeptGradients):
-    """Adds up the gradients of a chunk's parameters. `back_up` then reduces the sum over ranks into the chunk's own gradient.
+class Sending(NamedTuple):
+    """What a reduction sends, `pieces` or `full`, and where its result comes."""
 
-    `keep`, instead of `back_up`, leaves the sum for a later reduction. If the chunk's gradient is zeroed before, the sum is dropped.
+    pieces: list[list[Tensor]] | None
+    full: Tensor | None
+    summed: Tensor
+    landed: Tensor
+
+
+class GradientReducer(KeptGradients):
+    """Adds up the gradients of a chunk's parameters. `prepare` and `back_up` reduce the sum over ranks into the chunk's own gradient.
+
+    `keep`, instead of them, leaves the sum for a later reduction. If the chunk's gradient is zeroed before, the sum is dropped.
     """
 
     def __init__(self, chunk: Chunk, communicator: Communicator, policy: ShardingPolicy, naming: NamingFailures) -> None:
@@ -61,15 +70,20 @@ class GradientReducer(KeptGradients):
         self.pending = True
         self._buffer.add(index, gradient)
 
-    def back_up(self, lane: Lane, communicator: Communicator) -> Backup:
-        """[backup 1] Starts to reduce the gradients into this rank's slice, zeros for slots without one. The `Backup` owns the buffer."""
+    def prepare(self, communicator: Communicator) -> Sending:
+        """[backup 1] Takes the gradients out, zeros for slots without one, and allocates all that their reduction needs."""
         pieces = self._buffer.pieces() if communicator.takes_pieces and self._divide_first == 1 else None
         full = self._buffer.complete() if pieces is None else None
-        self._buffer, self._kept = GradientBuffer(self._chunk.layout, self._chunk.shard, self._dtype), []
-        self.pending = self.owed = False
         shard = self._chunk.shard
         summed = full if full is not None and communicator.world_size == 1 else torch.empty_like(shard.data, dtype=self._dtype)
         landed = summed if shard.dtype == self._dtype else torch.empty_like(summed, dtype=shard.dtype)
+        self._buffer, self._kept = GradientBuffer(self._chunk.layout, self._chunk.shard, self._dtype), []
+        self.pending = self.owed = False
+        return Sending(pieces, full, summed, landed)
+
+    def back_up(self, sending: Sending, lane: Lane, communicator: Communicator) -> Backup:
+        """Starts to reduce the gradients into this rank's slice. The `Backup` owns the buffers."""
+        pieces, full, summed, landed = sending
         with lane.issue():
             pending: Pending = Done()
             if pieces is not None:
@@ -203,11 +217,15 @@ class LayerGradients:
         """Whether the present backward computes gradients of this layer's parameters."""
         return accumulates_into(sharded.sites.parameter for sharded in self._hooked.values())
 
-    def back_up(self, lane: Lane, communicator: Communicator) -> list[Backup]:
+    def prepare(self, communicator: Communicator) -> list[tuple[GradientReducer, Sending]]:
+        """Allocates what the reductions of all trainable chunks need, before ranks rely on them: memory may run out on one rank alone."""
+        return [(reducer, reducer.prepare(communicator)) for chunk, reducer in self.reducers.items() if chunk.shard.requires_grad]
+
+    def back_up(self, prepared: list[tuple[GradientReducer, Sending]], lane: Lane, communicator: Communicator) -> list[Backup]:
         """Starts to reduce the gradients of all trainable chunks."""
         self.log.entries.append(self._entry)
         try:
-            return [reducer.back_up(lane, communicator) for chunk, reducer in self.reducers.items() if chunk.shard.requires_grad]
+            return [reducer.back_up(sending, lane, communicator) for reducer, sending in prepared]
         except RuntimeError as failure:
             self._naming.explain(failure)
             raise

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from ..comm.communicator import Communicator
-from ..comm.streams import Lane
 from .chunk import Part
 from .gradient_buffer import GradientBuffer
-from .gradient_reducer import Backup, GradientReducer, LayerGradients
+from .gradient_reducer import GradientReducer, LayerGradients, Sending
 from .gradient_types import DeferredGradient, DefersReductions
 
 __all__: list[str] = []
@@ -96,9 +95,9 @@ class TransactionalReducer(GradientReducer):
         self._begin()
         super().add(index, gradient)
 
-    def back_up(self, lane: Lane, communicator: Communicator) -> Backup:
+    def prepare(self, communicator: Communicator) -> Sending:
         self._merge_earlier()
-        return super().back_up(lane, communicator)
+        return super().prepare(communicator)
 
     def keep(self, layer: DefersReductions) -> None:
         self._merge_earlier()

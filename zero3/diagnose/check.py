@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..access import full_params, get_trainable_chunk, states_of
 from ..comm.agreement import agree
+from ..comm.streams import random_state_kept
 from ..core.casting import cast, dtypes_at_the_edges
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
@@ -182,8 +183,7 @@ def _tolerance(place: _Place) -> float:
 
 
 def _step(model: nn.Module, parameters: list[nn.Parameter], batch: Any, loss: Callable[[nn.Module, Any], Tensor]) -> Tensor:
-    devices = [p.device for p in parameters if p.is_cuda][:1]
-    with torch.random.fork_rng(devices=devices):
+    with random_state_kept(next((p.device for p in parameters if p.device.type != "cpu"), torch.device("cpu"))):
         torch.manual_seed(0)
         value = loss(model, batch)
         value.backward()  # type: ignore[no-untyped-call]

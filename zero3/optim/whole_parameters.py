@@ -114,6 +114,7 @@ def _fill(family: Family, chunks: list[Chunk]) -> None:
     rank = family.state.communicator.rank
     for old in family.chunks:
         old.show_as_stored()
+        old.make_room()
         old.start_fetch(family.state.lanes.fetch)
         try:
             old.finish_fetch()
