@@ -4,10 +4,11 @@ make versions                              each of TORCH with each of HUGGING_FA
 make versions ARGS="--torch 2.14.1"        another version in place of those; so do --transformers and --peft
 
 Environments stand in .versions/ and are made when they are first needed, by pip as it is configured here. Those of one torch share it: it
-takes gigabytes where it brings CUDA's libraries. The tests that run are those of SELECTION, but for those marked slow, one folder after
-the other; each has its result in .versions/results.json at once, so a run that was ended goes on where it was. What has a result for the
-package and the tests as they are now is not run again, unless --again says so. At the end the table in docs/reliability.md gets the rows of
-all environments that have been tested whole, and the names of tests that failed. Exit code 1 if one fails.
+takes gigabytes where it brings CUDA's libraries. With the newest transformers and peft the tests of ALL run, with others those of MODELS,
+in both cases but for those marked slow, one folder after the other. Each has its result in .versions/results.json at once, so a run that
+was ended goes on where it was. What has a result for the package and the tests as they are now is not run again, unless --again says so.
+At the end the table in docs/reliability.md gets the rows of all environments that have been tested whole, and the names of tests that
+failed. Exit code 1 if one fails.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,11 +30,17 @@ from xml.etree import ElementTree
 from tests.mutation.tree import ROOT, digest
 
 TORCH = ("2.11.0", "2.13.0", "2.15.0")
-HUGGING_FACE = (("5.0.0", "0.18.0"), ("5.23.0", "0.21.2"))  # transformers and peft: the lowest, and the newest
-SELECTION = (  # what depends on these versions: not pages, figures, faults in the code, and how it is laid out
-    "checkpoint", "comm", "commands", "core", "diagnose", "examples", "huggingface", "optim", "resilience", "uneven", "zero1",
+HUGGING_FACE = (("5.1.0", "0.18.0"), ("5.23.0", "0.21.2"))  # transformers and peft: the lowest, and the newest
+ALL = (  # what depends on any of these versions: not pages, figures, faults in the code, and how it is laid out
+    "core", "huggingface", "comm", "checkpoint", "optim", "zero1", "uneven", "diagnose", "commands", "examples", "resilience",
     "test_access.py", "test_auto_wrap.py", "test_generate.py", "test_own_names.py", "test_resident.py", "test_shard.py",
     "test_shard_architectures.py", "test_shard_memory.py", "test_shard_models.py",
+)  # fmt: skip
+MODELS = (  # of these, what uses transformers or peft
+    "huggingface", "core/test_common_modules.py", "core/test_new_parameters.py", "core/test_precision_processes.py",
+    "core/test_requires_grad.py", "core/test_tensors_in.py", "checkpoint/test_end_to_end.py", "resilience/test_restarts.py", "uneven",
+    "commands", "examples",
+    "test_auto_wrap.py", "test_generate.py", "test_own_names.py", "test_shard_architectures.py", "test_shard_models.py",
 )  # fmt: skip
 TOOLS = ("hypothesis", "numpy", "pytest", "pytest-timeout", "tqdm")  # as requirements/lock.txt has them; all else as pip finds it
 FOLDER = ROOT / ".versions"
@@ -52,6 +59,10 @@ class Environment(NamedTuple):
 
     def __str__(self) -> str:
         return f"torch {self.torch}, transformers {self.transformers}, peft {self.peft}"
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return ALL if (self.transformers, self.peft) == HUGGING_FACE[-1] else MODELS
 
     @property
     def python(self) -> Path:
@@ -90,7 +101,7 @@ def tested(environment: Environment, group: str) -> Result:
     report.unlink(missing_ok=True)
     command = [environment.python, "-m", "pytest", "-q", "--no-header", "--tb=short", "-m", "not slow", "-p", "no:cacheprovider", *WARNINGS]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    log = environment.python.parents[1] / f"{group}.log"
+    log = environment.python.parents[1] / f"{group.replace('/', '-')}.log"
     began = time.monotonic()
     with log.open("w") as output:
         try:
@@ -130,27 +141,25 @@ class Results:
         self._known.setdefault(str(environment), {})[group] = {**result, "sources": self._sources}
         self._path.write_text(json.dumps(self._known, indent=1))
 
-    def whole(self, groups: Sequence[str]) -> dict[str, list[Result]]:
-        """Environments that have been tested in all `groups`, with the sources as they are."""
-        chosen = {
-            name: [found[group] for group in groups if group in found and found[group]["sources"] == self._sources]
-            for name, found in self._known.items()
-        }
-        return {name: found for name, found in chosen.items() if len(found) == len(groups)}
+    def whole(self) -> dict[Environment, list[Result]]:
+        """Environments of whose tests all are known, with the sources as they are."""
+        known = [Environment(*(part.split(" ")[1] for part in name.split(", "))) for name in self._known]
+        results = {environment: [self.of(environment, group) for group in environment.groups] for environment in known}
+        return {environment: [r for r in found if r is not None] for environment, found in results.items() if None not in found}
 
 
-def table(before: str, whole: dict[str, list[Result]]) -> str:
+def table(before: str, whole: dict[Environment, list[Result]]) -> str:
     """`before`, with the rows of environments that have been tested `whole`; rows of others stay."""
     lines = before.splitlines()
     rows = {tuple(line.strip("| ").split(" | ")[:3]): line for line in lines if re.match(r"\| \d", line)}
-    names = [line for line in lines if line.startswith("* ") and line[2:].partition(":")[0] not in whole]
-    for name, results in whole.items():
-        versions = tuple(part.split(" ")[1] for part in name.split(", "))
+    names = [line for line in lines if line.startswith("* ") and line[2:].partition(":")[0] not in map(str, whole)]
+    for environment, results in whole.items():
         failed = [test for result in results for test in result["failed"]]
-        counts = [sum(result["passed"] for result in results), len(failed), sum(result["skipped"] for result in results)]
-        rows[versions] = f"| {' | '.join([*versions, *map(str, counts), max(result['date'] for result in results)])} |"
-        names += [f"* {name}: `{test}`" for test in failed]
-    head = ["| torch | transformers | peft | passed | failed | skipped | date |", "|---|---|---|---|---|---|---|"]
+        passed, skipped = (sum(result[kind] for result in results) for kind in ("passed", "skipped"))
+        tests, last = "all" if environment.groups == ALL else "of models", max(result["date"] for result in results)
+        rows[environment] = f"| {' | '.join([*environment, tests, str(passed), str(len(failed)), str(skipped), last])} |"
+        names += [f"* {environment}: `{test}`" for test in failed]
+    head = ["| torch | transformers | peft | tests | passed | failed | skipped | date |", "|---|---|---|---|---|---|---|---|"]
     ordered = sorted(rows, key=lambda versions: [[int(part) for part in version.split(".")] for version in versions])
     return "\n".join([*head, *(rows[versions] for versions in ordered), *(["", "Failed:", "", *names] if names else [])]) + "\n"
 
@@ -170,14 +179,14 @@ def run(environments: Iterable[Environment], results: Results, *, again: bool) -
             print(f"  can't be installed: {error}", flush=True)
             failures += 1
             continue
-        for number, group in enumerate(SELECTION, 1):
+        for number, group in enumerate(environment.groups, 1):
             result = None if again else results.of(environment, group)
             if result is None:
                 result = tested(environment, group)
                 results.keep(environment, group, result)
             failures += len(result["failed"])
             counts = f"{result['passed']} passed, {len(result['failed'])} failed, {result['skipped']} skipped"
-            print(f"  {number}/{len(SELECTION)} {group}: {counts} ({result['seconds']} s)", flush=True)
+            print(f"  {number}/{len(environment.groups)} {group}: {counts} ({result['seconds']} s)", flush=True)
             for name in result["failed"]:
                 print(f"    failed: {name}", flush=True)
     return failures
@@ -202,7 +211,7 @@ def main() -> int:
     results = Results(FOLDER / "results.json", sources())
     failures = run([Environment(torch, *pair) for torch in options.torch for pair in pairs], results, again=options.again)
     page = PAGE.read_text()
-    text = WRITTEN.sub(lambda before: table(before.group(), results.whole(SELECTION)), page)
+    text = WRITTEN.sub(lambda before: table(before.group(), results.whole()), page)
     PAGE.write_text(text)
     print(*WRITTEN.findall(text))
     return int(failures > 0)

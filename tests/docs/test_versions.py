@@ -11,7 +11,7 @@ import pytest
 
 from tests import versions
 from tests.mutation.tree import ROOT
-from tests.versions import HUGGING_FACE, SELECTION, TORCH, WRITTEN, Environment, Result, Results, counted, run, table
+from tests.versions import ALL, HUGGING_FACE, MODELS, TORCH, WRITTEN, Environment, Result, Results, counted, run, table
 
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
@@ -36,10 +36,21 @@ def test_the_table_has_all_pairs() -> None:
 @pytest.mark.parametrize(("column", "package"), [(0, "torch"), (1, "transformers"), (2, "peft")])
 def test_declared_ranges_begin_with_the_tables_lowest_and_leave_out_what_fails(column: int, package: str) -> None:
     lowest = min((row[column] for row in ROWS), key=numbers)
-    failing = {row[column] for row in ROWS if row[4] != "0"} - {row[column] for row in ROWS if row[4] == "0"}
+    failing = {row[column] for row in ROWS if row[5] != "0"} - {row[column] for row in ROWS if row[5] == "0"}
     wanted = ",".join([f"{package}>={lowest.removesuffix('.0')}", *(f"!={version}" for version in sorted(failing, key=numbers))])
     ranges = {each for each in DECLARED if re.match(rf"{package}\b(?!-)", each)}
     assert ranges == {wanted}
+
+
+def files(groups: tuple[str, ...]) -> set[Path]:
+    named = [ROOT / "tests" / group for group in groups]
+    return {path for group in named for path in ([group] if group.is_file() else group.rglob("test_*.py"))}
+
+
+def test_all_tests_that_import_transformers_or_peft_are_among_those_of_models() -> None:
+    imports = re.compile(r"""^\s*(import|from) (transformers|peft)\b|importorskip\("(transformers|peft)""", re.M)
+    assert files(MODELS) <= files(ALL)
+    assert not {path for path in files(ALL) - files(MODELS) if imports.search(path.read_text())}
 
 
 def test_a_report_is_counted() -> None:
@@ -52,12 +63,12 @@ def test_a_report_is_counted() -> None:
 
 def test_the_table_gets_rows_and_names_of_failures_and_keeps_those_of_others() -> None:
     other = Environment("2.9.1", *HUGGING_FACE[0])
-    text = table(table("", {str(NEWEST): [PASSES, FAILS]}), {str(other): [PASSES]})
+    text = table(table("", {NEWEST: [PASSES, FAILS]}), {other: [PASSES]})
     assert [line for line in text.splitlines() if re.match(r"\| \d", line)] == [
-        f"| {' | '.join(other)} | 3 | 0 | 1 | 2026-11-22 |", f"| {' | '.join(NEWEST)} | 6 | 1 | 2 | 2026-11-23 |",
+        f"| {' | '.join(other)} | of models | 3 | 0 | 1 | 2026-11-22 |", f"| {' | '.join(NEWEST)} | all | 6 | 1 | 2 | 2026-11-23 |",
     ]  # fmt: skip
     assert f"* {NEWEST}: `tests.core.test_calls.test_it`" in text
-    assert "Failed" not in table(text, {str(NEWEST): [PASSES]}), "what passes now"
+    assert "Failed" not in table(text, {NEWEST: [PASSES]}), "what passes now"
 
 
 def test_a_run_goes_on_where_it_was_and_old_results_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,16 +78,16 @@ def test_a_run_goes_on_where_it_was_and_old_results_do_not_count(tmp_path: Path,
         asked.append(group)
         if len(asked) == 3:
             raise KeyboardInterrupt
-        return FAILS if group == SELECTION[0] else PASSES
+        return FAILS if group == ALL[0] else PASSES
 
     monkeypatch.setattr(versions, "tested", tested)
     monkeypatch.setattr(Environment, "install", lambda self: None)
     path = tmp_path / "results.json"
     with pytest.raises(KeyboardInterrupt):
         run([NEWEST], Results(path, "sources"), again=False)
-    assert not Results(path, "sources").whole(SELECTION)
+    assert not Results(path, "sources").whole()
     assert run([NEWEST], Results(path, "sources"), again=False) == 1, "the failure that was found before the interrupt"
-    assert asked == [*SELECTION[:3], *SELECTION[2:]]
-    assert list(Results(path, "sources").whole(SELECTION)) == [str(NEWEST)]
-    assert not Results(path, "other sources").whole(SELECTION)
-    assert Results(path, "other sources").of(NEWEST, SELECTION[0]) is None
+    assert asked == [*ALL[:3], *ALL[2:]]
+    assert list(Results(path, "sources").whole()) == [NEWEST]
+    assert not Results(path, "other sources").whole()
+    assert Results(path, "other sources").of(NEWEST, ALL[0]) is None
