@@ -6,7 +6,7 @@ make versions ARGS="--torch 2.14.1"        another version in place of those; so
 Environments stand in .versions/ and are made when they are first needed, by pip as it is configured here. Those of one torch share it: it
 takes gigabytes where it brings CUDA's libraries. With the newest transformers and peft the tests of ALL run, with others those of MODELS,
 in both cases but for those marked slow, one folder after the other. Each has its result in .versions/results.json at once, so a run that
-was ended goes on where it was. What has a result for the package and the tests as they are now is not run again, unless --again says so.
+was ended goes on where it was. What has a result for the package and these tests as they are now is not run again, unless --again says so.
 At the end the table in docs/reliability.md gets the rows of all environments that have been tested whole, and the names of tests that
 failed. Exit code 1 if one fails.
 """
@@ -128,17 +128,18 @@ def counted(report: Any) -> Result:
 class Results:
     """What is known, in a file that is written after every folder of tests."""
 
-    def __init__(self, path: Path, sources: str) -> None:
-        self._path, self._sources = path, sources
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._known: dict[str, dict[str, Result]] = json.loads(path.read_text()) if path.exists() else {}
+        self._sources = {group: sources(group) for group in {*ALL, *MODELS}}
 
     def of(self, environment: Environment, group: str) -> Result | None:
         """None: it is not known of the sources as they are."""
         result = self._known.get(str(environment), {}).get(group)
-        return result if result is not None and result["sources"] == self._sources else None
+        return result if result is not None and result["sources"] == self._sources[group] else None
 
     def keep(self, environment: Environment, group: str, result: Result) -> None:
-        self._known.setdefault(str(environment), {})[group] = {**result, "sources": self._sources}
+        self._known.setdefault(str(environment), {})[group] = {**result, "sources": self._sources[group]}
         self._path.write_text(json.dumps(self._known, indent=1))
 
     def whole(self) -> dict[Environment, list[Result]]:
@@ -164,9 +165,12 @@ def table(before: str, whole: dict[Environment, list[Result]]) -> str:
     return "\n".join([*head, *(rows[versions] for versions in ordered), *(["", "Failed:", "", *names] if names else [])]) + "\n"
 
 
-def sources() -> str:
-    paths = sorted([*(ROOT / "zero3").rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
-    return digest({path.relative_to(ROOT).as_posix(): path.read_bytes() for path in paths if path != Path(__file__)})
+def sources(group: str) -> str:
+    """A hash of what these tests stand on."""
+    tests = ROOT / "tests" / group
+    folders = (ROOT / "zero3", ROOT / "examples", ROOT / "tests/support")
+    paths = {path for folder in folders for path in folder.rglob("*.py")} | ({tests} if tests.is_file() else set(tests.rglob("*.py")))
+    return digest({path.relative_to(ROOT).as_posix(): path.read_bytes() for path in sorted(paths)})
 
 
 def run(environments: Iterable[Environment], results: Results, *, again: bool) -> int:
@@ -208,7 +212,7 @@ def main() -> int:
     options = parsed()
     pairs = HUGGING_FACE if options.peft is None else ((options.transformers, options.peft),)
     FOLDER.mkdir(exist_ok=True)
-    results = Results(FOLDER / "results.json", sources())
+    results = Results(FOLDER / "results.json")
     failures = run([Environment(torch, *pair) for torch in options.torch for pair in pairs], results, again=options.again)
     page = PAGE.read_text()
     text = WRITTEN.sub(lambda before: table(before.group(), results.whole()), page)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zero3
+from tests.support.fsdp2 import whole
 from tests.support.processes import Rank, on_ranks
 from tests.support.training import (
     ADAMW,
@@ -107,10 +108,10 @@ def train_fsdp2(rank: Rank, dtype: torch.dtype) -> Run:
         loss = loss_of(model, sentences(step)[rank.number :: rank.world_size])
         loss.backward()
         run.losses.append(loss.item())
-        run.gradients.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+        run.gradients.append({name: whole(p.grad) for name, p in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
-    run.parameters = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+    run.parameters = {name: whole(p) for name, p in model.named_parameters()}
     return run
 
 

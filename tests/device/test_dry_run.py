@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -47,3 +48,8 @@ def test_dry_run(size: str, ranks: int, depth: int) -> None:
     sent = Formula(ranks, depth, sizes=formula.sizes, unit=formula.unit._replace(rounded_to=1))
     assert steady.moved == {"all_gather": 2 * sum(sent.F) - sent.F[-1], "reduce_scatter": sum(sent.FG)}
     assert not steady.waits
+    if size != "tiny":
+        figures = [held, during + landed, max(v for k, v in points.items() if k.startswith("forward")), empty.peak_of_backward]
+        page = (Path(__file__).parents[2] / "docs/memory.md").read_text()
+        assert not [figure for figure in figures if f"| {figure / 1e9:.3f} GB " not in page]
+        assert not [kind for kind, moved in steady.moved.items() if f"| {steady.transfers[kind]}, {moved / 1e9:.2f} GB " not in page]

@@ -11,7 +11,7 @@ import pytest
 
 from tests import versions
 from tests.mutation.tree import ROOT
-from tests.versions import ALL, HUGGING_FACE, MODELS, TORCH, WRITTEN, Environment, Result, Results, counted, run, table
+from tests.versions import ALL, HUGGING_FACE, MODELS, TORCH, WRITTEN, Environment, Result, Results, counted, run, sources, table
 
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
@@ -84,10 +84,11 @@ def test_a_run_goes_on_where_it_was_and_old_results_do_not_count(tmp_path: Path,
     monkeypatch.setattr(Environment, "install", lambda self: None)
     path = tmp_path / "results.json"
     with pytest.raises(KeyboardInterrupt):
-        run([NEWEST], Results(path, "sources"), again=False)
-    assert not Results(path, "sources").whole()
-    assert run([NEWEST], Results(path, "sources"), again=False) == 1, "the failure that was found before the interrupt"
+        run([NEWEST], Results(path), again=False)
+    assert not Results(path).whole()
+    assert run([NEWEST], Results(path), again=False) == 1, "the failure that was found before the interrupt"
     assert asked == [*ALL[:3], *ALL[2:]]
-    assert list(Results(path, "sources").whole()) == [NEWEST]
-    assert not Results(path, "other sources").whole()
-    assert Results(path, "other sources").of(NEWEST, ALL[0]) is None
+    assert list(Results(path).whole()) == [NEWEST]
+    monkeypatch.setattr(versions, "sources", lambda group: "others" if group == ALL[1] else sources(group))
+    assert not Results(path).whole()
+    assert Results(path).of(NEWEST, ALL[1]) is None and Results(path).of(NEWEST, ALL[0]) is not None
