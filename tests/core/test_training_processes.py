@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import linear
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import zero3
 from tests.support.fsdp2 import whole
+from tests.support.models import Checkpointed
 from tests.support.processes import Rank, on_ranks
 from tests.support.training import (
     ADAMW,
@@ -141,15 +141,6 @@ def test_ten_steps_equal_those_of_other_libraries(reference: object, dtype: torc
 
 
 # -- the same on paths that move transfers about
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module, use_reentrant: bool) -> None:
-        super().__init__()
-        self.inner, self.use_reentrant = inner, use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
 
 
 def train_checkpointed(rank: Rank, use_reentrant: bool, around: bool) -> Run:
