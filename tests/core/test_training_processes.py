@@ -159,7 +159,7 @@ def test_activation_checkpointing_changes_nothing(use_reentrant: bool, around: b
     found = joined(on_ranks(2, train_checkpointed, use_reentrant, around))
     for tensors in (*found.gradients, found.parameters):
         for name in list(tensors):
-            tensors[name.replace("inner.", "")] = tensors.pop(name)
+            tensors[name.replace("module.", "")] = tensors.pop(name)
     assert_equal_runs(found, train_plain(odd_model(torch.float64), SGD), torch.float64)
 
 
