@@ -1,6 +1,6 @@
 """With which versions of torch, transformers and peft does the package work? Environments of their own, tests in each, and a table.
 
-make versions                              each of TORCH with each of HUGGING_FACE below
+make versions                              each of TORCH with each of HUGGING_FACE below, but for what requirements/lock.txt has
 make versions ARGS="--torch 2.14.1"        another version in place of those; so do --transformers and --peft
 
 Environments stand in .versions/ and are made when they are first needed, by pip as it is configured here. Those of one torch share it: it
@@ -42,7 +42,14 @@ MODELS = (  # of these, what uses transformers or peft
     "commands", "examples",
     "test_auto_wrap.py", "test_generate.py", "test_own_names.py", "test_shard_architectures.py", "test_shard_models.py",
 )  # fmt: skip
-TOOLS = ("hypothesis", "numpy", "pytest", "pytest-timeout", "tqdm")  # as requirements/lock.txt has them; all else as pip finds it
+TOOLS = (
+    "hypothesis",
+    "matplotlib",
+    "numpy",
+    "pytest",
+    "pytest-timeout",
+    "tqdm",
+)  # as requirements/lock.txt has them; all else as pip finds it
 FOLDER = ROOT / ".versions"
 PAGE = ROOT / "docs/reliability.md"
 WRITTEN = re.compile(r"(?<=<!-- written by make versions -->\n).*?(?=<!-- as far as this -->)", re.S)
@@ -60,6 +67,11 @@ class Environment(NamedTuple):
     def __str__(self) -> str:
         return f"torch {self.torch}, transformers {self.transformers}, peft {self.peft}"
 
+    @classmethod
+    def of_lock(cls) -> Environment:
+        """Whose tests .ci/run runs, all of them."""
+        return cls(*(line.partition("==")[2] for name in cls._fields for line in locked() if line.startswith(f"{name}==")))
+
     @property
     def groups(self) -> tuple[str, ...]:
         return ALL if (self.transformers, self.peft) == HUGGING_FACE[-1] else MODELS
@@ -73,9 +85,12 @@ class Environment(NamedTuple):
         base = FOLDER / f"torch-{self.torch}" / "bin/python"
         torch = f"torch=={self.torch}"
         made(base, [torch], [])
-        locked = (ROOT / "requirements/lock.txt").read_text().splitlines()
-        tools = [line for line in locked if line.partition("==")[0] in TOOLS]
+        tools = [line for line in locked() if line.partition("==")[0] in TOOLS]
         made(self.python, [*tools, torch, f"transformers=={self.transformers}", f"peft=={self.peft}"], [site_packages(base)])
+
+
+def locked() -> list[str]:
+    return (ROOT / "requirements/lock.txt").read_text().splitlines()
 
 
 def site_packages(python: Path) -> Path:
@@ -88,7 +103,7 @@ def made(python: Path, packages: list[str], seen: list[Path]) -> None:
     if stamp.exists() and stamp.read_text() == wanted:
         return
     print(f"installing into {python.parents[1].name}", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", python.parents[1]], check=True)
+    subprocess.run([sys.executable, "-m", "venv", python.parents[1]], check=True)
     for folder in seen:
         (site_packages(python) / "seen.pth").write_text(f"{folder}\n")
     subprocess.run([python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *packages], check=True)
@@ -213,7 +228,8 @@ def main() -> int:
     pairs = HUGGING_FACE if options.peft is None else ((options.transformers, options.peft),)
     FOLDER.mkdir(exist_ok=True)
     results = Results(FOLDER / "results.json")
-    failures = run([Environment(torch, *pair) for torch in options.torch for pair in pairs], results, again=options.again)
+    environments = [Environment(torch, *pair) for torch in options.torch for pair in pairs]
+    failures = run([each for each in environments if each != Environment.of_lock()], results, again=options.again)
     page = PAGE.read_text()
     text = WRITTEN.sub(lambda before: table(before.group(), results.whole()), page)
     PAGE.write_text(text)
