@@ -49,7 +49,7 @@ TOOLS = (
     "pytest",
     "pytest-timeout",
     "tqdm",
-)  # as requirements/lock.txt has them; all else as pip finds it
+)  # as the lock has them; all else as pip finds it
 FOLDER = ROOT / ".versions"
 PAGE = ROOT / "docs/reliability.md"
 WRITTEN = re.compile(r"(?<=<!-- written by make versions -->\n).*?(?=<!-- as far as this -->)", re.S)
