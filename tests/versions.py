@@ -103,7 +103,7 @@ def made(python: Path, packages: list[str], seen: list[Path]) -> None:
     if stamp.exists() and stamp.read_text() == wanted:
         return
     print(f"installing into {python.parents[1].name}", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", python.parents[1]], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", python.parents[1]], check=True)
     for folder in seen:
         (site_packages(python) / "seen.pth").write_text(f"{folder}\n")
     subprocess.run([python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *packages], check=True)
