@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.support.models import WIDTH, calls, linear, mlp, seeded
+from tests.support.models import WIDTH, WORLDS, calls, linear, mlp, rows, seeded
 from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import Turn, assert_at_rest, assert_close, check_parity, full_parameters, in_sequence, nested, on_ranks, sgd
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
-X = torch.linspace(-1, 1, 3 * WIDTH, dtype=torch.float64).view(3, WIDTH)
+X = rows(3)
 
 
 def weight(model: Any, layer: int = 0) -> nn.Parameter:

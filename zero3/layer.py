@@ -14,7 +14,15 @@ from torch import nn
 from .core.autograd import mark_upstream, tensors_in, uncached_autocast
 from .core.construction import Request, build_state
 from .core.layer_state import LayerState
-from .core.module_overrides import INSTEAD_OF_STATE_DICT, Override, check_conversion, guard, refuse, refuse_new_parameters
+from .core.module_overrides import (
+    Override,
+    check_conversion,
+    guard,
+    refuse,
+    refuse_load_state_dict,
+    refuse_new_parameters,
+    refuse_state_dict,
+)
 from .core.parameters import own_module_name, own_modules
 from .core.runtime import Runtime
 from .core.wrappers import refuse_wrappers
@@ -172,18 +180,18 @@ class Zero3Layer(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         if not self._state.pinned:
-            refuse("state_dict()", "a state dict of chunks has neither the names nor the shapes of the model", INSTEAD_OF_STATE_DICT)
+            refuse_state_dict()
         return self.module.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if not self._state.pinned:
-            refuse("load_state_dict()", "the model's values lie in chunks on all ranks", "zero3.load_full_state_dict(model, state_dict)")
+            refuse_load_state_dict()
         for name in [name for name in state_dict if name.startswith(prefix)]:  # the names are the unwrapped module's
             state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         if not self._state.pinned:
-            refuse("load_state_dict()", "the model's values lie in chunks on all ranks", "zero3.load_full_state_dict(model, state_dict)")
+            refuse_load_state_dict()
         return self.module.load_state_dict(*args, **kwargs)
 
     def __deepcopy__(self, memo: object) -> NoReturn:

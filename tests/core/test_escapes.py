@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3
-from tests.support.models import WIDTH, Calls, calls, linear, mlp, seeded
+from tests.support.models import WIDTH, WORLDS, Calls, calls, linear, mlp, seeded
 from tests.support.ranks import RanksDisagree, ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, as_one_layer, check_parity, in_place, in_sequence, nested, process_group
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 KINDS = pytest.mark.parametrize("use_reentrant", [False, True])
 
 

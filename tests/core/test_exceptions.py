@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3
-from tests.support.models import WIDTH, Calls, calls, mlp, seeded
+from tests.support.models import WIDTH, WORLDS, Calls, calls, mlp, rows, seeded
 from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import assert_at_rest, full_parameters, in_sequence, on_ranks, sgd
 from zero3.core.parameters import ParameterSites
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
-X = torch.linspace(-1, 1, 3 * WIDTH, dtype=torch.float64).view(3, WIDTH)
+X = rows(3)
 
 
 class Fuse(torch.autograd.Function):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import zero3
-from tests.support.models import WIDTH, Weights, calls, linear, seeded
+from tests.support.models import WIDTH, WORLDS, Weights, calls, linear, rows, seeded
 from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import (
     Turn,
@@ -23,8 +23,7 @@ from tests.support.reference import (
     unsharded,
 )
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
-X = torch.linspace(-1, 1, 3 * WIDTH, dtype=torch.float64).view(3, WIDTH)
+X = rows(3)
 
 
 def mean_square(model: nn.Module, turn: Turn) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as t
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import conversion_mapping
 from transformers import core_model_loading as loading
@@ -18,6 +19,7 @@ from tests.huggingface.test_load_pretrained import assert_same_bits, on_meta
 from tests.huggingface.test_save_pretrained import contents
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import process_group
+from tests.versions import HUGGING_FACE
 from zero3.checkpoint.safetensors_files import SafetensorsFiles
 from zero3.huggingface import index_maps
 from zero3.huggingface.index_maps import IndexMap, Whole, joined
@@ -56,8 +58,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 models = pytest.mark.parametrize("name", MODELS)
 
 
+def not_yet(reason: str) -> None:
+    """An older transformers need not have what we follow; the newest must."""
+    if Version(t.__version__) >= Version(HUGGING_FACE[-1][0]):
+        pytest.fail(f"transformers {t.__version__} {reason}")
+    pytest.skip(f"transformers {t.__version__} {reason}")
+
+
 def build(name: str) -> Any:
     """Every number another one, and no part of a tensor like any other."""
+    lacking = [each for each in MODELS[name].__code__.co_names if each[0].isupper() and not hasattr(t, each)]
+    if lacking:
+        not_yet(f"has no {lacking[0]}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = MODELS[name]().eval()
@@ -75,7 +87,8 @@ def test_load_pretrained_and_save_pretrained_as_transformers(name: str, world_si
     plain.save_pretrained(tmp_path / "theirs")
     expected = type(plain).from_pretrained(tmp_path / "theirs")
     assert_same_bits(expected.state_dict(), plain.state_dict())
-    assert list(contents(tmp_path / "theirs")) != sorted(plain.state_dict()) or "Transpose" in name
+    if list(contents(tmp_path / "theirs")) == sorted(plain.state_dict()) and "Transpose" not in name:
+        not_yet("stores it as it is")
     expected.save_pretrained(tmp_path / "theirs again")
     empty = [on_meta(plain) for _ in range(world_size)]
 
@@ -103,7 +116,10 @@ def test_load_pretrained_transposes_what_hub_files_have_transposed(tmp_path: Pat
 
     plain = build("Qwen3-VL-MoE: Transpose")
     plain.save_pretrained(tmp_path)
-    tensors = {name: value.transpose(1, 2).contiguous() if ".experts." in name else value for name, value in contents(tmp_path).items()}
+    stored = contents(tmp_path)
+    if any(value.dim() != 3 for name, value in stored.items() if ".experts." in name):
+        not_yet("stores experts one by one")
+    tensors = {name: value.transpose(1, 2).contiguous() if ".experts." in name else value for name, value in stored.items()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert_same_bits(type(plain).from_pretrained(tmp_path).state_dict(), plain.state_dict())
     empty = [on_meta(plain) for _ in range(2)]
@@ -136,33 +152,28 @@ def test_load_pretrained_holds_one_stored_tensor_at_a_time(name: str, tmp_path: 
     assert_same_bits(zero3.full_state_dict(model), plain.state_dict())
 
 
-OPERATIONS: dict[str, tuple[list[Any], dict[str, list[tuple[int, ...]]], list[str]]] = {
-    "Chunk(0)": ([loading.Chunk(0)], {"a": [(6, 4)]}, ["x", "y", "z"]),
-    "Chunk(1), unequal": ([loading.Chunk(1)], {"a": [(2, 5)]}, ["x", "y", "z"]),
-    "Concatenate(0)": ([loading.Concatenate(0)], {"a": [(2, 3)], "b": [(4, 3)]}, ["x"]),
-    "Concatenate(1)": ([loading.Concatenate(1)], {"a": [(2, 3, 2)], "b": [(2, 1, 2)]}, ["x"]),
-    "Interleave(0)": ([loading.Interleave(0)], {"a": [(6, 2)]}, ["x"]),
-    "Interleave(1), inverse": ([loading.Interleave(1, inverse=True)], {"a": [(2, 6, 3)]}, ["x"]),
-    "Interleave(1), Chunk(1)": ([loading.Interleave(1), loading.Chunk(1)], {"a": [(3, 8)]}, ["x", "y"]),
-    "MergeModulelist(0)": ([loading.MergeModulelist(0)], {"a": [(2, 3)] * 3}, ["x"]),
-    "MergeModulelist(0), Concatenate(1)": (
-        [loading.MergeModulelist(0), loading.Concatenate(1)], {"a": [(2, 3)] * 3, "b": [(4, 3)] * 3}, ["x"],
-    ),
-    "MergeModulelist(1)": ([loading.MergeModulelist(1)], {"a": [(2, 3)] * 4}, ["x"]),
-    "SplitModulelist(0)": ([loading.SplitModulelist(0)], {"a": [(3, 1, 4)]}, ["x.*.w"]),
-    "Transpose(0, 1)": ([loading.Transpose(0, 1)], {"a": [(3, 5)]}, ["x"]),
-    "Transpose(1, 2)": ([loading.Transpose(1, 2)], {"a": [(2, 3, 4)]}, ["x"]),
-    "PermuteForRope": ([loading.PermuteForRope()], {"a": [(8, 3)]}, ["x"]),
-    "PermuteForRope of a bias, inverse": ([loading.PermuteForRope(inverse=True)], {"a": [(8,)]}, ["x"]),
-    "Conv3dToLinear": ([loading.Conv3dToLinear(2, (1, 2, 2))], {"a": [(3, 2, 1, 2, 2)]}, ["x"]),
-    "LinearToConv3d": ([loading.LinearToConv3d(2, (1, 2, 2))], {"a": [(3, 8)]}, ["x"]),
-    "ErnieFuseAndSplitTextVisionExperts": (
-        [loading.ErnieFuseAndSplitTextVisionExperts(0, 1)], {"a": [(2, 3)] * 4, "b": [(1, 3)] * 4}, ["x", "y"],
-    ),
-    "ErnieSplitAndDecoupleTextVisionExperts": (
-        [loading.ErnieSplitAndDecoupleTextVisionExperts(0, 1)], {"a": [(2, 4, 3)], "b": [(2, 4, 3)]}, ["x.*", "y.*"],
-    ),
-}  # fmt: skip
+# Operations of transformers' as they are written there; shapes by pattern; targets.
+OPERATIONS: dict[str, tuple[dict[str, list[tuple[int, ...]]], list[str]]] = {
+    "Chunk(0)": ({"a": [(6, 4)]}, ["x", "y", "z"]),
+    "Chunk(1)": ({"a": [(2, 5)]}, ["x", "y", "z"]),  # unequal
+    "Concatenate(0)": ({"a": [(2, 3)], "b": [(4, 3)]}, ["x"]),
+    "Concatenate(1)": ({"a": [(2, 3, 2)], "b": [(2, 1, 2)]}, ["x"]),
+    "Interleave(0)": ({"a": [(6, 2)]}, ["x"]),
+    "Interleave(1, inverse=True)": ({"a": [(2, 6, 3)]}, ["x"]),
+    "Interleave(1), Chunk(1)": ({"a": [(3, 8)]}, ["x", "y"]),
+    "MergeModulelist(0)": ({"a": [(2, 3)] * 3}, ["x"]),
+    "MergeModulelist(0), Concatenate(1)": ({"a": [(2, 3)] * 3, "b": [(4, 3)] * 3}, ["x"]),
+    "MergeModulelist(1)": ({"a": [(2, 3)] * 4}, ["x"]),
+    "SplitModulelist(0)": ({"a": [(3, 1, 4)]}, ["x.*.w"]),
+    "Transpose(0, 1)": ({"a": [(3, 5)]}, ["x"]),
+    "Transpose(1, 2)": ({"a": [(2, 3, 4)]}, ["x"]),
+    "PermuteForRope()": ({"a": [(8, 3)]}, ["x"]),
+    "PermuteForRope(inverse=True)": ({"a": [(8,)]}, ["x"]),  # of a bias
+    "Conv3dToLinear(2, (1, 2, 2))": ({"a": [(3, 2, 1, 2, 2)]}, ["x"]),
+    "LinearToConv3d(2, (1, 2, 2))": ({"a": [(3, 8)]}, ["x"]),
+    "ErnieFuseAndSplitTextVisionExperts(0, 1)": ({"a": [(2, 3)] * 4, "b": [(1, 3)] * 4}, ["x", "y"]),
+    "ErnieSplitAndDecoupleTextVisionExperts(0, 1)": ({"a": [(2, 4, 3)], "b": [(2, 4, 3)]}, ["x.*", "y.*"]),
+}
 
 
 class _Config:
@@ -193,13 +204,17 @@ def filled(index_map: IndexMap[Tensor]) -> Tensor:
 def test_each_operation_of_transformers_is_followed(name: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it makes of index maps is what it makes of tensors."""
     monkeypatch.setattr(index_maps, "_AT_ONCE", at_once)
-    operations, shapes, targets = OPERATIONS[name]
+    shapes, targets = OPERATIONS[name]
     numbers = iter(range(1000, 100000, 1000))
     given = {
         pattern: [torch.arange(torch.Size(shape).numel()).view(shape) + next(numbers) for shape in column]
         for pattern, column in shapes.items()
     }
-    expected = converted(operations, given, targets)
+    try:
+        operations = eval(f"[{name}]", dict(vars(loading)))
+        expected = converted(operations, given, targets)
+    except (NameError, TypeError, AttributeError) as reason:
+        not_yet(f"can't: {reason}")
     traces = {pattern: [traced(Whole(value, value.shape), value.dtype) for value in column] for pattern, column in given.items()}
     found = converted(operations, traces, targets)  # type: ignore[arg-type]
     assert found.keys() == expected.keys() and len(found) >= len(targets)
@@ -226,7 +241,7 @@ def test_load_pretrained_of_a_conversion_that_computes(tmp_path: Path, monkeypat
             return {"gate_proj": next(iter(input_dict.values()))[0] * 2}
 
     def mapping(model: Any, *_: Any, **__: Any) -> list[Any]:
-        return [loading.WeightConverter("gate_proj", "gate_proj", [Doubled()])]
+        return [loading.WeightConverter("gate_proj", "gate_proj", operations=[Doubled()])]
 
     plain = t.LlamaForCausalLM(t.LlamaConfig(**_TEXT))
     plain.save_pretrained(tmp_path)

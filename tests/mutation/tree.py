@@ -17,7 +17,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 EACH_TEST = 60  # seconds, after which a test that hangs fails
 PYTEST = ("-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-o", f"timeout={EACH_TEST}")
-PRODUCTS = frozenset({"__pycache__", ".git", ".mutants", "build", "dist", ".pytest_cache", ".hypothesis"})
+PRODUCTS = frozenset({"__pycache__", ".git", ".mutants", ".versions", "build", "dist", ".pytest_cache", ".hypothesis"})
 
 
 class Run(NamedTuple):
