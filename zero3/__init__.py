@@ -15,6 +15,7 @@ from .layer import Zero3Layer
 from .optim.check_optimizer import check_optimizer
 from .optim.clipping import clip_grad_norm_
 from .optim.grad_scaler import GradScaler
+from .optim.gradients import full_gradients, named_gradients
 from .optim.norms import parameter_norms
 from .optim.param_groups import ParamInfo, param_groups
 from .optim.token_mean import backward
@@ -38,6 +39,7 @@ __all__ = [
     "check",
     "check_optimizer",
     "clip_grad_norm_",
+    "full_gradients",
     "full_optimizer_state_dict",
     "full_params",
     "full_state_dict",
@@ -48,6 +50,7 @@ __all__ = [
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "load_pretrained",
+    "named_gradients",
     "no_sync",
     "param_groups",
     "parameter_norms",

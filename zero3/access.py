@@ -93,8 +93,9 @@ def pinned(states: list[LayerState], caller: str, *, writeback: bool = False, to
             error = caught
             raise
         finally:
-            if writeback:
-                _write_back(states, error)
+            if writeback and all_go_on(states[0], caller, error):
+                for state in states:
+                    write_back(state)
     finally:
         toggled = [name for each in pins for name in each.undo_toggles()] if not to_compute else []
         replaced = [f"{p.sites.name!r} of layer {each.state.label}" for each in pins for p in each.state.parameters if p.sites.replaced()]
@@ -206,17 +207,19 @@ def agree_to_gather(states: list[LayerState], caller: str, error: Exception | No
         raise error
 
 
-def _write_back(states: list[LayerState], error: BaseException | None) -> None:
-    first = states[0]
-    cause = RuntimeError(f"full_params(writeback=True) ended with {type(error).__name__}: {error}. Nothing was written.") if error else None
+def all_go_on(first: LayerState, caller: str, error: BaseException | None) -> bool:
+    """Whether no rank has raised inside a context that writes at its end. `error`: what this rank is about to raise anyway.
+
+    Raises:
+        RuntimeError: Another rank has raised.
+    """
+    cause = RuntimeError(f"{caller} ended with {type(error).__name__}: {error}. Nothing was written.") if error else None
     try:
-        agree(first.communicator, first.device, "the end of full_params", [], cause)
+        agree(first.communicator, first.device, f"the end of {caller}", [], cause)
     except RuntimeError:
-        if error is not None:
-            return  # the caller's own exception is raised anyway
-        raise
-    for state in states:
-        write_back(state)
+        if error is None:
+            raise
+    return error is None
 
 
 def reset(model: nn.Module) -> None:

@@ -63,6 +63,7 @@ def divide(state: LayerState, chunk: Chunk, choice_of: Callable[[Slot], Choice])
     """
     choices = {slot: choice_of(slot) for slot in chunk.layout.slots}
     kinds = set(choices.values())
+    chunk.left_out = frozenset(slot.name for slot, choice in choices.items() if choice.group is None)
     with torch.inference_mode(False):
         if len(kinds) == 1 and (only := kinds.pop()).group is not None and not only.whole:
             parts = [Part(chunk.shard, 0, chunk.shard.numel())]
