@@ -31,8 +31,8 @@ FLOORS = (
     {"shard", "names", "resilience"},
     {"optim", "diagnose"},
     {"checkpoint", "zero1", "uneven"},
-    {"huggingface"},
-    {"commands"},
+    {"huggingface", "initial_values"},
+    {"commands", "materialize"},
     {"__init__", "__main__"},
 )
 

@@ -12,6 +12,7 @@ from .diagnose.report import report
 from .huggingface.load_pretrained import load_pretrained
 from .huggingface.save_pretrained import save_pretrained
 from .layer import Zero3Layer
+from .materialize import materialize
 from .optim.check_optimizer import check_optimizer
 from .optim.clipping import clip_grad_norm_
 from .optim.grad_scaler import GradScaler
@@ -50,6 +51,7 @@ __all__ = [
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "load_pretrained",
+    "materialize",
     "named_gradients",
     "no_sync",
     "param_groups",

@@ -145,7 +145,7 @@ def given(rank: Rank, directory: Path, name: str) -> dict[str, Any]:
         "batch": batches[0], "micro_batches": batches, "token_batches": [(ids, ids) for ids in batches], "prompt": {"ids": batches[0]},
         "print": lambda *told: None,
     }  # fmt: skip
-    if name in ("shard", "load_pretrained"):
+    if name in ("shard", "load_pretrained", "materialize"):
         from transformers import AutoModelForCausalLM, LlamaConfig
 
         sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 11}

@@ -178,6 +178,8 @@ def on_a_process(rank: processes.Rank) -> tuple[dict[str, Tensor], dict[str, Ten
     surgery(zero3.named_gradients(model))
     with zero3.full_gradients(model, writeback=True) as gradients:
         scaled(gradients)
+    frozen = zero3.Zero3Layer(torch.nn.Linear(2, 2).requires_grad_(False))
+    assert not zero3.named_gradients(frozen) and not whole(frozen)
     return {name: slices.clone() for name, slices in zero3.named_gradients(model).items()}, whole(model)
 
 

@@ -96,7 +96,8 @@ def full_gradients(model: nn.Module, *, writeback: bool = False) -> Iterator[dic
     agree(first.communicator, first.device, caller, [state.name_among_ranks for state in states])
     trainable = list(_trainable(model, states))
     present = bytes(_is_present(state, sharded) for _, state, sharded in trainable)
-    anywhere = [any(flags) for flags in zip(*first.communicator.exchange(present, first.device), strict=True)]
+    everywhere = first.communicator.exchange(present, first.device) if trainable else []
+    anywhere = [any(flags) for flags in zip(*everywhere, strict=True)]
     wanted = [each for each, found in zip(trainable, anywhere, strict=True) if found]
     chunks = {sharded.chunk: state for _, state, sharded in wanted}
     full = {chunk: _gathered(chunk, state.communicator) for chunk, state in chunks.items()}
