@@ -11,6 +11,7 @@ from .comm.agreement import agree
 from .core.layer_state import LayerState
 from .core.parameters import named
 from .core.pinning import Pin, pin, unpin, write_back
+from .core.transforms import transformable
 from .layer import Zero3Layer, layers_of
 
 __all__: list[str] = []
@@ -128,7 +129,8 @@ def resident(model: nn.Module) -> Iterator[None]:
 
     So ranks may do different things inside: generate from other prompts, generate other lengths, or call the model more often.
     Every rank enters and leaves it, and holds the whole model inside. Parameters can be read under their own names, in the compute
-    dtypes.
+    dtypes. torch.func's transforms (grad, vjp, jvp, vmap, jacrev, ...) work inside: they differentiate by their own arguments, and
+    take parameters as constants.
 
     Args:
         model: Any model that contains zero3 layers.
@@ -151,7 +153,8 @@ def resident(model: nn.Module) -> Iterator[None]:
         for state in states:
             state.resident += 1
         try:
-            yield
+            with transformable(states):
+                yield
         finally:
             for state in states:
                 state.resident -= 1

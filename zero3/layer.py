@@ -141,6 +141,14 @@ class Zero3Layer(nn.Module):
                 raise
             return getattr(module, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Writes are the layer's own. But `torch.func.functional_call` may replace the wrapped module's parameters while they show."""
+        inner = self._modules.get("module") if isinstance(value, torch.Tensor) else None
+        if inner is not None and name in inner._parameters and self._state.pinned:
+            inner._parameters[name] = value
+        else:
+            super().__setattr__(name, value)
+
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:

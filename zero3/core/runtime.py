@@ -19,7 +19,7 @@ from torch import nn
 
 from ..comm.communicator import Communicator
 from ..policy import ShardingPolicy
-from .autograd import graph_clock, inside_backward, nodes_since, tensors_in
+from .autograd import graph_clock, inside_backward, nodes_since, tensors_in, transforms_under_way
 from .backward import Backward, LayerCall, LayerTrace
 from .comparison import FOLD_EVERY, compare_call, compare_logs, drop_stale, states_within
 from .coordination import Activity
@@ -27,6 +27,7 @@ from .dynamic import DynamicOrder
 from .layer_state import LayerState, Presence
 from .requires_grad import check_requires_grad
 from .schedule import CallStack, CallTrace, ForwardOrder, ForwardPass, Frame, LearnedOrder
+from .transforms import refuse_transforms
 
 __all__: list[str] = []
 
@@ -231,7 +232,8 @@ class Runtime:
 
     def pre_forward(self, state: LayerState) -> None:
         """[F2] Releases the layer of the last call, waits for this layer's parameters, and starts to fetch the next layers."""
-        if state.resident or self._backward.is_recomputing(state):  # ranks do not compare: they may do different things here
+        if state.resident or transforms_under_way() or self._backward.is_recomputing(state):
+            refuse_transforms(state)  # else ranks do not compare: they may do different things here
             released = state.presence not in (Presence.FETCHED, Presence.KEPT) and not state.resident
             state.fetch()
             self._stack.frames.append(Frame(state, 0, graph_clock(), recomputes=True, fetched_here=released))
@@ -253,14 +255,15 @@ class Runtime:
         `kept`: other places where the layer may have left tensors, such as its arguments and its modules' attributes.
         """
         frame = self._stack.frames.pop()
+        if state.resident:
+            found = [] if transforms_under_way() else tensors_in(output) + tensors_in(kept)  # a transform's graphs end at its arguments
+            self._backward.forbid(state, nodes_since(frame.clock, found))
+            return output
         outputs = tensors_in(output)
         seen = outputs + tensors_in(kept)
         state.check_unwritten()
         state.let_escape(seen)
         nodes = nodes_since(frame.clock, seen)
-        if state.resident:
-            self._backward.forbid(state, nodes)
-            return output
         if frame.recomputes:
             if frame.fetched_here:
                 self._backward.release(state)
