@@ -2,9 +2,8 @@
 
     forward of layer i     release layer i-1; wait fetch(i); start fetch(i+1); module(x)
 
-Every rank makes the same collectives in the same order, whatever its data is. In forward they follow the order of calls, which
-ranks have compared. In backward they follow the trace of the forward, from its end. The numbers in comments, such as [F1], are
-those of "a step, call by call" in docs/design.md.
+Every rank makes the same collectives in the same order, whatever its data is. In forward it is the order of calls, which ranks have
+compared. In backward it is the trace of the forward, from its end. [F1] and the like: "a step, call by call" in docs/design.md.
 """
 
 from __future__ import annotations
@@ -232,11 +231,11 @@ class Runtime:
 
     def pre_forward(self, state: LayerState) -> None:
         """[F2] Releases the layer of the last call, waits for this layer's parameters, and starts to fetch the next layers."""
-        if state.resident or transforms_under_way() or self._backward.is_recomputing(state):
-            refuse_transforms(state)  # else ranks do not compare: they may do different things here
-            released = state.presence not in (Presence.FETCHED, Presence.KEPT) and not state.resident
+        if state.resident or transforms_under_way() or self._backward.is_recomputing(state):  # ranks do not compare: they may differ here
+            refuse_transforms(state)
+            gone = state.presence not in (Presence.FETCHED, Presence.KEPT) and not state.resident
             state.fetch()
-            self._stack.frames.append(Frame(state, 0, graph_clock(), recomputes=True, fetched_here=released))
+            self._stack.frames.append(Frame(state, 0, graph_clock(), recomputes=True, fetched_here=gone))
             return
         if self._trace is None:
             raise RuntimeError(f"layer {state.label} was called outside a forward pass of its model")
@@ -256,8 +255,8 @@ class Runtime:
         """
         frame = self._stack.frames.pop()
         if state.resident:
-            found = [] if transforms_under_way() else tensors_in(output) + tensors_in(kept)  # a transform's graphs end at its arguments
-            self._backward.forbid(state, nodes_since(frame.clock, found))
+            if not transforms_under_way():  # their graphs end at their own arguments
+                self._backward.forbid(state, nodes_since(frame.clock, tensors_in((output, kept))))
             return output
         outputs = tensors_in(output)
         seen = outputs + tensors_in(kept)
