@@ -9,6 +9,7 @@ from .checkpoint.save import save_checkpoint
 from .diagnose.check import check
 from .diagnose.profile import profile
 from .diagnose.report import report
+from .forward_methods import register_forward_method
 from .huggingface.load_pretrained import load_pretrained
 from .huggingface.save_pretrained import save_pretrained
 from .layer import Zero3Layer
@@ -57,6 +58,7 @@ __all__ = [
     "param_groups",
     "parameter_norms",
     "profile",
+    "register_forward_method",
     "report",
     "reset",
     "resident",

@@ -120,6 +120,9 @@ class Words(nn.Module):
             x = block(x)
         return self.head(x)
 
+    def encode(self, ids: Tensor) -> Tensor:
+        return self.embedding(ids) * self.head.bias.sum()
+
     def generate(self, ids: Tensor, max_new_tokens: int) -> Tensor:
         for _ in range(max_new_tokens):
             ids = torch.cat([ids, self(ids)[:, -1:].argmax(-1)], dim=1)

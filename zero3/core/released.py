@@ -96,5 +96,6 @@ def refuse_values(parameter: ReleasedParameter | None, operation: str) -> NoRetu
     raise RuntimeError(
         f"{operation}: {name} is released, its values lie in chunks on all ranks. Read it inside "
         "`with zero3.full_params(module):`, change it there with writeback=True, compute with it outside a forward inside "
-        "`with zero3.resident(model):` (every rank enters them), or work on the chunks that get_trainable_chunk() returns."
+        "`with zero3.resident(model):` (every rank enters them) or in a method that zero3.register_forward_method knows, or "
+        "work on the chunks that get_trainable_chunk() returns."
     )
