@@ -19,9 +19,9 @@ from .optim.clipping import clip_grad_norm_
 from .optim.grad_scaler import GradScaler
 from .optim.gradients import full_gradients, named_gradients
 from .optim.norms import parameter_norms
-from .optim.param_groups import ParamInfo, param_groups
+from .optim.param_groups import param_groups
 from .optim.token_mean import backward
-from .policy import ShardingPolicy
+from .policy import ParamInfo, ShardingPolicy
 from .resilience.step_guard import step_guard
 from .sequential import Zero3Sequential
 from .shard import shard
