@@ -83,6 +83,9 @@ class ShardingPolicy:
             the model on every rank: not sharded, not moved, not made equal between ranks, and their gradients are not reduced. State
             dicts and checkpoints hold them under their names, with rank 0's values. `get_trainable_chunk`, `clip_grad_norm_` and
             `param_groups` leave them out. Names are those in the model that is wrapped. None: no parameter is left alone.
+        grad_dtype: The dtype of `chunk.grad`, in which micro-batches are added up. The optimizer has to take gradients of that dtype.
+            With it autograd also hands over each parameter's gradient in `reduce_dtype`, and not rounded to `param_dtype`. None: the
+            chunk's dtype.
 
     Raises:
         ValueError: A value is not allowed, or two options exclude each other.
@@ -107,13 +110,14 @@ class ShardingPolicy:
     transactional: bool = False
     compare_every: int = 1000
     ignored: Select | None = None
+    grad_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if repr(self.stage) not in ("1", "2", "3"):  # refuses True and 2.0 too
             raise ValueError(f"stage must be 1, 2 or 3, found {self.stage!r}")
         if self.gradient_reduction not in ("mean", "sum"):
             raise ValueError(f"gradient_reduction must be 'mean' or 'sum', found {self.gradient_reduction!r}")
-        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "grad_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not isinstance(dtype, torch.dtype):
                 raise TypeError(f"{name} must be a torch.dtype or None, found {dtype!r}")

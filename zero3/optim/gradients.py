@@ -59,7 +59,7 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor]:
         if gradient is not None:
             found[name] = gradient
         elif _lies_elsewhere(state, sharded) and _has_gradients(state):
-            found[name] = sharded.chunk.shard.data.new_empty(0)
+            found[name] = sharded.chunk.shard.data.new_empty(0, dtype=sharded.chunk.shard.grad_dtype)
     return found
 
 
@@ -153,7 +153,7 @@ def _has_gradients(state: LayerState) -> bool:
 @torch.no_grad()
 def _gathered(chunk: Chunk, communicator: Communicator) -> Tensor:
     """The chunk's whole gradient `[W*S]`. Where a rank has none it is zero."""
-    own = torch.zeros_like(chunk.shard.data)
+    own = torch.zeros_like(chunk.shard.data, dtype=chunk.shard.grad_dtype)
     for part in chunk.parts:
         if part.parameter.grad is not None:
             part.of(own).copy_(part.parameter.grad.as_subclass(Tensor))
@@ -165,7 +165,7 @@ def _gathered(chunk: Chunk, communicator: Communicator) -> Tensor:
 @torch.no_grad()
 def _write(full: Mapping[Chunk, Tensor], communicator: Communicator) -> None:
     for chunk, gradient in full.items():
-        own = torch.empty_like(chunk.shard.data)
+        own = torch.empty_like(chunk.shard.data, dtype=chunk.shard.grad_dtype)
         slices = split(gradient, chunk.layout) if communicator.rank == 0 else None
         communicator.scatter(own, slices, chunk.layout.bounds).wait()
         for part in chunk.parts:

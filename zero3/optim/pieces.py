@@ -106,7 +106,7 @@ def _install(state: LayerState, chunk: Chunk, parts: list[Part]) -> None:
         supersede(chunk.shard, f"a chunk of layer {state.label}")
     chunk.parts = parts
     for part in parts:
-        mark(part.parameter, state)
+        mark(part.parameter, state).grad_dtype = chunk.shard.grad_dtype
     state.registry.update(state.chunk_names())
 
 
