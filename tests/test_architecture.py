@@ -28,7 +28,7 @@ FLOORS = (
     {"core"},
     {"layer", "auto_wrap"},
     {"sequential", "access"},
-    {"shard", "names", "resilience", "forward_methods"},
+    {"shard", "names", "resilience", "forward_methods", "by_hand"},
     {"optim", "diagnose"},
     {"checkpoint", "zero1", "uneven"},
     {"huggingface", "initial_values"},

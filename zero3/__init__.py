@@ -1,6 +1,7 @@
 """zero3: full sharding (ZeRO-3) of PyTorch models. Wrap layers, pass their chunks to any optimizer, train as always."""
 
 from .access import full_params, get_trainable_chunk, no_sync, reset, resident
+from .by_hand import fetch, reduce_gradients, release, set_forward_order
 from .checkpoint.full_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
 from .checkpoint.full_state import full_state_dict, load_full_state_dict
 from .checkpoint.load import load_checkpoint
@@ -41,6 +42,7 @@ __all__ = [
     "check",
     "check_optimizer",
     "clip_grad_norm_",
+    "fetch",
     "full_gradients",
     "full_optimizer_state_dict",
     "full_params",
@@ -58,12 +60,15 @@ __all__ = [
     "param_groups",
     "parameter_norms",
     "profile",
+    "reduce_gradients",
     "register_forward_method",
+    "release",
     "report",
     "reset",
     "resident",
     "save_checkpoint",
     "save_pretrained",
+    "set_forward_order",
     "shard",
     "step_guard",
 ]

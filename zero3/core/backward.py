@@ -133,9 +133,9 @@ class Backward:
             state.reset(broken=broken or broken_backward)
         for reducer in reducers_of(self._stack.layers) if broken_backward else ():
             reducer.give_up()
-        self._forget_zeroed()
+        self.forget_zeroed()
 
-    def _forget_zeroed(self) -> None:
+    def forget_zeroed(self) -> None:
         """Drops kept gradients if the caller has zeroed the chunks' gradients since they were kept.
 
         A rank without any part of a chunk can't see this for that chunk. It goes by the other chunks.
@@ -157,7 +157,7 @@ class Backward:
             return
         if self._ending.missed:
             self.reset()
-        self._forget_zeroed()
+        self.forget_zeroed()
         self._ending.wait(then=self._end)
         self._tell_gate()
         self.order.begin()
@@ -230,7 +230,7 @@ class Backward:
         """Reduces all kept gradients, on every rank. At stage 1, the first read of a gradient calls it."""
         if inside_backward():
             raise RuntimeError("with stage=1 gradients are reduced after backward: don't look at them in hooks")
-        self._forget_zeroed()
+        self.forget_zeroed()
         tokens = [(reducer, reducer.noted_tokens()) for reducer in reducers_of(self._stack.layers) if reducer.owed]
         for state in self._stack.layers:
             if state.gradients.owed():

@@ -52,7 +52,7 @@ class Runtime:
         self._trace: LayerTrace | None = None  # the trace of the forward under way
         self._open_trace: LayerTrace | None = None  # the trace of the last pass, which another outermost module may continue
         self._pass_is_over = False  # whether no module may continue that pass, because ranks ran inside `resident` since
-        self._any_stays_whole = self._own_pace = False  # own pace: the forward under way is inside `resident`
+        self.any_stays_whole = self._own_pace = False  # own pace: the forward under way is inside `resident`
         self._passes = 0
         self._lingering: list[LayerState] = []  # layers whose call is over and that are not released yet
         self._called: set[int] = set()  # ids of the outermost modules called in this pass; references would keep them alive
@@ -93,7 +93,7 @@ class Runtime:
 
     def _watch(self, state: LayerState) -> None:
         self._backward.watch(state)
-        self._any_stays_whole = self._any_stays_whole or state.stays_whole
+        self.any_stays_whole = self.any_stays_whole or state.stays_whole
         state.lanes = self.layers[0].lanes
         state.log = self.layers[0].log
 
@@ -148,7 +148,7 @@ class Runtime:
         continues = not (before is None or before.walked or self._pass_is_over or id(module) in self._called)
         if not continues:
             self.reset(broken=False)
-        if self._any_stays_whole:
+        if self.any_stays_whole:
             drop_stale(self.communicator, self.layers)
         self._compare_transfers(self.layers[0])
         self._order.begin(continues=continues)
