@@ -34,10 +34,10 @@ class ParamInfo:
     dtype: torch.dtype
     ndim: int
 
-    @classmethod
-    def of(cls, name: str, parameter: torch.Tensor) -> ParamInfo:
-        """What is to be told of `parameter`."""
-        return cls(name, tuple(parameter.shape), parameter.numel(), parameter.dtype, parameter.ndim)
+
+def info_of(name: str, parameter: torch.Tensor) -> ParamInfo:
+    """What is to be told of `parameter`."""
+    return ParamInfo(name, tuple(parameter.shape), parameter.numel(), parameter.dtype, parameter.ndim)
 
 
 Select = Callable[[str, ParamInfo], bool]

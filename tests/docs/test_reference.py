@@ -121,7 +121,7 @@ class Words(nn.Module):
         return self.head(x)
 
     def encode(self, ids: Tensor) -> Tensor:
-        return self.embedding(ids) * self.head.bias.sum()
+        return self.embedding(ids)
 
     def generate(self, ids: Tensor, max_new_tokens: int) -> Tensor:
         for _ in range(max_new_tokens):

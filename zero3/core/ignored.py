@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..policy import ParamInfo, ShardingPolicy
+from ..policy import ShardingPolicy, info_of
 from .parameters import ParameterSites
 
 __all__: list[str] = []
@@ -23,7 +23,7 @@ def _is_ignored(sites: ParameterSites, policy: ShardingPolicy, name: str) -> boo
     if policy.ignored is None:
         return False
     try:
-        answer = policy.ignored(name, ParamInfo.of(name, sites.parameter))
+        answer = policy.ignored(name, info_of(name, sites.parameter))
     except Exception as error:  # whatever it raises: the other ranks have to hear of it
         raise ValueError(f"ignored({name!r}) of the policy has raised {type(error).__name__}: {error}") from error
     if not isinstance(answer, bool):

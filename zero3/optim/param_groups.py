@@ -16,7 +16,7 @@ from ..core.layout import Slot
 from ..core.parameters import ShardedParameter
 from ..core.policy_facts import shards_gradients
 from ..names import named_tensors
-from ..policy import ParamInfo
+from ..policy import ParamInfo, info_of
 from .pieces import Choice, divide, placeholder
 from .whole_parameters import Family, families, new_cuts, repartition
 
@@ -128,7 +128,7 @@ class _Plan:
             self.order[state, sharded.sites.name] = len(self.order)
             if not sharded.chunk.shard.requires_grad:
                 continue
-            answer = options(name, ParamInfo.of(name, parameter))
+            answer = options(name, info_of(name, parameter))
             spelled = "none" if answer is None else _spelled(_checked(name, answer), objects)
             self.lines.append(f"the options of {name}: {spelled}")
             if answer is None:
