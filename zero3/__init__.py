@@ -21,6 +21,7 @@ from .optim.grad_scaler import GradScaler
 from .optim.gradients import full_gradients, named_gradients
 from .optim.norms import parameter_norms
 from .optim.param_groups import param_groups
+from .optim.set_trainable import set_trainable
 from .optim.token_mean import backward
 from .policy import ParamInfo, ShardingPolicy
 from .resilience.step_guard import step_guard
@@ -69,6 +70,7 @@ __all__ = [
     "save_checkpoint",
     "save_pretrained",
     "set_forward_order",
+    "set_trainable",
     "shard",
     "step_guard",
 ]
