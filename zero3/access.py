@@ -106,7 +106,7 @@ def pinned(states: list[LayerState], caller: str, *, writeback: bool = False, to
     if toggled:
         raise RuntimeError(
             f"rank {rank}: requires_grad was changed inside {caller}, of {', '.join(toggled)}. A chunk is "
-            "trained or frozen as a whole, so this was undone: use zero3.set_trainable(model, select), or requires_grad_ of a layer's chunk."
+            "trained or frozen as a whole, so this was undone. Use zero3.set_trainable(model, select), or requires_grad_ of a chunk."
         )
     if replaced:
         raise RuntimeError(

@@ -32,5 +32,6 @@ def check_requires_grad(computing: LayerState, layers: Iterable[LayerState]) -> 
         f"rank {computing.communicator.rank}: layer {computing.label} was to compute with gradients, but requires_grad was changed of "
         f"{names}. A chunk is trained or frozen as a whole. Set requires_grad back before a forward with gradients (peft: leave "
         "disable_adapter(), or set_adapter() the adapter that trains), compute under torch.no_grad(), choose what trains with "
-        "zero3.set_trainable(model, select) between two steps, or use requires_grad_ of the whole chunk (for chunk in layer.parameters(): ...)."
+        "zero3.set_trainable(model, select) between two steps, or use requires_grad_ of the whole chunk (for chunk in "
+        "layer.parameters(): ...)."
     )
