@@ -33,7 +33,8 @@ def get_trainable_chunk(model: nn.Module) -> list[nn.Parameter]:
         model: Any model that contains zero3 layers.
 
     Returns:
-        One 1-D tensor `[S]` for each dtype of each layer or, after `param_groups`, the parts of chunks that it made.
+        One 1-D tensor `[S]` for each dtype of each layer or, after `param_groups`, the parts of chunks that it made; in the order of
+        `model.parameters()`.
 
     Raises:
         ValueError: Nothing in `model` is sharded.
@@ -42,7 +43,9 @@ def get_trainable_chunk(model: nn.Module) -> list[nn.Parameter]:
 
         optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=3e-4)
     """
-    return [chunk for state in states_of(model) for chunk in state.trainable()]
+    chunks = [chunk for state in states_of(model) for chunk in state.trainable()]
+    places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
+    return sorted(chunks, key=lambda chunk: places.get(id(chunk), len(places)))
 
 
 @contextmanager
