@@ -28,11 +28,11 @@ FLOORS = (
     {"core"},
     {"layer", "auto_wrap"},
     {"sequential", "access"},
-    {"shard", "names", "resilience"},
+    {"shard", "names", "resilience", "forward_methods", "by_hand"},
     {"optim", "diagnose"},
     {"checkpoint", "zero1", "uneven"},
-    {"huggingface"},
-    {"commands"},
+    {"huggingface", "initial_values"},
+    {"commands", "materialize"},
     {"__init__", "__main__"},
 )
 

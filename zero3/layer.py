@@ -149,6 +149,14 @@ class Zero3Layer(nn.Module):
                 raise
             return getattr(module, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Writes are the layer's own. But `torch.func.functional_call` may replace the wrapped module's parameters while they show."""
+        inner = self._modules.get("module") if isinstance(value, torch.Tensor) else None
+        if inner is not None and name in inner._parameters and self._state.pinned:
+            inner._parameters[name] = value
+        else:
+            super().__setattr__(name, value)
+
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
@@ -227,12 +235,12 @@ def run_sharded(runtime: Runtime, state: LayerState, entry: nn.Module, module: C
 class RootEntry(Override):
     """Replaces the `forward` of a module outside the layers of a sharded model. It fetches the root's own layer first."""
 
-    def __init__(self, module: nn.Module, root: LayerState, runtime: Runtime) -> None:
-        super().__init__(module, "forward", run_sharded)
-        self.root, self._runtime = weakref.ref(root), weakref.ref(runtime)  # the model holds the root, its layers the runtime
+    def __init__(self, module: nn.Module, root: LayerState, runtime: Runtime, name: str = "forward") -> None:
+        super().__init__(module, name, run_sharded)
+        self.root, self.runtime = weakref.ref(root), weakref.ref(runtime)  # the model holds the root, its layers the runtime
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, root, runtime = self._module(), self.root(), self._runtime()
+        module, root, runtime = self._module(), self.root(), self.runtime()
         if module is None or root is None or runtime is None:
             raise RuntimeError(f"the sharded model that this {self._plain.__qualname__} belongs to is gone")
         forward = self._own or partial(self._plain, module)

@@ -36,6 +36,10 @@ def backward_task() -> int:
     return torch._C._current_graph_task_id()
 
 
+# How many of torch.func's transforms (grad, vjp, jvp, vmap, ...) are under way, or None. A function of torch's, since each layer asks it.
+transforms_under_way: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+
+
 class EndOfBackward:
     """Calls a function at the end of a backward. If the backward raises instead, `missed` tells it afterwards."""
 

@@ -87,6 +87,7 @@ class Chunk:
         self.compute_dtype = compute_dtype  # the dtype of gathers and of the full buffer
         self.parts = [Part(shard, 0, shard.numel())]  # the optimizer's parameters: the shard itself, or parts of it
         self.divided = False  # whether any chunk of the model is cut into parts; then ranks may hold different numbers of parts
+        self.left_out: frozenset[str] = frozenset()  # the slots that are in none of the optimizer's groups, on all ranks
         self.unloaded: set[int] = set()  # slots that were on meta and have no values yet; a fetch needs them filled
         self.trainable_when_wrapped = self.trains = shard.requires_grad  # trains: the requires_grad of the chunk's parameters
         self._communicator = communicator

@@ -20,7 +20,7 @@ from .gradient_buffer import GradientBuffer
 from .gradient_types import PieceGradient, ShardGradient, WholeGradient, accumulate
 from .kept_gradients import KeptGradients
 from .parameters import ShardedParameter
-from .policy_facts import gradient_dtype, shards_gradients
+from .policy_facts import gradient_dtype, landed_dtype, shards_gradients
 
 __all__: list[str] = []
 
@@ -60,7 +60,8 @@ class GradientReducer(KeptGradients):
         self.averaged_over = communicator.world_size  # the number of ranks for the mean: fewer if some have no data left
         super().__init__(chunk, gradient_dtype(policy, chunk.shard.dtype))
         self._mean = policy.gradient_reduction == "mean"
-        self._narrows = self._dtype.itemsize > chunk.shard.dtype.itemsize
+        self._lands_as = landed_dtype(policy, chunk.shard.dtype)
+        self._narrows = self._dtype.itemsize > self._lands_as.itemsize
         # fp16 overflows at 65504, so a part of the division for the mean is done before the sum
         self._divide_first = 1 << (communicator.world_size.bit_length() - 1) // 2 if self._mean and self._dtype == torch.float16 else 1
         self._naming = naming
@@ -76,7 +77,7 @@ class GradientReducer(KeptGradients):
         full = self._buffer.complete() if pieces is None else None
         shard = self._chunk.shard
         summed = full if full is not None and communicator.world_size == 1 else torch.empty_like(shard.data, dtype=self._dtype)
-        landed = summed if shard.dtype == self._dtype else torch.empty_like(summed, dtype=shard.dtype)
+        landed = summed if self._lands_as == self._dtype else torch.empty_like(summed, dtype=self._lands_as)
         self._buffer, self._kept = GradientBuffer(self._chunk.layout, self._chunk.shard, self._dtype), []
         self.pending = self.owed = False
         return Sending(pieces, full, summed, landed)
@@ -95,7 +96,7 @@ class GradientReducer(KeptGradients):
         return Backup(mark, (full, summed, landed), self._naming)
 
     def _land(self, summed: Tensor, landed: Tensor) -> None:
-        """[backup 3] Adds `summed` `[S]`, the sum over ranks, to the chunk's gradient. `landed` takes the mean in the chunk's dtype."""
+        """[backup 3] Adds `summed` `[S]`, the sum over ranks, to the chunk's gradient. `landed` takes the mean in that gradient's dtype."""
         if torch.is_grad_enabled():  # in a backward it is off already, and entering no_grad costs time
             with torch.no_grad():
                 return self._land(summed, landed)
@@ -163,6 +164,7 @@ class LayerGradients:
         self._hooked: dict[int, ShardedParameter] = {}  # by the id of the parameter
 
     def add_chunk(self, chunk: Chunk) -> None:
+        chunk.shard.grad_dtype = landed_dtype(self._policy, chunk.shard.dtype)
         self.reducers[chunk] = self.reducer(chunk, self._communicator, self._policy, self._naming)
 
     def replace_chunks(self, chunks: Iterable[Chunk], parameters: Iterable[ShardedParameter]) -> None:
@@ -191,6 +193,8 @@ class LayerGradients:
                 gradients.add(key, gradient)
 
         with as_plain_tensors():
+            if self._policy.grad_dtype is not None:
+                parameter.grad_dtype = gradient_dtype(self._policy, sharded.chunk.shard.dtype)
             parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
     def add(self, key: int, gradient: Tensor) -> None:

@@ -129,7 +129,7 @@ class DeferredGradient(Tensor):
     @classmethod
     def like(cls, parameter: Tensor, layer: Callable[[], DefersReductions | None]) -> DeferredGradient:
         """A deferred gradient for `parameter`, which may have a gradient already."""
-        nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        nothing = torch.zeros((), dtype=parameter.grad_dtype, device=parameter.device)
         deferred = torch.Tensor._make_subclass(cls, nothing.expand(parameter.shape))  # as_subclass would make a view of `nothing`
         deferred.zeroed, deferred.layer = False, layer
         before = parameter.grad
@@ -170,7 +170,7 @@ class DeferredGradient(Tensor):
         """Ends the deferral, after kept gradients were dropped: the parameter gets its earlier gradient back, or zeros."""
         if self.zeroed:
             note = vars(self).get(TOKENS)
-            self.become(typed(torch.zeros_like(parameter)))
+            self.become(typed(torch.zeros_like(parameter, dtype=parameter.grad_dtype)))
             if note is not None:
                 setattr(self, TOKENS, (note[0], -1))  # of another version: whoever counts tokens sees that it was zeroed
         else:

@@ -290,8 +290,8 @@ class LayerState:
             missing += [f"buffer {name}" for _, _, name in self.meta_buffers]
             raise RuntimeError(
                 f"rank {self.communicator.rank}: layer {self.label} has no values yet for: {', '.join(missing)}. They were on the meta "
-                "device when it was wrapped. Load them (zero3.load_pretrained, zero3.load_full_state_dict); give a buffer that no "
-                "checkpoint holds to its module."
+                "device when it was wrapped. Load them (zero3.load_pretrained, zero3.load_full_state_dict) or draw them "
+                "(zero3.materialize); give a buffer that no checkpoint holds to its module."
             )
 
 

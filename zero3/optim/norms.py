@@ -61,7 +61,7 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
     for chunk in (chunk for chunk, is_asked in asked.items() if is_asked):
         indices = {slot: index for index, slot in enumerate(chunk.layout.slots)}
         for piece in chunk.layout.pieces(communicator.rank):
-            flat = _slice(chunk, piece.offset, piece.offset + piece.stop - piece.start, of)
+            flat = slice_of(chunk, piece.offset, piece.offset + piece.stop - piece.start, of)
             if flat is not None:
                 norm = _norm(flat, norm_type)
                 values[rows[chunk, indices[piece.slot]]] = norm if maximum else norm.double() ** norm_type
@@ -104,11 +104,11 @@ def gradients_to_measure(model: nn.Module, states: list[LayerState]) -> list[Ten
         parts = [part.parameter for state in states for chunk in state.chunks for part in chunk.parts]
         return [part.grad.as_subclass(Tensor) for part in parts if part.grad is not None]
     slots = [(sharded.chunk, sharded.chunk.layout.slots[sharded.index]) for _, _, sharded in named_parameters(model, states)]
-    slices = [_slice(chunk, slot.offset, slot.stop, "grad") for chunk, slot in slots]
+    slices = [slice_of(chunk, slot.offset, slot.stop, "grad") for chunk, slot in slots]
     return [gradient for gradient in slices if gradient is not None]
 
 
-def _slice(chunk: Chunk, start: int, stop: int, of: str) -> Tensor | None:
+def slice_of(chunk: Chunk, start: int, stop: int, of: str) -> Tensor | None:
     """Elements of the chunk, or of its gradient if it has one there."""
     if of == "param":
         return chunk.shard.data[start:stop]
