@@ -39,8 +39,7 @@ def run(options: argparse.Namespace) -> None:
     with found.files:
         found.check()
         found.keep_plain()
-        if options.ranks is not None:
-            found.ranks = options.ranks
+        found.ranks_asked_for = options.ranks
         temporary = options.output.with_name(f"{options.output.name}.unfinished")
         file_operations.remove(temporary)  # of a conversion that was killed
         try:
@@ -70,7 +69,8 @@ def _read(path: Path) -> Run:
     for _, format_ in _FORMATS:
         if format_.is_one(path):
             with progress(_bytes_of(path), "looking through") as advance:
-                return format_.read(path, advance)
+                found: Run = format_.read(path, advance)
+                return found
     there = ", ".join(file_operations.names_in(path)[:8]) or "nothing" if path.is_dir() else "no such file or directory"
     raise ValueError(f"{path} is no checkpoint of zero3, torch.distributed.checkpoint, DeepSpeed ZeRO-3 or torch.save (found {there})")
 

@@ -187,7 +187,7 @@ def _description(lazy: Lazy) -> Made:
 
 
 def _leaves(value: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
-    """As torch takes state dicts apart: dicts always, lists that hold tensors or such lists. (Dicts whose keys are no strings stay whole.)"""
+    """As torch takes state dicts apart: dicts (here: with strings for keys), and lists that hold tensors or such lists."""
     if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
         for key, held_ in value.items():
             yield from _leaves(held_, (*path, key))

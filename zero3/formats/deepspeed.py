@@ -33,11 +33,10 @@ __all__: list[str] = []
 _FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
 _MANAGED = (
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
-    "dp_world_size", "mp_world_size",
 )  # fmt: skip
 _HEADER = (
     "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "checkpoint_parallel_dimensions",
-    "ds_config", "ds_version", "sparse_tensor_module_names",
+    "ds_config", "ds_version", "sparse_tensor_module_names", "dp_world_size", "mp_world_size",
 )  # fmt: skip
 _OURS = "converted_by_zero3"  # its value is `extra`, where that did not come from DeepSpeed
 _KEY = "deepspeed"  # in `extra`: what of the header a run needs to go on
@@ -60,13 +59,12 @@ def read(path: Path, _: Callable[[int], object]) -> Run:
     step = _step_of(path)
     files: dict[tuple[str, int], FileIO] = {}
     run = Run("deepspeed", {})
-    run.files.callback(lambda: [file.close() for file in files.values()])
     try:
         for name in file_operations.names_in(step):
             if (match := _FILE.fullmatch(name)) is not None:
                 if int(match[2]):
                     raise ValueError(f"{step / name}: models that are cut by tensor parallelism can't be converted")
-                files[match[3], int(match[1])] = FileIO(os.fspath(step / name))
+                files[match[3], int(match[1])] = run.files.enter_context(FileIO(os.fspath(step / name)))
         run.ranks = len(files) // 2
         values = []
         for rank in range(run.ranks):
@@ -156,11 +154,12 @@ class _SubGroup(NamedTuple):
 
 
 def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
-    """For `run.ranks` ranks: DeepSpeed loads at the number of ranks that saved."""
+    """For as many ranks as were asked for, or as there were: DeepSpeed loads at the number of ranks that saved."""
     if run.groups is None:
         raise ValueError("DeepSpeed ZeRO-3 keeps what trains in the optimizer's files, and this checkpoint has no optimizer")
     known = run.extra.get(_KEY) if isinstance(run.extra, dict) else None
     header = known if isinstance(known, dict) else {}
+    run.ranks = run.ranks_asked_for or int(header.get("dp_world_size", run.ranks))
     subs = list(_sub_groups(run, header))
     trained = {name for sub in subs for name in sub.names}
     if other := [name for name in trained if run.tensors[name].dtype != torch.float32]:
@@ -209,7 +208,8 @@ class _Writer:
         return lazy.part(rank * length, (rank + 1) * length)
 
     def model(self, rank: int) -> dict[str, Any]:
-        run, module = self._run, {}
+        run = self._run
+        module: dict[str, Any] = {}
         for name, lazy in run.tensors.items():
             shown = lazy if name in self._buffers else torch.empty(0, dtype=lazy.dtype)
             module |= dict.fromkeys([name, *run.also.get(name, ())], shown)
@@ -218,9 +218,9 @@ class _Writer:
         content["frozen_param_shapes"] = {name: self._size(name) for name in self._frozen}
         content["frozen_param_fragments"] = {name: self._piece(run.tensors[name], rank) for name in self._frozen}
         content["shared_params"] = {alias: name for name, aliases in run.also.items() for alias in aliases}
-        content |= {"dp_world_size": run.ranks, "mp_world_size": 1}
         content |= {"lr_scheduler": None, "data_sampler": None, "random_ltd": None, "skipped_steps": 0, "global_steps": self._steps}
         content |= {key: value for key, value in self._header.items() if key in _HEADER}
+        content |= {"dp_world_size": run.ranks, "mp_world_size": 1}
         if self._header:
             return content | {key: value for key, value in run.extra.items() if key != _KEY}
         return content | {_OURS: run.extra}
@@ -235,9 +235,11 @@ class _Writer:
             groups[sub.group]["params"].append(number)
         state = {number: found for number, sub in enumerate(self._subs) if (found := self._state(sub, rank))}
         flats = [self._flat([self._run.tensors[name] for name in sub.names], rank) for sub in self._subs]
-        content = {"zero_stage": Made("deepspeed.runtime.zero.config.ZeroStageEnum", (3,)), "loss_scaler": Made(scaler, (), scale, new=True)}
-        content |= {"dynamic_loss_scale": bool(scale.get("dynamic")), "overflow": False, "partition_count": self._run.ranks}
-        content |= {"optimizer_state_dict": {"state": state, "param_groups": groups}, "fp32_flat_groups": flats}
+        content: dict[str, Any] = {"partition_count": self._run.ranks, "overflow": False, "dynamic_loss_scale": bool(scale.get("dynamic"))}
+        content["zero_stage"] = Made("deepspeed.runtime.zero.config.ZeroStageEnum", (3,))
+        content["loss_scaler"] = Made(scaler, (), scale, new=True)
+        content["optimizer_state_dict"] = {"state": state, "param_groups": groups}
+        content["fp32_flat_groups"] = flats
         return {"optimizer_state_dict": content}
 
     def _flat(self, lazies: list[Lazy], rank: int) -> Lazy:
@@ -252,7 +254,10 @@ class _Writer:
         found: dict[str, Any] = {}
         for key, first in states[0].items():
             each = [state.get(key) for state in states]
-            shapes = {isinstance(value, Lazy) and value.shape == self._run.tensors[name].shape for name, value in zip(sub.names, each, strict=True)}
+            shapes = {
+                isinstance(value, Lazy) and value.shape == self._run.tensors[name].shape
+                for name, value in zip(sub.names, each, strict=True)
+            }
             if shapes == {True}:
                 found[key] = self._flat([value for value in each if isinstance(value, Lazy)], rank)
             elif True in shapes or any(isinstance(value, Lazy) or value != first for value in each):

@@ -72,14 +72,17 @@ class _Reader:
         run.extra_states = {name: decode(value, lambda number: self._stored[f"extra:{number}"]) for name, value in extra_states.items()}
         if content["optimizer"] is not None:
             self._add_optimizer(run, OptimizerContents.from_json(content["optimizer"]))
-        run.left_out.append("random generators")
+        if any(name.startswith("random:") for name in self._stored):
+            run.left_out.append("random generators")
         if any(name.startswith("other:") and not name.startswith("other:0:") for name in self._stored):
             run.left_out.append("buffers in which other ranks differ from rank 0")
         return run
 
     def _add_optimizer(self, run: Run, contents: OptimizerContents) -> None:
         run.classes = contents.kinds
-        run.groups = [{**{key: decode_scalar(value, _CPU) for key, value in options.items()}, "params": names} for options, names in contents.groups]
+        run.groups = [
+            {**{key: decode_scalar(value, _CPU) for key, value in options.items()}, "params": names} for options, names in contents.groups
+        ]
         for name, named in contents.state.items():
             values: dict[str, Any] = {key: decode_scalar(value, _CPU) for key, value in named.scalars.items()}
             for key, dtype in named.elements.items():
@@ -161,8 +164,12 @@ def _optimizer(run: Run) -> tuple[dict[str, Any], list[_Entry]]:
     contents = OptimizerContents(groups, sorted_out(run.state, shapes, Tensor | Lazy), run.classes)
     entries = []
     for name, named in contents.state.items():
-        lazies = {key: value if isinstance(value, Lazy) else held(value) for key, value in run.state[name].items() if key not in named.scalars}
-        entries += [_Entry(f"state:{key}:{name}[0:{lazies[key].numel}]", lazies[key], flat=True) for key in named.elements if lazies[key].numel]
+        lazies = {
+            key: value if isinstance(value, Lazy) else held(value) for key, value in run.state[name].items() if key not in named.scalars
+        }
+        entries += [
+            _Entry(f"state:{key}:{name}[0:{lazies[key].numel}]", lazies[key], flat=True) for key in named.elements if lazies[key].numel
+        ]
         entries += [_Entry(f"whole:{key}:{name}", lazies[key]) for key in named.whole]
     kinds = " and ".join(dict.fromkeys(run.classes))
     return {"class": kinds or _UNNAMED, **contents.to_json()}, entries

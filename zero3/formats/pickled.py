@@ -15,15 +15,17 @@ from typing import Any
 
 __all__: list[str] = []
 
-_CONSTANTS = frozenset(
-    "INT LONG LONG1 LONG4 BININT BININT1 BININT2 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE "
-    "BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8".split()
-)
+_CONSTANTS = (
+    "INT", "LONG", "LONG1", "LONG4", "BININT", "BININT1", "BININT2", "FLOAT", "BINFLOAT", "STRING", "BINSTRING", "SHORT_BINSTRING",
+    "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
+)  # fmt: skip
 _PLAIN = MappingProxyType({"NONE": None, "NEWTRUE": True, "NEWFALSE": False})
 _NEW = MappingProxyType({"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_TUPLE": tuple, "EMPTY_SET": set})
 _LENGTHS = MappingProxyType({"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3})
-_CONTAINERS = frozenset("LIST TUPLE DICT FROZENSET APPEND APPENDS SETITEM SETITEMS ADDITEMS POP POP_MARK DUP".split())
-_WITHOUT_EFFECT = frozenset({"PROTO", "FRAME"})
+_CONTAINERS = (
+    "LIST", "TUPLE", "DICT", "FROZENSET", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "POP", "POP_MARK", "DUP",
+)  # fmt: skip
+_WITHOUT_EFFECT = ("PROTO", "FRAME")
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ def _write(value: Any, tensor: Callable[[Any], Made | None], out: bytearray) -> 
         out += b"X" + struct.pack("<I", len(text)) + text
     elif type(value) in (list, tuple, dict):
         items = value if type(value) is not dict else (each for item in value.items() for each in item)
-        opened, closed = {list: (b"](", b"e"), tuple: (b"(", b"t"), dict: (b"}(", b"u")}[type(value)]
+        opened, closed = (b"](", b"e") if type(value) is list else (b"(", b"t") if type(value) is tuple else (b"}(", b"u")
         out += opened
         for item in items:
             _write(item, tensor, out)

@@ -31,6 +31,7 @@ class Run:
     extra: Any = None
     config: Any = None  # of a Hugging Face model
     ranks: int = 1  # that wrote it
+    ranks_asked_for: int | None = None  # that are to load it, where that matters
     left_out: list[str] = field(default_factory=list)  # what can't go along, in words
     files: ExitStack = field(default_factory=ExitStack)  # that are open
 

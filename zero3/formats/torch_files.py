@@ -32,6 +32,7 @@ _OLD_STORAGES = (
     "Double:float64 Float:float32 Half:float16 BFloat16:bfloat16 Long:int64 Int:int32 Short:int16 Char:int8 Byte:uint8 Bool:bool "
     "ComplexFloat:complex64 ComplexDouble:complex128"
 )
+_PLAIN_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 
 
 class _Storage(NamedTuple):
@@ -116,6 +117,8 @@ class TorchFile:
             return self._tensor(storage.record, dtype, offset, tuple(shape), tuple(strides))
         if name in ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"):
             return arguments[0]
+        if name == "torch._tensor._rebuild_from_type_v2" and arguments[1].name in _PLAIN_TYPES:  # one that has attributes
+            return self._make(arguments[0].name, arguments[2])
         if name == "torch.Size":
             return tuple(*arguments)
         return plain(name, arguments)
@@ -202,7 +205,7 @@ def write(file: FileIO, offset: int, value: Any, advance: Callable[[int], object
 
     text = pickled.write(value, tensor)
     window = _Window(file, offset)
-    with zipfile.ZipFile(window, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:  # type: ignore[arg-type]
+    with zipfile.ZipFile(window, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         archive.writestr("archive/data.pkl", text)
         archive.writestr("archive/byteorder", "little")
         for key, lazy in storages.values():

@@ -29,9 +29,9 @@ def tree_of(run: Run) -> dict[str, Any]:
     tree: dict[str, Any] = {"model": model | run.extra_states}
     if run.groups is not None:
         tree["optimizer"] = {"state": run.state, "param_groups": run.groups}
-    if isinstance(run.extra, dict) and run.extra and not {*run.extra} & {*_MODEL, *_OPTIMIZER, _EXTRA}:
-        if all(isinstance(key, str) for key in run.extra):
-            return tree | run.extra
+    names = set(run.extra) if isinstance(run.extra, dict) else set()
+    if names and not names & {*_MODEL, *_OPTIMIZER, _EXTRA} and all(isinstance(name, str) for name in names):
+        return {**tree, **run.extra}
     return tree | ({_EXTRA: run.extra} if run.extra is not None else {})
 
 
@@ -42,7 +42,10 @@ def run_of(tree: Any, kind: str, what: str) -> Run:
         ValueError: there is no model in it, or an optimizer by numbers.
     """
     level = tree
-    while isinstance(level, dict) and len(level) == 1 and isinstance(inner := next(iter(level.values())), dict) and not {*level} & {*_MODEL}:
+    while isinstance(level, dict) and len(level) == 1 and not {*level} & {*_MODEL}:
+        (inner,) = level.values()
+        if not isinstance(inner, dict):
+            break
         level = inner
     if not isinstance(level, dict):
         raise ValueError(f"{what} holds a {type(level).__name__}, expected a dict with a state dict in 'model'")
