@@ -153,13 +153,11 @@ class _Loader:
     def _untie(self, saved: dict[str, Any], contents: Contents) -> None:
         """Systems that do not know of ties store a tied parameter under each of its names: one is enough, if all say the same."""
         for first, *others in contents.names.values():
-            for name in others:
-                if first in saved and name in saved:
-                    if saved[name] != saved[first] or not self._ranges.same(
-                        "parameter", first, name, torch.Size(saved[first]["shape"]).numel()
-                    ):
-                        raise ValueError(f"{self._path}: {first} and {name} are one parameter here, and have different values there")
-                    del saved[name]
+            for name in (other for other in others if first in saved and other in saved):
+                numel = torch.Size(saved[first]["shape"]).numel()
+                if saved[name] != saved[first] or not self._ranges.same("parameter", first, name, numel):
+                    raise ValueError(f"{self._path}: {first} and {name} are one parameter here, and have different values there")
+                del saved[name]
 
     def _strange_extra_states(self, found: Manifest) -> list[str]:
         saved, here = found.content.get("extra_states"), extra_state_modules(self._model)
@@ -243,9 +241,9 @@ class _Loader:
 
     def _other(self, name: str, contents: Contents) -> Tensor:
         """This rank's own, if it had one that differed."""
-        for place in (f"other:{contents.rank}:{name}", f"other:0:{name}"):
-            if place in self._stored:
-                return self._tensor(place)
+        for stored in (f"other:{contents.rank}:{name}", f"other:0:{name}"):
+            if stored in self._stored:
+                return self._tensor(stored)
         value = torch.empty(contents.shape(name), dtype=contents.dtype(name))
         self._ranges.read("parameter", name, 0, value.view(-1))
         return value
