@@ -17,7 +17,7 @@ from torch import Tensor
 from ..checkpoint import file_operations
 from ..comm.plain_values import dtype_named
 from . import pickled, torch_files
-from .lazy import Block, Lazy, assembled, held
+from .lazy import Block, Lazy, as_lazy, assembled
 from .pickled import Global, Made
 from .run import Run
 from .trees import run_of, tree_of
@@ -155,7 +155,7 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
             if key in described:
                 raise ValueError(f"two values would have the name {key!r} in torch.distributed.checkpoint")
             is_tensor = isinstance(value, Tensor | Lazy)
-            lazy = held(value) if isinstance(value, Tensor) else value
+            lazy = as_lazy(value) if is_tensor else value
             described[key] = _description(lazy) if is_tensor else Made(f"{_MODULE}.BytesStorageMetadata", state={}, new=True)
             length = torch_files.write(file, offset, value, advance)
             index = {"fqn": key, "offset": _size([0] * len(lazy.shape)) if is_tensor else None, "index": 0 if is_tensor else None}

@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import file_operations
+from ..checkpoint.full_optimizer_reading import sorted_out
+from ..checkpoint.optimizer_contents import NamedState
 from ..core.parameters import own_name
 from . import torch_files
-from .lazy import Lazy, joined
+from .lazy import Lazy, as_lazy, joined
 from .pickled import Made
 from .run import Run
 
@@ -134,9 +136,8 @@ class _Reader:
                 state = self._run.state.setdefault(own_name(name), {}) if number in states[0] else {}
                 for key, value in states[0].get(number, {}).items():
                     if isinstance(value, Lazy) and value.shape:
-                        state[key] = whole([states[rank][number][key] for rank in ranks])
-                    else:
-                        state[key] = value.tensor() if isinstance(value, Lazy) else value
+                        value = whole([states[rank][number][key] for rank in ranks])
+                    state[key] = value.tensor() if isinstance(value, Lazy) and not value.shape else value
                 offset += length
         return trained, [list(named) for named in shapes]
 
@@ -199,6 +200,7 @@ def _sub_groups(run: Run, header: dict[str, Any]) -> Iterator[_SubGroup]:
 class _Writer:
     def __init__(self, run: Run, subs: list[_SubGroup], trained: set[str], header: dict[str, Any], steps: int) -> None:
         self._run, self._subs, self._header, self._steps = run, subs, header, steps
+        self._named = sorted_out(run.state, {name: lazy.shape for name, lazy in run.tensors.items()}, Tensor | Lazy)
         tells = run.kind in ("zero3", "deepspeed")  # the others don't know buffers from frozen parameters: those are taken for buffers
         self._frozen = [name for name in run.tensors if tells and name not in trained and name not in run.buffers]
         self._buffers = [name for name in run.tensors if name not in trained and name not in self._frozen]
@@ -251,21 +253,11 @@ class _Writer:
     def _state(self, sub: _SubGroup, rank: int) -> dict[str, Any]:
         """Of one parameter of DeepSpeed's optimizer: it has one step."""
         states = [self._run.state.get(name, {}) for name in sub.names]
-        found: dict[str, Any] = {}
-        for key, first in states[0].items():
-            each = [state.get(key) for state in states]
-            shapes = {
-                isinstance(value, Lazy) and value.shape == self._run.tensors[name].shape
-                for name, value in zip(sub.names, each, strict=True)
-            }
-            if shapes == {True}:
-                found[key] = self._flat([value for value in each if isinstance(value, Lazy)], rank)
-            elif True in shapes or any(isinstance(value, Lazy) or value != first for value in each):
-                raise ValueError(
-                    f"DeepSpeed keeps one {key} for {sub.names[0]} to {sub.names[-1]}, and here they have different ones: {each!r:.120}"
-                )
-            else:
-                found[key] = first
-        if any(state.keys() != states[0].keys() for state in states):
-            raise ValueError(f"DeepSpeed keeps one state for {sub.names[0]} to {sub.names[-1]}, and here some of them have none")
-        return found
+        described = [self._named.get(name, NamedState()) for name in sub.names]
+        if other := next((at for at, each in enumerate(described) if each != described[0] or each.whole), None):
+            raise ValueError(
+                f"DeepSpeed keeps one state for {sub.names[0]} to {sub.names[-1]}, and here that is {described[0]} for {sub.names[0]} "
+                f"and {described[other]} for {sub.names[other]}"
+            )
+        found = {key: states[0][key] for key in described[0].scalars}
+        return found | {key: self._flat([as_lazy(state[key]) for state in states], rank) for key in described[0].elements}

@@ -59,6 +59,10 @@ class Lazy:
         return Lazy(self.dtype, (stop - start,), read)
 
 
+def as_lazy(value: Lazy | Tensor) -> Lazy:
+    return value if isinstance(value, Lazy) else held(value)
+
+
 def held(tensor: Tensor) -> Lazy:
     """One that is in memory already."""
     flat = tensor.detach().reshape(-1)

@@ -20,7 +20,7 @@ from ..checkpoint.safetensors_files import SafetensorsFiles
 from ..checkpoint.safetensors_writing import header_of, write_hashed
 from ..comm.plain_values import decode, decode_scalar, dtype_named, encode, name_of
 from ..core.parameters import own_name
-from .lazy import Lazy, held, mapped
+from .lazy import Lazy, as_lazy, mapped
 from .run import Run
 
 __all__: list[str] = []
@@ -152,7 +152,7 @@ def _encoded(value: Any, what: str, entries: list[_Entry]) -> Any:
 
     def put(tensor: Tensor) -> int:
         number = sum(entry.name.startswith("extra:") for entry in entries)
-        entries.append(_Entry(f"extra:{number}", lazies[id(tensor)] if id(tensor) in lazies else held(tensor)))
+        entries.append(_Entry(f"extra:{number}", lazies.get(id(tensor)) or as_lazy(tensor)))
         return number
 
     return encode(mapped(value, stand_in), what, put)
@@ -164,9 +164,7 @@ def _optimizer(run: Run) -> tuple[dict[str, Any], list[_Entry]]:
     contents = OptimizerContents(groups, sorted_out(run.state, shapes, Tensor | Lazy), run.classes)
     entries = []
     for name, named in contents.state.items():
-        lazies = {
-            key: value if isinstance(value, Lazy) else held(value) for key, value in run.state[name].items() if key not in named.scalars
-        }
+        lazies = {key: as_lazy(value) for key, value in run.state[name].items() if key not in named.scalars}
         entries += [
             _Entry(f"state:{key}:{name}[0:{lazies[key].numel}]", lazies[key], flat=True) for key in named.elements if lazies[key].numel
         ]

@@ -133,7 +133,7 @@ class _Machine:
 
     def _object(self, name: str, argument: Any) -> None:
         if name == "GLOBAL":
-            self.stack.append(Global(argument.replace(" ", ".", 1)))
+            self.stack.append(Global(argument.replace(" ", ".", 1).replace("__builtin__.", "builtins.")))  # as Python 2 said
         elif name == "STACK_GLOBAL":
             self.stack.append(Global(".".join(self._pop(2))))
         elif name in ("REDUCE", "NEWOBJ"):
@@ -152,9 +152,9 @@ class _Machine:
             raise ValueError(f"the operation {name}")
 
     def _call(self, called: Any, arguments: Any) -> Any:
-        if not isinstance(called, Global) or not isinstance(arguments, tuple):
+        if not isinstance(called, Global | Made) or not isinstance(arguments, tuple):
             raise TypeError(f"{called!r:.80} is called")
-        return self._make(called.name, arguments)
+        return self._make(called.name, arguments) if isinstance(called, Global) else Made(f"{called.name}()", arguments)
 
 
 def write(value: Any, tensor: Callable[[Any], Made | None]) -> bytes:

@@ -21,7 +21,7 @@ from ..checkpoint import file_operations
 from ..checkpoint.safetensors_files import bytes_of, read_bytes
 from ..comm.plain_values import dtype_named
 from . import pickled
-from .lazy import Lazy, held
+from .lazy import Lazy, as_lazy
 from .pickled import Global, Made, Persistent
 
 __all__: list[str] = []
@@ -196,7 +196,7 @@ def write(file: FileIO, offset: int, value: Any, advance: Callable[[int], object
             return Made("collections.Counter", (dict(found),))
         if not isinstance(found, Lazy | Tensor):
             return None
-        lazy = found if isinstance(found, Lazy) else held(found)
+        lazy = as_lazy(found)
         key, _ = storages.setdefault(id(found), (str(len(storages)), lazy))
         strides = tuple(math.prod(lazy.shape[at + 1 :]) for at in range(len(lazy.shape)))
         storage = Persistent(("storage", Global("torch.storage.UntypedStorage"), key, "cpu", lazy.nbytes))
