@@ -16,6 +16,14 @@ from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import process_group
 from zero3.__main__ import main
 
+
+def fails(capsys: pytest.CaptureFixture[str], source: Path, target: Path, *options: str) -> str:
+    """What it says. Nothing is left."""
+    assert main(["convert", str(source), str(target), *options]) == 1
+    assert not list(target.parent.glob(f"{target.name}*"))
+    return capsys.readouterr().err
+
+
 OTHERS = ["torch", "dcp", "deepspeed"]
 EXTRA = {
     "step": 3,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 from ..checkpoint import file_operations
@@ -35,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """What fails leaves no OUT."""
     _check_output(options)
-    found = _read(options.input)
-    with found.files:
+    with ExitStack() as files:
+        found = _read(options.input, files)
         found.check()
         found.keep_plain()
         found.ranks_asked_for = options.ranks
@@ -65,11 +66,11 @@ def _check_output(options: argparse.Namespace) -> None:
         raise ValueError(f"--ranks {options.ranks}: it is a number from 1 up, and goes with --to deepspeed; the others load on any number")
 
 
-def _read(path: Path) -> Run:
+def _read(path: Path, files: ExitStack) -> Run:
     for _, format_ in _FORMATS:
         if format_.is_one(path):
             with progress(_bytes_of(path), "looking through") as advance:
-                found: Run = format_.read(path, advance)
+                found: Run = format_.read(path, files, advance)
                 return found
     there = ", ".join(file_operations.names_in(path)[:8]) or "nothing" if path.is_dir() else "no such file or directory"
     raise ValueError(f"{path} is no checkpoint of zero3, torch.distributed.checkpoint, DeepSpeed ZeRO-3 or torch.save (found {there})")

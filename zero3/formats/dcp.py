@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -34,23 +35,17 @@ def is_one(path: Path) -> bool:
     return (path / _METADATA).is_file()
 
 
-def read(path: Path, _: Callable[[int], object]) -> Run:
+def read(path: Path, files: ExitStack, _: Callable[[int], object]) -> Run:
     metadata = path / _METADATA
-    found = _state(pickled.read(metadata.read_bytes(), str(metadata), _make))
-    reader = _Reader(path, found)
     try:
+        found = _state(pickled.read(metadata.read_bytes(), str(metadata), _make))
+        reader = _Reader(path, files, found)
         leaves = {key: reader.value(key, described) for key, described in found["state_dict_metadata"].items()}
         paths = found.get("planner_data") or {}
-        tree = _unfolded({tuple(paths.get(key, (key,))): value for key, value in leaves.items()})
-        run = run_of(tree if paths else _split(leaves), "dcp", str(path))
+        tree = _unfolded({tuple(paths.get(key, (key,))): value for key, value in leaves.items()}) if paths else _split(leaves)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        reader.close()
         raise ValueError(f"{metadata} is malformed: {type(error).__name__}: {error}") from None
-    except BaseException:
-        reader.close()
-        raise
-    run.files.callback(reader.close)
-    return run
+    return run_of(tree, "dcp", str(path))
 
 
 def _make(name: str, arguments: tuple[Any, ...]) -> Any:
@@ -64,8 +59,9 @@ def _state(made: Any) -> dict[str, Any]:
 
 
 class _Reader:
-    def __init__(self, directory: Path, found: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, files: ExitStack, found: dict[str, Any]) -> None:
         self._directory = directory
+        self._opened = files
         self._files: dict[str, FileIO] = {}
         self._where: dict[tuple[str, tuple[int, ...] | None], dict[str, Any]] = {}
         for index, where in found["storage_data"].items():
@@ -113,12 +109,8 @@ class _Reader:
         if not isinstance(name, str) or os.path.basename(name) != name:
             raise ValueError(f"{self._directory / _METADATA} names the file {name!r:.80}, expected one beside it")
         if name not in self._files:
-            self._files[name] = FileIO(os.fspath(self._directory / name))
+            self._files[name] = self._opened.enter_context(FileIO(os.fspath(self._directory / name)))
         return torch_files.TorchFile(self._files[name], f"{key} in {self._directory / name}", where["offset"], where["length"])
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
 
 
 def _unfolded(leaves: dict[_Path, Any]) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from io import FileIO
 from itertools import pairwise
 from pathlib import Path
@@ -57,29 +58,25 @@ def _step_of(path: Path) -> Path:
     return path
 
 
-def read(path: Path, _: Callable[[int], object]) -> Run:
+def read(path: Path, opened: ExitStack, _: Callable[[int], object]) -> Run:
     step = _step_of(path)
-    files: dict[tuple[str, int], FileIO] = {}
-    run = Run("deepspeed", {})
+    files: dict[tuple[str, int], Any] = {}
+    for name in file_operations.names_in(step):
+        if (match := _FILE.fullmatch(name)) is not None:
+            if int(match[2]):
+                raise ValueError(f"{step / name}: models that are cut by tensor parallelism can't be converted")
+            file = opened.enter_context(FileIO(os.fspath(step / name)))
+            files[match[3], int(match[1])] = torch_files.TorchFile(file, str(step / name)).value
+    ranks = range(max(rank for _, rank in files) + 1)
+    if missing := [f"{kind} of rank {rank}" for rank in ranks for kind in ("model", "optim") if (kind, rank) not in files]:
+        raise ValueError(f"{step} lacks files: {', '.join(missing[:6])}")
+    run = Run("deepspeed", {}, ranks=len(ranks))
     try:
-        for name in file_operations.names_in(step):
-            if (match := _FILE.fullmatch(name)) is not None:
-                if int(match[2]):
-                    raise ValueError(f"{step / name}: models that are cut by tensor parallelism can't be converted")
-                files[match[3], int(match[1])] = run.files.enter_context(FileIO(os.fspath(step / name)))
-        run.ranks = len(files) // 2
-        values = []
-        for rank in range(run.ranks):
-            if missing := [kind for kind in ("model", "optim") if (kind, rank) not in files]:
-                raise ValueError(f"{step}: rank {rank}'s {missing[0]}_states.pt is missing; there are {len(files)} files of ranks")
-            values += [torch_files.TorchFile(files[kind, rank], os.fsdecode(files[kind, rank].name)).value for kind in ("model", "optim")]
-        _Reader(step, run, values[::2], [value["optimizer_state_dict"] for value in values[1::2]]).fill()
+        _Reader(
+            step, run, [files["model", rank] for rank in ranks], [files["optim", rank]["optimizer_state_dict"] for rank in ranks]
+        ).fill()
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        run.files.close()
         raise ValueError(f"{step} is not as DeepSpeed ZeRO-3 saves: {type(error).__name__}: {error}") from None
-    except BaseException:
-        run.files.close()
-        raise
     return run
 
 

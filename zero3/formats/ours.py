@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,16 +34,15 @@ def is_one(path: Path) -> bool:
     return (path / manifest.NAME).is_file()
 
 
-def read(path: Path, advance: Callable[[int], object]) -> Run:
+def read(path: Path, opened: ExitStack, advance: Callable[[int], object]) -> Run:
     """First the hashes are compared, as a load does."""
     found = manifest.read(path)
     for name in found.files:
         advance(manifest.verify(found, [name], 0, 1))
     files = SafetensorsFiles(found.data, list(found.files))
+    opened.callback(files.close)
     with manifest.reading(found):
-        run = _Reader(found, files).run()
-    run.files.callback(files.close)
-    return run
+        return _Reader(found, files).run()
 
 
 class _Reader:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +32,6 @@ class Run:
     ranks: int = 1  # that wrote it
     ranks_asked_for: int | None = None  # that are to load it, where that matters
     left_out: list[str] = field(default_factory=list)  # what can't go along, in words
-    files: ExitStack = field(default_factory=ExitStack)  # that are open
 
     def lazies(self) -> Iterator[Lazy]:
         """Every tensor of model and optimizer."""

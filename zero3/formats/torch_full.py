@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
 
@@ -19,11 +20,9 @@ def is_one(path: Path) -> bool:
     return path.is_file()
 
 
-def read(path: Path, _: Callable[[int], object]) -> Run:
-    file = FileIO(os.fspath(path))
-    run = run_of(torch_files.TorchFile(file, str(path)).value, "torch", str(path))
-    run.files.callback(file.close)
-    return run
+def read(path: Path, files: ExitStack, _: Callable[[int], object]) -> Run:
+    file = files.enter_context(FileIO(os.fspath(path)))
+    return run_of(torch_files.TorchFile(file, str(path)).value, "torch", str(path))
 
 
 def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
