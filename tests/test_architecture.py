@@ -31,7 +31,7 @@ FLOORS = (
     {"shard", "names", "resilience"},
     {"optim", "diagnose"},
     {"checkpoint", "zero1", "uneven"},
-    {"huggingface"},
+    {"huggingface", "formats"},
     {"commands"},
     {"__init__", "__main__"},
 )
