@@ -136,6 +136,7 @@ class _Loader:
     def _check(self, found: Manifest, contents: Contents) -> None:
         """That it fits the model."""
         saved, expected = found.content["tensors"], contents.description()
+        self._untie(saved, contents)
         if problems := differences(expected, saved) + self._strange_extra_states(found):
             raise ValueError(f"the checkpoint does not fit this {type(self._model).__name__}; nothing was loaded. {'. '.join(problems)}")
         left_out = [name for name in contents.parameters if not saved[name]["stored"] and contents.trains(name)]
@@ -145,6 +146,18 @@ class _Loader:
             if saved[name]["stored"]:
                 shape, dtype = saved[name]["shape"], saved[name]["dtype"]
                 self._ranges.check("parameter", name, torch.Size(shape).numel(), dtype)
+        for name in contents.others:
+            if f"other:0:{name}" not in self._stored:  # of a system that does not tell buffers from parameters
+                self._ranges.check("parameter", name, torch.Size(saved[name]["shape"]).numel(), saved[name]["dtype"])
+
+    def _untie(self, saved: dict[str, Any], contents: Contents) -> None:
+        """Systems that do not know of ties store a tied parameter under each of its names: one is enough, if all say the same."""
+        for first, *others in contents.names.values():
+            for name in (other for other in others if first in saved and other in saved):
+                numel = torch.Size(saved[first]["shape"]).numel()
+                if saved[name] != saved[first] or not self._ranges.same("parameter", first, name, numel):
+                    raise ValueError(f"{self._path}: {first} and {name} are one parameter here, and have different values there")
+                del saved[name]
 
     def _strange_extra_states(self, found: Manifest) -> list[str]:
         saved, here = found.content.get("extra_states"), extra_state_modules(self._model)
@@ -182,7 +195,7 @@ class _Loader:
                 self._ranges.read(f"state:{target.key}", target.span.name, target.span.start, target.place)
             for name, key, tensor in self._placing.whole if self._placing is not None else []:
                 tensor.copy_(self._tensor(f"whole:{key}:{name}"))
-            others = {name: self._other(name, contents.rank) for name in contents.others}
+            others = {name: self._other(name, contents) for name in contents.others}
             extra = decode(found.content["extra"], lambda number: self._tensor(f"extra:{number}"))
             saved = found.content.get("extra_states") or {}
             extra_states = {name: decode(value, lambda number: self._tensor(f"extra:{number}")) for name, value in saved.items()}
@@ -226,10 +239,14 @@ class _Loader:
         self._opened().read(stored, 0, value.view(-1))
         return value
 
-    def _other(self, name: str, rank: int) -> Tensor:
+    def _other(self, name: str, contents: Contents) -> Tensor:
         """This rank's own, if it had one that differed."""
-        own = f"other:{rank}:{name}"
-        return self._tensor(own if own in self._stored else f"other:0:{name}")
+        for stored in (f"other:{contents.rank}:{name}", f"other:0:{name}"):
+            if stored in self._stored:
+                return self._tensor(stored)
+        value = torch.empty(contents.shape(name), dtype=contents.dtype(name))
+        self._ranges.read("parameter", name, 0, value.view(-1))
+        return value
 
     def _opened(self) -> SafetensorsFiles:
         if self._files is None:
@@ -238,7 +255,7 @@ class _Loader:
 
     def _restore_random(self, found: Manifest, contents: Contents) -> None:
         names = found.names("model")
-        if contents.rank < len(names):
+        if contents.rank < len(names) and "random" in self._opened().metadata[names[contents.rank]]:  # a converted one has none
             tensors = {kind: self._tensor(f"random:{contents.rank}:{kind}") for kind in self._kinds_of_random(contents.rank)}
             random_state.restore(contents.device, tensors, self._opened().metadata[names[contents.rank]]["random"])
 
