@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.mutation.places import Place, function_around, lines_of_functions
-from tests.mutation.server import COMMON
-from tests.mutation.tree import Run, Tree, content_of, copied, digest, sources, test_files
+from tests.mutation.tree import COMMON, Run, Tree, content_of, copied, digest, sources, test_files
 
 TRACED_LIMIT = 3600.0  # seconds, of one test file
 LEFT_OUT = ("tests/benchmarks/", "tests/docs/", "tests/examples/", "tests/mutation/")  # they start programs, or test no code of the package

@@ -19,7 +19,7 @@ import numpy  # noqa: F401
 import pytest
 import torch.distributed
 
-COMMON = 1  # what runs in the set-up that tests of a file share; 0: while tests are collected; 2 and more: in tests
+from tests.mutation.tree import COMMON
 
 
 class Noted:

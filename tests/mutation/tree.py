@@ -21,6 +21,7 @@ PYTEST = (
     "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", "-o", f"timeout={EACH_TEST}",
     "--assert=plain", "--hypothesis-profile=no_shrinking",  # nobody reads what they would tell, and it takes long
 )  # fmt: skip
+COMMON = 1  # what runs in the set-up that tests of a file share; 0: while tests are collected; 2 and more: in tests
 PRODUCTS = frozenset({"__pycache__", ".git", ".mutants", "build", "dist", ".pytest_cache", ".hypothesis"})
 
 
