@@ -242,6 +242,16 @@ def test_torchs_own_load_state_dict_works_inside_full_params(world_size: int) ->
     on_ranks(world_size, counted, body)
 
 
+def test_torchs_own_load_state_dict_of_a_lone_layer() -> None:
+    layer = zero3.Zero3Layer(nn.Linear(2, 3))
+    wanted = {name: value * 0 + 2 for name, value in nn.Linear(2, 3).state_dict().items()}
+    with pytest.raises(RuntimeError, match="load_full_state_dict"):
+        layer.load_state_dict(wanted)
+    with zero3.full_params(layer, writeback=True):
+        assert not any(layer.load_state_dict(wanted))
+    assert all(value.eq(2).all() for value in full_parameters(layer).values())
+
+
 # -- a hundred times
 
 

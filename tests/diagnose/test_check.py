@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,3 +66,28 @@ def test_check_names_the_first_parameter_that_differs(monkeypatch: pytest.Monkey
         assert report.first == "0.0.bias"
         assert {difference.name for difference in report.differences} == {"0.0.bias", "1.0.bias", "2.0.bias"}
         assert "differ in 6 of 13" in str(report) and "gradient 0.0.bias: off by" in str(report)
+
+
+class WithLoss(nn.Module):
+    """As Hugging Face's models: takes names, and gives its loss among other things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(mlp())
+
+    def forward(self, x: Tensor, labels: Tensor) -> SimpleNamespace:
+        for layer in self.layers:
+            x = layer(x)
+        return SimpleNamespace(logits=x, loss=(x - labels).abs().mean())
+
+
+def test_check_takes_the_models_own_loss() -> None:
+    def body(group: ThreadCommunicator) -> float:
+        turn = Turn(group.rank, 0, group.world_size)
+        batch = {"x": turn.tensor(4, WIDTH), "labels": torch.zeros(4, WIDTH, dtype=torch.float64)}
+        report = zero3.check(model, batch, process_group=process_group(group))
+        assert report.first is None
+        return report.worst
+
+    model = WithLoss()
+    assert max(run_ranks(2, body)) < 1e-9

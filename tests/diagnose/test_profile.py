@@ -16,6 +16,7 @@ from tests.support.live import LonelyCommunicator
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from zero3.access import states_of
 from zero3.comm import streams
+from zero3.diagnose import timeline
 from zero3.diagnose.timeline import LayerProfile, Profile, Span, Transfer
 
 RANKS, LAYERS, WIDTH = 2, 4, 8
@@ -256,3 +257,16 @@ def test_sums_and_advice() -> None:
     overlapping = made_up([transfer("a", 0.0, 1.0, 0.5), transfer("b", 0.5, 1.5, 0.5)], 2.0)
     assert overlapping.bytes_per_second == pytest.approx(2000 / 1.5), "time that two share counts once"
     assert "2.0" in str(overlapping) and "0.0 MB" in str(overlapping)
+
+
+def test_the_pictures_numbers_stand_in_their_bars() -> None:
+    """Of the layers, on the three lanes."""
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    model = build(lambda kind, length: length == numel(1))
+    with zero3.profile(model) as found:
+        step(model)
+    axes = figure.subplots()
+    timeline._draw(axes, found, 0.0, found.seconds)
+    bars = [(path.get_extents(), bar) for bar in axes.collections for path in bar.get_paths()]
+    texts = [text.get_position() for text in axes.texts]
+    assert texts and all(any(box.x0 <= x <= box.x1 and box.y0 <= y <= box.y1 for box, _ in bars) for x, y in texts)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.mutation.places import Place, function_around, lines_of_functions
-from tests.mutation.tree import COMMON, Run, Tree, content_of, copied, digest, sources, test_files
+from tests.mutation.tree import COMMON, EACH_TEST, Run, Tree, content_of, copied, digest, sources, test_files
 
 TRACED_LIMIT = 3600.0  # seconds, of one test file
+LONG = 1.0  # seconds, of one test: of most that start processes
 LEFT_OUT = ("tests/benchmarks/", "tests/docs/", "tests/examples/", "tests/mutation/")  # they start programs, or test no code of the package
 
 
@@ -26,15 +27,15 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class CoverageMap:
-    """By name, the tests that pass without a fault."""
+    """By name, the tests that pass without a fault, and in far less time than they are given."""
 
     tests: dict[str, Seen]
 
     def running(self, file: str, source: bytes, place: Place) -> list[str]:
         """Tests that run a line of the place, the likeliest to see it first.
 
-        That are those that run lines of its function which few tests run; then those of the source's own test file or room, and then the
-        fastest. What runs at import runs in all of them: there those count that run a function of the source.
+        That are those that run lines of its function which few tests run; then those that are not LONG, those of the source's own test file
+        or room, and the fastest. What runs at import runs in all of them: there those count that run a function of the source.
         """
         wanted = bits(range(place.runs[0], place.runs[1] + 1)) & bits(lines_of_functions(source))
         around = bits(function_around(source, place.line)) if wanted else bits(lines_of_functions(source))
@@ -45,16 +46,23 @@ class CoverageMap:
                 often[line] = often.get(line, 0) + 1
         room, own = file.rpartition("/")[0] or ".", Path(file).stem.strip("_")
 
-        def order(test: str) -> tuple[float, bool, bool, float]:
+        def order(test: str) -> tuple[float, bool, bool, bool, float]:
             path = test.partition("::")[0]
             folder = path.removeprefix("tests/").rpartition("/")[0] or "."
             rarest = min(often[line] for line in each_bit(found[test].lines[file] & around))
-            return rarest, own not in Path(path).stem, folder != room, found[test].seconds
+            seconds = found[test].seconds
+            return rarest, seconds > LONG, own not in Path(path).stem, folder != room, seconds
 
         return some_of_each_function_first(sorted(found, key=order))
 
-    def chosen(self, tests: Iterable[str], seconds: float) -> list[str]:
-        """The first of them, for so many seconds in all. One that takes long by itself is passed over where others are left."""
+    def chosen(self, tests: Sequence[str], seconds: float) -> list[str]:
+        """For so many seconds in all: half of them for the first of the tests, the other half for as many others as can be."""
+        first = self._within(tests, seconds / 2)
+        others = sorted(set(tests) - set(first), key=lambda test: (self.tests[test].seconds, test))
+        return first + self._within(others, seconds / 2)
+
+    def _within(self, tests: Iterable[str], seconds: float) -> list[str]:
+        """One that takes long by itself is passed over where others are left."""
         chosen, spent = [], 0.0
         for test in tests:
             if spent + self.tests[test].seconds <= seconds or not chosen:
@@ -119,7 +127,7 @@ def build(folder: Path, only: tuple[str, ...], *, slow: bool = False) -> Coverag
 
 def load(paths: Iterable[Path]) -> CoverageMap:
     read = [json.loads(path.read_text())["tests"] for path in paths]
-    every = {name: each for tests in read for name, each in tests.items()}
+    every = {name: each for tests in read for name, each in tests.items() if each[0] < EACH_TEST / 10}  # else one may seem to hang
     return CoverageMap(
         {name: Seen(seconds, {file: int(lines, 16) for file, lines in seen.items()}) for name, (seconds, seen) in every.items()}
     )

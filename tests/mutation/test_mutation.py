@@ -104,10 +104,9 @@ def test_tests_of_rare_lines_come_first_then_those_of_the_same_name_then_of_the_
     assert found == ["optim/test_x.py::t", "core/test_other.py::t", "test_fast.py::t", "test_slow.py::t"]
     seen.tests["tests/test_slow.py::t"].lines["core/x.py"] |= bits([8])
     assert seen.running("core/x.py", SOURCE, place)[0] == "tests/test_slow.py::t"
-    assert seen.chosen(["tests/test_slow.py::t", "tests/test_fast.py::t"], 5.0) == ["tests/test_slow.py::t"], "never none"
-    assert seen.chosen(["tests/test_fast.py::t", "tests/test_slow.py::t", "tests/core/test_other.py::t"], 5.0) == [
-        "tests/test_fast.py::t", "tests/core/test_other.py::t"
-    ]  # fmt: skip
+    likely = CoverageMap({"long": Seen(9.0, {}), "a": Seen(1.0, {}), "b": Seen(2.0, {}), "c": Seen(3.0, {}), "d": Seen(0.5, {})})
+    assert likely.chosen(["long", "a"], 2.0) == ["long", "a"], "never none"
+    assert likely.chosen(["a", "long", "b", "c", "d"], 7.0) == ["a", "b", "d", "c"], "half for the likeliest, half for the fastest"
 
 
 def test_a_test_of_many_parameters_lets_others_before_its_fourth() -> None:
