@@ -6,6 +6,7 @@ A job is a line of JSON on standard input, and so is the answer: pytest's exit c
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -14,12 +15,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import hypothesis  # noqa: F401 (imported here to be there in every fork, as torch is)
-import numpy  # noqa: F401
 import pytest
-import torch.distributed
+import torch
 
 from tests.mutation.tree import COMMON
+
+# What tests import, or an optimizer's first step does. Of those that are not installed tests do without.
+SLOW_IMPORTS = (
+    "hypothesis", "torch.distributed", "torch._dynamo", "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama", "peft",
+)  # fmt: skip
 
 
 class Noted:
@@ -90,6 +95,9 @@ def ended(process: int, limit: float) -> int | None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    for name in SLOW_IMPORTS:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     for line in sys.stdin:
         job = json.loads(line)
         process = os.fork()
