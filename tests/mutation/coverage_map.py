@@ -127,7 +127,7 @@ def build(folder: Path, only: tuple[str, ...], *, slow: bool = False) -> Coverag
 
 def load(paths: Iterable[Path]) -> CoverageMap:
     read = [json.loads(path.read_text())["tests"] for path in paths]
-    every = {name: each for tests in read for name, each in tests.items() if each[0] < EACH_TEST / 10}  # else one may seem to hang
+    every = {name: each for tests in read for name, each in tests.items() if each[0] < EACH_TEST / 5}  # else one may seem to hang
     return CoverageMap(
         {name: Seen(seconds, {file: int(lines, 16) for file, lines in seen.items()}) for name, (seconds, seen) in every.items()}
     )

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,8 @@ import torch
 
 from tests.mutation.tree import COMMON
 
-# What tests import, or an optimizer's first step does. Of those that are not installed tests do without.
-SLOW_IMPORTS = (
-    "hypothesis", "torch.distributed", "torch._dynamo", "transformers.models.auto.modeling_auto",
-    "transformers.models.llama.modeling_llama", "peft",
-)  # fmt: skip
+# What tests import, or an optimizer's first step does: in this process, and in the one that makes ranks for tests/support/processes.py.
+SLOW_IMPORTS = ["pytest", "hypothesis", "torch.distributed", "torch._dynamo"]
 
 
 class Noted:
@@ -75,6 +73,9 @@ def run(job: dict[str, Any]) -> int:
         import sitecustomize  # lines_seen.py
 
         sitecustomize.begin(job["environment"]["ZERO3_LINES_SEEN"])
+        forkserver._forkserver.__init__()  # type: ignore[attr-defined]  # ranks come from one that is traced
+    else:
+        forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # it is no child of this process
     return int(pytest.main(job["arguments"], plugins=[plugin]))
 
 
@@ -90,14 +91,19 @@ def ended(process: int, limit: float) -> int | None:
         os.killpg(process, signal.SIGKILL)  # what it has started, and itself
     if code is None:
         os.waitpid(process, 0)
+    maker = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    for rank in Path(f"/proc/{maker}/task/{maker}/children").read_text().split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(rank), signal.SIGKILL)
     return code
 
 
 def main() -> None:
     torch.set_num_threads(1)
     for name in SLOW_IMPORTS:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+        importlib.import_module(name)
+    forkserver.set_forkserver_preload(SLOW_IMPORTS)
+    forkserver.ensure_running()
     for line in sys.stdin:
         job = json.loads(line)
         process = os.fork()
