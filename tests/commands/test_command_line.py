@@ -73,6 +73,22 @@ def test_export_is_read_by_transformers(llama: tuple[Path, dict[str, Tensor]], t
     assert (tmp_path / "half" / "config.json").read_text() == (tmp_path / "out" / "config.json").read_text()
 
 
+def test_inspect_shows_its_progress_at_a_terminal(
+    llama: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tqdm")
+    assert main(["inspect", str(llama[0]), "--verify"]) == 0
+    assert capsys.readouterr().err == "", "no terminal"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert main(["inspect", str(llama[0]), "--verify"]) == 0
+    shown = capsys.readouterr().err
+    assert "verifying" in shown and shown.endswith("\r"), "it leaves the line empty"
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert main(["inspect", str(llama[0]), "--verify"]) == 0
+    assert capsys.readouterr().err == "", "without tqdm"
+
+
 def test_export_of_odd_tensors(tmp_path: Path) -> None:
     """Empty, 0-dim, integers, buffers, a tie: what save_pretrained writes in a run."""
 

@@ -252,3 +252,18 @@ def test_gradients_that_stay_whole_have_no_parts() -> None:
 
     models = [nn.Linear(1, 1) for _ in range(3)]
     run_ranks(3, body)
+
+
+def test_param_groups_inside_inference_mode_train() -> None:
+    def body(group: ThreadCommunicator) -> Tensor:
+        layer = zero3.Zero3Layer(models[group.rank], process_group=group)
+        with torch.inference_mode():
+            groups = zero3.param_groups(layer, all_whole)
+        optimizer = torch.optim.SGD(groups, lr=0.5)
+        layer(torch.ones(2, 1)).sum().backward()
+        optimizer.step()
+        return zero3.full_state_dict(layer, rank0_only=False)["bias"]
+
+    models = [nn.Linear(1, 1) for _ in range(2)]
+    before = models[0].bias.detach().clone()
+    assert all(torch.equal(bias, before - 0.5 * 2) for bias in run_ranks(2, body))
