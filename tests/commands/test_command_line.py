@@ -82,7 +82,7 @@ def test_inspect_shows_its_progress_at_a_terminal(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert main(["inspect", str(llama[0]), "--verify"]) == 0
     shown = capsys.readouterr().err
-    assert "verifying" in shown and shown.endswith("\r"), "it leaves the line empty"
+    assert "verifying:   0%" in shown and shown.endswith("\r"), "it leaves the line empty"
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert main(["inspect", str(llama[0]), "--verify"]) == 0

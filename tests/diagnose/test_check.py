@@ -15,6 +15,7 @@ from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, in_sequence, process_group
 from zero3 import ShardingPolicy
 from zero3.core.gradient_reducer import GradientReducer
+from zero3.diagnose import check as checking
 
 
 class Small(nn.Module):
@@ -91,3 +92,17 @@ def test_check_takes_the_models_own_loss() -> None:
 
     model = WithLoss()
     assert max(run_ranks(2, body)) < 1e-9
+
+
+def test_a_difference_is_how_far_apart_values_are() -> None:
+    nan, inf = torch.nan, torch.inf
+    for found, expected, largest, scale in (
+        ([1.5, -2.0], [1.0, -2.25], 0.5, 2.25),
+        ([nan, inf, 1.0], [nan, inf, 1.0], 0.0, torch.finfo(torch.float64).max),
+        ([], [], 0.0, 0.0),
+    ):
+        difference = checking._difference(
+            "a", "gradient", torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
+        )
+        assert (difference.largest, difference.scale) == (largest, scale)
+    assert torch.tensor(checking._difference("a", "gradient", torch.tensor([1.0]), torch.tensor([nan])).largest).isnan()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,6 +15,7 @@ import zero3
 from tests.support.processes import PROMPT, Rank, try_on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.zero1.test_zero_redundancy_optimizer import give_gradients, odd_parameters, on_threads
+from zero3.zero1.state import broadcast_values
 
 FLAGS = ["overlap_with_ddp", "parameters_as_bucket_view"]
 
@@ -161,3 +163,11 @@ def test_a_step_that_a_dead_rank_leaves_alone_says_so() -> None:
         "rank 0 of 2: comparing with the other ranks which parameters of ZeroRedundancyOptimizer have gradients failed: "
     )
     assert "Most often another rank died" in alone.text
+
+
+def test_what_other_ranks_pass_beside_the_source_does_not_matter() -> None:
+    def body(group: ThreadCommunicator) -> dict[str, Any]:
+        values = {"lr": 0.5, "betas": (0.9, 0.99)} if group.rank == 1 else {"lr": object()}
+        return broadcast_values(group, torch.device("cpu"), values, 1, "options")
+
+    assert run_ranks(3, body) == [{"lr": 0.5, "betas": (0.9, 0.99)}] * 3
