@@ -56,6 +56,9 @@ def test_inspect(llama: tuple[Path, dict[str, Tensor]], capsys: pytest.CaptureFi
     assert {name: tuple(described["shape"]) for name, described in facts["tensors"].items()} == {
         name: tuple(value.shape) for name, value in llama[1].items()
     }
+    assert main(["inspect", str(llama[0]), "--json"]) == 0
+    short = json.loads(capsys.readouterr().out)
+    assert short == {key: facts[key] for key in facts if key != "verified"} | {"tensors": len(llama[1])}
     assert main(["inspect", str(llama[0]), "--parameters"]) == 0
     printed = capsys.readouterr().out
     assert "step             17\n" in printed and "model.layers.0.self_attn.q_proj.weight" in printed

@@ -259,14 +259,15 @@ def test_sums_and_advice() -> None:
     assert "2.0" in str(overlapping) and "0.0 MB" in str(overlapping)
 
 
-def test_the_pictures_numbers_stand_in_their_bars() -> None:
-    """Of the layers, on the three lanes."""
+def test_the_pictures_bars_are_as_long_as_what_they_show_and_hold_its_numbers() -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure()
     model = build(lambda kind, length: length == numel(1))
     with zero3.profile(model) as found:
         step(model)
     axes = figure.subplots()
     timeline._draw(axes, found, 0.0, found.seconds)
-    bars = [(path.get_extents(), bar) for bar in axes.collections for path in bar.get_paths()]
+    bars = [path.get_extents() for bar in axes.collections for path in bar.get_paths()]
+    for found_there in (*found.spans, *found.transfers):
+        assert any(box.intervalx.tolist() == pytest.approx([1e3 * found_there.begin, 1e3 * found_there.end]) for box in bars)
     texts = [text.get_position() for text in axes.texts]
-    assert texts and all(any(box.x0 <= x <= box.x1 and box.y0 <= y <= box.y1 for box, _ in bars) for x, y in texts)
+    assert texts and all(any(box.x0 <= x <= box.x1 and box.y0 <= y <= box.y1 for box in bars) for x, y in texts)

@@ -171,3 +171,21 @@ def test_what_other_ranks_pass_beside_the_source_does_not_matter() -> None:
         return broadcast_values(group, torch.device("cpu"), values, 1, "options")
 
     assert run_ranks(3, body) == [{"lr": 0.5, "betas": (0.9, 0.99)}] * 3
+
+
+def test_groups_that_are_none_are_refused() -> None:
+    ours = zero3.ZeroRedundancyOptimizer(odd_parameters(), optim.SGD, None, lr=0.1)
+    before = len(ours.param_groups)
+    with pytest.raises(TypeError, match="a parameter group must be a dict, found list"):
+        ours.add_param_group([nn.Parameter(torch.zeros(2))])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="set"):
+        ours.add_param_group({"params": {nn.Parameter(torch.zeros(2))}})
+    with pytest.raises(ValueError, match="parameters on meta can't be added: the first ones were on cpu"):
+        ours.add_param_group({"params": [nn.Parameter(torch.zeros(2, device="meta"))]})
+    assert len(ours.param_groups) == before
+
+
+def test_torchs_own_hook_is_refused() -> None:
+    ours = zero3.ZeroRedundancyOptimizer(odd_parameters(), optim.SGD, None, lr=0.1)
+    with pytest.raises(RuntimeError, match=r"ddp.register_comm_hook\(None, optimizer.hook\(ddp\)\)"):
+        _ = ours._overlap_with_ddp
