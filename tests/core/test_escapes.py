@@ -95,6 +95,12 @@ def test_views_of_weights_may_leave_a_layer_in_inference_mode(world_size: int) -
     check_parity(lambda: Wired(wiring, first), program, world_size=world_size, shard=nested)
 
 
+@pytest.mark.parametrize("way", [way for way in WAYS_OUT if "view of a weight" in way])
+def test_views_of_weights_may_leave_a_layer_that_stays_whole(way: str) -> None:
+    first, wiring = WAYS_OUT[way]
+    check_parity(lambda: Wired(wiring, first), mean_square, steps=3, shard=nested, policy=zero3.ShardingPolicy(stage=2))
+
+
 @WORLDS
 def test_a_parameter_itself_is_of_no_use_outside_its_layer(world_size: int) -> None:
     """A view of it is: see above. The parameter is one object, in and out of the layer, and hidden now."""

@@ -268,6 +268,28 @@ class _LayerwiseSgd(torch.optim.Optimizer):
                     parameter.sub_(group["lr"] * parameter.norm() * parameter.grad / parameter.grad.norm())
 
 
+class _Sums(torch.optim.SGD):
+    """Keeps two numbers a parameter."""
+
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["sums"] = torch.zeros(2)
+
+
+def test_consolidate_state_dict_refuses_state_without_a_place_in_the_whole() -> None:
+    def body(group: Any) -> None:
+        parameters = odd_parameters()
+        ours = zero3.ZeroRedundancyOptimizer(parameters, _Sums, group, lr=0.1)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        ours.step()
+        with pytest.raises(ValueError, match=r"has shape \(2,\) for \d+ of its elements: .* Use whole=True for this group"):
+            ours.consolidate_state_dict()
+
+    on_threads(2, body)
+
+
 @pytest.mark.parametrize("optimizer_class", [torch.optim.Muon, torch.optim.Adafactor, _LayerwiseSgd])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_optimizers_that_need_matrices_get_whole_ones_or_are_refused(optimizer_class: Any, world_size: int) -> None:
