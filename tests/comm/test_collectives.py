@@ -344,3 +344,10 @@ def compare_groups(rank: Rank) -> list[bool]:
 
 def test_communicators_of_one_group_have_the_same_ranks() -> None:
     assert on_ranks(2, compare_groups) == [[True, False, False]] * 2
+
+
+def test_every_layer_and_kind_of_transfer_has_a_tag_of_its_own() -> None:
+    communicator, tags = object.__new__(GlooCommunicator), []
+    for communicator.channel in range(30):
+        tags += [communicator._tag(kind) for kind in range(3)]
+    assert len(set(tags)) == len(tags)
