@@ -101,6 +101,18 @@ def test_views_of_weights_may_leave_a_layer_that_stays_whole(way: str) -> None:
     check_parity(lambda: Wired(wiring, first), mean_square, steps=3, shard=nested, policy=zero3.ShardingPolicy(stage=2))
 
 
+def test_a_parameter_that_is_returned_keeps_no_memory() -> None:
+    def body(group: ThreadCommunicator) -> None:
+        layer = zero3.Zero3Layer(modules[group.rank], process_group=group)
+        (chunk,) = layer._state.chunks
+        buffer = chunk.full
+        layer(torch.ones(1, WIDTH, dtype=torch.float64))
+        assert chunk.full is buffer, "it was left to a view"
+
+    modules = list(seeded(*[calls(lambda m, x: (m.a(x), m.b.weight))] * 2))
+    run_ranks(2, body)
+
+
 @WORLDS
 def test_a_parameter_itself_is_of_no_use_outside_its_layer(world_size: int) -> None:
     """A view of it is: see above. The parameter is one object, in and out of the layer, and hidden now."""

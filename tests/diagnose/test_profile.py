@@ -271,3 +271,18 @@ def test_the_pictures_bars_are_as_long_as_what_they_show_and_hold_its_numbers() 
         assert any(box.intervalx.tolist() == pytest.approx([1e3 * found_there.begin, 1e3 * found_there.end]) for box in bars)
     texts = [text.get_position() for text in axes.texts]
     assert texts and all(any(box.x0 <= x <= box.x1 and box.y0 <= y <= box.y1 for box in bars) for x, y in texts)
+
+
+def test_a_picture_of_a_part_shows_that_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    shown: list[tuple[float, float]] = []
+    draw = timeline._draw
+    monkeypatch.setattr(
+        timeline, "_draw", lambda axes, profile, begin, end: (draw(axes, profile, begin, end), shown.append(axes.get_xlim()))
+    )
+    model = build()
+    with zero3.profile(model) as found:
+        step(model)
+    found.draw(tmp_path / "all.svg")
+    found.draw(tmp_path / "part.svg", begin=0.25 * found.seconds, end=0.5 * found.seconds)
+    assert shown == [pytest.approx((0.0, 1e3 * found.seconds)), pytest.approx((250 * found.seconds, 500 * found.seconds))]

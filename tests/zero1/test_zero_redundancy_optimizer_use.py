@@ -479,3 +479,30 @@ def test_few_collectives() -> None:
 
     for log in on_threads(2, body):
         assert sorted(log) == ["all_gather"] * 4 + ["exchange"]
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_parameters_as_bucket_view_puts_parameters_of_a_kind_into_one_memory(view: bool) -> None:
+    def body(group: Any) -> None:
+        parameters = [nn.Parameter(torch.full((size,), float(size))) for size in (3, 5, 2)]
+        zero3.ZeroRedundancyOptimizer(parameters, torch.optim.SGD, group, lr=0.1, parameters_as_bucket_view=view)
+        assert len({parameter.untyped_storage().data_ptr() for parameter in parameters}) == (1 if view else 3)
+        assert all(parameter.eq(parameter.numel()).all() for parameter in parameters)
+
+    on_threads(2, body)
+
+
+def test_load_state_dict_without_newer_options_gets_them_as_the_plain_optimizer_does() -> None:
+    def body(group: Any) -> None:
+        parameters = odd_parameters()
+        plain = torch.optim.SGD(odd_parameters(), lr=0.3)
+        saved = plain.state_dict()
+        for option in ("maximize", "foreach", "differentiable", "fused"):
+            del saved["param_groups"][0][option]
+        ours = zero3.ZeroRedundancyOptimizer(parameters, torch.optim.SGD, group, lr=0.1)
+        for optimizer in (plain, ours):
+            optimizer.load_state_dict(saved)
+        options = [{key: value for key, value in each.param_groups[0].items() if key != "params"} for each in (plain, ours)]
+        assert options[0] == options[1] and "maximize" in options[1]
+
+    on_threads(2, body)
