@@ -14,6 +14,7 @@ import zero3
 from tests.support.models import WIDTH, WORLDS, calls, linear, mlp, rows, seeded
 from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import Turn, assert_at_rest, assert_close, check_parity, full_parameters, in_sequence, nested, on_ranks, sgd
+from zero3.core import pinning
 
 X = rows(3)
 
@@ -240,6 +241,31 @@ def test_torchs_own_load_state_dict_works_inside_full_params(world_size: int) ->
             model.state_dict()
 
     on_ranks(world_size, counted, body)
+
+
+def test_torchs_own_load_state_dict_of_a_lone_layer() -> None:
+    layer = zero3.Zero3Layer(nn.Linear(2, 3))
+    wanted = {name: value * 0 + 2 for name, value in nn.Linear(2, 3).state_dict().items()}
+    with pytest.raises(RuntimeError, match="load_full_state_dict"):
+        layer.load_state_dict(wanted)
+    with zero3.full_params(layer, writeback=True):
+        assert not any(layer.load_state_dict(wanted))
+    assert all(value.eq(2).all() for value in full_parameters(layer).values())
+
+
+def test_values_are_the_same_but_for_rounding() -> None:
+    floats, numbers = torch.tensor([1.0, -3.0, torch.nan]), torch.tensor([2**30, 1])
+    for found, expected, same in (
+        (floats.clone(), floats, True),
+        (floats * (1 + 1e-7), floats, True),
+        (floats * (1 + 1e-4), floats, False),
+        (floats.double(), floats, False),
+        (floats[:2], floats, False),
+        (numbers.clone(), numbers, True),
+        (numbers + torch.tensor([1, 0]), numbers, False),
+        (torch.empty(0), torch.empty(0), True),
+    ):
+        assert pinning._but_for_rounding(found, expected) is same, (found, expected)
 
 
 # -- a hundred times

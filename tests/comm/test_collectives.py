@@ -19,10 +19,13 @@ from torch import Tensor, nn
 
 from tests.support.processes import Rank, on_ranks
 from zero3 import Zero3Layer
+from zero3.comm.communicator import SoloCommunicator
 from zero3.comm.factory import communicator_for
 from zero3.comm.gloo import GlooCommunicator
+from zero3.comm.process_group import GroupCommunicator
 from zero3.comm.shared_memory import neighbours
 from zero3.comm.shared_memory.neighbours import SWITCH
+from zero3.comm.streams import OnHost
 
 CPU = torch.device("cpu")
 LENGTHS = [1, 7, 1001, 65537]  # of a chunk: odd, across the sizes at which gloo and kernels change their ways
@@ -283,3 +286,28 @@ def test_a_transfer_goes_on_beside_the_computation(kind: str) -> None:
         if all(after < 0.3 * at_once for _, at_once, after in measured):
             return
     raise AssertionError(f"(begin, wait at once, wait after a sleep), on each rank: {measured}")
+
+
+def test_a_copy_of_what_is_on_the_host_is_made_at_once() -> None:
+    given = torch.arange(3)
+    copied = OnHost(given)
+    assert copied.ready() and torch.equal(copied.tensor(), given)
+    given.zero_()
+    assert copied.tensor().tolist() == [0, 1, 2], "a copy"
+
+
+def compare_groups(rank: Rank) -> list[bool]:
+    alone = [dist.new_group([number]) for number in range(2)][rank.number]
+    first, second, other = (GroupCommunicator(group, "nccl", CPU) for group in (dist.group.WORLD, dist.group.WORLD, alone))
+    return [first.same_ranks(second), first.same_ranks(other), first.same_ranks(SoloCommunicator())]
+
+
+def test_communicators_of_one_group_have_the_same_ranks() -> None:
+    assert on_ranks(2, compare_groups) == [[True, False, False]] * 2
+
+
+def test_every_layer_and_kind_of_transfer_has_a_tag_of_its_own() -> None:
+    communicator, tags = object.__new__(GlooCommunicator), []
+    for communicator.channel in range(30):
+        tags += [communicator._tag(kind) for kind in range(3)]
+    assert len(set(tags)) == len(tags)

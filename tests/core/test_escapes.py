@@ -94,6 +94,24 @@ def test_views_of_weights_may_leave_a_layer_in_inference_mode(world_size: int) -
     check_parity(lambda: Wired(wiring, first), program, world_size=world_size, shard=nested)
 
 
+@pytest.mark.parametrize("way", [way for way in WAYS_OUT if "view of a weight" in way])
+def test_views_of_weights_may_leave_a_layer_that_stays_whole(way: str) -> None:
+    first, wiring = WAYS_OUT[way]
+    check_parity(lambda: Wired(wiring, first), mean_square, steps=3, shard=nested, policy=zero3.ShardingPolicy(stage=2))
+
+
+def test_a_parameter_that_is_returned_keeps_no_memory() -> None:
+    def body(group: ThreadCommunicator) -> None:
+        layer = zero3.Zero3Layer(modules[group.rank], process_group=group)
+        (chunk,) = layer._state.chunks
+        buffer = chunk.full
+        layer(torch.ones(1, WIDTH, dtype=torch.float64))
+        assert chunk.full is buffer, "it was left to a view"
+
+    modules = list(seeded(*[calls(lambda m, x: (m.a(x), m.b.weight))] * 2))
+    run_ranks(2, body)
+
+
 @WORLDS
 def test_a_parameter_itself_is_of_no_use_outside_its_layer(world_size: int) -> None:
     """A view of it is: see above. The parameter is one object, in and out of the layer, and hidden now."""

@@ -22,6 +22,7 @@ from tests.support.reference import (
     process_group,
     unsharded,
 )
+from zero3.core import parameters
 
 X = rows(3)
 
@@ -170,6 +171,13 @@ def test_parameters_that_overlap_are_refused(world_size: int, make: Callable[[],
         assert all(type(parameter) is nn.Parameter for parameter in model.parameters()), "nothing may have changed"
 
     on_ranks(world_size, make, body, unsharded)
+
+
+def test_only_odd_parameters_are_compared_element_by_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes eight bytes an element, and long."""
+    monkeypatch.setattr(parameters, "_addresses", lambda tensor: pytest.fail(f"of {tuple(tensor.shape)}, {tensor.stride()}"))
+    stored = torch.zeros(3, 4)
+    zero3.Zero3Layer(holding(a=torch.zeros(2, 3), b=torch.zeros(4, 2).T, c=torch.zeros(()), d=torch.zeros(0, 2), e=stored[:, ::2]))
 
 
 def holding(**tensors: Tensor) -> nn.Module:

@@ -224,6 +224,42 @@ def test_each_operation_of_transformers_is_followed(name: str, at_once: int, mon
         assert torch.equal(filled(trace.index_map), value), key
 
 
+REARRANGEMENTS: dict[str, Any] = {
+    "flatten": lambda x: x.flatten(),
+    "flatten the middle": lambda x: x.flatten(1, 2),
+    "flatten the end": lambda x: x.flatten(-2),
+    "unsqueeze": lambda x: x.unsqueeze(1),
+    "unsqueeze at the end": lambda x: x.unsqueeze(-1),
+    "squeeze": lambda x: x.squeeze(),
+    "squeeze one": lambda x: x.squeeze(-3),
+    "squeeze what is longer": lambda x: x.squeeze(0),
+    "transpose": lambda x: x.transpose(0, -1),
+    "t": lambda x: x[0][0].t(),
+    "t of a vector": lambda x: x[0][0][0].t(),
+    "permute": lambda x: x.permute(3, 0, 1, 2),
+    "permute by a list": lambda x: x.permute([1, -1, 0, 2]),
+    "the whole": lambda x: x[...],
+    "from the end": lambda x: x[-1],
+    "select": lambda x: x.select(-1, -2),
+    "narrow": lambda x: x.narrow(-1, 1, 2),
+    "unbind": lambda x: x.unbind(2)[1],
+    "split": lambda x: x.split(2, -1)[1],
+    "split by sizes": lambda x: x.split([1, 3], 3)[1],
+    "chunk": lambda x: x.chunk(3, 3)[1],
+    "cat": lambda x: torch.cat([x, x], -1),
+    "stack": lambda x: torch.stack([x, x], -1),
+    "view": lambda x: x.contiguous().view(-1, 6).reshape((4, 6)),
+}
+
+
+@pytest.mark.parametrize("name", REARRANGEMENTS)
+def test_each_rearrangement_of_torch_is_followed(name: str) -> None:
+    value = torch.arange(24).view(2, 1, 3, 4)
+    expected, found = (REARRANGEMENTS[name](x) for x in (value, traced(Whole(value, value.shape), value.dtype)))
+    assert isinstance(found, TracedTensor) and tuple(found.shape) == tuple(expected.shape)
+    assert torch.equal(filled(found.index_map), expected)
+
+
 def test_what_is_no_rearrangement_is_not_followed() -> None:
     trace = traced(Whole("a", (2, 3)), torch.float32)
     for compute in (lambda: trace * 2, lambda: trace.to(torch.float16), lambda: torch.linalg.norm(trace), lambda: trace[trace > 0]):
@@ -231,6 +267,10 @@ def test_what_is_no_rearrangement_is_not_followed() -> None:
             compute()
     with pytest.raises(ValueError, match=r"tensors \(2, 3\), \(2, 2\) can't be joined along dimension 0"):
         joined([trace.index_map, Whole("b", (2, 2))], 0)
+    with pytest.raises(ValueError, match="nothing to join"):
+        joined([], 0)
+    with pytest.raises(ValueError, match=r"\(2, 3\) can't be split into \[1, 1\] along dimension 1"):
+        trace.split([1, 1], 1)
 
 
 def test_load_pretrained_of_a_conversion_that_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,3 +327,22 @@ def test_save_pretrained_when_transformers_can_not_turn_names_back(
     zero3.save_pretrained(zero3.shard(build("NomicBert: Chunk"), nn.Linear, device="cpu"), tmp_path / "ours")
     assert_same_bits(contents(tmp_path / "ours"), contents(tmp_path / "theirs"))
     assert any("names of files can't be had (no way back)" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda whole: whole.narrowed(2, 0, 1), r"no dimension 2 in \(2, 3\)"),
+        (lambda whole: whole.narrowed(-3, 0, 1), r"no dimension -3 in \(2, 3\)"),
+        (lambda whole: whole.narrowed(1, 1, 3), r"1 to 4 are not in dimension 1 of \(2, 3\)"),
+        (lambda whole: whole.narrowed(1, -1, 2), r"-1 to 1 are not in dimension 1"),
+        (lambda whole: whole.narrowed(1, 1, -1), r"1 to 0 are not in dimension 1"),
+        (lambda whole: whole.permuted([0, 0]), r"\(0, 0\) is no order of the dimensions"),
+        (lambda whole: whole.permuted([0]), r"\(0,\) is no order of the dimensions"),
+        (lambda whole: whole.reshaped(4, 2), r"\(2, 3\) can't be reshaped to \(4, 2\)"),
+        (lambda whole: whole.reshaped(4, -1), r"\(2, 3\) can't be reshaped to \(4, 1\)"),
+    ],
+)
+def test_an_index_map_refuses_what_a_tensor_would(wrong: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        wrong(Whole("a", (2, 3)))

@@ -252,3 +252,42 @@ def test_gradients_that_stay_whole_have_no_parts() -> None:
 
     models = [nn.Linear(1, 1) for _ in range(3)]
     run_ranks(3, body)
+
+
+def test_param_groups_inside_inference_mode_train() -> None:
+    def body(group: ThreadCommunicator) -> Tensor:
+        layer = zero3.Zero3Layer(models[group.rank], process_group=group)
+        with torch.inference_mode():
+            groups = zero3.param_groups(layer, all_whole)
+        optimizer = torch.optim.SGD(groups, lr=0.5)
+        layer(torch.ones(2, 1)).sum().backward()
+        optimizer.step()
+        return zero3.full_state_dict(layer, rank0_only=False)["bias"]
+
+    models = [nn.Linear(1, 1) for _ in range(2)]
+    before = models[0].bias.detach().clone()
+    assert all(torch.equal(bias, before - 0.5 * 2) for bias in run_ranks(2, body))
+
+
+def test_param_groups_where_nothing_is_trainable() -> None:
+    layers = [zero3.Zero3Layer(nn.Linear(1, 1).requires_grad_(False)) for _ in range(2)]
+    assert zero3.param_groups(zero3.Zero3Sequential(layers), all_whole) == []
+
+
+def test_param_groups_makes_new_chunks_only_where_cuts_change() -> None:
+    def chunks_of(model: nn.Module) -> list[int]:
+        return [id(chunk) for state in states_of(model) for chunk in state.chunks]
+
+    def body(group: ThreadCommunicator) -> None:
+        layer = zero3.Zero3Layer(models[group.rank], process_group=group)
+        made = chunks_of(layer)
+        zero3.param_groups(layer, lambda name, info: {"lr": info.ndim})
+        assert chunks_of(layer) == made
+        zero3.param_groups(layer, all_whole)
+        cut = chunks_of(layer)
+        assert not set(cut) & set(made) and len(cut) == 1, "and none for what is left, where nothing is"
+        zero3.param_groups(layer, all_whole)
+        assert chunks_of(layer) == cut
+
+    models = [nn.Linear(3, 3) for _ in range(2)]
+    run_ranks(2, body)
