@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint requirements/lock.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune test test-all lint types docs package soak mutants clean
+.PHONY: help finetune test test-all lint types docs package soak mutants versions clean
 .NOTPARALLEL:  # two installations would get in each other's way
 
 help:  ## show this list
@@ -52,8 +52,11 @@ soak: $(VENV)/.tests  ## train MINUTES (30) while faults are injected (ARGS: --s
 mutants: $(VENV)/.examples $(VENV)/.tests  ## put faults into a copy of the package, one at a time: do the tests see each? SEED=7 COUNT=100 draws them
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants $(if $(SEED)$(COUNT),--seed $(or $(SEED),0) --count $(or $(COUNT),100)) $(ARGS)
 
+versions:  ## test versions of torch, transformers and peft in environments of their own (.versions/), and write docs/reliability.md's table
+	$(PYTHON) -m tests.versions $(ARGS)
+
 clean:  ## remove the virtual environment and everything else that can be made again
-	rm -rf $(VENV) build dist docs/_build finetuned quickstart-run *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .versions build dist docs/_build finetuned quickstart-run *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and by its exact version: any other request may bring another build, with gigabytes around it.

@@ -5,17 +5,19 @@ from __future__ import annotations
 import gc
 
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
+from tests.device.relay import pytest_runtest_protocol, pytest_unconfigure
 from tests.support.ordering import fake_device
 
-__all__ = ["fake_device"]
+__all__ = ["fake_device", "pytest_runtest_protocol", "pytest_unconfigure"]
 
 # Ranks are threads or processes of their own: more threads for each would only take turns on the same cores.
 torch.set_num_threads(1)
 
 settings.register_profile("zero3", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.register_profile("thorough", settings.get_profile("zero3"), derandomize=False, max_examples=3000)  # --hypothesis-profile thorough
+settings.register_profile("no_shrinking", settings.get_profile("zero3"), phases=[Phase.explicit, Phase.generate])  # for tests/mutation
 settings.load_profile("zero3")
 
 

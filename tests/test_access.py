@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.support.models import WIDTH, calls, linear, mlp, seeded
+from tests.support.models import WIDTH, WORLDS, calls, linear, mlp, rows, seeded
 from tests.support.ranks import ThreadCommunicator
-from tests.support.reference import Turn, assert_at_rest, assert_close, check_parity, full_parameters, nested, on_ranks, sgd
+from tests.support.reference import Turn, assert_at_rest, assert_close, check_parity, full_parameters, in_sequence, nested, on_ranks, sgd
+from zero3.core import pinning
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
-X = torch.linspace(-1, 1, 3 * WIDTH, dtype=torch.float64).view(3, WIDTH)
+X = rows(3)
 
 
 def weight(model: Any, layer: int = 0) -> nn.Parameter:
@@ -242,6 +243,31 @@ def test_torchs_own_load_state_dict_works_inside_full_params(world_size: int) ->
     on_ranks(world_size, counted, body)
 
 
+def test_torchs_own_load_state_dict_of_a_lone_layer() -> None:
+    layer = zero3.Zero3Layer(nn.Linear(2, 3))
+    wanted = {name: value * 0 + 2 for name, value in nn.Linear(2, 3).state_dict().items()}
+    with pytest.raises(RuntimeError, match="load_full_state_dict"):
+        layer.load_state_dict(wanted)
+    with zero3.full_params(layer, writeback=True):
+        assert not any(layer.load_state_dict(wanted))
+    assert all(value.eq(2).all() for value in full_parameters(layer).values())
+
+
+def test_values_are_the_same_but_for_rounding() -> None:
+    floats, numbers = torch.tensor([1.0, -3.0, torch.nan]), torch.tensor([2**30, 1])
+    for found, expected, same in (
+        (floats.clone(), floats, True),
+        (floats * (1 + 1e-7), floats, True),
+        (floats * (1 + 1e-4), floats, False),
+        (floats.double(), floats, False),
+        (floats[:2], floats, False),
+        (numbers.clone(), numbers, True),
+        (numbers + torch.tensor([1, 0]), numbers, False),
+        (torch.empty(0), torch.empty(0), True),
+    ):
+        assert pinning._but_for_rounding(found, expected) is same, (found, expected)
+
+
 # -- a hundred times
 
 
@@ -315,3 +341,47 @@ def test_full_params_of_an_outer_layer_show_those_inside(world_size: int) -> Non
         assert_close(full_parameters(model), dict(plain.named_parameters()), 0, "parameters")
 
     on_ranks(world_size, lambda: seeded(calls(lambda m, x: m.b(m.a(x))))[0], body, nested)
+
+
+OUTER: dict[str, Callable[[nn.Module], Any]] = {
+    "resident": zero3.resident,
+    "full_params": zero3.full_params,
+    "writeback": lambda model: zero3.full_params(model, writeback=True),
+}
+
+
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("how", ["writeback", "load_full_state_dict"])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_values_written_inside_an_outer_context_are_seen_there_by_all_ranks(world_size: int, how: str, outer: str, stage: Any) -> None:
+    """Rank 0's values win. The other ranks went on with the old ones until the outer context ended."""
+
+    def build() -> nn.Module:
+        return seeded(linear, linear)
+
+    other = seeded(linear, linear, seed=7)
+    values = {name: value.clone() for name, value in other.state_dict().items()}
+    expected = other(X).detach()
+
+    def shard(model: nn.Module, group: Any, policy: Any) -> nn.Module:
+        return in_sequence(model, group, zero3.ShardingPolicy(stage=stage))
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        model(X).sum().backward()
+        with OUTER[outer](model):
+            if how == "load_full_state_dict":
+                zero3.load_full_state_dict(model, values if group.rank == 0 else None)
+            else:
+                with zero3.full_params(model, writeback=True), torch.no_grad():
+                    for name, parameter in model.named_parameters():
+                        parameter.copy_(values[name] if group.rank == 0 else torch.full_like(parameter, 7))
+            found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+            if outer == "resident":
+                with torch.no_grad():
+                    assert torch.equal(model(X), expected)
+        assert_close(found, values, 0, "values inside")
+        assert_close(full_parameters(model), values, 0, "values afterwards")
+        assert torch.allclose(model(X), expected, rtol=1e-12)
+
+    on_ranks(world_size, build, body, shard)

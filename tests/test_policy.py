@@ -43,6 +43,11 @@ def test_shardingpolicy_refuses_a_bad_value_with_what_was_found(chosen: dict[str
     assert str(caught.value) == says
 
 
+def test_shardingpolicy_takes_the_least_values() -> None:
+    policy = ShardingPolicy(prefetch_depth=0, compare_every=0, stage=1)
+    assert (policy.prefetch_depth, policy.compare_every, policy.stage) == (0, 0, 1)
+
+
 def test_shardingpolicy_never_changes() -> None:
     policy = ShardingPolicy()
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -13,8 +13,9 @@ import zero3
 from tests.support.architectures import ARCHITECTURES
 from tests.support.processes import Rank, try_on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
-from tests.support.reference import Turn, assert_at_rest, assert_close
+from tests.support.reference import Turn, assert_at_rest, assert_close, full_gradients
 from tests.support.stacks import Block, Stack, built, loss_of, stack, train, words_of
+from zero3 import ShardingPolicy
 from zero3.access import states_of
 
 GENERATING = ["GPT-NeoX", "Llama", "Gemma", "GPT-2", "Mixtral", "T5", "Whisper"]
@@ -95,6 +96,82 @@ def test_ranks_evaluate_different_numbers_of_times(name: str) -> None:
         assert_at_rest(model)
 
     on_two(MODELS[name], body)
+
+
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+
+
+@STAGES
+@pytest.mark.parametrize("part", ["a block", "a list of blocks"])
+def test_ranks_call_a_resident_part_of_a_model_different_numbers_of_times(stage: Any, part: str) -> None:
+    """Other layers are not resident, and a forward of the part must not compare, or note anything that ranks compare later."""
+    plain = stack()
+    expected = [train(plain, Turn(0, step, 1)) for step in range(4)]
+
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.shard(models[group.rank], policy=ShardingPolicy(stage=stage), process_group=group)
+        for step in (0, 1):
+            train(model, Turn(0, step, 1))
+        resident = model.blocks[1] if part == "a block" else model.blocks
+        with zero3.resident(resident), torch.no_grad():
+            before = len(group.log)
+            for _ in range(2 * group.rank):
+                model.blocks[1](torch.ones(2, 5).double())
+            assert len(group.log) == before, "no collectives inside"
+        for step in (2, 3):
+            assert torch.allclose(train(model, Turn(0, step, 1)), expected[step], rtol=1e-12)
+        wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        zero3.clip_grad_norm_(model, float("inf"))  # at stage 1 it reduces
+        assert_close(full_gradients(model, group), wanted, 1e-12, "gradients")
+
+    models = [stack() for _ in range(2)]
+    run_ranks(2, body)
+
+
+@STAGES
+@pytest.mark.parametrize("how", ["a sequence", "lone layers"])
+def test_a_pass_is_over_on_all_ranks_where_they_enter_resident(stage: Any, how: str) -> None:
+    """One rank runs forwards inside, another none. A layer that is called next must not continue the pass on one of them alone."""
+
+    def body(group: ThreadCommunicator) -> None:
+        blocks, policy = models[group.rank], ShardingPolicy(stage=stage)
+        layers = [zero3.Zero3Layer(block, policy=policy, process_group=group) for block in blocks]
+        model = zero3.Zero3Sequential(layers) if how == "a sequence" else nn.Sequential(*layers)
+        x = torch.ones(2, 5).double()
+        for _ in range(3):
+            loss = model(x).pow(2).sum()
+            with torch.no_grad():
+                with zero3.resident(model):
+                    for _ in range(group.rank):
+                        model(x)
+                layers[1](x)
+            loss.backward()
+            assert torch.allclose(loss, expected, rtol=1e-12)
+
+    models = [stack().blocks for _ in range(3)]
+    expected = nn.Sequential(*models[0])(torch.ones(2, 5).double()).pow(2).sum().detach()
+    run_ranks(2, body)
+
+
+@STAGES
+def test_resident_between_the_layers_of_a_plain_container(stage: Any) -> None:
+    def body(group: ThreadCommunicator) -> None:
+        layers = [zero3.Zero3Layer(block, policy=ShardingPolicy(stage=stage), process_group=group) for block in models[group.rank]]
+        model = nn.ModuleList(layers)
+        for _ in range(3):
+            x = layers[0](torch.ones(2, 5).double())
+            with zero3.resident(model), torch.no_grad():
+                for _ in range(group.rank):
+                    layers[1](x)
+            layers[2](layers[1](x)).pow(2).sum().backward()
+        zero3.clip_grad_norm_(model, float("inf"))
+        assert_close(full_gradients(model, group), wanted, 1e-12, "gradients of three backwards")
+
+    models = [stack().blocks for _ in range(3)]
+    plain = nn.ModuleList(models[2])
+    (3 * plain[2](plain[1](plain[0](torch.ones(2, 5).double()))).pow(2).sum()).backward()
+    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("where", ["inside", "after"])

@@ -148,6 +148,8 @@ SPOILED: dict[str, tuple[Callable[[Stack], object], dict[str, Any], str]] = {
     "another rank": (lambda m: None, {"rank": 0}, "rank=0, but the process group says 1"),
     "another choice": (lambda m: None, {"layers": [Block]}, "ranks differ in what becomes a layer"),
     "no choice": (lambda m: None, {"layers": 3}, "layers must be a module class"),
+    "a predicate that raises": (lambda m: None, {"layers": lambda name, module: {}[name]}, "rank 1: KeyError: "),
+    "a policy that raises": (lambda m: None, {"policy": lambda name, module: 1 // len(name)}, "rank 1: ZeroDivisionError"),
     "sharded already": (lambda m: zero3.Zero3Layer(m), {}, "rank 1: .*already"),
 }
 
@@ -160,7 +162,7 @@ def test_a_mistake_of_one_rank_is_raised_by_all_and_nothing_changes(case: str) -
     before = [list(model.parameters()) for model in models]
 
     def body(group: ThreadCommunicator) -> None:
-        with pytest.raises((ValueError, TypeError), match=f"(?s){text}"):
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=f"(?s){text}"):
             zero3.shard(models[group.rank], process_group=group, **(arguments if group.rank else {"dtype": arguments.get("dtype")}))
 
     run_ranks(2, body)

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import zero3
 from tests.support.architectures import ARCHITECTURES
+from tests.support.fsdp2 import whole
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, assert_close, check_parity, spoil
@@ -110,7 +111,7 @@ def train_beside_fsdp2(rank: Rank, name: str) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    expected = {name: parameter.full_tensor() for name, parameter in models[1].named_parameters()}
+    expected = {name: whole(parameter) for name, parameter in models[1].named_parameters()}
     with zero3.full_params(models[0]):
         assert_close({name: p.detach().clone() for name, p in models[0].named_parameters()}, expected, architecture.tolerance, "parameters")
 

@@ -1,6 +1,7 @@
 """zero3: full sharding (ZeRO-3) of PyTorch models. Wrap layers, pass their chunks to any optimizer, train as always."""
 
 from .access import full_params, get_trainable_chunk, no_sync, reset, resident
+from .by_hand import fetch, reduce_gradients, release, set_forward_order
 from .checkpoint.full_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
 from .checkpoint.full_state import full_state_dict, load_full_state_dict
 from .checkpoint.load import load_checkpoint
@@ -9,16 +10,20 @@ from .checkpoint.save import save_checkpoint
 from .diagnose.check import check
 from .diagnose.profile import profile
 from .diagnose.report import report
+from .forward_methods import register_forward_method
 from .huggingface.load_pretrained import load_pretrained
 from .huggingface.save_pretrained import save_pretrained
 from .layer import Zero3Layer
+from .materialize import materialize
 from .optim.check_optimizer import check_optimizer
 from .optim.clipping import clip_grad_norm_
 from .optim.grad_scaler import GradScaler
+from .optim.gradients import full_gradients, named_gradients
 from .optim.norms import parameter_norms
-from .optim.param_groups import ParamInfo, param_groups
+from .optim.param_groups import param_groups
+from .optim.set_trainable import set_trainable
 from .optim.token_mean import backward
-from .policy import ShardingPolicy
+from .policy import ParamInfo, ShardingPolicy
 from .resilience.step_guard import step_guard
 from .sequential import Zero3Sequential
 from .shard import shard
@@ -38,6 +43,8 @@ __all__ = [
     "check",
     "check_optimizer",
     "clip_grad_norm_",
+    "fetch",
+    "full_gradients",
     "full_optimizer_state_dict",
     "full_params",
     "full_state_dict",
@@ -48,15 +55,22 @@ __all__ = [
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "load_pretrained",
+    "materialize",
+    "named_gradients",
     "no_sync",
     "param_groups",
     "parameter_norms",
     "profile",
+    "reduce_gradients",
+    "register_forward_method",
+    "release",
     "report",
     "reset",
     "resident",
     "save_checkpoint",
     "save_pretrained",
+    "set_forward_order",
+    "set_trainable",
     "shard",
     "step_guard",
 ]

@@ -7,17 +7,17 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .commands import export, inspect
+from .commands import convert, export, inspect
 
 __all__: list[str] = []
 
-_COMMANDS = (inspect, export)
+_COMMANDS = (inspect, export, convert)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code. 0: done. 1: failed, with the reason on stderr. 2: the command line is wrong."""
     parser = argparse.ArgumentParser(
-        prog="python -m zero3", description="Sharded checkpoints, looked into and exported. One process, no GPU."
+        prog="python -m zero3", description="Sharded checkpoints, looked into, exported and converted. One process, no GPU."
     )
     parser.add_argument("--version", action="version", version=f"zero3 {__version__}")
     subcommands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from torch import nn
 
 from .comm.agreement import agree
+from .core.autograd import inside_backward
 from .core.layer_state import LayerState
 from .core.parameters import named
 from .core.pinning import Pin, pin, unpin, write_back
+from .core.transforms import transformable
 from .layer import Zero3Layer, layers_of
 
 __all__: list[str] = []
@@ -32,7 +34,8 @@ def get_trainable_chunk(model: nn.Module) -> list[nn.Parameter]:
         model: Any model that contains zero3 layers.
 
     Returns:
-        One 1-D tensor `[S]` for each dtype of each layer or, after `param_groups`, the parts of chunks that it made.
+        One 1-D tensor `[S]` for each dtype of each layer or, after `param_groups`, the parts of chunks that it made; in the order of
+        `model.parameters()`.
 
     Raises:
         ValueError: Nothing in `model` is sharded.
@@ -41,7 +44,9 @@ def get_trainable_chunk(model: nn.Module) -> list[nn.Parameter]:
 
         optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=3e-4)
     """
-    return [chunk for state in states_of(model) for chunk in state.trainable()]
+    chunks = [chunk for state in states_of(model) for chunk in state.trainable()]
+    places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
+    return sorted(chunks, key=lambda chunk: places.get(id(chunk), len(places)))
 
 
 @contextmanager
@@ -93,8 +98,9 @@ def pinned(states: list[LayerState], caller: str, *, writeback: bool = False, to
             error = caught
             raise
         finally:
-            if writeback:
-                _write_back(states, error)
+            if writeback and all_go_on(states[0], caller, error):
+                for state in states:
+                    write_back(state)
     finally:
         toggled = [name for each in pins for name in each.undo_toggles()] if not to_compute else []
         replaced = [f"{p.sites.name!r} of layer {each.state.label}" for each in pins for p in each.state.parameters if p.sites.replaced()]
@@ -104,7 +110,7 @@ def pinned(states: list[LayerState], caller: str, *, writeback: bool = False, to
     if toggled:
         raise RuntimeError(
             f"rank {rank}: requires_grad was changed inside {caller}, of {', '.join(toggled)}. A chunk is "
-            "trained or frozen as a whole, so this was undone: freeze parameters before sharding, or use requires_grad_ of a layer's chunk."
+            "trained or frozen as a whole, so this was undone. Use zero3.set_trainable(model, select), or requires_grad_ of a chunk."
         )
     if replaced:
         raise RuntimeError(
@@ -127,7 +133,8 @@ def resident(model: nn.Module) -> Iterator[None]:
 
     So ranks may do different things inside: generate from other prompts, generate other lengths, or call the model more often.
     Every rank enters and leaves it, and holds the whole model inside. Parameters can be read under their own names, in the compute
-    dtypes.
+    dtypes. torch.func's transforms (grad, vjp, jvp, vmap, jacrev, ...) work inside: they differentiate by their own arguments, and
+    take parameters as constants.
 
     Args:
         model: Any model that contains zero3 layers.
@@ -150,7 +157,8 @@ def resident(model: nn.Module) -> Iterator[None]:
         for state in states:
             state.resident += 1
         try:
-            yield
+            with transformable(states):
+                yield
         finally:
             for state in states:
                 state.resident -= 1
@@ -206,17 +214,19 @@ def agree_to_gather(states: list[LayerState], caller: str, error: Exception | No
         raise error
 
 
-def _write_back(states: list[LayerState], error: BaseException | None) -> None:
-    first = states[0]
-    cause = RuntimeError(f"full_params(writeback=True) ended with {type(error).__name__}: {error}. Nothing was written.") if error else None
+def all_go_on(first: LayerState, caller: str, error: BaseException | None) -> bool:
+    """Whether no rank has raised inside a context that writes at its end. `error`: what this rank is about to raise anyway.
+
+    Raises:
+        RuntimeError: Another rank has raised.
+    """
+    cause = RuntimeError(f"{caller} ended with {type(error).__name__}: {error}. Nothing was written.") if error else None
     try:
-        agree(first.communicator, first.device, "the end of full_params", [], cause)
+        agree(first.communicator, first.device, f"the end of {caller}", [], cause)
     except RuntimeError:
-        if error is not None:
-            return  # the caller's own exception is raised anyway
-        raise
-    for state in states:
-        write_back(state)
+        if error is None:
+            raise
+    return error is None
 
 
 def reset(model: nn.Module) -> None:
@@ -229,6 +239,7 @@ def reset(model: nn.Module) -> None:
         model: Any model that contains zero3 layers.
 
     Raises:
+        RuntimeError: It is called inside a backward, whose gradients would be wrong.
         ValueError: Nothing in `model` is sharded.
 
     Example::
@@ -238,7 +249,13 @@ def reset(model: nn.Module) -> None:
         except torch.OutOfMemoryError:
             zero3.reset(model)
     """
-    for layer in _layers(model):
+    layers = _layers(model)
+    if inside_backward():
+        raise RuntimeError(
+            f"rank {layers[0]._state.communicator.rank}: zero3.reset inside a backward (in a hook). The gradients that it has brought so "
+            "far would be lost, without an error. Call it after the backward has ended or raised."
+        )
+    for layer in layers:
         if layer._runtime is not None:
             layer._runtime.reset()
         layer._state.reset()

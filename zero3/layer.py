@@ -11,10 +11,19 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from .comm.plain_values import name_of
 from .core.autograd import mark_upstream, tensors_in, uncached_autocast
 from .core.construction import Request, build_state
 from .core.layer_state import LayerState
-from .core.module_overrides import INSTEAD_OF_STATE_DICT, Override, check_conversion, guard, refuse, refuse_new_parameters
+from .core.module_overrides import (
+    Override,
+    check_conversion,
+    guard,
+    refuse,
+    refuse_load_state_dict,
+    refuse_new_parameters,
+    refuse_state_dict,
+)
 from .core.parameters import own_module_name, own_modules
 from .core.runtime import Runtime
 from .core.wrappers import refuse_wrappers
@@ -141,6 +150,14 @@ class Zero3Layer(nn.Module):
                 raise
             return getattr(module, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Writes are the layer's own. But `torch.func.functional_call` may replace the wrapped module's parameters while they show."""
+        inner = self._modules.get("module") if isinstance(value, torch.Tensor) else None
+        if inner is not None and name in inner._parameters and self._state.pinned:
+            inner._parameters[name] = value
+        else:
+            super().__setattr__(name, value)
+
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
@@ -161,29 +178,25 @@ class Zero3Layer(nn.Module):
 
     def extra_repr(self) -> str:
         state = self._state
-        chunks = ", ".join(
-            f"{name}: [{chunk.numel()}] {str(chunk.dtype).removeprefix('torch.')}"
-            for name, chunk in state.chunk_names().items()
-            if chunk is not None
-        )
-        return f"rank {state.communicator.rank} of {state.communicator.world_size}, {chunks or 'no parameters'}"
+        chunks = [f"{name}: [{chunk.numel()}] {name_of(chunk.dtype)}" for name, chunk in state.chunk_names().items() if chunk is not None]
+        return f"rank {state.communicator.rank} of {state.communicator.world_size}, {', '.join(chunks) or 'no parameters'}"
 
     # -- methods that would copy or convert one rank's slice as if it were the whole model
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         if not self._state.pinned:
-            refuse("state_dict()", "a state dict of chunks has neither the names nor the shapes of the model", INSTEAD_OF_STATE_DICT)
+            refuse_state_dict()
         return self.module.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if not self._state.pinned:
-            refuse("load_state_dict()", "the model's values lie in chunks on all ranks", "zero3.load_full_state_dict(model, state_dict)")
+            refuse_load_state_dict()
         for name in [name for name in state_dict if name.startswith(prefix)]:  # the names are the unwrapped module's
             state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         if not self._state.pinned:
-            refuse("load_state_dict()", "the model's values lie in chunks on all ranks", "zero3.load_full_state_dict(model, state_dict)")
+            refuse_load_state_dict()
         return self.module.load_state_dict(*args, **kwargs)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -219,12 +232,12 @@ def run_sharded(runtime: Runtime, state: LayerState, entry: nn.Module, module: C
 class RootEntry(Override):
     """Replaces the `forward` of a module outside the layers of a sharded model. It fetches the root's own layer first."""
 
-    def __init__(self, module: nn.Module, root: LayerState, runtime: Runtime) -> None:
-        super().__init__(module, "forward", run_sharded)
-        self.root, self._runtime = weakref.ref(root), weakref.ref(runtime)  # the model holds the root, its layers the runtime
+    def __init__(self, module: nn.Module, root: LayerState, runtime: Runtime, name: str = "forward") -> None:
+        super().__init__(module, name, run_sharded)
+        self.root, self.runtime = weakref.ref(root), weakref.ref(runtime)  # the model holds the root, its layers the runtime
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, root, runtime = self._module(), self.root(), self._runtime()
+        module, root, runtime = self._module(), self.root(), self.runtime()
         if module is None or root is None or runtime is None:
             raise RuntimeError(f"the sharded model that this {self._plain.__qualname__} belongs to is gone")
         forward = self._own or partial(self._plain, module)
@@ -240,9 +253,7 @@ def _attributes(holder: nn.Module) -> list[Any]:
     modules = [holder]
     for module in modules:
         for value in module.__dict__.values():
-            if type(value) in _PARTS:
-                continue
-            if isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and len(value) < 100):
+            if type(value) not in _PARTS and (isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and len(value) < 100)):
                 found.append(value)
         modules += [child for child in module._modules.values() if child is not None and not is_layer(child)]
     return found
@@ -270,7 +281,7 @@ def adopt(root: nn.Module, *, ordered: bool, outer: Sequence[LayerState] = ()) -
         if isinstance(module, Zero3Layer) and name:
             module._state.label = f"{own_module_name(name)!r} ({type(module.module).__name__})"
     states = [*outer, *(layer._state for layer in layers)]
-    runtime = Runtime(states, states[0].policy, ordered=ordered, depths=[*(0 for _ in outer), *_depths(root, len(outer))])
+    runtime = Runtime(states, states[0].policy, ordered=ordered, depths=[*(0 for _ in outer), *_depths(root, len(outer), set())])
     for layer in layers:
         if layer._runtime is not None:
             layer._runtime.reset()
@@ -278,14 +289,12 @@ def adopt(root: nn.Module, *, ordered: bool, outer: Sequence[LayerState] = ()) -
     return runtime
 
 
-def _depths(module: nn.Module, depth: int, seen: set[nn.Module] | None = None) -> Iterator[int]:
+def _depths(module: nn.Module, depth: int, seen: set[nn.Module]) -> Iterator[int]:
     """For each layer in `module`, outer before inner: how many layers it is inside of."""
-    seen = set() if seen is None else seen
     if module not in seen:
         seen.add(module)
-        if isinstance(module, Zero3Layer):
+        if is_layer(module):
             yield depth
             depth += 1
-        for child in module._modules.values():
-            if child is not None:
-                yield from _depths(child, depth, seen)
+        for child in module.children():
+            yield from _depths(child, depth, seen)

@@ -1,13 +1,46 @@
-"""ShardingPolicy: every choice about sharding."""
+"""ShardingPolicy: every choice about sharding. ParamInfo: a parameter's properties, for such choices."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
 
 __all__: list[str] = []
+
+
+@dataclass(frozen=True, slots=True)
+class ParamInfo:
+    """A parameter's properties, for the `options` function of `param_groups` and the predicates of a policy.
+
+    Attributes:
+        name: Its name in the unwrapped model.
+        shape: Its shape there.
+        numel: The number of its elements.
+        dtype: The dtype in which it is stored.
+        ndim: The number of its dimensions.
+
+    Example::
+
+        def options(name: str, info: zero3.ParamInfo) -> dict:
+            return {"weight_decay": 0.1 if info.ndim > 1 else 0.0}
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    dtype: torch.dtype
+    ndim: int
+
+
+def info_of(name: str, parameter: torch.Tensor) -> ParamInfo:
+    """Returns the properties of `parameter`."""
+    return ParamInfo(name, tuple(parameter.shape), parameter.numel(), parameter.dtype, parameter.ndim)
+
+
+Select = Callable[[str, ParamInfo], bool]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -46,6 +79,13 @@ class ShardingPolicy:
         compare_every: After this many transfers, ranks compare a rolling hash of them at the next forward. 0: never. 1: before
             every gather, to find the first transfer that differs. Where messages carry no tag (NCCL), any larger number means every
             forward, without a wait. Under `step_guard` the hash is sent at the end of each micro-batch instead.
+        ignored: A function `(name, ParamInfo) -> bool` that says which parameters are left alone. They stay ordinary parameters of
+            the model on every rank: not sharded, not moved, not made equal between ranks, and their gradients are not reduced. State
+            dicts and checkpoints hold them under their names, with rank 0's values. `get_trainable_chunk`, `clip_grad_norm_` and
+            `param_groups` leave them out. Names are those in the model that is wrapped. None: no parameter is left alone.
+        grad_dtype: The dtype of `chunk.grad`, in which micro-batches are added up. The optimizer has to take gradients of that dtype.
+            With it autograd also hands over each parameter's gradient in `reduce_dtype`, and not rounded to `param_dtype`. None: the
+            chunk's dtype.
 
     Raises:
         ValueError: A value is not allowed, or two options exclude each other.
@@ -69,13 +109,15 @@ class ShardingPolicy:
     separate_backup_group: bool = False
     transactional: bool = False
     compare_every: int = 1000
+    ignored: Select | None = None
+    grad_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if repr(self.stage) not in ("1", "2", "3"):  # refuses True and 2.0 too
             raise ValueError(f"stage must be 1, 2 or 3, found {self.stage!r}")
         if self.gradient_reduction not in ("mean", "sum"):
             raise ValueError(f"gradient_reduction must be 'mean' or 'sum', found {self.gradient_reduction!r}")
-        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "grad_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not isinstance(dtype, torch.dtype):
                 raise TypeError(f"{name} must be a torch.dtype or None, found {dtype!r}")
@@ -84,6 +126,8 @@ class ShardingPolicy:
         for name in ("dynamic", "cast_forward_inputs", "reshard_after_forward", "separate_backup_group", "transactional"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, found {getattr(self, name)!r}")
+        if self.ignored is not None and not callable(self.ignored):
+            raise TypeError(f"ignored must be a function (name, ParamInfo) -> bool or None, found {self.ignored!r}")
         if self.transactional and self.stage == 1:
             raise ValueError("transactional=True needs stage 2 or 3: with stage=1 gradients are reduced after backward")
         for name in ("prefetch_depth", "compare_every"):

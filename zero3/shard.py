@@ -15,6 +15,7 @@ from torch import nn
 from .access import pinned
 from .auto_wrap import Layers, choose, tied_across
 from .core.construction import Request, agree_on, build_state, device_of
+from .core.ignored import without_ignored
 from .core.layer_state import LayerState
 from .core.layout import megabytes
 from .core.module_overrides import Override, guard
@@ -107,7 +108,7 @@ def _agreed_plan(common: Request, layers: Layers, policy: ShardingPolicy | Polic
     plan = _Plan([], common)
     try:
         plan = _with_policies(_plan(common, layers), policy)
-    except (TypeError, ValueError) as caught:
+    except Exception as caught:  # whatever a predicate raises: the other ranks wait to hear of it
         error = caught
     own = {id(request.module) for request in plan.layers}
     agree_on([plan.root, *plan.layers], lambda module: is_layer(module) or id(module) in own, error)
@@ -122,12 +123,13 @@ def _plan(common: Request, layers: Layers) -> _Plan:
             f"this {type(model).__name__} is sharded already, or holds Zero3Layers: shard a model once, before wrapping any part of it"
         )
     everything = find_parameters(model, lambda module: False)  # all together, because parameters of two layers may overlap
-    check_parameters(everything, common.dtype, type(model).__name__)
+    check_parameters(without_ignored(everything, common.policy), common.dtype, type(model).__name__)
     chosen = choose(model, layers)
     ids = {id(module) for _, module in chosen}
     tied = tied_across(model, chosen)
     elsewhere = frozenset(tied)
-    parts = [replace(common, module=m, label=f"{own_module_name(name)!r} ({type(m).__name__})", elsewhere=elsewhere) for name, m in chosen]
+    named = [(own_module_name(name), module) for name, module in chosen]
+    parts = [replace(common, module=m, label=f"{n!r} ({type(m).__name__})", prefix=f"{n}.", elsewhere=elsewhere) for n, m in named]
     parts.sort(key=lambda part: sum(id(inner) in ids for inner in part.module.modules()))  # inner before outer
     return _Plan(parts, replace(common, borrowed=tuple(tied.values())))
 

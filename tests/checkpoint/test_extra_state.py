@@ -60,7 +60,11 @@ def test_save_checkpoint_keeps_extra_state(saving: int, loading: int, tmp_path: 
     assert "pickle" not in (tmp_path / "manifest.json").read_text()
 
 
-@pytest.mark.parametrize("value", [{1, 2}, torch.zeros(2, device="meta"), torch.zeros(2, dtype=torch.complex128), object()], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [{1, 2}, torch.zeros(2, device="meta"), torch.zeros(2, dtype=torch.complex128), object()],
+    ids=["a set", "meta", "complex", "an object"],
+)
 def test_save_checkpoint_of_extra_state_that_files_can_not_hold(value: Any, tmp_path: Path) -> None:
     def body(group: ThreadCommunicator) -> None:
         model = keeping(0, group)

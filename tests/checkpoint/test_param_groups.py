@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zero3
-from tests.support.checkpoints import assert_same, odd, on_ranks, train
+from tests.support.checkpoints import assert_same, odd, on_ranks, resumed, train
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import assert_close, process_group
 
@@ -134,23 +134,11 @@ def test_muon(tmp_path: Path) -> None:
     optimizer = muon(reference.parameters())
     train(reference, optimizer, range(5))
 
-    def body(steps: range, load: bool) -> Callable[[ThreadCommunicator], Any]:
-        models = [build() for _ in range(3)]
+    def shard(model: nn.Module, group: ThreadCommunicator) -> Any:
+        zero3.shard(model, nn.Linear, process_group=process_group(group))
+        return model, muon(zero3.param_groups(model, lambda name, info: {"whole": True}))
 
-        def rank(group: ThreadCommunicator) -> Any:
-            model = zero3.shard(models[group.rank], nn.Linear, process_group=process_group(group))
-            optimizer = muon(zero3.param_groups(model, lambda name, info: {"whole": True}))
-            if load:
-                zero3.load_checkpoint(tmp_path, model, optimizer)
-            train(model, optimizer, steps)
-            zero3.save_checkpoint(tmp_path, model, optimizer)
-            return zero3.full_state_dict(model)
-
-        return rank
-
-    run_ranks(2, body(range(3), load=False))
-    found = run_ranks(3, body(range(3, 5), load=True))[0]
-    assert_close(found, reference.state_dict(), 1e-5, "five steps")
+    assert_close(resumed(tmp_path, build, shard, train), reference.state_dict(), 1e-5, "five steps")
 
 
 class Row(nn.Module):

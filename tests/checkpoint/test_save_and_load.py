@@ -22,7 +22,7 @@ from tests.support.processes import Rank
 from tests.support.processes import on_ranks as on_processes
 from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import assert_at_rest, assert_close
-from zero3.checkpoint import safetensors_files
+from zero3.checkpoint import file_operations, manifest, safetensors_files
 from zero3.checkpoint import save as saving
 from zero3.checkpoint.safetensors_writing import BLOCK_BYTES
 
@@ -290,6 +290,39 @@ def test_keep_last_and_latest_checkpoint(tmp_path: Path) -> None:
     on_ranks(2, body)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["a", "mine", "y"]
     assert (tmp_path / "run" / "mine" / "data.txt").read_text() == "precious"
+
+
+class Keeps(torch.optim.SGD):
+    """A state under the key that it is told."""
+
+    def __init__(self, params: Any, key: object) -> None:
+        super().__init__(params, lr=0.1)
+        self.key = key
+
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter][self.key] = torch.zeros_like(parameter)
+
+
+@pytest.mark.parametrize("key", ["a:b", 3])
+def test_a_state_that_no_name_can_stand_for_is_refused(key: object, tmp_path: Path) -> None:
+    model = zero3.Zero3Sequential([zero3.Zero3Layer(nn.Linear(2, 2))])
+    optimizer = Keeps(model.get_trainable_chunk(), key)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(TypeError, match=f"{key!r} of 0.*must be a string without a colon"):
+        zero3.save_checkpoint(tmp_path / "a", model, optimizer)
+    assert not (tmp_path / "a" / "manifest.json").exists()
+
+
+def test_a_checkpoint_that_is_deleted_is_none_from_the_first_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads while it goes, or after a deletion that was cut off, must not take it for whole."""
+    zero3.save_checkpoint(tmp_path / "a", nn.Sequential(zero3.Zero3Layer(nn.Linear(2, 2))))
+    there: list[bool] = []
+    remove = file_operations.remove
+    monkeypatch.setattr(file_operations, "remove", lambda path: (there.append((tmp_path / "a/manifest.json").exists()), remove(path)))
+    manifest.delete(tmp_path / "a")
+    assert there and not any(there) and not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize(("keep_last", "kind"), [(1.5, TypeError), (True, TypeError), ("2", TypeError), (0, ValueError), (-1, ValueError)])

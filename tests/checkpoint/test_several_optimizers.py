@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import zero3
-from tests.support.checkpoints import assert_same
+from tests.support.checkpoints import assert_same, resumed
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import assert_close, process_group
 
@@ -167,24 +167,12 @@ def test_two_of_one_kind_that_train_against_each_other(tmp_path: Path) -> None:
     reference = gan()
     duel(reference, adams(reference["makes"].parameters(), reference["judges"].parameters()), range(5))
 
-    def body(steps: range, load: bool) -> Callable[[ThreadCommunicator], Any]:
-        models = [gan() for _ in range(3)]
+    def shard(model: Any, group: ThreadCommunicator) -> Any:
+        for name in model:
+            model[name] = zero3.Zero3Layer(model[name], process_group=process_group(group))
+        return model, adams(*(zero3.get_trainable_chunk(model[name]) for name in model))
 
-        def rank(group: ThreadCommunicator) -> Any:
-            model: Any = models[group.rank]
-            for name in model:
-                model[name] = zero3.Zero3Layer(model[name], process_group=process_group(group))
-            optimizers = adams(*(zero3.get_trainable_chunk(model[name]) for name in model))
-            if load:
-                zero3.load_checkpoint(tmp_path, model, optimizers)
-            duel(model, optimizers, steps)
-            zero3.save_checkpoint(tmp_path, model, optimizers)
-            return zero3.full_state_dict(model)
-
-        return rank
-
-    run_ranks(2, body(range(3), load=False))
-    assert_close(run_ranks(3, body(range(3, 5), load=True))[0], reference.state_dict(), 1e-12, "five rounds")
+    assert_close(resumed(tmp_path, gan, shard, duel), reference.state_dict(), 1e-12, "five rounds")
 
 
 def other(model: nn.Module) -> torch.optim.Optimizer:

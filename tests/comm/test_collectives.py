@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import os
 import socket
@@ -20,11 +19,13 @@ from torch import Tensor, nn
 
 from tests.support.processes import Rank, on_ranks
 from zero3 import Zero3Layer
+from zero3.comm.communicator import SoloCommunicator
 from zero3.comm.factory import communicator_for
 from zero3.comm.gloo import GlooCommunicator
 from zero3.comm.process_group import GroupCommunicator
 from zero3.comm.shared_memory import neighbours
 from zero3.comm.shared_memory.neighbours import SWITCH
+from zero3.comm.streams import OnHost
 
 CPU = torch.device("cpu")
 LENGTHS = [1, 7, 1001, 65537]  # of a chunk: odd, across the sizes at which gloo and kernels change their ways
@@ -287,40 +288,26 @@ def test_a_transfer_goes_on_beside_the_computation(kind: str) -> None:
     raise AssertionError(f"(begin, wait at once, wait after a sleep), on each rank: {measured}")
 
 
-def duplicated(rank: Rank) -> tuple[dict[tuple[int, ...], Any], int, int]:
-    """What was asked of `new_group`, and how many groups there are while the second communicator lives, and after."""
-    asked: dict[tuple[int, ...], Any] = {}
-
-    def new_group(ranks: list[int], timeout: Any, **_: Any) -> Any:
-        asked[tuple(ranks)] = timeout
-        return real(ranks, timeout, backend="gloo")
-
-    real, dist.new_group = dist.new_group, new_group
-    try:
-        second = GroupCommunicator(dist.group.WORLD, "nccl").duplicate()
-    finally:
-        dist.new_group = real
-    groups = len(dist.distributed_c10d._world.pg_map)
-    assert second.world_size == rank.world_size
-    del second
-    return asked, groups, len(dist.distributed_c10d._world.pg_map)
+def test_a_copy_of_what_is_on_the_host_is_made_at_once() -> None:
+    given = torch.arange(3)
+    copied = OnHost(given)
+    assert copied.ready() and torch.equal(copied.tensor(), given)
+    given.zero_()
+    assert copied.tensor().tolist() == [0, 1, 2], "a copy"
 
 
-def test_a_second_communicator_waits_as_long_as_the_first_and_goes_with_its_model() -> None:
-    """torch gives a new group its default, 10 minutes on NCCL. (There is no NCCL here: the call is looked at, on a gloo group.)"""
-    assert on_ranks(1, duplicated, group_timeout=17.0) == [({(0,): datetime.timedelta(seconds=17)}, 2, 1)]
+def compare_groups(rank: Rank) -> list[bool]:
+    alone = [dist.new_group([number]) for number in range(2)][rank.number]
+    first, second, other = (GroupCommunicator(group, "nccl", CPU) for group in (dist.group.WORLD, dist.group.WORLD, alone))
+    return [first.same_ranks(second), first.same_ranks(other), first.same_ranks(SoloCommunicator())]
 
 
-def duplicated_in_part(rank: Rank) -> str:
-    part = dist.new_group([0, 1])
-    dist.group.WORLD.bound_device_id = torch.device("cpu", 0)
-    if rank.number > 1:
-        return ""
-    with pytest.raises(ValueError, match="separate_backup_group=True, and the model's process group has 2 of 3 ranks") as caught:
-        GroupCommunicator(part, "nccl").duplicate()
-    return str(caught.value)
+def test_communicators_of_one_group_have_the_same_ranks() -> None:
+    assert on_ranks(2, compare_groups) == [[True, False, False]] * 2
 
 
-def test_separate_backup_group_of_a_part_of_the_ranks_is_refused_where_torch_would_wait_for_all() -> None:
-    first, second, _ = on_ranks(3, duplicated_in_part, fresh=True)
-    assert "rank 0" in first and "rank 1" in second and "separate_backup_group=False" in first
+def test_every_layer_and_kind_of_transfer_has_a_tag_of_its_own() -> None:
+    communicator, tags = object.__new__(GlooCommunicator), []
+    for communicator.channel in range(30):
+        tags += [communicator._tag(kind) for kind in range(3)]
+    assert len(set(tags)) == len(tags)

@@ -13,21 +13,8 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support.processes import PROMPT, Outcome, Rank, on_ranks, try_on_ranks
+from tests.support.routed import Routed, gather_others
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
-
-
-class Routed(nn.Module):
-    """Three layers of one size, called in an order that the caller chooses: a mix-up would fit."""
-
-    def __init__(self, policy: ShardingPolicy = ShardingPolicy()) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Zero3Layer(nn.Linear(4, 4), policy=policy) for _ in range(3))
-
-    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
-        for index in order:
-            x = self.layers[index](x)
-        return x
-
 
 # -- the first time that ranks rely on an order
 
@@ -175,14 +162,7 @@ def gather_what_would_fit(rank: Rank) -> str:
     """Both ranks gather five times. The fourth and the fifth time they mean other layers, of the same size."""
     policy = ShardingPolicy(prefetch_depth=0)
     model = Zero3Layer(Routed(policy), policy=policy)
-    x = torch.ones(2, 4, requires_grad=True)
-    for _ in range(2):
-        torch.autograd.grad(model(x, (0, 1, 2)).sum(), x)
-    y = model(x, (0, 1, 2)).sum()
-    if rank.number == 0:
-        torch.autograd.grad(y, x)  # gathers 1 and 0
-    else:
-        model(x, (0, 1))
+    gather_others(model, rank.number)
     return "took another layer's weights for its own"
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import zero3
 from tests.support.processes import PROMPT, Rank, try_on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.routed import Routed, gather_others
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
 from zero3.comm.log import Transfer, TransferLog
 
@@ -54,34 +55,16 @@ def test_the_log_keeps_the_latest_and_counts_all() -> None:
     assert log.count == 10 and not log.entries
 
 
-class Routed(nn.Module):
-    def __init__(self, group: ThreadCommunicator, policy: ShardingPolicy) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Zero3Layer(nn.Linear(4, 4), policy=policy, process_group=group) for _ in range(3))
-
-    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
-        for index in order:
-            x = self.layers[index](x)
-        return x
-
-
 def test_compare_every_1_finds_the_first_transfer_that_fits_but_is_another() -> None:
     """Without tags, as on NCCL: both ranks gather twice, but mean other layers of the same size."""
 
     def body(group: ThreadCommunicator) -> str:
         policy = ShardingPolicy(prefetch_depth=0, compare_every=1)
-        model = Zero3Layer(Routed(group, policy), policy=policy, process_group=group)
-        x = torch.ones(2, 4, requires_grad=True)
+        model = Zero3Layer(Routed(policy, group), policy=policy, process_group=group)
         try:
-            for _ in range(2):
-                torch.autograd.grad(model(x, (0, 1, 2)).sum(), x)
-            y = model(x, (0, 1, 2)).sum()
-            if group.rank == 0:
-                torch.autograd.grad(y, x)  # gathers 1 and 0
-            else:
-                model(x, (0, 1))
+            gather_others(model, group.rank)
             for _ in range(4):
-                model(x, (0, 1, 2))
+                model(torch.ones(2, 4), (0, 1, 2))
         except ValueError as error:
             return str(error)
         return "went on with another layer's weights"
@@ -249,3 +232,21 @@ def test_an_error_tells_the_latest_transfers_and_not_all() -> None:
     for told in run_ranks(2, body):
         assert 1 <= told[0][0] <= 10
         assert len(set(told)) == 1, "the same number of transfers after 1 and after 122 steps"
+
+
+def test_the_log_stays_short_without_a_forward() -> None:
+    """A loop that evaluates inside `resident`, or reads parameters, again and again."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model = Zero3Sequential([Zero3Layer(nn.Linear(4, 4), process_group=group) for _ in range(2)])
+        for number in range(1, 4):
+            with zero3.resident(model):
+                pass
+            with zero3.full_params(model[0]):
+                pass
+            zero3.full_state_dict(model)
+            log = model[0]._state.log
+            assert not log.entries
+            assert log.count == 3 * number
+
+    run_ranks(2, body)

@@ -56,6 +56,9 @@ def test_inspect(llama: tuple[Path, dict[str, Tensor]], capsys: pytest.CaptureFi
     assert {name: tuple(described["shape"]) for name, described in facts["tensors"].items()} == {
         name: tuple(value.shape) for name, value in llama[1].items()
     }
+    assert main(["inspect", str(llama[0]), "--json"]) == 0
+    short = json.loads(capsys.readouterr().out)
+    assert short == {key: facts[key] for key in facts if key != "verified"} | {"tensors": len(llama[1])}
     assert main(["inspect", str(llama[0]), "--parameters"]) == 0
     printed = capsys.readouterr().out
     assert "step             17\n" in printed and "model.layers.0.self_attn.q_proj.weight" in printed
@@ -71,6 +74,22 @@ def test_export_is_read_by_transformers(llama: tuple[Path, dict[str, Tensor]], t
     assert main(["export", str(llama[0]), str(tmp_path / "half"), "--dtype", "bfloat16", "--beside", str(tmp_path / "out")]) == 0
     assert_same_bits(contents(tmp_path / "half"), {name: value.bfloat16() for name, value in sorted(llama[1].items())})
     assert (tmp_path / "half" / "config.json").read_text() == (tmp_path / "out" / "config.json").read_text()
+
+
+def test_inspect_shows_its_progress_at_a_terminal(
+    llama: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tqdm")
+    assert main(["inspect", str(llama[0]), "--verify"]) == 0
+    assert capsys.readouterr().err == "", "no terminal"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert main(["inspect", str(llama[0]), "--verify"]) == 0
+    shown = capsys.readouterr().err
+    assert "verifying:   0%" in shown and shown.endswith("\r"), "it leaves the line empty"
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert main(["inspect", str(llama[0]), "--verify"]) == 0
+    assert capsys.readouterr().err == "", "without tqdm"
 
 
 def test_export_of_odd_tensors(tmp_path: Path) -> None:

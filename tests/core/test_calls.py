@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.support.models import WIDTH, calls, linear, mlp, seeded
+from tests.support.models import WIDTH, WORLDS, calls, linear, mlp, rows, seeded
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, as_one_layer, check_parity, in_place, in_sequence, nested, process_group, sgd
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
-X = torch.linspace(-1, 1, 3 * WIDTH, dtype=torch.float64).view(3, WIDTH)
+X = rows(3)
 
 
 def mean_square(model: Callable[..., Any], turn: Turn) -> Any:

@@ -10,7 +10,7 @@ from torch import nn
 
 import zero3
 from tests.core.test_parameters import mean_square, tied_inside
-from tests.support.models import WIDTH, calls, linear, mlp, seeded
+from tests.support.models import WIDTH, WORLDS, calls, linear, mlp, rows, seeded
 from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import (
     Turn,
@@ -25,8 +25,7 @@ from tests.support.reference import (
     unsharded,
 )
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
-X = torch.linspace(-1, 1, 3 * WIDTH, dtype=torch.float64).view(3, WIDTH)
+X = rows(3)
 
 
 def sharded(model: nn.Module, group: ThreadCommunicator) -> zero3.Zero3Sequential:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.processes import PROMPT, Rank, on_ranks
+from tests.support.ranks import ThreadCommunicator, World, run_ranks
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
 
 # What each mistake is: called with the rank and with a module that must survive it. `alone` makes the mistake on rank 1
@@ -291,3 +292,14 @@ def a_group_without_this_rank(rank: Rank) -> str:
 
 def test_a_rank_outside_of_a_group_is_told_so_and_the_group_is_not_disturbed() -> None:
     assert "not a member" in on_ranks(2, a_group_without_this_rank)[1]
+
+
+def test_layers_of_two_groups_are_no_sequential_model() -> None:
+    def body(group: ThreadCommunicator) -> None:
+        other = ThreadCommunicator(others, group.rank)
+        layers = [Zero3Layer(nn.Linear(2, 2), process_group=each) for each in (group, other)]
+        with pytest.raises(ValueError, match="item 1 has another process group than item 0"):
+            Zero3Sequential(layers)
+
+    others = World(2)
+    run_ranks(2, body)

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3
-from tests.support.models import WIDTH, Calls, calls, linear, mlp, seeded
+from tests.support.models import WIDTH, WORLDS, Calls, calls, linear, mlp, seeded
 from tests.support.ranks import RanksDisagree, ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, as_one_layer, check_parity, in_place, in_sequence, nested, process_group
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 KINDS = pytest.mark.parametrize("use_reentrant", [False, True])
 
 
@@ -93,6 +92,24 @@ def test_views_of_weights_may_leave_a_layer_in_inference_mode(world_size: int) -
 
     first, wiring = WAYS_OUT["a view of a weight that is returned"]
     check_parity(lambda: Wired(wiring, first), program, world_size=world_size, shard=nested)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS_OUT if "view of a weight" in way])
+def test_views_of_weights_may_leave_a_layer_that_stays_whole(way: str) -> None:
+    first, wiring = WAYS_OUT[way]
+    check_parity(lambda: Wired(wiring, first), mean_square, steps=3, shard=nested, policy=zero3.ShardingPolicy(stage=2))
+
+
+def test_a_parameter_that_is_returned_keeps_no_memory() -> None:
+    def body(group: ThreadCommunicator) -> None:
+        layer = zero3.Zero3Layer(modules[group.rank], process_group=group)
+        (chunk,) = layer._state.chunks
+        buffer = chunk.full
+        layer(torch.ones(1, WIDTH, dtype=torch.float64))
+        assert chunk.full is buffer, "it was left to a view"
+
+    modules = list(seeded(*[calls(lambda m, x: (m.a(x), m.b.weight))] * 2))
+    run_ranks(2, body)
 
 
 @WORLDS

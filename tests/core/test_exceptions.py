@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3
-from tests.support.models import WIDTH, Calls, calls, mlp, seeded
+from tests.support.models import WIDTH, WORLDS, Calls, calls, mlp, rows, seeded
 from tests.support.ranks import ThreadCommunicator
-from tests.support.reference import assert_at_rest, full_parameters, on_ranks, sgd
+from tests.support.reference import assert_at_rest, full_parameters, in_sequence, on_ranks, sgd
 from zero3.core.parameters import ParameterSites
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
-X = torch.linspace(-1, 1, 3 * WIDTH, dtype=torch.float64).view(3, WIDTH)
+X = rows(3)
 
 
 class Fuse(torch.autograd.Function):
@@ -117,6 +116,35 @@ def test_reset_does_at_once_what_the_next_forward_would(world_size: int) -> None
         assert all(chunk.grad is None for chunk in model.parameters())
 
     on_ranks(world_size, fused, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_reset_inside_a_backward_is_refused(world_size: int, stage: Any) -> None:
+    """The layers that were over by then would have lost their gradients, and nobody would know."""
+    plain = fused()
+    for _ in range(2):
+        loss_of(plain).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+
+    def shard(model: nn.Module, group: Any, policy: Any) -> nn.Module:
+        return in_sequence(model, group, zero3.ShardingPolicy(stage=stage))
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        def reset(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            output.register_hook(lambda gradient: zero3.reset(model))
+
+        loss_of(model).backward()
+        handle = model[0].module.register_forward_hook(reset)
+        with pytest.raises(RuntimeError, match=rf"^rank {group.rank}: zero3.reset inside a backward"):
+            loss_of(model).backward()
+        handle.remove()
+        zero3.reset(model)
+        for _ in range(2):
+            loss_of(model).backward()
+        assert torch.allclose(zero3.clip_grad_norm_(model, float("inf")), expected, rtol=1e-12)
+
+    on_ranks(world_size, fused, body, shard)
 
 
 @WORLDS

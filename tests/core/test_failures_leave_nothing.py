@@ -13,7 +13,7 @@ from torch import Tensor
 
 import zero3
 from tests.support.live import LiveBytes
-from tests.support.models import WIDTH, mlp
+from tests.support.models import mlp, rows
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import assert_at_rest, full_parameters, process_group, sgd
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
@@ -21,7 +21,7 @@ from zero3.comm.streams import HostLane, _HostMark
 from zero3.core.chunk import FullBuffer
 from zero3.core.gradient_reducer import GradientReducer
 
-X = torch.linspace(-1, 1, 3 * WIDTH, dtype=torch.float64).view(3, WIDTH)
+X = rows(3)
 REPETITIONS = 100
 
 # Where in a step it happens, and with what: before the call of that name (a collective's by its kind) with this number.

@@ -14,18 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.support.models import WIDTH, calls, mlp, seeded
+from tests.support.models import WIDTH, WORLDS, calls, mlp, rows, seeded, step
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, assert_close, check_parity, full_gradients, full_parameters, in_place, on_ranks, sgd
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
-X = torch.linspace(-1, 1, 6 * WIDTH, dtype=torch.float64).view(6, WIDTH)
-
-
-def step(model: nn.Module, turn: Turn) -> Any:
-    loss = model(turn.tensor(3, WIDTH)).pow(2).mean()
-    loss.backward()
-    return loss
+X = rows(6)
 
 
 # -- silently wrong

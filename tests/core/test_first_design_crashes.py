@@ -15,18 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3
-from tests.support.models import WIDTH, Weights, linear, mlp, seeded
+from tests.support.models import WIDTH, WORLDS, Weights, linear, mlp, rows, seeded, step
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, check_parity, in_place, in_sequence, on_ranks, process_group, sgd
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
-X = torch.linspace(-1, 1, 6 * WIDTH, dtype=torch.float64).view(6, WIDTH)
-
-
-def step(model: nn.Module, turn: Turn) -> Any:
-    loss = model(turn.tensor(3, WIDTH)).pow(2).mean()
-    loss.backward()
-    return loss
+X = rows(6)
 
 
 @WORLDS

@@ -1,4 +1,4 @@
-"""What only a GPU shows: real streams, the caching allocator, NCCL. Marked `gpu`, skipped with the reason where there is none.
+"""What only a GPU shows: streams, the caching allocator, NCCL. Marked `gpu`: where there is none, the simulated device takes its place.
 
 pytest -m gpu                            as it stands
 TORCH_CUDA_SANITIZER=1 pytest -m gpu     torch's own race detector watches every kernel
@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.support.processes import Rank, on_ranks
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential, clip_grad_norm_, full_state_dict
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: there are no streams, NCCL or caching allocator"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, or the simulated one"),
 ]
 WIDTH, DEPTH, BATCH = 256, 6, 8
 
@@ -67,10 +68,10 @@ def test_world_size_1_on_nccl_gives_the_bits_of_plain_torch(nccl: None) -> None:
         assert torch.equal(value, plain.state_dict()[name].cpu())
 
 
-def _two_ranks_on_one_gpu(rank: int, rendezvous: str, depth: int, delay_kernels: bool) -> None:
+def _two_ranks_on_one_gpu(me: Rank, depth: int, delay_kernels: bool) -> None:
     """gloo through host memory: NCCL refuses two ranks on one device. Streams, events and the allocator are the real ones."""
+    rank = me.number
     torch.cuda.set_device(0)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     sharded = Zero3Sequential([Zero3Layer(block, policy=ShardingPolicy(prefetch_depth=depth)) for block in blocks()])
     plain = nn.Sequential(*blocks())
     mine = torch.optim.SGD(sharded.get_trainable_chunk(), lr=0.1, momentum=0.9)
@@ -89,20 +90,17 @@ def _two_ranks_on_one_gpu(rank: int, rendezvous: str, depth: int, delay_kernels:
         torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-7)
     for name, value in full_state_dict(sharded, rank0_only=False).items():
         torch.testing.assert_close(value, plain.state_dict()[name].cpu(), rtol=1e-5, atol=1e-6)
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("delay_kernels", [False, True])
-def test_two_ranks_on_one_gpu_train_as_one_process(tmp_path: Path, depth: int, delay_kernels: bool) -> None:
-    torch.multiprocessing.start_processes(
-        _two_ranks_on_one_gpu, (str(tmp_path / "rendezvous"), depth, delay_kernels), nprocs=2, start_method="spawn"
-    )
+def test_two_ranks_on_one_gpu_train_as_one_process(depth: int, delay_kernels: bool) -> None:
+    on_ranks(2, _two_ranks_on_one_gpu, depth, delay_kernels)
 
 
-def _memory_of_a_step(rank: int, rendezvous: str, depth: int) -> None:
+def _memory_of_a_step(me: Rank, depth: int) -> None:
+    rank = me.number
     torch.cuda.set_device(0)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     width = 1024
     sharded = Zero3Sequential([Zero3Layer(block, policy=ShardingPolicy(prefetch_depth=depth)) for block in blocks(width=width)])
     layer = sum(slot.numel for slot in sharded[0]._state.chunks[0].layout.slots) * 4
@@ -124,14 +122,13 @@ def _memory_of_a_step(rank: int, rendezvous: str, depth: int) -> None:
     bound = (depth + 1) * layer + layer + max(1, depth) * (layer + shard) + layer // 2 + DEPTH * shard
     assert torch.cuda.max_memory_allocated() - start <= bound + DEPTH * activations
     assert torch.cuda.memory_allocated() - start == pytest.approx(DEPTH * shard, rel=0.02)
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_step_holds_what_the_formula_says(tmp_path: Path, depth: int) -> None:
+def test_a_step_holds_what_the_formula_says(depth: int) -> None:
     if os.environ.get("TORCH_CUDA_SANITIZER"):
         pytest.skip("the sanitizer keeps tensors of its own")
-    torch.multiprocessing.start_processes(_memory_of_a_step, (str(tmp_path / "rendezvous"), depth), nprocs=2, start_method="spawn")
+    on_ranks(2, _memory_of_a_step, depth)
 
 
 def test_a_step_never_waits_for_the_gpu(nccl: None) -> None:

@@ -1,4 +1,5 @@
-"""Real streams, each held up at random: two ranks on one GPU still train as one process. Marked `gpu`, skipped where there is none.
+"""Real streams, each held up at random: two ranks on one GPU still train as one process. Marked `gpu`: where there is
+none, the simulated device takes its place.
 
 TORCH_CUDA_SANITIZER=1 pytest tests/core/test_gpu_delays.py     torch's race detector watches the same runs
 """
@@ -7,21 +8,20 @@ from __future__ import annotations
 
 import random
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.core.test_gpu import batch, blocks
+from tests.support.processes import Rank, on_ranks
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential, full_state_dict, no_sync, step_guard
-from zero3.comm.streams import CudaLane
+from zero3.comm.streams import StreamLane
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: there are no streams to hold up"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, or the simulated one"),
 ]
 CYCLES = 3_000_000  # some ms
 PLACES = ("fetch", "backup", "compute", "step")
@@ -38,7 +38,7 @@ class Delays:
 
 
 def _hold_up_lanes(delays: Delays) -> None:
-    real = CudaLane.issue
+    real = StreamLane.issue
 
     class Held:
         def __init__(self, context: AbstractContextManager[object], place: str) -> None:
@@ -53,15 +53,15 @@ def _hold_up_lanes(delays: Delays) -> None:
 
     names: dict[int, str] = {}
 
-    def issue(lane: CudaLane) -> Any:
+    def issue(lane: StreamLane) -> Any:
         return Held(real(lane), names.setdefault(id(lane), ("fetch", "backup")[len(names) % 2]))  # a forward comes first
 
-    CudaLane.issue = issue  # type: ignore[method-assign]  # this process ends with the test
+    StreamLane.issue = issue  # type: ignore[method-assign]  # this process ends with the test
 
 
-def _train(rank: int, rendezvous: str, places: tuple[str, ...], seed: int) -> None:
+def _train(me: Rank, places: tuple[str, ...], seed: int) -> None:
+    rank = me.number
     torch.cuda.set_device(0)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     delays = Delays(places, seed)
     _hold_up_lanes(delays)
     policy = ShardingPolicy(prefetch_depth=seed % 3, transactional=seed % 2 == 1)
@@ -72,11 +72,11 @@ def _train(rank: int, rendezvous: str, places: tuple[str, ...], seed: int) -> No
     plain = nn.Sequential(*blocks())
     mine = torch.optim.SGD(sharded.get_trainable_chunk(), lr=0.1, momentum=0.9)
     reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    for step in range(6):
+    for step in range(6):  # inputs that need gradients: a full backward hook on a first layer warns without
         with no_sync(sharded):
-            sharded(batch(step, rank)).pow(2).mean().backward()
+            sharded(batch(step, rank).requires_grad_()).pow(2).mean().backward()
         with step_guard(sharded):
-            sharded(batch(100 + step, rank)).pow(2).mean().backward()
+            sharded(batch(100 + step, rank).requires_grad_()).pow(2).mean().backward()
         delays.at("step")
         mine.step()
         mine.zero_grad()
@@ -86,10 +86,9 @@ def _train(rank: int, rendezvous: str, places: tuple[str, ...], seed: int) -> No
         reference.zero_grad()
     for name, value in full_state_dict(sharded, rank0_only=False).items():
         torch.testing.assert_close(value, plain.state_dict()[name].cpu(), rtol=1e-5, atol=1e-6)
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("places", [PLACES, *((place,) for place in PLACES)], ids=lambda places: "+".join(places))
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_no_delay_changes_what_is_computed(tmp_path: Path, places: tuple[str, ...], seed: int) -> None:
-    torch.multiprocessing.start_processes(_train, (str(tmp_path / "rendezvous"), places, seed), nprocs=2, start_method="spawn")
+def test_no_delay_changes_what_is_computed(places: tuple[str, ...], seed: int) -> None:
+    on_ranks(2, _train, places, seed, fresh=True)  # lanes are held up for good in these processes

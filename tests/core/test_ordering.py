@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.support.ordering import EchoCommunicator, FakeDevice, FakeEvent, FakeStream
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential, clip_grad_norm_
-from zero3.comm.streams import CudaClock, CudaLane, Done, lanes_for
+from zero3.comm.streams import Done, StreamClock, StreamLane, lanes_for
 from zero3.core.gradient_reducer import Backup
 
 
@@ -76,14 +76,13 @@ def test_compute_waits_on_the_lanes_device_whichever_is_current(fake_device: Fak
     def current_stream(device: Any = None) -> FakeStream:
         return computes[0 if device is None else torch.device(device).index]
 
-    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
-    lane = CudaLane(torch.device("cuda", 1))
+    monkeypatch.setattr(torch.accelerator, "current_stream", current_stream)
+    lane = StreamLane(torch.device("cuda", 1))
     with lane.issue():
         mark = lane.complete(Done())
     mark.wait()
     assert any(name.startswith("fetch") for name in computes[1].clock) and list(computes[0].clock) == ["compute of 0"]
-    clock = CudaClock(torch.device("cuda", 1))
-    monkeypatch.setattr(torch.cuda, "Event", lambda **_: FakeEvent())
+    clock = StreamClock(torch.device("cuda", 1))
     assert "compute of 1" in clock.now().clock  # type: ignore[attr-defined]
 
 

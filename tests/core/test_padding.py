@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support.ranks import ThreadCommunicator, run_ranks
-from tests.support.reference import Turn, check_parity, full_parameters
+from tests.support.reference import Turn, check_parity, full_parameters, process_group
 
 
 @pytest.fixture
@@ -67,3 +67,22 @@ def test_a_parameter_without_a_gradient_that_is_cut_between_ranks_gets_zeros(par
         return loss
 
     check_parity(lambda: nn.Sequential(PartlyUsed(), PartlyUsed()), program, world_size=world_size, parts=parts)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_layer_that_is_partly_on_meta_has_the_values_that_there_are(world_size: int) -> None:
+    """The others are unloaded until they are loaded."""
+
+    def body(group: ThreadCommunicator) -> None:
+        layer = zero3.Zero3Layer(models[group.rank], process_group=process_group(group))
+        with pytest.raises(RuntimeError, match="weight"):
+            layer(torch.ones(1, 3))
+        zero3.load_full_state_dict(layer, {"weight": torch.full((2, 3), 5.0)} if group.rank == 0 else {}, strict=False)
+        found = zero3.full_state_dict(layer, rank0_only=False)
+        assert torch.equal(found["weight"], torch.full((2, 3), 5.0)) and torch.equal(found["bias"], torch.tensor([7.0, 7.0]))
+
+    models = [nn.Linear(3, 2) for _ in range(world_size)]
+    for model in models:
+        model.weight = nn.Parameter(torch.empty(2, 3, device="meta"))
+        nn.init.constant_(model.bias, 7.0)
+    run_ranks(world_size, body)

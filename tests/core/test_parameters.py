@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import zero3
-from tests.support.models import WIDTH, Weights, calls, linear, seeded
+from tests.support.models import WIDTH, WORLDS, Weights, calls, linear, rows, seeded
 from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import (
     Turn,
@@ -22,9 +22,9 @@ from tests.support.reference import (
     process_group,
     unsharded,
 )
+from zero3.core import parameters
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
-X = torch.linspace(-1, 1, 3 * WIDTH, dtype=torch.float64).view(3, WIDTH)
+X = rows(3)
 
 
 def mean_square(model: nn.Module, turn: Turn) -> Any:
@@ -171,6 +171,13 @@ def test_parameters_that_overlap_are_refused(world_size: int, make: Callable[[],
         assert all(type(parameter) is nn.Parameter for parameter in model.parameters()), "nothing may have changed"
 
     on_ranks(world_size, make, body, unsharded)
+
+
+def test_only_odd_parameters_are_compared_element_by_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes eight bytes an element, and long."""
+    monkeypatch.setattr(parameters, "_addresses", lambda tensor: pytest.fail(f"of {tuple(tensor.shape)}, {tensor.stride()}"))
+    stored = torch.zeros(3, 4)
+    zero3.Zero3Layer(holding(a=torch.zeros(2, 3), b=torch.zeros(4, 2).T, c=torch.zeros(()), d=torch.zeros(0, 2), e=stored[:, ::2]))
 
 
 def holding(**tensors: Tensor) -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.support.models import WIDTH, calls, linear, mlp, seeded
+from tests.support.models import WIDTH, WORLDS, calls, linear, mlp, seeded
 from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import (
     Program,
@@ -26,7 +26,6 @@ from tests.support.reference import (
     on_ranks,
 )
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 SHARDS = pytest.mark.parametrize("shard", [in_sequence, in_place, nested, as_one_layer])
 KINDS = pytest.mark.parametrize("use_reentrant", [False, True])
 

@@ -20,6 +20,7 @@ from tests.support.ordering import EchoCommunicator, FakeDevice
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
 from zero3.access import states_of
+from zero3.core.casting import cast
 
 WIDTH = 6
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -269,6 +270,16 @@ def test_param_dtype_and_output_dtype_cast_floating_tensors_wherever_they_lie() 
     output["out"].sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == FP32
+
+
+def test_param_dtype_leaves_containers_without_floats_what_they_are() -> None:
+    """The caller may look for what the module has put into them."""
+    plain: list[Any] = [{"a": torch.arange(3), "b": [1, "x"]}, [torch.ones(2, dtype=BF16)], (None, 2), Given(torch.arange(2), None)]
+    for value in plain:
+        assert cast(value, BF16) is value
+    mixed = {"floats": torch.ones(2), "others": plain[0]}
+    found = cast(mixed, BF16)
+    assert found["floats"].dtype == BF16 and found["others"] is plain[0] and mixed["floats"].dtype == FP32
 
 
 def test_cast_forward_inputs_false_leaves_inputs_alone() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.models import WIDTH, Calls, calls, mlp, seeded
-from tests.support.reference import Shard, Turn, as_one_layer, check_parity, in_place, nested
+from tests.support.models import WIDTH, WORLDS, Calls, calls, linear, mlp, seeded
+from tests.support.reference import Program, Shard, Turn, as_one_layer, check_parity, in_place, nested
+from zero3 import ShardingPolicy, Zero3Layer
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 KINDS = pytest.mark.parametrize("use_reentrant", [False, True])
 
 
@@ -30,11 +32,21 @@ class Checkpointed(nn.Sequential):
         return x
 
 
-def with_input_gradient(model: nn.Module, turn: Turn) -> Any:
-    x = turn.tensor(3, WIDTH, requires_grad=True)
-    loss = model(x).pow(2).mean()
-    loss.backward()
-    return loss, x.grad
+def program_of(output: Callable[[nn.Module, Tensor], Tensor]) -> Program:
+    def program(model: nn.Module, turn: Turn) -> Any:
+        x = turn.tensor(3, WIDTH, requires_grad=True)
+        loss = output(model, x).pow(2).mean()
+        loss.backward()
+        return loss, x.grad
+
+    return program
+
+
+with_input_gradient = program_of(lambda model, x: model(x))
+
+
+def checkpointed(use_reentrant: bool) -> Program:
+    return program_of(lambda model, x: checkpoint(model, x, use_reentrant=use_reentrant, preserve_rng_state=False))
 
 
 @WORLDS
@@ -46,6 +58,35 @@ def test_checkpoints_around_layers(world_size: int, use_reentrant: bool, shard: 
         return Checkpointed(*mlp(4), run=run, use_reentrant=use_reentrant)
 
     check_parity(build, with_input_gradient, world_size=world_size, shard=shard)
+
+
+class Around(nn.Module):
+    """Computes with parameters of its own, and then calls an inner layer, all of it checkpointed."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.own, self.inner, self.use_reentrant = linear(), linear(), use_reentrant
+
+    def compute(self, x: Tensor) -> Tensor:
+        return self.inner(self.own(x).tanh()).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.compute, x, use_reentrant=self.use_reentrant, preserve_rng_state=False)
+
+
+def around_inner_layers(model: Any, group: Any, policy: ShardingPolicy) -> nn.Module:
+    for child in model:
+        child.inner = Zero3Layer(child.inner, policy=policy, process_group=group)
+    return in_place(model, group, policy)
+
+
+@KINDS
+@pytest.mark.parametrize("policy", [ShardingPolicy(reshard_after_forward=False), ShardingPolicy(stage=2), ShardingPolicy()], ids=str)
+def test_a_layer_kept_for_its_backward_stays_shown_during_a_recomputation(use_reentrant: bool, policy: ShardingPolicy) -> None:
+    """To hide it would give its parameters new versions, and the graph that the recomputation has just begun holds the present ones."""
+    check_parity(
+        lambda: seeded(*[lambda: Around(use_reentrant)] * 2), with_input_gradient, shard=around_inner_layers, policy=policy, steps=3
+    )
 
 
 @WORLDS
@@ -62,43 +103,26 @@ def test_checkpoints_inside_layers(world_size: int, use_reentrant: bool) -> None
 @WORLDS
 @KINDS
 def test_a_checkpoint_around_the_model(world_size: int, use_reentrant: bool) -> None:
-    def program(model: nn.Module, turn: Turn) -> Any:
-        x = turn.tensor(3, WIDTH, requires_grad=True)
-        loss = checkpoint(model, x, use_reentrant=use_reentrant, preserve_rng_state=False).pow(2).mean()
-        loss.backward()
-        return loss, x.grad
-
-    check_parity(mlp, program, world_size=world_size)
+    check_parity(mlp, checkpointed(use_reentrant), world_size=world_size)
 
 
 @WORLDS
 @KINDS
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the inner checkpoint runs without gradients first
-def test_checkpoints_in_checkpoints(world_size: int, use_reentrant: bool) -> None:
-    def program(model: nn.Module, turn: Turn) -> Any:
-        x = turn.tensor(3, WIDTH, requires_grad=True)
-        loss = checkpoint(model, x, use_reentrant=use_reentrant, preserve_rng_state=False).pow(2).mean()
-        loss.backward()
-        return loss, x.grad
-
+@pytest.mark.parametrize("shard", [in_place, nested])
+def test_checkpoints_in_checkpoints(world_size: int, use_reentrant: bool, shard: Shard) -> None:
     def build() -> nn.Module:
         return Checkpointed(*mlp(4), run=2, use_reentrant=use_reentrant)
 
-    check_parity(build, program, world_size=world_size, shard=in_place)
-    check_parity(build, program, world_size=world_size, shard=nested)
+    check_parity(build, checkpointed(use_reentrant), world_size=world_size, shard=shard)
 
 
 @WORLDS
 @KINDS
-def test_two_forwards_through_checkpoints_before_a_backward(world_size: int, use_reentrant: bool) -> None:
-    def program(model: nn.Module, turn: Turn) -> Any:
-        x = turn.tensor(3, WIDTH, requires_grad=True)
-        loss = model(x).pow(2).mean() + model(x * 2).pow(2).mean()
-        loss.backward()
-        return loss, x.grad
-
+@pytest.mark.parametrize("shard", [in_place, nested])
+def test_two_forwards_through_checkpoints_before_a_backward(world_size: int, use_reentrant: bool, shard: Shard) -> None:
     def build() -> nn.Module:
         return Checkpointed(*mlp(3), run=1, use_reentrant=use_reentrant)
 
-    check_parity(build, program, world_size=world_size, shard=in_place)
-    check_parity(build, program, world_size=world_size, shard=nested)
+    twice = program_of(lambda model, x: torch.cat([model(x), model(x * 2)]))
+    check_parity(build, twice, world_size=world_size, shard=shard)

@@ -208,6 +208,20 @@ def test_a_model_can_be_printed_and_counted() -> None:
     assert [p.shape for p in model.blocks[1].module.parameters()] == [p.shape for p in stack().blocks[1].parameters()]
 
 
+def test_a_tied_parameter_is_named_once_or_as_often_as_it_stands() -> None:
+    def body(group: ThreadCommunicator) -> None:
+        module = modules[group.rank]
+        layer = zero3.Zero3Layer(module, process_group=group)
+        assert [name for name, _ in layer.module.named_parameters()] == ["0.weight", "0.bias", "1.bias"]
+        found = [name for name, _ in layer.module.named_parameters(remove_duplicate=False)]
+        assert found == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+    modules = [nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2)]
+    for module in modules:
+        module[1].weight = module[0].weight
+    run_ranks(2, body)
+
+
 def test_deepcopy_and_pickle_and_all_else_inside_full_params_is_as_before() -> None:
     model, _, _ = sharded()
     plain = stack()

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import linear
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import zero3
+from tests.support.fsdp2 import whole
+from tests.support.models import Checkpointed
 from tests.support.processes import Rank, on_ranks
 from tests.support.training import (
     ADAMW,
@@ -107,10 +108,10 @@ def train_fsdp2(rank: Rank, dtype: torch.dtype) -> Run:
         loss = loss_of(model, sentences(step)[rank.number :: rank.world_size])
         loss.backward()
         run.losses.append(loss.item())
-        run.gradients.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+        run.gradients.append({name: whole(p.grad) for name, p in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
-    run.parameters = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+    run.parameters = {name: whole(p) for name, p in model.named_parameters()}
     return run
 
 
@@ -142,15 +143,6 @@ def test_ten_steps_equal_those_of_other_libraries(reference: object, dtype: torc
 # -- the same on paths that move transfers about
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module, use_reentrant: bool) -> None:
-        super().__init__()
-        self.inner, self.use_reentrant = inner, use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
-
-
 def train_checkpointed(rank: Rank, use_reentrant: bool, around: bool) -> Run:
     embedding, *blocks, readout = odd_model(torch.float64, seed=rank.number)
     if around:
@@ -167,7 +159,7 @@ def test_activation_checkpointing_changes_nothing(use_reentrant: bool, around: b
     found = joined(on_ranks(2, train_checkpointed, use_reentrant, around))
     for tensors in (*found.gradients, found.parameters):
         for name in list(tensors):
-            tensors[name.replace("inner.", "")] = tensors.pop(name)
+            tensors[name.replace("module.", "")] = tensors.pop(name)
     assert_equal_runs(found, train_plain(odd_model(torch.float64), SGD), torch.float64)
 
 

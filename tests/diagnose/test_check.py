@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, in_sequence, process_group
 from zero3 import ShardingPolicy
 from zero3.core.gradient_reducer import GradientReducer
+from zero3.diagnose import check as checking
 
 
 class Small(nn.Module):
@@ -65,3 +67,61 @@ def test_check_names_the_first_parameter_that_differs(monkeypatch: pytest.Monkey
         assert report.first == "0.0.bias"
         assert {difference.name for difference in report.differences} == {"0.0.bias", "1.0.bias", "2.0.bias"}
         assert "differ in 6 of 13" in str(report) and "gradient 0.0.bias: off by" in str(report)
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "raises": (lambda model, batch: model(batch)[0, 99], "IndexError: index 99 is out of bounds"),
+    "returns no tensor": (lambda model, batch: model(batch).sum().item(), "AttributeError: 'float' object has no attribute 'backward'"),
+    "has no gradient": (lambda model, batch: model(batch).sum().detach(), "element 0 of tensors does not require grad"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_check_a_loss_that_fails_on_one_rank_is_told_to_all(name: str) -> None:
+    wrong, text = WRONG[name]
+
+    def body(group: ThreadCommunicator) -> None:
+        loss = wrong if group.rank else None
+        with pytest.raises(RuntimeError, match=f"^rank 1: {text}"):
+            checked(group, mlp(), loss=loss, wrap=lambda m: in_sequence(m, process_group(group), ShardingPolicy()))
+
+    run_ranks(2, body, timeout=20)
+
+
+class WithLoss(nn.Module):
+    """As Hugging Face's models: takes names, and gives its loss among other things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(mlp())
+
+    def forward(self, x: Tensor, labels: Tensor) -> SimpleNamespace:
+        for layer in self.layers:
+            x = layer(x)
+        return SimpleNamespace(logits=x, loss=(x - labels).abs().mean())
+
+
+def test_check_takes_the_models_own_loss() -> None:
+    def body(group: ThreadCommunicator) -> float:
+        turn = Turn(group.rank, 0, group.world_size)
+        batch = {"x": turn.tensor(4, WIDTH), "labels": torch.zeros(4, WIDTH, dtype=torch.float64)}
+        report = zero3.check(model, batch, process_group=process_group(group))
+        assert report.first is None
+        return report.worst
+
+    model = WithLoss()
+    assert max(run_ranks(2, body)) < 1e-9
+
+
+def test_a_difference_is_how_far_apart_values_are() -> None:
+    nan, inf = torch.nan, torch.inf
+    for found, expected, largest, scale in (
+        ([1.5, -2.0], [1.0, -2.25], 0.5, 2.25),
+        ([nan, inf, 1.0], [nan, inf, 1.0], 0.0, torch.finfo(torch.float64).max),
+        ([], [], 0.0, 0.0),
+    ):
+        difference = checking._difference(
+            "a", "gradient", torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
+        )
+        assert (difference.largest, difference.scale) == (largest, scale)
+    assert torch.tensor(checking._difference("a", "gradient", torch.tensor([1.0]), torch.tensor([nan])).largest).isnan()

@@ -16,6 +16,7 @@ from tests.support.live import LonelyCommunicator
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from zero3.access import states_of
 from zero3.comm import streams
+from zero3.diagnose import timeline
 from zero3.diagnose.timeline import LayerProfile, Profile, Span, Transfer
 
 RANKS, LAYERS, WIDTH = 2, 4, 8
@@ -256,3 +257,32 @@ def test_sums_and_advice() -> None:
     overlapping = made_up([transfer("a", 0.0, 1.0, 0.5), transfer("b", 0.5, 1.5, 0.5)], 2.0)
     assert overlapping.bytes_per_second == pytest.approx(2000 / 1.5), "time that two share counts once"
     assert "2.0" in str(overlapping) and "0.0 MB" in str(overlapping)
+
+
+def test_the_pictures_bars_are_as_long_as_what_they_show_and_hold_its_numbers() -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    model = build(lambda kind, length: length == numel(1))
+    with zero3.profile(model) as found:
+        step(model)
+    axes = figure.subplots()
+    timeline._draw(axes, found, 0.0, found.seconds)
+    bars = [path.get_extents() for bar in axes.collections for path in bar.get_paths()]
+    for found_there in (*found.spans, *found.transfers):
+        assert any(box.intervalx.tolist() == pytest.approx([1e3 * found_there.begin, 1e3 * found_there.end]) for box in bars)
+    texts = [text.get_position() for text in axes.texts]
+    assert texts and all(any(box.x0 <= x <= box.x1 and box.y0 <= y <= box.y1 for box in bars) for x, y in texts)
+
+
+def test_a_picture_of_a_part_shows_that_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    shown: list[tuple[float, float]] = []
+    draw = timeline._draw
+    monkeypatch.setattr(
+        timeline, "_draw", lambda axes, profile, begin, end: (draw(axes, profile, begin, end), shown.append(axes.get_xlim()))
+    )
+    model = build()
+    with zero3.profile(model) as found:
+        step(model)
+    found.draw(tmp_path / "all.svg")
+    found.draw(tmp_path / "part.svg", begin=0.25 * found.seconds, end=0.5 * found.seconds)
+    assert shown == [pytest.approx((0.0, 1e3 * found.seconds)), pytest.approx((250 * found.seconds, 500 * found.seconds))]

@@ -74,3 +74,10 @@ def test_files_that_pages_name_are_there(page: Path) -> None:
     missing = [name for name in named if name not in YOURS and not any((start / name).is_file() for start in (ROOT, ROOT / "zero3"))]
     links = [target for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text) if target]
     assert not missing + [target for target in links if not (page.parent / target).exists()]
+
+
+def test_every_row_from_fsdp2_names_the_tests_that_show_it() -> None:
+    section = (ROOT / "docs" / "migrating.md").read_text().partition("## From FSDP2")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")][2:]
+    assert rows
+    assert not [row for row in rows if not re.search(r"\| `tests/[\w/]+\.py`(, `tests/[\w/]+\.py`)* \|$", row)]

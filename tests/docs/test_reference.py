@@ -120,6 +120,9 @@ class Words(nn.Module):
             x = block(x)
         return self.head(x)
 
+    def encode(self, ids: Tensor) -> Tensor:
+        return self.embedding(ids)
+
     def generate(self, ids: Tensor, max_new_tokens: int) -> Tensor:
         for _ in range(max_new_tokens):
             ids = torch.cat([ids, self(ids)[:, -1:].argmax(-1)], dim=1)
@@ -145,7 +148,7 @@ def given(rank: Rank, directory: Path, name: str) -> dict[str, Any]:
         "batch": batches[0], "micro_batches": batches, "token_batches": [(ids, ids) for ids in batches], "prompt": {"ids": batches[0]},
         "print": lambda *told: None,
     }  # fmt: skip
-    if name in ("shard", "load_pretrained"):
+    if name in ("shard", "load_pretrained", "materialize"):
         from transformers import AutoModelForCausalLM, LlamaConfig
 
         sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 11}

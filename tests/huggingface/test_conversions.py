@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as t
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import conversion_mapping
 from transformers import core_model_loading as loading
@@ -18,6 +19,7 @@ from tests.huggingface.test_load_pretrained import assert_same_bits, on_meta
 from tests.huggingface.test_save_pretrained import contents
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import process_group
+from tests.versions import HUGGING_FACE
 from zero3.checkpoint.safetensors_files import SafetensorsFiles
 from zero3.huggingface import index_maps
 from zero3.huggingface.index_maps import IndexMap, Whole, joined
@@ -56,8 +58,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 models = pytest.mark.parametrize("name", MODELS)
 
 
+def not_yet(reason: str) -> None:
+    """An older transformers need not have what we follow; the newest must."""
+    if Version(t.__version__) >= Version(HUGGING_FACE[-1][0]):
+        pytest.fail(f"transformers {t.__version__} {reason}")
+    pytest.skip(f"transformers {t.__version__} {reason}")
+
+
 def build(name: str) -> Any:
     """Every number another one, and no part of a tensor like any other."""
+    lacking = [each for each in MODELS[name].__code__.co_names if each[0].isupper() and not hasattr(t, each)]
+    if lacking:
+        not_yet(f"has no {lacking[0]}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = MODELS[name]().eval()
@@ -75,7 +87,8 @@ def test_load_pretrained_and_save_pretrained_as_transformers(name: str, world_si
     plain.save_pretrained(tmp_path / "theirs")
     expected = type(plain).from_pretrained(tmp_path / "theirs")
     assert_same_bits(expected.state_dict(), plain.state_dict())
-    assert list(contents(tmp_path / "theirs")) != sorted(plain.state_dict()) or "Transpose" in name
+    if list(contents(tmp_path / "theirs")) == sorted(plain.state_dict()) and "Transpose" not in name:
+        not_yet("stores it as it is")
     expected.save_pretrained(tmp_path / "theirs again")
     empty = [on_meta(plain) for _ in range(world_size)]
 
@@ -103,7 +116,10 @@ def test_load_pretrained_transposes_what_hub_files_have_transposed(tmp_path: Pat
 
     plain = build("Qwen3-VL-MoE: Transpose")
     plain.save_pretrained(tmp_path)
-    tensors = {name: value.transpose(1, 2).contiguous() if ".experts." in name else value for name, value in contents(tmp_path).items()}
+    stored = contents(tmp_path)
+    if any(value.dim() != 3 for name, value in stored.items() if ".experts." in name):
+        not_yet("stores experts one by one")
+    tensors = {name: value.transpose(1, 2).contiguous() if ".experts." in name else value for name, value in stored.items()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert_same_bits(type(plain).from_pretrained(tmp_path).state_dict(), plain.state_dict())
     empty = [on_meta(plain) for _ in range(2)]
@@ -136,33 +152,28 @@ def test_load_pretrained_holds_one_stored_tensor_at_a_time(name: str, tmp_path: 
     assert_same_bits(zero3.full_state_dict(model), plain.state_dict())
 
 
-OPERATIONS: dict[str, tuple[list[Any], dict[str, list[tuple[int, ...]]], list[str]]] = {
-    "Chunk(0)": ([loading.Chunk(0)], {"a": [(6, 4)]}, ["x", "y", "z"]),
-    "Chunk(1), unequal": ([loading.Chunk(1)], {"a": [(2, 5)]}, ["x", "y", "z"]),
-    "Concatenate(0)": ([loading.Concatenate(0)], {"a": [(2, 3)], "b": [(4, 3)]}, ["x"]),
-    "Concatenate(1)": ([loading.Concatenate(1)], {"a": [(2, 3, 2)], "b": [(2, 1, 2)]}, ["x"]),
-    "Interleave(0)": ([loading.Interleave(0)], {"a": [(6, 2)]}, ["x"]),
-    "Interleave(1), inverse": ([loading.Interleave(1, inverse=True)], {"a": [(2, 6, 3)]}, ["x"]),
-    "Interleave(1), Chunk(1)": ([loading.Interleave(1), loading.Chunk(1)], {"a": [(3, 8)]}, ["x", "y"]),
-    "MergeModulelist(0)": ([loading.MergeModulelist(0)], {"a": [(2, 3)] * 3}, ["x"]),
-    "MergeModulelist(0), Concatenate(1)": (
-        [loading.MergeModulelist(0), loading.Concatenate(1)], {"a": [(2, 3)] * 3, "b": [(4, 3)] * 3}, ["x"],
-    ),
-    "MergeModulelist(1)": ([loading.MergeModulelist(1)], {"a": [(2, 3)] * 4}, ["x"]),
-    "SplitModulelist(0)": ([loading.SplitModulelist(0)], {"a": [(3, 1, 4)]}, ["x.*.w"]),
-    "Transpose(0, 1)": ([loading.Transpose(0, 1)], {"a": [(3, 5)]}, ["x"]),
-    "Transpose(1, 2)": ([loading.Transpose(1, 2)], {"a": [(2, 3, 4)]}, ["x"]),
-    "PermuteForRope": ([loading.PermuteForRope()], {"a": [(8, 3)]}, ["x"]),
-    "PermuteForRope of a bias, inverse": ([loading.PermuteForRope(inverse=True)], {"a": [(8,)]}, ["x"]),
-    "Conv3dToLinear": ([loading.Conv3dToLinear(2, (1, 2, 2))], {"a": [(3, 2, 1, 2, 2)]}, ["x"]),
-    "LinearToConv3d": ([loading.LinearToConv3d(2, (1, 2, 2))], {"a": [(3, 8)]}, ["x"]),
-    "ErnieFuseAndSplitTextVisionExperts": (
-        [loading.ErnieFuseAndSplitTextVisionExperts(0, 1)], {"a": [(2, 3)] * 4, "b": [(1, 3)] * 4}, ["x", "y"],
-    ),
-    "ErnieSplitAndDecoupleTextVisionExperts": (
-        [loading.ErnieSplitAndDecoupleTextVisionExperts(0, 1)], {"a": [(2, 4, 3)], "b": [(2, 4, 3)]}, ["x.*", "y.*"],
-    ),
-}  # fmt: skip
+# Operations of transformers' as they are written there; shapes by pattern; targets.
+OPERATIONS: dict[str, tuple[dict[str, list[tuple[int, ...]]], list[str]]] = {
+    "Chunk(0)": ({"a": [(6, 4)]}, ["x", "y", "z"]),
+    "Chunk(1)": ({"a": [(2, 5)]}, ["x", "y", "z"]),  # unequal
+    "Concatenate(0)": ({"a": [(2, 3)], "b": [(4, 3)]}, ["x"]),
+    "Concatenate(1)": ({"a": [(2, 3, 2)], "b": [(2, 1, 2)]}, ["x"]),
+    "Interleave(0)": ({"a": [(6, 2)]}, ["x"]),
+    "Interleave(1, inverse=True)": ({"a": [(2, 6, 3)]}, ["x"]),
+    "Interleave(1), Chunk(1)": ({"a": [(3, 8)]}, ["x", "y"]),
+    "MergeModulelist(0)": ({"a": [(2, 3)] * 3}, ["x"]),
+    "MergeModulelist(0), Concatenate(1)": ({"a": [(2, 3)] * 3, "b": [(4, 3)] * 3}, ["x"]),
+    "MergeModulelist(1)": ({"a": [(2, 3)] * 4}, ["x"]),
+    "SplitModulelist(0)": ({"a": [(3, 1, 4)]}, ["x.*.w"]),
+    "Transpose(0, 1)": ({"a": [(3, 5)]}, ["x"]),
+    "Transpose(1, 2)": ({"a": [(2, 3, 4)]}, ["x"]),
+    "PermuteForRope()": ({"a": [(8, 3)]}, ["x"]),
+    "PermuteForRope(inverse=True)": ({"a": [(8,)]}, ["x"]),  # of a bias
+    "Conv3dToLinear(2, (1, 2, 2))": ({"a": [(3, 2, 1, 2, 2)]}, ["x"]),
+    "LinearToConv3d(2, (1, 2, 2))": ({"a": [(3, 8)]}, ["x"]),
+    "ErnieFuseAndSplitTextVisionExperts(0, 1)": ({"a": [(2, 3)] * 4, "b": [(1, 3)] * 4}, ["x", "y"]),
+    "ErnieSplitAndDecoupleTextVisionExperts(0, 1)": ({"a": [(2, 4, 3)], "b": [(2, 4, 3)]}, ["x.*", "y.*"]),
+}
 
 
 class _Config:
@@ -193,13 +204,17 @@ def filled(index_map: IndexMap[Tensor]) -> Tensor:
 def test_each_operation_of_transformers_is_followed(name: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it makes of index maps is what it makes of tensors."""
     monkeypatch.setattr(index_maps, "_AT_ONCE", at_once)
-    operations, shapes, targets = OPERATIONS[name]
+    shapes, targets = OPERATIONS[name]
     numbers = iter(range(1000, 100000, 1000))
     given = {
         pattern: [torch.arange(torch.Size(shape).numel()).view(shape) + next(numbers) for shape in column]
         for pattern, column in shapes.items()
     }
-    expected = converted(operations, given, targets)
+    try:
+        operations = eval(f"[{name}]", dict(vars(loading)))
+        expected = converted(operations, given, targets)
+    except (NameError, TypeError, AttributeError) as reason:
+        not_yet(f"can't: {reason}")
     traces = {pattern: [traced(Whole(value, value.shape), value.dtype) for value in column] for pattern, column in given.items()}
     found = converted(operations, traces, targets)  # type: ignore[arg-type]
     assert found.keys() == expected.keys() and len(found) >= len(targets)
@@ -209,6 +224,42 @@ def test_each_operation_of_transformers_is_followed(name: str, at_once: int, mon
         assert torch.equal(filled(trace.index_map), value), key
 
 
+REARRANGEMENTS: dict[str, Any] = {
+    "flatten": lambda x: x.flatten(),
+    "flatten the middle": lambda x: x.flatten(1, 2),
+    "flatten the end": lambda x: x.flatten(-2),
+    "unsqueeze": lambda x: x.unsqueeze(1),
+    "unsqueeze at the end": lambda x: x.unsqueeze(-1),
+    "squeeze": lambda x: x.squeeze(),
+    "squeeze one": lambda x: x.squeeze(-3),
+    "squeeze what is longer": lambda x: x.squeeze(0),
+    "transpose": lambda x: x.transpose(0, -1),
+    "t": lambda x: x[0][0].t(),
+    "t of a vector": lambda x: x[0][0][0].t(),
+    "permute": lambda x: x.permute(3, 0, 1, 2),
+    "permute by a list": lambda x: x.permute([1, -1, 0, 2]),
+    "the whole": lambda x: x[...],
+    "from the end": lambda x: x[-1],
+    "select": lambda x: x.select(-1, -2),
+    "narrow": lambda x: x.narrow(-1, 1, 2),
+    "unbind": lambda x: x.unbind(2)[1],
+    "split": lambda x: x.split(2, -1)[1],
+    "split by sizes": lambda x: x.split([1, 3], 3)[1],
+    "chunk": lambda x: x.chunk(3, 3)[1],
+    "cat": lambda x: torch.cat([x, x], -1),
+    "stack": lambda x: torch.stack([x, x], -1),
+    "view": lambda x: x.contiguous().view(-1, 6).reshape((4, 6)),
+}
+
+
+@pytest.mark.parametrize("name", REARRANGEMENTS)
+def test_each_rearrangement_of_torch_is_followed(name: str) -> None:
+    value = torch.arange(24).view(2, 1, 3, 4)
+    expected, found = (REARRANGEMENTS[name](x) for x in (value, traced(Whole(value, value.shape), value.dtype)))
+    assert isinstance(found, TracedTensor) and tuple(found.shape) == tuple(expected.shape)
+    assert torch.equal(filled(found.index_map), expected)
+
+
 def test_what_is_no_rearrangement_is_not_followed() -> None:
     trace = traced(Whole("a", (2, 3)), torch.float32)
     for compute in (lambda: trace * 2, lambda: trace.to(torch.float16), lambda: torch.linalg.norm(trace), lambda: trace[trace > 0]):
@@ -216,6 +267,10 @@ def test_what_is_no_rearrangement_is_not_followed() -> None:
             compute()
     with pytest.raises(ValueError, match=r"tensors \(2, 3\), \(2, 2\) can't be joined along dimension 0"):
         joined([trace.index_map, Whole("b", (2, 2))], 0)
+    with pytest.raises(ValueError, match="nothing to join"):
+        joined([], 0)
+    with pytest.raises(ValueError, match=r"\(2, 3\) can't be split into \[1, 1\] along dimension 1"):
+        trace.split([1, 1], 1)
 
 
 def test_load_pretrained_of_a_conversion_that_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +281,7 @@ def test_load_pretrained_of_a_conversion_that_computes(tmp_path: Path, monkeypat
             return {"gate_proj": next(iter(input_dict.values()))[0] * 2}
 
     def mapping(model: Any, *_: Any, **__: Any) -> list[Any]:
-        return [loading.WeightConverter("gate_proj", "gate_proj", [Doubled()])]
+        return [loading.WeightConverter("gate_proj", "gate_proj", operations=[Doubled()])]
 
     plain = t.LlamaForCausalLM(t.LlamaConfig(**_TEXT))
     plain.save_pretrained(tmp_path)
@@ -272,3 +327,22 @@ def test_save_pretrained_when_transformers_can_not_turn_names_back(
     zero3.save_pretrained(zero3.shard(build("NomicBert: Chunk"), nn.Linear, device="cpu"), tmp_path / "ours")
     assert_same_bits(contents(tmp_path / "ours"), contents(tmp_path / "theirs"))
     assert any("names of files can't be had (no way back)" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda whole: whole.narrowed(2, 0, 1), r"no dimension 2 in \(2, 3\)"),
+        (lambda whole: whole.narrowed(-3, 0, 1), r"no dimension -3 in \(2, 3\)"),
+        (lambda whole: whole.narrowed(1, 1, 3), r"1 to 4 are not in dimension 1 of \(2, 3\)"),
+        (lambda whole: whole.narrowed(1, -1, 2), r"-1 to 1 are not in dimension 1"),
+        (lambda whole: whole.narrowed(1, 1, -1), r"1 to 0 are not in dimension 1"),
+        (lambda whole: whole.permuted([0, 0]), r"\(0, 0\) is no order of the dimensions"),
+        (lambda whole: whole.permuted([0]), r"\(0,\) is no order of the dimensions"),
+        (lambda whole: whole.reshaped(4, 2), r"\(2, 3\) can't be reshaped to \(4, 2\)"),
+        (lambda whole: whole.reshaped(4, -1), r"\(2, 3\) can't be reshaped to \(4, 1\)"),
+    ],
+)
+def test_an_index_map_refuses_what_a_tensor_would(wrong: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        wrong(Whole("a", (2, 3)))

@@ -42,6 +42,22 @@ def error_of(load: Callable[[int, nn.Module], None], world_size: int = 2, name: 
     return errors[0]
 
 
+@pytest.mark.parametrize(
+    ("buffer", "unexpected"), [("inv_freq", ["position_ids"]), ("position_ids", ["rotary_emb.inv_freq"]), ("other", None)]
+)
+def test_buffers_that_were_stored_once_are_passed_over_where_the_model_has_them(
+    buffer: str, unexpected: list[str] | None, tmp_path: Path
+) -> None:
+    model = nn.Module()
+    model.rotary_emb, model.linear = nn.Module(), nn.Linear(2, 2)
+    model.rotary_emb.register_buffer(buffer, torch.ones(2), persistent=False)
+    values = {**nn.Linear(2, 2).state_dict(prefix="linear."), "rotary_emb.inv_freq": torch.ones(2), "position_ids": torch.ones(2)}
+    save_file(values, tmp_path / SINGLE)
+    named = ", ".join(unexpected or ["position_ids", "rotary_emb.inv_freq"])
+    with pytest.raises(ValueError, match=rf"unexpected: {named}$"):
+        zero3.load_pretrained(zero3.shard(model, layers=[model.linear]), tmp_path)
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_all_that_does_not_fit_is_one_error(world_size: int, tmp_path: Path) -> None:
     saved("Llama", tmp_path)

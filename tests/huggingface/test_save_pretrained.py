@@ -17,6 +17,8 @@ from tests.huggingface.test_peft import TARGETS, lora
 from tests.support.architectures import ARCHITECTURES
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, process_group
+from zero3.huggingface.index_maps import Whole
+from zero3.huggingface.outputs import Output, bytes_in, shards_of
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning")  # transformers' of what peft asks it
@@ -197,10 +199,69 @@ def test_two_adapters(tmp_path: Path) -> None:
         assert_same_bits(contents(tmp_path / "ours" / place), contents(tmp_path / "theirs" / place))
 
 
+def test_a_whole_model_over_adapters_and_adapters_over_a_whole_model_are_refused(tmp_path: Path) -> None:
+    """transformers would put the old adapters on the new model, and load_pretrained would read the old model for the new adapters."""
+    build, adapted = ARCHITECTURES["Llama"].build, lambda: lora("Llama", torch.float32)
+    save([build(), build()], tmp_path / "model", max_shard_size="6KB")
+    save([adapted(), adapted()], tmp_path / "adapters")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def body(group: ThreadCommunicator) -> None:
+        model, adapters = zero3.shard(wholes[group.rank], process_group=group), zero3.shard(loras[group.rank], process_group=group)
+        with pytest.raises(
+            ValueError, match=r"^rank 0: .*holds adapters \(adapter_config.json, adapter_model.safetensors\), and .* a whole m"
+        ):
+            zero3.save_pretrained(model, tmp_path / "adapters")
+        with pytest.raises(
+            ValueError, match=r"^rank 0: .*holds a whole model \(model-00001-of.*\), and save_pretrained was to write adapters"
+        ):
+            zero3.save_pretrained(adapters, tmp_path / "model")
+        zero3.save_pretrained(model, tmp_path / "other")
+
+    wholes, loras = [build() for _ in range(2)], [adapted() for _ in range(2)]
+    run_ranks(2, body)
+    assert all(path.read_bytes() == text for path, text in before.items())
+    assert {path.parent.name for path in tmp_path.rglob("*") if path.is_file() and path not in before} == {"other"}
+
+
+def test_adapters_may_stand_beside_the_model_that_they_belong_to(tmp_path: Path) -> None:
+    save([ARCHITECTURES["Llama"].build() for _ in range(2)], tmp_path)
+    models = [lora("Llama", torch.float32) for _ in range(2)]
+    for model in models:
+        model.peft_config["default"].base_model_name_or_path = str(tmp_path)
+    save(models, tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").exists() and (tmp_path / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize("size", ["5 GB?", "", "-1", 0, "0.1B"])
 def test_max_shard_size_that_is_no_size(size: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_shard_size must be a number of bytes"):
         save([ARCHITECTURES["Llama"].build() for _ in range(2)], tmp_path, max_shard_size=size)
+
+
+SIZES = {
+    "7": 7,
+    "7b": 7,
+    "1.5 KB": 1500,
+    "2MB": 2 * 10**6,
+    "5GB": 5 * 10**9,
+    "1TB": 10**12,
+    "1KiB": 1024,
+    "1MiB": 1024**2,
+    "3GiB": 3 * 1024**3,
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_max_shard_size_in_units(size: str) -> None:
+    assert bytes_in(size) == SIZES[size]
+
+
+def test_max_shard_size_is_filled_to_the_last_byte() -> None:
+    outputs = [Output(str(size), torch.int8, (size,), Whole(str(size), (size,))) for size in (3, 5, 4, 4, 1, 9, 8)]
+    shards = shards_of(outputs, 8, "model")
+    assert [[output.numel for output in shard] for shard in shards.values()] == [[3, 5], [4, 4], [1], [9], [8]]
+    assert list(shards)[1] == "model-00002-of-00005.safetensors"
 
 
 def test_dtype_that_is_no_dtype(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tests.mutation.coverage_map import CoverageMap
 from tests.mutation.tree import ROOT, Tree
-from tests.mutation.verdicts import CAUGHT, HANGS, NOT_RUN, Baseline, Verdict, judge
+from tests.mutation.verdicts import NOT_RUN, Verdict, judge
 
 
 class Fault(NamedTuple):
@@ -151,8 +152,8 @@ FAULTS = [
     Fault(
         "a transaction that is not taken back",
         "core/transactions.py",
-        "before, self._before, self._staged = self._before, None, ()",
-        "before, self._before = self._before, None",
+        "        self._buffer, self._kept, self.owed = before.buffer, before.kept, before.owed\n",
+        "",
         "resilience/step_guard",
     ),
     Fault(
@@ -185,16 +186,15 @@ def path_of(test: str) -> str:
     return f"tests/{folder}/test_{name}.py"
 
 
-def verdict_of(fault: Fault, tree: Tree, baseline: Baseline) -> Verdict:
+def tests_of(fault: Fault) -> list[str]:
+    return [path_of(test) for test in fault.tests.split()]
+
+
+def verdict_of(fault: Fault, tree: Tree, lines: CoverageMap) -> Verdict:
     right = (ROOT / "zero3" / fault.file).read_text()
     if right.count(fault.right) != 1:
         return Verdict(NOT_RUN, f"the fault no longer applies: its text stands {right.count(fault.right)} times in zero3/{fault.file}")
-    tests = [path_of(test) for test in fault.tests.split()]
-    missing = [test for test in tests if not (ROOT / test).is_file()]
+    missing = [test for test in tests_of(fault) if not (ROOT / test).is_file()]
     if missing:
         return Verdict(NOT_RUN, f"there is no {missing[0]}")
-    return judge(tree, baseline, fault.file, right.replace(fault.right, fault.wrong).encode(), tests)
-
-
-def is_caught(verdict: Verdict) -> bool:
-    return verdict.kind in (CAUGHT, HANGS)
+    return judge(tree, lines, fault.file, right.replace(fault.right, fault.wrong).encode(), lines.of_files(tests_of(fault)))

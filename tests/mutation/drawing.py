@@ -15,10 +15,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from tests.mutation.coverage_map import CoverageMap
+from tests.mutation.coverage_map import TRACED_LIMIT, CoverageMap
 from tests.mutation.places import changed, places_in
 from tests.mutation.tree import Tree, copied, digest, sources
-from tests.mutation.verdicts import CAUGHT, HANGS, STILLBORN, Baseline, judge
+from tests.mutation.verdicts import CAUGHT, STILLBORN, TIMED_OUT, UNCLEAR, judge
 
 
 class Finding(NamedTuple):
@@ -42,15 +42,25 @@ class Record:
     """Findings of one seed over one state of the package, a line each. `again`: what lived is forgotten, to be judged by better tests."""
 
     def __init__(self, path: Path, header: dict[str, Any], *, anew: bool = False, again: bool = False) -> None:
-        self.path = path
+        self.path, self._header = path, header
         lines = path.read_text().splitlines() if path.exists() and not anew else []
         if lines and json.loads(lines[0]) != header:
             raise SystemExit(f"{path} was made for another state of the package, or other tests: --fresh begins anew")
         self.findings = [Finding(*json.loads(line)) for line in lines[1:]]
         if again:
-            self.findings = [finding for finding in self.findings if finding.verdict in (CAUGHT, HANGS, STILLBORN)]
+            self.findings = [finding for finding in self.findings if finding.verdict in (CAUGHT, TIMED_OUT, STILLBORN)]
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(json.dumps(line) for line in (header, *self.findings)) + "\n")
+        self._save()
+
+    def _save(self) -> None:
+        self.path.write_text("\n".join(json.dumps(line) for line in (self._header, *self.findings)) + "\n")
+
+    def doubt(self, failing: set[str]) -> None:
+        """These tests fail without a fault too: they have caught nothing."""
+        for number, finding in enumerate(self.findings):
+            if finding.verdict in (CAUGHT, TIMED_OUT) and finding.why in failing:
+                self.findings[number] = finding._replace(verdict=UNCLEAR, why=f"this fails without the fault too: {finding.why}")
+        self._save()
 
     def add(self, finding: Finding) -> None:
         self.findings.append(finding)
@@ -69,7 +79,6 @@ def draw(options: argparse.Namespace, folder: Path, lines: CoverageMap) -> Recor
     name = "-".join([f"draw-{options.seed}", *options.only.split("/")]).strip("-")
     header = {"seed": options.seed, "digest": digest(package), "tests": options.tests}
     record = Record(folder / f"{name}.jsonl", header, anew=options.fresh, again=options.again)
-    baseline = Baseline(folder / "baseline.json", digest(package))
     done = {finding.number for finding in record.findings}
     order = (number for number in random.Random(options.seed).sample(range(len(every)), len(every)) if number not in done)
     print(f"{len(every)} places; {len(record.counted)} of {count} were judged before", flush=True)
@@ -83,7 +92,8 @@ def draw(options: argparse.Namespace, folder: Path, lines: CoverageMap) -> Recor
             tree, began = free.get(), time.monotonic()
             try:
                 source = changed(package[file], place)
-                verdict = judge(tree, baseline, file, source, lines.running(file, package[file], place))
+                tests = lines.chosen(lines.running(file, package[file], place), options.seconds)
+                verdict = judge(tree, lines, file, source, tests)
             finally:
                 free.put(tree)
             diff = difference(file, package[file], source)
@@ -100,6 +110,8 @@ def draw(options: argparse.Namespace, folder: Path, lines: CoverageMap) -> Recor
                 record.add(finding)
                 told = f"{len(record.counted)}/{count} {finding.verdict:9} {finding.title}: {finding.why}"
                 print(f"{told} ({finding.seconds:.0f} s)", flush=True)
+        catching = sorted({finding.why for finding in record.findings if finding.verdict in (CAUGHT, TIMED_OUT)})
+        record.doubt(set(free.get().run(catching, TRACED_LIMIT).failed) if catching else set())
     return record
 
 
@@ -111,9 +123,9 @@ def difference(file: str, before: bytes, after: bytes) -> str:
 def report(record: Record) -> Iterator[str]:
     """For people: what to judge, and the sums."""
     counts = Counter(finding.verdict for finding in record.findings)
-    caught, counted = counts[CAUGHT] + counts[HANGS], len(record.counted)
-    yield f"{caught} of {counted} caught ({counts[HANGS]} by hanging), {counts[STILLBORN]} more can't be imported."
-    living = sorted((finding for finding in record.counted if finding.verdict not in (CAUGHT, HANGS)), key=lambda each: each.title)
+    caught, counted = counts[CAUGHT] + counts[TIMED_OUT], len(record.counted)
+    yield f"{caught} of {counted} caught ({counts[TIMED_OUT]} by a test that timed out), {counts[STILLBORN]} more can't be imported."
+    living = sorted((finding for finding in record.counted if finding.verdict not in (CAUGHT, TIMED_OUT)), key=lambda each: each.title)
     if living:
         yield "\n| place | change | tests | judged |\n|---|---|---|---|"
         for finding in living:

@@ -68,6 +68,13 @@ def lines_of_functions(source: bytes) -> set[int]:
     return {line for node, body in zip(functions, bodies, strict=True) for line in range(body.lineno, (node.end_lineno or body.lineno) + 1)}
 
 
+def function_around(source: bytes, line: int) -> range:
+    """The lines of the innermost function that `line` stands in, or of the whole source."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    around = [range(node.lineno, (node.end_lineno or node.lineno) + 1) for node in functions]
+    return min((lines for lines in around if line in lines), key=len, default=range(1, source.count(b"\n") + 2))
+
+
 def compiles(source: bytes) -> bool:
     try:
         compile(source, "mutant", "exec")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -9,11 +14,11 @@ from typing import Any
 import pytest
 
 from tests.mutation.chosen import FAULTS, path_of
-from tests.mutation.coverage_map import CoverageMap
+from tests.mutation.coverage_map import CoverageMap, Seen, bits, each_bit, lines_by_test, some_of_each_function_first
 from tests.mutation.drawing import Finding, Record, difference, report
-from tests.mutation.places import changed, compiles, lines_of_functions, places_in
-from tests.mutation.tree import ROOT, Run, sources
-from tests.mutation.verdicts import CAUGHT, HANGS, NOT_RUN, STILLBORN, SURVIVED, UNCLEAR, Baseline, batches, judge
+from tests.mutation.places import changed, compiles, function_around, lines_of_functions, places_in
+from tests.mutation.tree import ROOT, Run, Told, joined, sources
+from tests.mutation.verdicts import CAUGHT, NOT_RUN, STILLBORN, SURVIVED, TIMED_OUT, UNCLEAR, judge, stages
 
 SOURCE = b'''"""A docstring."""
 import os
@@ -74,76 +79,123 @@ def test_every_place_of_the_package_is_a_change_and_nearly_all_compile() -> None
     assert sum(compiles(changed(source, place)) for source, place in some) > 0.97 * len(some)
 
 
+def mapped(**tests: tuple[str, float, list[int]]) -> CoverageMap:
+    """Of core/x.py."""
+    return CoverageMap({name: Seen(seconds, {"core/x.py": bits(lines)}) for name, seconds, lines in tests.values()})
+
+
 def test_what_runs_a_place_is_its_statement_or_the_functions_of_its_file() -> None:
     bodies = lines_of_functions(SOURCE)
     assert {6, 7, 16} <= bodies and not bodies & {1, 2, 3, 4, 5}
+    assert function_around(SOURCE, 10) == range(5, 17) and function_around(SOURCE, 3) == range(1, 18)
     by_text = {SOURCE[place.start : place.stop].decode(): place for place in places_in(SOURCE)}
     assert by_text["3"].runs == (3, 3) and by_text["a.seen += 1"].runs == (12, 12)
-    seen = CoverageMap("", {"tests/core/test_b.py": {"core/x.py": [1, 3, 12]}, "tests/test_a.py": {"core/x.py": [1, 3]}})
+    seen = mapped(b=("tests/core/test_b.py::test_1", 1.0, [1, 3, 12]), a=("tests/test_a.py::test_2", 1.0, [1, 3]))
     for text in ("3", "a.seen += 1"):
-        assert seen.running("core/x.py", SOURCE, by_text[text]) == ["tests/core/test_b.py"], "at import everything runs in all"
+        assert seen.running("core/x.py", SOURCE, by_text[text]) == ["tests/core/test_b.py::test_1"], "at import everything runs in all"
     assert seen.running("core/x.py", SOURCE, by_text["del a[1:x]"]) == []
 
 
-def test_tests_of_the_same_name_come_first_then_of_the_same_room_then_the_fastest() -> None:
-    files = {f"tests/{name}.py": {"core/chunk.py": [7]} for name in ("test_slow", "test_fast", "core/test_other", "optim/test_chunk")}
-    seen = CoverageMap("", files, {"tests/test_slow.py": 9.0, "tests/test_fast.py": 1.0})
+def test_tests_of_rare_lines_come_first_then_those_of_the_same_name_then_of_the_same_room_then_the_fastest() -> None:
+    names = ["test_slow.py::t", "test_fast.py::t", "core/test_other.py::t", "optim/test_x.py::t"]
+    seen = mapped(**{name: (f"tests/{name}", 9.0 if "slow" in name else 1.0, [7]) for name in names})
     place = next(place for place in places_in(SOURCE) if place.line == 7)
-    names = [test.removeprefix("tests/").removesuffix(".py") for test in seen.running("core/chunk.py", SOURCE, place)]
-    assert names == ["optim/test_chunk", "core/test_other", "test_fast", "test_slow"]
+    found = [test.removeprefix("tests/") for test in seen.running("core/x.py", SOURCE, place)]
+    assert found == ["optim/test_x.py::t", "core/test_other.py::t", "test_fast.py::t", "test_slow.py::t"]
+    seen.tests["tests/test_slow.py::t"].lines["core/x.py"] |= bits([8])
+    assert seen.running("core/x.py", SOURCE, place)[0] == "tests/test_slow.py::t"
+    likely = CoverageMap({"long": Seen(9.0, {}), "a": Seen(1.0, {}), "b": Seen(2.0, {}), "c": Seen(3.0, {}), "d": Seen(0.5, {})})
+    assert likely.chosen(["long", "a"], 2.0) == ["long", "a"], "never none"
+    assert likely.chosen(["a", "long", "b", "c", "d"], 7.0) == ["a", "b", "d", "c"], "half for the likeliest, half for the fastest"
 
 
-def test_batches_hold_every_file_once_in_order() -> None:
-    tests = [str(number) for number in range(30)]
-    assert [name for batch in batches(tests) for name in batch] == tests and [len(batch) for batch in batches(tests)] == [1, 4, 16, 9]
+def test_a_test_of_many_parameters_lets_others_before_its_fourth() -> None:
+    assert some_of_each_function_first(["a[1]", "a[2]", "a[3]", "a[4]", "b"]) == ["a[1]", "a[2]", "a[3]", "b", "a[4]"]
 
 
-class Told:
+def test_stages_hold_every_test_once_in_order() -> None:
+    lines = CoverageMap({str(number): Seen(1.0, {}) for number in range(20)})
+    assert [(len(some), seconds) for some, seconds in stages(lines, list(lines.tests))] == [(2, 2.0), (15, 15.0), (3, 3.0)]
+
+
+class Scripted:
     """A tree whose tests say what they are told to."""
 
     def __init__(self, *runs: Run, imports: bool = True) -> None:
         self.runs, self.imports = list(runs), lambda: imports
 
-    def run(self, *_: Any, **__: Any) -> Run:
+    def run(self, *_: Any) -> Run:
         return self.runs.pop(0)
 
     def holding(self, *_: Any) -> Any:
         return nullcontext()
 
 
-FINE = Run(0, (), 1.0, "")
-VERDICTS: dict[str, tuple[list[Run], bool, str]] = {
-    "a test fails": ([FINE, Run(1, ("core/test_a.py::test_b",), 1.0, "")], True, CAUGHT),
-    "all pass": ([FINE, FINE], True, SURVIVED),
-    "a renamed file is no catch": ([FINE, Run(4, (), 1.0, "")], True, UNCLEAR),
-    "an error while collecting is no catch": ([FINE, Run(2, (), 1.0, "")], True, UNCLEAR),
-    "nothing imports": ([FINE, Run(2, (), 1.0, "")], False, STILLBORN),
-    "an interpreter that died": ([FINE, Run(-11, (), 1.0, "")], True, UNCLEAR),
-    "an error around a test, and a test fails": ([FINE, Run(1, (), 1.0, ""), Run(1, ("x::y",), 1.0, "")], True, CAUGHT),
-    "an error around a test alone": ([FINE, Run(1, (), 1.0, ""), Run(1, (), 1.0, "")], True, UNCLEAR),
-    "nothing ends": ([FINE, Run(None, (), 999.0, "")], True, HANGS),
-    "it fails without a fault": ([Run(1, ("x::y",), 1.0, "")], True, NOT_RUN),
+def said(*outcomes: str, code: int | None = 1, text: str = "") -> Run:
+    """By the tests x::0, x::1, ..."""
+    return Run(code, {f"x::{number}": Told(number, outcome, 1.0, text) for number, outcome in enumerate(outcomes)})
+
+
+TESTS = CoverageMap({f"x::{number}": Seen(1.0, {}) for number in range(2)})
+VERDICTS: dict[str, tuple[Run, bool, str]] = {
+    "a test fails": (said("passed", "failed"), True, CAUGHT),
+    "all pass": (said("passed", "passed", code=0), True, SURVIVED),
+    "a renamed file is no catch": (said(code=4), True, UNCLEAR),
+    "an error while collecting is no catch": (said(code=2), True, UNCLEAR),
+    "nothing imports": (said(code=2), False, STILLBORN),
+    "an interpreter that died": (said("passed", code=-11), True, UNCLEAR),
+    "an error around the tests": (said("passed", "passed", code=3), True, UNCLEAR),
+    "a test that is gone": (said("passed", code=0), True, UNCLEAR),
+    "a run that was ended": (said("passed", code=None), True, UNCLEAR),
+    "a run that was ended after a test had failed": (said("failed", code=None), True, CAUGHT),
+    "a test that did not end": (said("failed", text="Failed: Timeout (>60.0s) from pytest-timeout."), True, TIMED_OUT),
 }
 
 
 @pytest.mark.parametrize("name", VERDICTS)
-def test_only_a_test_that_fails_and_passes_without_the_fault_has_caught_it(name: str, tmp_path: Path) -> None:
-    runs, imports, expected = VERDICTS[name]
-    verdict = judge(Told(*runs, imports=imports), Baseline(tmp_path / "baseline.json", ""), "x.py", b"pass", ["tests/test_x.py"])  # type: ignore[arg-type]
+def test_only_a_test_that_fails_has_caught_a_fault(name: str) -> None:
+    run, imports, expected = VERDICTS[name]
+    verdict = judge(Scripted(run, imports=imports), TESTS, "x.py", b"pass", list(TESTS.tests))  # type: ignore[arg-type]
     assert verdict.kind == expected, verdict
 
 
-def test_what_does_not_compile_or_is_not_run_is_told_apart(tmp_path: Path) -> None:
-    baseline = Baseline(tmp_path / "baseline.json", "")
-    assert judge(Told(), baseline, "x.py", b"if:", ["tests/test_x.py"]).kind == STILLBORN  # type: ignore[arg-type]
-    assert judge(Told(), baseline, "x.py", b"pass", []).kind == NOT_RUN  # type: ignore[arg-type]
+def test_what_does_not_compile_or_is_not_run_is_told_apart() -> None:
+    assert judge(Scripted(), TESTS, "x.py", b"if:", list(TESTS.tests)).kind == STILLBORN  # type: ignore[arg-type]
+    assert judge(Scripted(), TESTS, "x.py", b"pass", []).kind == NOT_RUN  # type: ignore[arg-type]
 
 
-def test_a_baseline_is_run_once_and_kept(tmp_path: Path) -> None:
-    path = tmp_path / "baseline.json"
-    assert Baseline(path, "now").seconds(Told(FINE), "tests/test_x.py") == 1.0  # type: ignore[arg-type]
-    assert Baseline(path, "now").seconds(Told(), "tests/test_x.py") == 1.0  # type: ignore[arg-type]
-    assert Baseline(path, "later").seconds(Told(Run(1, ("x::y",), 2.0, "")), "tests/test_x.py") is None  # type: ignore[arg-type]
+def test_set_up_call_and_tear_down_are_one_test() -> None:
+    parts = [
+        (2, "x::0", "passed", 1.0, ""),
+        (2, "x::0", "failed", 2.0, "why"),
+        (2, "x::0", "passed", 3.0, ""),
+        (3, "x::1", "skipped", 0.0, ""),
+    ]
+    assert joined(map(json.dumps, parts)) == {"x::0": Told(2, "failed", 6.0, "why"), "x::1": Told(3, "skipped", 0.0, "")}
+
+
+def test_a_traced_run_tells_which_test_runs_which_lines(tmp_path: Path) -> None:
+    """In the test's own process, and in what it shares with others."""
+    (tmp_path / "zero3").mkdir()
+    (tmp_path / "zero3/__init__.py").touch()
+    (tmp_path / "zero3/x.py").write_text("def f(a):\n    if a:\n        return 1\n    return 2\n")
+    text = "import pytest\nimport zero3.x as x\nx.f(0)\n@pytest.fixture(scope='module')\ndef shared():\n    x.f(0)\n"
+    text += "def test_1():\n    assert x.f(1) == 1\ndef test_0(shared):\n    assert x.f(0) == 1\n"
+    (tmp_path / "test_x.py").write_text(text)
+    shutil.copy(ROOT / "tests/mutation/lines_seen.py", tmp_path / "sitecustomize.py")
+    job = {"folder": str(tmp_path), "wanted": [], "arguments": ["test_x.py", "-p", "no:cacheprovider"], "limit": 60}
+    asked = json.dumps({**job, "environment": {"ZERO3_LINES_SEEN": str(tmp_path)}})
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "tests.mutation.server"]
+    answer = subprocess.run(command, input=asked, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(answer.stdout) == 1, (tmp_path / "output").read_text()
+    told = joined((tmp_path / "told").read_text().splitlines())
+    assert {name: (each.number, each.outcome) for name, each in told.items()} == {
+        "test_x.py::test_1": (2, "passed"),
+        "test_x.py::test_0": (3, "failed"),
+    }
+    seen = lines_by_test((tmp_path / "lines").read_text().splitlines())
+    assert {number: list(each_bit(of["x.py"] & 0b11100)) for number, of in seen.items()} == {0: [2, 4], 1: [2, 4], 2: [2, 3], 3: [2, 4]}
 
 
 def test_a_record_goes_on_and_is_bound_to_the_package(tmp_path: Path) -> None:
@@ -156,12 +208,14 @@ def test_a_record_goes_on_and_is_bound_to_the_package(tmp_path: Path) -> None:
     again = Record(record.path, now)
     assert again.findings == record.findings and len(again.counted) == 2
     text = "\n".join(report(again))
-    assert text.startswith("1 of 2 caught (0 by hanging), 1 more can't be imported.")
+    assert text.startswith("1 of 2 caught (0 by a test that timed out), 1 more can't be imported.")
     assert "| zero3/core/x.py:10 | Lt to <= | SURVIVED: 2 test files pass | |" in text and "\n+        if x <= LIMIT:" in text
     with pytest.raises(SystemExit, match="another state of the package"):
         Record(record.path, {**now, "digest": "later"})
     assert [finding.verdict for finding in Record(record.path, now, again=True).findings] == [CAUGHT, STILLBORN]
     assert len(Record(record.path, now).findings) == 2, "what lived is forgotten in the file too"
+    Record(record.path, now).doubt({"core/test_x.py::test_y"})
+    assert [finding.verdict for finding in Record(record.path, now).findings] == [UNCLEAR, STILLBORN], "it fails without a fault too"
     assert Record(record.path, {**now, "digest": "later"}, anew=True).findings == []
 
 

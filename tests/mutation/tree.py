@@ -3,44 +3,69 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-EACH_TEST = 60  # seconds, after which a test that hangs fails
-PYTEST = ("-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-o", f"timeout={EACH_TEST}")
-PRODUCTS = frozenset({"__pycache__", ".git", ".mutants", "build", "dist", ".pytest_cache", ".hypothesis"})
+EACH_TEST = 120  # seconds, after which a test that hangs fails
+PYTEST = (
+    "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", "-o", f"timeout={EACH_TEST}",
+    "--assert=plain", "--hypothesis-profile=no_shrinking",  # nobody reads what they would tell, and it takes long
+)  # fmt: skip
+COMMON = 1  # what runs in the set-up that tests of a file share; 0: while tests are collected; 2 and more: in tests
+PRODUCTS = frozenset({"__pycache__", ".git", ".mutants", ".versions", "build", "dist", ".pytest_cache", ".hypothesis"})
 
 
-class Run(NamedTuple):
-    """What pytest said. `failed`: names of tests; `code`: None if it was ended from outside."""
+class Told(NamedTuple):
+    """What became of one test: `number` in its run."""
 
-    code: int | None
-    failed: tuple[str, ...]
+    number: int
+    outcome: str
     seconds: float
     text: str
 
+
+class Run(NamedTuple):
+    """What pytest said. `code`: None if it was ended from outside; `tests`: by name, those that were run."""
+
+    code: int | None
+    tests: dict[str, Told]
+    seconds: float = 0.0
+
     @property
-    def passed(self) -> bool:
-        return self.code == 0
+    def failed(self) -> list[str]:
+        return [name for name, told in self.tests.items() if told.outcome == "failed"]
 
 
 class Tree:
-    """A copy of what belongs to the repository, in `place`."""
+    """A copy of what belongs to the repository, in `place`, and a server that runs its tests."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
         for name in names_of_files():
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, place / name)
+        shutil.copy(place / "tests/mutation/lines_seen.py", place / "sitecustomize.py")
+        (place / "tmp").mkdir()
+        # by hash: a fault may leave a source's size and second of change as they were
+        compiled = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash", "zero3", "tests"]
+        subprocess.run(compiled, cwd=place, check=True)
+        self._server = subprocess.Popen(
+            [sys.executable, "-B", "-m", "tests.mutation.server"], cwd=place, env=self._environment(), text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self._server.communicate()
 
     @contextmanager
     def holding(self, file: str, source: bytes) -> Iterator[None]:
@@ -53,38 +78,54 @@ class Tree:
         finally:
             path.write_bytes(right)
 
-    def run(self, files: Sequence[str], limit: float, *, first_failure: bool = True, **environment: str) -> Run:
-        """The tests in `files`, for at most `limit` seconds."""
-        command = [sys.executable, "-B", "-m", "pytest", *PYTEST, *(["-x"] if first_failure else []), *files]
+    def run(self, tests: Sequence[str], limit: float, *options: str, traced: Path | None = None) -> Run:
+        """Tests by name, in their order, or whole files; for at most `limit` seconds. `traced`: a folder for the file `lines`."""
+        files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
         began = time.monotonic()
-        process = subprocess.Popen(
-            command, cwd=self.place, env=self._environment(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        code: int | None = None
-        try:
-            text, _ = process.communicate(timeout=limit)
-            code = process.returncode
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)  # its ranks too: the group is this session's own
-            text, _ = process.communicate()
-        lines = [line.removeprefix("FAILED ") for line in text.splitlines() if line.startswith("FAILED ")]
-        failed = tuple(line.split(" - ")[0].removeprefix("tests/") for line in lines)
-        return Run(code, failed, time.monotonic() - began, text)
+        with tempfile.TemporaryDirectory(dir=self.place / "tmp", ignore_cleanup_errors=True) as place:
+            folder = traced or Path(place)
+            job = {
+                "folder": str(folder),
+                "wanted": [test for test in tests if "::" in test],
+                "arguments": [*PYTEST, f"--basetemp={place}/pytest", *options, *files],
+                "environment": {"TMPDIR": place, **({"ZERO3_LINES_SEEN": str(folder)} if traced else {})},
+                "limit": limit,
+            }
+            assert self._server.stdin is not None and self._server.stdout is not None
+            print(json.dumps(job), file=self._server.stdin, flush=True)
+            code = json.loads(self._server.stdout.readline())
+            told = folder / "told"
+            return Run(code, joined(told.read_text().splitlines() if told.exists() else ()), time.monotonic() - began)
 
     def imports(self) -> bool:
         """Whether the package can be imported at all."""
-        done = subprocess.run([sys.executable, "-B", "-c", "import zero3"], cwd=self.place, env=self._environment({}), capture_output=True)
+        done = subprocess.run([sys.executable, "-B", "-c", "import zero3"], cwd=self.place, env=self._environment(), capture_output=True)
         return done.returncode == 0
 
-    def _environment(self, more: dict[str, str]) -> dict[str, str]:
-        return {**os.environ, "PYTHONPATH": str(self.place), "PYTHONDONTWRITEBYTECODE": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", **more}
+    def _environment(self) -> dict[str, str]:
+        fixed = {"PYTHONPATH": str(self.place), "PYTHONDONTWRITEBYTECODE": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "OMP_NUM_THREADS": "1"}
+        return {**os.environ, **fixed}
+
+
+def joined(lines: Iterable[str]) -> dict[str, Told]:
+    """Set-up, call and tear-down of each test are one: it has failed if one of them has."""
+    found: dict[str, Told] = {}
+    for line in lines:
+        number, name, outcome, seconds, text = json.loads(line)
+        before = found.get(name, Told(number, "passed", 0.0, ""))
+        worst = max(before.outcome, outcome, key=("passed", "skipped", "failed").index)
+        found[name] = Told(number, worst, before.seconds + seconds, before.text or text)
+    return found
 
 
 @contextmanager
 def copied() -> Iterator[Tree]:
-    with tempfile.TemporaryDirectory(prefix="mutants-") as place:
-        yield Tree(Path(place))
+    with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as place:
+        tree = Tree(Path(place))
+        try:
+            yield tree
+        finally:
+            tree.close()
 
 
 def names_of_files() -> list[str]:

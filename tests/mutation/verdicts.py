@@ -2,93 +2,65 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from threading import Lock
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from tests.mutation.coverage_map import CoverageMap
 from tests.mutation.places import compiles
-from tests.mutation.tree import Tree, content_of
+from tests.mutation.tree import Run, Tree
 
-CAUGHT, HANGS, SURVIVED, NOT_RUN, UNCLEAR = "caught", "hangs", "SURVIVED", "NOT RUN", "UNCLEAR"
+CAUGHT, SURVIVED, NOT_RUN, UNCLEAR = "caught", "SURVIVED", "NOT RUN", "UNCLEAR"
+TIMED_OUT = "timed out"  # a test has failed because it did not end: caught too, and told apart
 STILLBORN = "stillborn"  # the package can't be imported with it, or not even compiled: no fault that anybody could overlook
-FIRST_LIMIT = 900.0  # seconds, of a test file of which nothing is known yet
-BATCHES = (1, 4, 16)  # files a run; then the rest: to start pytest takes longer than most files
+STAGES = (2.0, 15.0)  # seconds of tests in a run; then the rest: most faults are seen by the first tests, and files take time to collect
 
 
 class Verdict(NamedTuple):
     kind: str
     why: str  # the test that has failed; how many have passed
 
-
-class Baseline:
-    """How long test files take without a fault; a file that does not pass then is of no use. Kept in a file."""
-
-    def __init__(self, path: Path, digest: str) -> None:
-        self._path, self._digest, self._lock = path, digest, Lock()
-        known = json.loads(path.read_text()) if path.exists() else {}
-        self._seconds: dict[str, float | None] = known["seconds"] if known.get("digest") == digest else {}
-
-    def seconds(self, tree: Tree, test: str) -> float | None:
-        """None: it fails without a fault."""
-        key = f"{test} {content_of(test)}"
-        with self._lock:
-            if key not in self._seconds:
-                run = tree.run([test], FIRST_LIMIT, first_failure=False)
-                self._seconds[key] = run.seconds if run.passed or run.code == 5 else None  # 5: it has no tests here
-                if self._seconds[key] is None:
-                    print(f"not used: {test} fails without a fault ({', '.join(run.failed[:3]) or f'exit code {run.code}'})", flush=True)
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._path.write_text(json.dumps({"digest": self._digest, "seconds": self._seconds}))
-            return self._seconds[key]
-
-    def usable(self, tree: Tree, tests: Iterable[str]) -> list[str]:
-        return [test for test in tests if self.seconds(tree, test) is not None]
-
-    def limit(self, tree: Tree, tests: Sequence[str]) -> float:
-        """Far beyond what they take, on a machine that has become busy too."""
-        return 180 + 8 * sum(self.seconds(tree, test) or 0.0 for test in tests)
+    @property
+    def is_caught(self) -> bool:
+        return self.kind in (CAUGHT, TIMED_OUT)
 
 
-def judge(tree: Tree, baseline: Baseline, file: str, source: bytes, tests: Sequence[str]) -> Verdict:
-    """`tests`: files, the likeliest first. `source`: of `file`, with the fault in it."""
+def judge(tree: Tree, lines: CoverageMap, file: str, source: bytes, tests: Sequence[str]) -> Verdict:
+    """`tests`: by name, the likeliest first. `source`: of `file`, with the fault in it."""
     if not compiles(source):
         return Verdict(STILLBORN, "it does not compile")
     if not tests:
-        return Verdict(NOT_RUN, "no test file runs this line")
-    passed = 0
-    for batch in batches(tests):
-        used = baseline.usable(tree, batch)
-        if not used:
-            continue
+        return Verdict(NOT_RUN, "no test runs this line")
+    for some, seconds in stages(lines, tests):
         with tree.holding(file, source):
-            found = _judge_batch(tree, used, baseline.limit(tree, used))
+            limit = 180 + 8 * seconds  # far beyond what they take, on a machine that has become busy too
+            found = verdict_of_run(tree.run(some, limit, "-x"), some)
+            if found is not None and found.kind == UNCLEAR and not tree.imports():
+                found = Verdict(STILLBORN, "the package can't be imported")
         if found is not None:
             return found
-        passed += len(used)
-    return Verdict(SURVIVED, f"{passed} test files pass") if passed else Verdict(NOT_RUN, "no usable test file runs this line")
+    return Verdict(SURVIVED, f"{len(tests)} tests pass")
 
 
-def batches(tests: Sequence[str]) -> Iterable[Sequence[str]]:
-    start = 0
-    for size in (*BATCHES, len(tests)):
-        if start < len(tests):
-            yield tests[start : start + size]
-        start += size
+def stages(lines: CoverageMap, tests: Sequence[str]) -> Iterator[tuple[list[str], float]]:
+    """Some tests after the other, and how many seconds they take."""
+    left = list(tests)
+    for limit in (*STAGES, float("inf")):
+        some: list[str] = []
+        seconds = 0.0
+        while left and (not some or seconds + lines.tests[left[0]].seconds <= limit):
+            some.append(left.pop(0))
+            seconds += lines.tests[some[-1]].seconds
+        if some:
+            yield some, seconds
 
 
-def _judge_batch(tree: Tree, tests: Sequence[str], limit: float) -> Verdict | None:
+def verdict_of_run(run: Run, tests: Sequence[str]) -> Verdict | None:
     """None: all pass."""
-    run = tree.run(tests, limit)
-    if run.code == 1 and not run.failed:  # an error around a test has ended the run: does a test fail as well?
-        run = tree.run(tests, limit, first_failure=False)
-    if run.code is None:
-        return Verdict(HANGS, f"not over after {run.seconds:.0f} s: {' '.join(tests[:2])}")
-    if run.code == 1 and run.failed:
-        return Verdict(CAUGHT, run.failed[0])
-    if run.passed or run.code == 5:
+    if run.failed:
+        name = run.failed[0]
+        return Verdict(TIMED_OUT if "Timeout" in run.tests[name].text else CAUGHT, name)
+    if run.code == 0 and run.tests.keys() == set(tests):
         return None
-    if not tree.imports():
-        return Verdict(STILLBORN, "the package can't be imported")
-    return Verdict(UNCLEAR, f"no test fails, but pytest ended with {run.code}: {' '.join(tests[:2])}")
+    lacking = sorted(set(tests) - run.tests.keys())
+    how = "was ended" if run.code is None else f"ended with {run.code}"
+    return Verdict(UNCLEAR, f"no test fails, but pytest {how} after {run.seconds:.0f} s, without {len(lacking)} tests: {lacking[:1]}")

@@ -15,7 +15,9 @@ from tests.support.models import mlp
 from tests.support.processes import PROMPT, Rank, try_on_ranks
 from tests.support.ranks import Collective, ThreadCommunicator, run_ranks
 from tests.support.reference import TOLERANCE, assert_close, full_gradients, on_ranks
+from zero3.access import states_of
 from zero3.comm.agreement import agree_where_nan
+from zero3.optim.token_mean import weigh
 
 NAN, INF = float("nan"), float("inf")
 Bad = tuple[dict[str, Any], type[Exception], str]
@@ -25,6 +27,7 @@ CLIP: dict[str, Bad] = {
     "max_norm nan": ({"max_norm": NAN}, ValueError, "found 2.0 and nan"),
     "max_norm None": ({"max_norm": None}, TypeError, r"norm_type and max_norm must be numbers, found 2\.0 and None"),
     "max_norm a list": ({"max_norm": [1.0]}, TypeError, r"found 2\.0 and \[1\.0\]"),
+    "max_norm a tensor": ({"max_norm": torch.ones(2)}, TypeError, r"found 2\.0 and tensor\(\[1\., 1\.\]\)"),
     "norm_type 0": ({"norm_type": 0}, ValueError, "found 0.0 and 1.0"),
     "norm_type nan": ({"norm_type": NAN}, ValueError, "found nan and 1.0"),
     "norm_type a word": ({"norm_type": "two"}, TypeError, "found 'two' and 1.0"),
@@ -66,6 +69,8 @@ def test_clip_grad_norm(name: str, world_size: int) -> None:
         assert_close(full_gradients(model, group), expected, TOLERANCE, "gradients after a refused clip")
         total = zero3.clip_grad_norm_(model, INF).item()
         assert total == pytest.approx(torch.cat([g.flatten() for g in expected.values()]).norm().item())
+        for _ in range(3):
+            zero3.backward(loss_sum(model, group.rank), 3, model)  # the ranks' logs of transfers are still alike
 
     on_ranks(world_size, mlp, body)
 
@@ -79,6 +84,25 @@ def test_clip_grad_norm_by_the_largest_element() -> None:
             zero3.clip_grad_norm_(model, 1.0 if group.rank else -1.0, INF)
 
     on_ranks(2, mlp, body)
+
+
+@pytest.mark.parametrize("differ", ["max_norm", "norm_type"])
+def test_clip_grad_norm_by_another_limit_is_told_to_all_at_the_next_comparison(differ: str) -> None:
+    """Each is valid, and the all-reduce has no room for them. The log of transfers has."""
+    refused = []
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        def train() -> None:
+            for _ in range(4):
+                zero3.backward(loss_sum(model, group.rank), 3, model)
+                zero3.clip_grad_norm_(model, **{"max_norm": 1.0, differ: 2.0 if group.rank else 1.0})
+
+        with pytest.raises(ValueError, match=r"ranks differ in the transfers made before forward.*clipping the gradients to max_norm="):
+            train()
+        refused.append(group.rank)
+
+    on_ranks(2, mlp, body)
+    assert sorted(refused) == [0, 1]
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -99,8 +123,13 @@ BACKWARD: dict[str, tuple[Callable[[Any, int], Any], type[Exception], str]] = {
     "a shape": (lambda model, rank: (model(batch(rank)), 3), ValueError, r"loss_sum has shape \(3, \d\)"),
     "no graph": (lambda model, rank: (loss_sum(model, rank).detach(), 3), ValueError, "requires_grad=False"),
     "no tensor": (lambda model, rank: (loss_sum(model, rank).item(), 3), TypeError, "loss_sum is a float"),
-    "-1 tokens": (lambda model, rank: (loss_sum(model, rank), -1), ValueError, "num_tokens must be 0 or more, found -1"),
-    "tokens nan": (lambda model, rank: (loss_sum(model, rank), NAN), ValueError, "num_tokens must be 0 or more, found nan"),
+    "-1 tokens": (lambda model, rank: (loss_sum(model, rank), -1), ValueError, "num_tokens must be 0 or more, and finite, found -1"),
+    "inf tokens": (lambda model, rank: (loss_sum(model, rank), math.inf), ValueError, "0 or more, and finite, found inf"),
+    "too many tokens": (lambda model, rank: (loss_sum(model, rank), 10**400), ValueError, "0 or more, and finite, found 1000"),
+    "-1 tokens in a tensor": (lambda model, rank: (loss_sum(model, rank), torch.tensor(-1)), ValueError, "0 or more, .*, found -1"),
+    "tokens nan in a tensor": (lambda model, rank: (loss_sum(model, rank), torch.tensor(NAN)), ValueError, "0 or more, .*, found nan"),
+    "complex tokens": (lambda model, rank: (loss_sum(model, rank), torch.tensor(1j)), TypeError, "num_tokens is torch.complex64"),
+    "tokens nan": (lambda model, rank: (loss_sum(model, rank), NAN), ValueError, "num_tokens must be 0 or more, and finite, found nan"),
     "no tokens": (lambda model, rank: (loss_sum(model, rank), None), TypeError, "num_tokens is a NoneType"),
     "tokens by row": (lambda model, rank: (loss_sum(model, rank), torch.ones(3)), ValueError, r"num_tokens has shape \(3,\)"),
 }
@@ -203,3 +232,56 @@ def test_in_processes_nobody_waits_for_the_timeout() -> None:
     assert first.value == second.value, (first, second)
     assert len(first.value) == 4 and all(text.startswith("rank 1: ") for text in first.value)
     assert max(first.seconds, second.seconds) < PROMPT
+
+
+def test_backward_of_a_part_of_the_model_on_one_rank() -> None:
+    """Its layers' earlier gradients would be weighed anew, and those of the others not."""
+    expected = plain_gradients()
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        part = model[1] if group.rank else model
+        with pytest.raises(ValueError, match=r"^rank 1: zero3.backward got only a part of the model: layer '0' .* trains too"):
+            zero3.backward(loss_sum(model, group.rank), 3, part)
+        for chunk in model[2].get_trainable_chunk():
+            chunk.requires_grad_(False)  # what does not train need not be in it
+        model.zero_grad()
+        zero3.backward(loss_sum(model, group.rank), 3, nn.ModuleList([model[0], model[1]]))
+        found = full_gradients(model, group)
+        assert_close(found, {name: expected[name] for name in found}, TOLERANCE, "gradients")
+
+    on_ranks(2, mlp, body)
+
+
+def test_tokens_that_are_wrong_on_an_accelerator_give_nan_and_no_zeros() -> None:
+    """The host does not look at them there."""
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        states = states_of(model)
+        for wrong in (-1.0, NAN, INF):
+            weights = weigh(states, torch.tensor(wrong if group.rank else 3.0), 1.0)
+            assert math.isnan(weights.share) and math.isnan(weights.total)
+        assert weigh(states, 0, 0.0).share == 0
+
+    on_ranks(2, mlp, body)
+
+
+def test_parameter_norms_of_other_things_on_each_rank_are_told_at_the_next_comparison() -> None:
+    """With frozen parameters there would be more norms of one kind than of the other, and gloo ends the process if sizes differ."""
+    refused = []
+
+    def body(group: ThreadCommunicator) -> None:
+        frozen = mlp()
+        frozen[1].requires_grad_(False)
+        model: Any = zero3.Zero3Sequential([zero3.Zero3Layer(child, process_group=group) for child in frozen])
+
+        def train() -> None:
+            for _ in range(4):
+                zero3.backward(loss_sum(model, group.rank), 3, model)
+                zero3.parameter_norms(model, "param" if group.rank else "grad")
+
+        with pytest.raises(ValueError, match=r"ranks differ in the transfers made before forward.*measuring the (grads|params)' norms 2"):
+            train()
+        refused.append(group.rank)
+
+    run_ranks(2, body)
+    assert sorted(refused) == [0, 1]

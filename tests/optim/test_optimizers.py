@@ -54,6 +54,16 @@ class TwoFaced(optimizers.Lamb):
         return super().update(parameter, gradient, state) if self.kind == "a" else gradient
 
 
+class ByItsLoss(torch.optim.SGD):
+    """Steps as long as the loss says that it still has to go."""
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        loss = float(closure())
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad.sign(), alpha=0.001 * loss)
+
+
 def optimizer_over(model: nn.Module, kind: Callable[..., Any], options: Any = None, **arguments: Any) -> torch.optim.Optimizer:
     return kind(zero3.param_groups(model, options) if options is not None else zero3.get_trainable_chunk(model), **arguments)
 
@@ -98,6 +108,7 @@ WRONG: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         "whole",
     ),
     "several parameters at once": (lambda model: optimizer_over(model, torch.optim.LBFGS, all_whole), "several parameters at once"),
+    "a step by the loss": (lambda model: optimizer_over(model, ByItsLoss, all_whole, lr=0.1), "several parameters at once"),
     "chunks that parts replace": (stale, "zero3.param_groups has replaced since"),
     "not all": (half_held, "no optimizer holds"),
     "some twice": (twice, "hold more than once"),

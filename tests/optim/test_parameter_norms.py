@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import zero3
 from tests.optim.test_clip_grad_norm import INF, NORMS, WAYS, plain_with_gradients, with_gradients
 from tests.optim.test_param_groups import build
 from tests.support.ranks import Collective, ThreadCommunicator, run_ranks
+from tests.support.reference import Turn
+from tests.support.stacks import loss_of, stack
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -24,7 +27,7 @@ def test_norms_are_those_of_the_unsharded_model(world_size: int, way: str) -> No
             norms = {of: zero3.parameter_norms(model, of, norm) for of in ("grad", "param")}
             kind = torch.int64 if math.isinf(norm) else torch.float64
             if group.world_size > 1:
-                assert group.log[at:] == [Collective("all_reduce", len(values), kind) for values in norms.values()]
+                assert group.log[at:] == [Collective("all_reduce", len(norms["param"]), kind)] * 2
             assert all(value.shape == () for values in norms.values() for value in values.values())
             found.append({of: {name: value.item() for name, value in values.items()} for of, values in norms.items()})
         return found
@@ -56,6 +59,52 @@ def test_what_is_not_finite_stays_with_its_parameter(bad: float, norm: float) ->
         wrong = [name for name, value in found.items() if not math.isfinite(value)]
         assert len(wrong) == 1 and wrong[0].startswith("4.")
         assert math.isnan(found[wrong[0]]) == math.isnan(bad)
+
+
+KINDS = {
+    "integers": torch.arange(-5, 6),
+    "bool": torch.tensor([True, False, True]),
+    "bytes": torch.arange(5, dtype=torch.uint8),
+    "8 bits": torch.tensor([1.0, -2.0, 0.5]).to(torch.float8_e4m3fn),
+    "complex": torch.tensor([3.0 + 4.0j, -1.0j, 2.0]),
+    "empty": torch.zeros(0, dtype=torch.int64),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_norms_of_parameters_that_are_no_ordinary_floats(kind: str, world_size: int) -> None:
+    """Frozen ones: quantised weights, masks, numbers of positions."""
+    values = KINDS[kind]
+
+    def body(group: ThreadCommunicator) -> None:
+        module = nn.Linear(3, 3)
+        module.register_parameter("odd", nn.Parameter(values.clone(), requires_grad=False))
+        model = zero3.Zero3Layer(module, process_group=group if world_size > 1 else None)
+        for norm in NORMS:
+            found = zero3.parameter_norms(model, "param", norm)["odd"].item()
+            wide = values.abs().double() if values.is_complex() else values.double()
+            expected = torch.linalg.vector_norm(wide, norm).item() if wide.numel() else 0.0
+            assert found == pytest.approx(expected, rel=1e-6), norm
+        assert "odd" not in zero3.parameter_norms(model)
+
+    run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_norms_of_parameters_need_no_gradients(guarded: bool) -> None:
+    """Under no_sync, and in a guard, there are none to be had."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model: Any = zero3.shard(models[group.rank], process_group=group)
+        expected = zero3.parameter_norms(model, "param")
+        with zero3.step_guard(model) if guarded else zero3.no_sync(model):
+            loss_of(model, Turn(group.rank, 0, 2)).backward()
+            assert zero3.parameter_norms(model, "param") == expected
+        assert zero3.parameter_norms(model, "param") == expected
+
+    models = [stack() for _ in range(2)]
+    run_ranks(2, body)
 
 
 def test_a_wrong_norm_type_is_refused() -> None:

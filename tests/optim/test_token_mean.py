@@ -86,6 +86,39 @@ def test_zero_grad_begins_a_new_mean(world_size: int, set_to_none: bool) -> None
     on_ranks(world_size, mlp, body)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("waits", ["y0yn", "n0n", "y0n", "yy0yyn", "n0y0n", "y00n", "ny0yn", "yn0y0yn"])
+def test_zero_grad_between_micro_batches_under_no_sync(waits: str, stage: Any, set_to_none: bool) -> None:
+    """y, n: a micro-batch inside no_sync, or outside; 0: zero_grad."""
+    counts = [[3, 0, 5, 2, 4, 1], [1, 7, 2, 3, 0, 6]]
+    left = [number for number, letter in enumerate(waits) if letter != "0"]
+    last = waits.rfind("0")
+    everything = [(rank, number) for rank in range(2) for number in left if number > last]
+    plain = mlp()
+    rows = [tokens(rank, number, counts[rank][number % 6]) for rank, number in everything]
+    if rows:
+        (loss_sum(plain, torch.cat(rows)) / max(1, sum(map(len, rows)))).backward()
+    wanted = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in plain.named_parameters()}
+
+    def shard(model: nn.Module, group: Any, policy: Any) -> nn.Module:
+        return zero3.shard(model, list(model), policy=zero3.ShardingPolicy(stage=stage), process_group=group)
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        optimizer = torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.0)
+        for number, letter in enumerate(waits):
+            if letter == "0":
+                optimizer.zero_grad(set_to_none=set_to_none)
+                continue
+            count = counts[group.rank][number % 6]
+            with zero3.no_sync(model) if letter == "y" else nullcontext():
+                zero3.backward(loss_sum(model, tokens(group.rank, number, count)), count, model)
+        zero3.clip_grad_norm_(model, float("inf"))
+        assert_close(full_gradients(model, group), wanted, TOLERANCE, "gradients")
+
+    on_ranks(2, mlp, body, shard)
+
+
 def test_gradients_of_another_backward_are_refused() -> None:
     def body(model: Any, group: ThreadCommunicator) -> None:
         x = tokens(group.rank, 0, 3)
@@ -118,7 +151,7 @@ def test_zero3_backward_refuses_what_is_no_sum() -> None:
         zero3.backward(model(torch.ones(1, 2)), 1, model)
     with pytest.raises(ValueError, match="requires_grad=False"):
         zero3.backward(torch.zeros(()), 1, model)
-    with pytest.raises(ValueError, match="num_tokens must be 0 or more, found -1"):
+    with pytest.raises(ValueError, match="num_tokens must be 0 or more, and finite, found -1"):
         zero3.backward(model(torch.ones(1, 2)).sum(), -1, model)
     with pytest.raises(ValueError, match="is sharded"):
         zero3.backward(torch.zeros((), requires_grad=True), 1, nn.Linear(2, 2))

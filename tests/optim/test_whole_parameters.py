@@ -68,7 +68,7 @@ def all_transfers(rank: Rank) -> None:
 
 
 def transfers(rank: Rank, bounds: tuple[int, ...], dtype: torch.dtype, plain: bool) -> None:
-    mine = GroupCommunicator(dist.group.WORLD, "gloo") if plain else communicator_for(None, torch.device("cpu"))
+    mine = GroupCommunicator(dist.group.WORLD, "gloo", torch.device("cpu")) if plain else communicator_for(None, torch.device("cpu"))
     place = slice(bounds[rank.number], bounds[rank.number + 1])
     fulls = [torch.arange(bounds[-1]).add(100 * r).to(dtype) for r in range(rank.world_size)]
     if not plain:
@@ -103,7 +103,7 @@ def over_lists(rank: Rank) -> list[tuple[bool, bool]]:
 
     def one(number: int) -> None:
         dist.init_process_group("threaded", rank=number, world_size=3, store=store)
-        mine, place = GroupCommunicator(dist.group.WORLD, "threaded"), slice(bounds[number], bounds[number + 1])
+        mine, place = GroupCommunicator(dist.group.WORLD, "threaded", torch.device("cpu")), slice(bounds[number], bounds[number + 1])
         fulls = [torch.arange(bounds[-1]).add(100.0 * r) for r in range(3)]
         gathered, reduced = torch.zeros(bounds[-1]), torch.zeros_like(fulls[0][place])
         mine.all_gather(gathered, fulls[0][place].clone(), bounds).wait()
@@ -252,3 +252,42 @@ def test_gradients_that_stay_whole_have_no_parts() -> None:
 
     models = [nn.Linear(1, 1) for _ in range(3)]
     run_ranks(3, body)
+
+
+def test_param_groups_inside_inference_mode_train() -> None:
+    def body(group: ThreadCommunicator) -> Tensor:
+        layer = zero3.Zero3Layer(models[group.rank], process_group=group)
+        with torch.inference_mode():
+            groups = zero3.param_groups(layer, all_whole)
+        optimizer = torch.optim.SGD(groups, lr=0.5)
+        layer(torch.ones(2, 1)).sum().backward()
+        optimizer.step()
+        return zero3.full_state_dict(layer, rank0_only=False)["bias"]
+
+    models = [nn.Linear(1, 1) for _ in range(2)]
+    before = models[0].bias.detach().clone()
+    assert all(torch.equal(bias, before - 0.5 * 2) for bias in run_ranks(2, body))
+
+
+def test_param_groups_where_nothing_is_trainable() -> None:
+    layers = [zero3.Zero3Layer(nn.Linear(1, 1).requires_grad_(False)) for _ in range(2)]
+    assert zero3.param_groups(zero3.Zero3Sequential(layers), all_whole) == []
+
+
+def test_param_groups_makes_new_chunks_only_where_cuts_change() -> None:
+    def chunks_of(model: nn.Module) -> list[int]:
+        return [id(chunk) for state in states_of(model) for chunk in state.chunks]
+
+    def body(group: ThreadCommunicator) -> None:
+        layer = zero3.Zero3Layer(models[group.rank], process_group=group)
+        made = chunks_of(layer)
+        zero3.param_groups(layer, lambda name, info: {"lr": info.ndim})
+        assert chunks_of(layer) == made
+        zero3.param_groups(layer, all_whole)
+        cut = chunks_of(layer)
+        assert not set(cut) & set(made) and len(cut) == 1, "and none for what is left, where nothing is"
+        zero3.param_groups(layer, all_whole)
+        assert chunks_of(layer) == cut
+
+    models = [nn.Linear(3, 3) for _ in range(2)]
+    run_ranks(2, body)

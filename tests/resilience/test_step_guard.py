@@ -410,3 +410,32 @@ def test_an_exception_on_one_rank_is_a_named_error_on_the_others(where: str) -> 
     assert [outcome.error for outcome in outcomes] == ["RuntimeError", "ZeroDivisionError"]
     assert "rank 0 of 2" in outcomes[0].text and "layer" in outcomes[0].text
     assert max(outcome.seconds for outcome in outcomes) < PROMPT
+
+
+def test_what_step_guard_could_not_take_back_is_refused() -> None:
+    """On all ranks, by name; afterwards they train on."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model = sharded(group, transactional=True)
+        for wrong, text in (
+            (token_means, "a second zero3.backward inside one zero3.step_guard"),
+            (penalty, "run that backward after the guard"),
+        ):
+            with pytest.raises((ValueError, RuntimeError), match=text), zero3.step_guard(model):
+                wrong(model, group.rank)
+            model.zero_grad()
+        with zero3.step_guard(model) as guarded:
+            loss_of(model, group.rank, 0).backward()
+        assert not guarded.failed
+        assert_close(full_gradients(model, group), expected(group.world_size, [0]), TOLERANCE, "gradients")
+
+    run_ranks(2, body)
+
+
+def token_means(model: nn.Module, rank: int) -> None:
+    for number in range(2):
+        zero3.backward(loss_of(model, rank, number), 3, model)
+
+
+def penalty(model: nn.Module, rank: int) -> None:
+    (loss_of(model, rank, 0) + sum(chunk.pow(2).sum() for chunk in zero3.get_trainable_chunk(model))).backward()

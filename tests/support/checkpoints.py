@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -143,3 +144,28 @@ def assert_same(found: Any, expected: Any, what: str = "") -> None:
             assert_same(found[index], item, f"{what}[{index}]")
     else:
         assert type(found) is type(expected) and found == expected, f"{what}: {found!r} instead of {expected!r}"
+
+
+def resumed(
+    path: Path,
+    build: Callable[[], nn.Module],
+    shard: Callable[[nn.Module, ThreadCommunicator], tuple[nn.Module, Any]],  # the sharded model, and its optimizer or optimizers
+    train: Callable[[nn.Module, Any, range], object],
+) -> dict[str, Tensor]:
+    """The full state dict after three steps on two ranks, a checkpoint, and two steps on three ranks."""
+
+    def body(steps: range, load: bool) -> Callable[[ThreadCommunicator], dict[str, Tensor]]:
+        models = [build() for _ in range(3)]
+
+        def rank(group: ThreadCommunicator) -> dict[str, Tensor]:
+            model, optimizer = shard(models[group.rank], group)
+            if load:
+                zero3.load_checkpoint(path, model, optimizer)
+            train(model, optimizer, steps)
+            zero3.save_checkpoint(path, model, optimizer)
+            return zero3.full_state_dict(model)
+
+        return rank
+
+    run_ranks(2, body(range(3), load=False))
+    return run_ranks(3, body(range(3, 5), load=True))[0]

@@ -6,8 +6,8 @@ optimizer state. Layers have sizes that no two sums confuse.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from zero3.core.layout import ChunkLayout
 WIDTHS = (16, 24, 40, 12, 32)
 LAYERS = range(len(WIDTHS) - 1)
 BYTES = 4  # an fp32 element
-GIVEN = [(WIDTHS[i] + 1) * WIDTHS[i + 1] * BYTES for i in LAYERS]  # P: the parameters as the user made them
+SIZES = [[WIDTHS[i] * WIDTHS[i + 1], WIDTHS[i + 1]] for i in LAYERS]  # elements of weight and bias
+GIVEN = [sum(each) * BYTES for each in SIZES]  # P: the parameters as the user made them
 
 Point = Callable[[str], None]
 
@@ -44,16 +45,39 @@ class Block(nn.Module):
         return torch.tanh(x)
 
 
-class Formula:
-    """docs/memory.md as code. W ranks; depth d; P, S, F of each layer in bytes."""
+class Bytes(NamedTuple):
+    """Of an element where it is kept, where it is computed with, and where gradients are summed; and the allocator's unit."""
 
-    def __init__(self, world_size: int, depth: int, *, kept: bool = False) -> None:
-        self.world_size, self.depth, self.kept = world_size, depth, kept
-        self.S = [-(-given // BYTES // world_size) * BYTES for given in GIVEN]
-        self.F = [world_size * chunk for chunk in self.S]
+    stored: int = BYTES
+    computed: int = BYTES
+    reduced: int = BYTES
+    rounded_to: int = 1
+
+    def of(self, numel: int, element: int) -> int:
+        """Of one tensor."""
+        return -(-numel * element // self.rounded_to) * self.rounded_to
+
+
+EXACT = Bytes()
+
+
+class Formula:
+    """docs/memory.md as code. W ranks; depth d; of each layer, in bytes: S its chunk, F its full parameters, P its gradients as autograd
+    makes them, FG its full gradient. `sizes`: the elements of each layer's parameters."""
+
+    def __init__(
+        self, world_size: int, depth: int, *, kept: bool = False, sizes: Sequence[Sequence[int]] = SIZES, unit: Bytes = EXACT
+    ) -> None:
+        self.world_size, self.depth, self.kept, self.sizes, self.unit = world_size, depth, kept, sizes, unit
+        slices = [-(-sum(each) // world_size) for each in sizes]
+        self.last = len(sizes) - 1
+        self.S = [unit.of(each, unit.stored) for each in slices]
+        self.F = [unit.of(world_size * each, unit.computed) for each in slices]
+        self.FG = [unit.of(world_size * each, unit.reduced) for each in slices]
+        self.P = [sum(unit.of(numel, unit.computed) for numel in each) for each in sizes]
         # a reduction holds its buffer and its result; at world size 1 one is the other
-        self.travelling = [self.F[j] + (self.S[j] if world_size > 1 else 0) for j in LAYERS]
-        self.stand_ins = len(LAYERS) * BYTES
+        self.travelling = [self.FG[j] + (unit.of(slices[j], unit.reduced) if world_size > 1 else 0) for j in range(len(sizes))]
+        self.stand_ins = len(sizes) * unit.of(1, unit.stored)
 
     @property
     def chunks(self) -> int:
@@ -64,26 +88,26 @@ class Formula:
         return 0 if self.world_size == 1 else sum(self.F[i] for i in layers)
 
     def forward_of(self, i: int) -> int:
-        return self.full(range(0 if self.kept else i, min(i + self.depth, LAYERS[-1]) + 1))
+        return self.full(range(0 if self.kept else i, min(i + self.depth, self.last) + 1))
 
     def between(self) -> int:
-        return self.full(LAYERS if self.kept else LAYERS[-1:])
+        return self.full(range(0 if self.kept else self.last, self.last + 1))
 
     def backward_of(self, i: int, *, accumulating: bool, over: bool = False) -> int:
         """Full parameters of i and those prefetched, gradients that travel, gradients that have landed.
 
         `over`: at its end, when the first of those on their way has been waited for, so that its own can follow.
         """
-        travels = range(i + 1, min(i + self.depth - over, LAYERS[-1]) + 1)
+        travels = range(i + 1, min(i + self.depth - over, self.last) + 1)
         fetched = self.full(range(0 if self.kept else max(0, i - self.depth), i + 1))
         travelling = sum(self.travelling[j] for j in travels)
-        landed = sum(self.S) if accumulating else sum(self.S[j] for j in range(travels.stop, len(LAYERS)))
+        landed = sum(self.S) if accumulating else sum(self.S[travels.stop :])
         return fetched + travelling + landed
 
     def peak_of_backward_of(self, i: int, *, accumulating: bool) -> int:
         """When the last gradient of i has come in; or when all are about to be copied into the buffer that travels."""
         before = self.backward_of(i, accumulating=accumulating)
-        return GIVEN[i] + max(before, self.backward_of(i, accumulating=accumulating, over=self.depth > 0) + self.F[i])
+        return self.P[i] + max(before, self.backward_of(i, accumulating=accumulating, over=self.depth > 0) + self.FG[i])
 
 
 class GlooFormula(Formula):

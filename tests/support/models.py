@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 5  # odd, so that slices cut through parameters and padding is needed
+WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
+
+
+def rows(count: int) -> Tensor:
+    """Inputs of the models below, no two alike."""
+    return torch.linspace(-1, 1, count * WIDTH, dtype=torch.float64).view(count, WIDTH)
 
 
 def seeded(*makers: Callable[[], nn.Module], seed: int = 0) -> nn.Sequential:
@@ -25,6 +33,13 @@ def linear() -> nn.Module:
 def mlp(depth: int = 3) -> nn.Sequential:
     """`depth` layers of one linear map and a non-linearity each."""
     return seeded(*[lambda: nn.Sequential(linear(), nn.Tanh())] * depth)
+
+
+def step(model: nn.Module, turn: Any) -> Tensor:
+    """A program: the mean square of the outputs, and its gradients."""
+    loss: Tensor = model(turn.tensor(3, WIDTH)).pow(2).mean()
+    loss.backward()
+    return loss
 
 
 class Calls(nn.Module):
@@ -56,3 +71,14 @@ class Weights(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(self, x)
+
+
+class Checkpointed(nn.Module):
+    """Computes the module inside anew in backward."""
+
+    def __init__(self, module: nn.Module, use_reentrant: bool) -> None:
+        super().__init__()
+        self.module, self.use_reentrant = module, use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.module, x, use_reentrant=self.use_reentrant)

@@ -1,6 +1,6 @@
 """A GPU without a GPU: streams that only keep vector clocks, and a checker that sees every access to every storage.
 
-`torch.cuda`'s streams and events are replaced by fakes, so that the real `CudaLane` runs. Every operation of torch
+torch's streams and events are replaced by fakes, so that the real `StreamLane` runs. Every operation of torch
 executes at once on the CPU, but is noted as work of the stream that is current. Two accesses to a storage, one of
 them a write, must be ordered by events; memory given back must have been left by every stream but the one that
 allocates, because that stream may hand it out again at once.
@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zero3.comm.streams import CudaLane, Done, Lanes
+from zero3.comm.streams import Done, Lanes, StreamLane
 
 Clock = dict[str, int]
 
@@ -29,9 +29,17 @@ Clock = dict[str, int]
 class FakeStream:
     """A queue of work: its clock says how far into every queue's work it is ordered after."""
 
-    def __init__(self, device: object, name: str) -> None:
-        self.device, self.name = device, name
+    def __init__(self, device: object, name: str, current: FakeDevice | None = None) -> None:
+        self.device, self.name, self._current = device, name, current
         self.clock: Clock = {name: 0}
+
+    def __enter__(self) -> None:
+        assert self._current is not None
+        self._entered = self._current.on(self)
+        self._entered.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
 
     def wait_stream(self, other: FakeStream) -> None:
         self.join(other.clock)
@@ -49,7 +57,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    def __init__(self) -> None:
+    def __init__(self, device: object = None, enable_timing: bool = False) -> None:
         self.clock: Clock = {}
 
     def record(self, stream: FakeStream) -> None:
@@ -78,7 +86,7 @@ class FakeDevice(TorchDispatchMode):
         self._names = (f"{lane}{number}" for number in itertools.count() for lane in ("fetch", "backup"))
 
     def new_stream(self, device: object, priority: int = 0) -> FakeStream:
-        return FakeStream(device, next(self._names))
+        return FakeStream(device, next(self._names), self)
 
     @contextlib.contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:
@@ -184,7 +192,7 @@ class EchoCommunicator:
         return EchoCommunicator(self.calls)
 
     def lanes(self, device: torch.device) -> Lanes:
-        return Lanes(CudaLane(device), CudaLane(device))
+        return Lanes(StreamLane(device), StreamLane(device))
 
     def same_ranks(self, other: object) -> bool:
         return isinstance(other, EchoCommunicator)
@@ -192,7 +200,7 @@ class EchoCommunicator:
 
 @contextlib.contextmanager
 def faking() -> Iterator[FakeDevice]:
-    """torch.cuda's streams and events, as fakes; and the two places that give memory back without an operation."""
+    """torch's streams and events, as fakes; and the two places that give memory back without an operation."""
     from zero3.core.chunk import FullBuffer
 
     fake = FakeDevice()
@@ -203,10 +211,9 @@ def faking() -> Iterator[FakeDevice]:
         real_free(buffer)
 
     with pytest.MonkeyPatch.context() as patch, fake:
-        patch.setattr(torch.cuda, "Stream", fake.new_stream)
-        patch.setattr(torch.cuda, "Event", FakeEvent)
-        patch.setattr(torch.cuda, "current_stream", lambda device=None: fake.current)
-        patch.setattr(torch.cuda, "stream", fake.on)
+        patch.setattr(torch, "Stream", fake.new_stream)
+        patch.setattr(torch, "Event", FakeEvent)
+        patch.setattr(torch.accelerator, "current_stream", lambda device=None: fake.current)
         patch.setattr(FullBuffer, "free", free)
         yield fake
 

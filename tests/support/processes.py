@@ -76,7 +76,9 @@ class _Job(NamedTuple):
 
 class _Worker:
     def __init__(self) -> None:
-        _CONTEXT.set_forkserver_preload([*_PRELOAD, *(_PRELOAD_MODELS if "transformers" in sys.modules else [])])  # before the first one
+        device = ["tests.device.simulated"] if "tests.device.simulated" in sys.modules else []  # first, because it comes before torch
+        models = _PRELOAD_MODELS if "transformers" in sys.modules else []
+        _CONTEXT.set_forkserver_preload([*device, *_PRELOAD, *models])  # before the first one
         self.connection, theirs = _CONTEXT.Pipe()
         self.process = _CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()

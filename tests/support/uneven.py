@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import zero3
+from tests.support.models import Checkpointed
 from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import assert_close
 from tests.support.training import WORDS, loss_of, odd_model
@@ -52,15 +52,6 @@ class Stepper(Protocol):
 
 
 Enter = Callable[[nn.Module, Callable[[], None]], AbstractContextManager[Stepper]]
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, module: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.module, self.reentrant = module, reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.module, x, use_reentrant=self.reentrant)
 
 
 class Story(NamedTuple):

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
@@ -124,9 +125,26 @@ def two_joinables(rank: Rank) -> str:
     return str(caught.value)
 
 
+def what_can_not_join(rank: Rank) -> list[str]:
+    told = []
+    whole = zero3.Zero3Layer(nn.Linear(2, 2), policy=zero3.ShardingPolicy(stage=1))
+    dynamic = zero3.Zero3Layer(nn.Linear(2, 2), policy=zero3.ShardingPolicy(dynamic=True))
+    alone = [dist.new_group([number]) for number in range(2)][rank.number]
+    apart = nn.Sequential(zero3.Zero3Layer(nn.Linear(2, 2)), zero3.Zero3Layer(nn.Linear(2, 2), process_group=alone))
+    for model in (whole, dynamic, apart):
+        with pytest.raises(ValueError, match=r"expected|groups") as caught:
+            zero3.joinable(model, lambda: None)
+        told.append(str(caught.value))
+    return told
+
+
 def test_mistakes() -> None:
     for text in on_ranks(2, two_joinables):
         assert "must be the only joinable" in text
+    for whole, dynamic, apart in on_ranks(2, what_can_not_join):
+        assert "policy.stage=1, expected 2 or 3" in whole
+        assert "policy.dynamic=True, expected False" in dynamic
+        assert "different process groups" in apart
     model = zero3.Zero3Sequential([zero3.Zero3Layer(nn.Linear(2, 2))])
     with pytest.raises(RuntimeError, match="needs a process group"):
         zero3.joinable(model, lambda: None)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,6 +15,7 @@ import zero3
 from tests.support.processes import PROMPT, Rank, try_on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.zero1.test_zero_redundancy_optimizer import give_gradients, odd_parameters, on_threads
+from zero3.zero1.state import broadcast_values
 
 FLAGS = ["overlap_with_ddp", "parameters_as_bucket_view"]
 
@@ -161,3 +163,29 @@ def test_a_step_that_a_dead_rank_leaves_alone_says_so() -> None:
         "rank 0 of 2: comparing with the other ranks which parameters of ZeroRedundancyOptimizer have gradients failed: "
     )
     assert "Most often another rank died" in alone.text
+
+
+def test_what_other_ranks_pass_beside_the_source_does_not_matter() -> None:
+    def body(group: ThreadCommunicator) -> dict[str, Any]:
+        values = {"lr": 0.5, "betas": (0.9, 0.99)} if group.rank == 1 else {"lr": object()}
+        return broadcast_values(group, torch.device("cpu"), values, 1, "options")
+
+    assert run_ranks(3, body) == [{"lr": 0.5, "betas": (0.9, 0.99)}] * 3
+
+
+def test_groups_that_are_none_are_refused() -> None:
+    ours = zero3.ZeroRedundancyOptimizer(odd_parameters(), optim.SGD, None, lr=0.1)
+    before = len(ours.param_groups)
+    with pytest.raises(TypeError, match="a parameter group must be a dict, found list"):
+        ours.add_param_group([nn.Parameter(torch.zeros(2))])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="set"):
+        ours.add_param_group({"params": {nn.Parameter(torch.zeros(2))}})
+    with pytest.raises(ValueError, match="parameters on meta can't be added: the first ones were on cpu"):
+        ours.add_param_group({"params": [nn.Parameter(torch.zeros(2, device="meta"))]})
+    assert len(ours.param_groups) == before
+
+
+def test_torchs_own_hook_is_refused() -> None:
+    ours = zero3.ZeroRedundancyOptimizer(odd_parameters(), optim.SGD, None, lr=0.1)
+    with pytest.raises(RuntimeError, match=r"ddp.register_comm_hook\(None, optimizer.hook\(ddp\)\)"):
+        _ = ours._overlap_with_ddp

@@ -268,6 +268,28 @@ class _LayerwiseSgd(torch.optim.Optimizer):
                     parameter.sub_(group["lr"] * parameter.norm() * parameter.grad / parameter.grad.norm())
 
 
+class _Sums(torch.optim.SGD):
+    """Keeps two numbers a parameter."""
+
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["sums"] = torch.zeros(2)
+
+
+def test_consolidate_state_dict_refuses_state_without_a_place_in_the_whole() -> None:
+    def body(group: Any) -> None:
+        parameters = odd_parameters()
+        ours = zero3.ZeroRedundancyOptimizer(parameters, _Sums, group, lr=0.1)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        ours.step()
+        with pytest.raises(ValueError, match=r"has shape \(2,\) for \d+ of its elements: .* Use whole=True for this group"):
+            ours.consolidate_state_dict()
+
+    on_threads(2, body)
+
+
 @pytest.mark.parametrize("optimizer_class", [torch.optim.Muon, torch.optim.Adafactor, _LayerwiseSgd])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_optimizers_that_need_matrices_get_whole_ones_or_are_refused(optimizer_class: Any, world_size: int) -> None:
@@ -457,3 +479,30 @@ def test_few_collectives() -> None:
 
     for log in on_threads(2, body):
         assert sorted(log) == ["all_gather"] * 4 + ["exchange"]
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_parameters_as_bucket_view_puts_parameters_of_a_kind_into_one_memory(view: bool) -> None:
+    def body(group: Any) -> None:
+        parameters = [nn.Parameter(torch.full((size,), float(size))) for size in (3, 5, 2)]
+        zero3.ZeroRedundancyOptimizer(parameters, torch.optim.SGD, group, lr=0.1, parameters_as_bucket_view=view)
+        assert len({parameter.untyped_storage().data_ptr() for parameter in parameters}) == (1 if view else 3)
+        assert all(parameter.eq(parameter.numel()).all() for parameter in parameters)
+
+    on_threads(2, body)
+
+
+def test_load_state_dict_without_newer_options_gets_them_as_the_plain_optimizer_does() -> None:
+    def body(group: Any) -> None:
+        parameters = odd_parameters()
+        plain = torch.optim.SGD(odd_parameters(), lr=0.3)
+        saved = plain.state_dict()
+        for option in ("maximize", "foreach", "differentiable", "fused"):
+            del saved["param_groups"][0][option]
+        ours = zero3.ZeroRedundancyOptimizer(parameters, torch.optim.SGD, group, lr=0.1)
+        for optimizer in (plain, ours):
+            optimizer.load_state_dict(saved)
+        options = [{key: value for key, value in each.param_groups[0].items() if key != "params"} for each in (plain, ours)]
+        assert options[0] == options[1] and "maximize" in options[1]
+
+    on_threads(2, body)

@@ -70,19 +70,24 @@ def _read_state(given: Mapping[str, Mapping[str, Any]], contents: Contents) -> d
     tensors = [(name, key, value) for name, values in given.items() for key, value in values.items() if isinstance(value, Tensor)]
     if unread := [f"{key} of {name} {problem}" for name, key, value in tensors if (problem := unreadable(value)) is not None]:
         raise ValueError(f"can't be read: {'; '.join(unread)}")
-    numbers = {key for name, key, value in tensors if shapes.get(name) and not value.dim()}
-    state = {}
-    for name, values in given.items():
-        state[name] = named = NamedState()
-        for key, value in values.items():
-            if not isinstance(key, str) or ":" in key:
-                raise TypeError(f"{key!r} of {name}: a key must be a string without a colon")
-            if not isinstance(value, Tensor) or (not value.dim() and (shapes.get(name) or key in numbers or key == "step")):
-                named.scalars[key] = encode_scalar(value, f"{key!r} of {name}")
-            elif tuple(value.shape) == shapes.get(name):
-                named.elements[key] = name_of(value.dtype)
-            else:
-                named.whole[key] = name_of(value.dtype), list(value.shape)
+    return sorted_out(given, shapes, Tensor)
+
+
+def sorted_out(given: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]], tensors: Any) -> dict[str, NamedState]:
+    """Divides each name's state into numbers, tensors of the name's shape, and other tensors. `tensors`: the classes of tensors in it."""
+    each = [(name, key, value) for name, values in given.items() for key, value in values.items()]
+    numbers = {key for name, key, value in each if isinstance(value, tensors) and shapes.get(name) and not len(value.shape)}
+    state = {name: NamedState() for name in given}
+    for name, key, value in each:
+        if not isinstance(key, str) or ":" in key:
+            raise TypeError(f"{key!r} of {name}: a key must be a string without a colon")
+        named, is_number = state[name], not isinstance(value, tensors)
+        if is_number or (not len(value.shape) and (shapes.get(name) or key in numbers or key == "step")):
+            named.scalars[key] = encode_scalar(value, f"{key!r} of {name}")
+        elif tuple(value.shape) == shapes.get(name):
+            named.elements[key] = name_of(value.dtype)
+        else:
+            named.whole[key] = name_of(value.dtype), list(value.shape)
     return state
 
 

@@ -129,6 +129,7 @@ class _Loader:
     def _check(self, found: Manifest, contents: Contents) -> None:
         """Raises ValueError if the checkpoint does not fit the model."""
         saved, expected = found.content["tensors"], contents.description()
+        self._untie(saved, contents)
         if problems := differences(expected, saved) + self._strange_extra_states(found):
             raise ValueError(f"the checkpoint does not fit this {type(self._model).__name__}; nothing was loaded. {'. '.join(problems)}")
         left_out = [name for name in contents.parameters if not saved[name]["stored"] and contents.trains(name)]
@@ -138,6 +139,18 @@ class _Loader:
             if saved[name]["stored"]:
                 shape, dtype = saved[name]["shape"], saved[name]["dtype"]
                 self._ranges.check("parameter", name, torch.Size(shape).numel(), dtype)
+        for name in contents.others:
+            if f"other:0:{name}" not in self._stored:  # other systems store buffers as parameters
+                self._ranges.check("parameter", name, torch.Size(saved[name]["shape"]).numel(), saved[name]["dtype"])
+
+    def _untie(self, saved: dict[str, Any], contents: Contents) -> None:
+        """Removes further names of tied parameters. Systems that know no ties store a value for each name; the values have to be equal."""
+        for first, *others in contents.names.values():
+            for name in (other for other in others if first in saved and other in saved):
+                numel = torch.Size(saved[first]["shape"]).numel()
+                if saved[name] != saved[first] or not self._ranges.same("parameter", first, name, numel):
+                    raise ValueError(f"{self._path}: {first} and {name} are one parameter here, and have different values there")
+                del saved[name]
 
     def _strange_extra_states(self, found: Manifest) -> list[str]:
         saved, here = found.content.get("extra_states"), extra_state_modules(self._model)
@@ -164,7 +177,7 @@ class _Loader:
             with self._agreeing("what load_checkpoint filled") as lines:
                 try:
                     self._fill_optimizer()
-                    others = {name: self._other(name, contents.rank) for name in contents.others}
+                    others = {name: self._other(name, contents) for name in contents.others}
                     extra = decode(found.content["extra"], self._extra)
                     saved = found.content.get("extra_states") or {}
                     extra_states = {name: decode(value, self._extra) for name, value in saved.items()}
@@ -218,14 +231,18 @@ class _Loader:
     def _extra(self, number: int) -> Tensor:
         return self._tensor(f"extra:{number}")
 
-    def _other(self, name: str, rank: int) -> Tensor:
-        """Returns this rank's own value of a buffer if the checkpoint holds one, and otherwise rank 0's."""
-        own = f"other:{rank}:{name}"
-        return self._tensor(own if own in self._stored else f"other:0:{name}")
+    def _other(self, name: str, contents: Contents) -> Tensor:
+        """Returns this rank's own value of a buffer if the checkpoint holds one, and otherwise the value that all ranks share."""
+        for stored in (f"other:{contents.rank}:{name}", f"other:0:{name}"):
+            if stored in self._stored:
+                return self._tensor(stored)
+        value = torch.empty(contents.shape(name), dtype=contents.dtype(name))
+        self._ranges.read("parameter", name, 0, value.view(-1))
+        return value
 
     def _restore_random(self, found: Manifest, contents: Contents) -> None:
         names, prefix = found.names("model"), f"random:{contents.rank}:"
-        if contents.rank < len(names):
+        if contents.rank < len(names) and "random" in (metadata := self._files.metadata[names[contents.rank]]):  # a converted one has none
             kinds = [name.removeprefix(prefix) for name in self._files.tensors if name.startswith(prefix)]
             tensors = {kind: self._tensor(f"{prefix}{kind}") for kind in kinds}
-            random_state.restore(contents.device, tensors, self._files.metadata[names[contents.rank]]["random"])
+            random_state.restore(contents.device, tensors, metadata["random"])

@@ -125,11 +125,14 @@ def _fill(root: nn.Module, wanted: Wanted, hook: Callable[[nn.Module], Any] | No
 def twin(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
     """Copies the unwrapped module and the modules in it, with every tensor on meta. So code may write into the copy.
 
-    `copies` receives the copy of each module. Layers and torch's wrappers are left out.
+    `copies` receives the copy of each module; a module in several places has one. Layers and torch's wrappers are left out.
     """
+    copies = {} if copies is None else copies
+    if module in copies:
+        return copies[module]
     if (inner := module.module if is_layer(module) else wrapped_in(module)) is not None:
         return twin(inner, copies)  # type: ignore[arg-type]
-    copy = type(module).__new__(type(module))
+    copies[module] = copy = type(module).__new__(type(module))
     copy.__dict__ = {name: value for name, value in module.__dict__.items() if not isinstance(value, Override)}
     copy.__dict__["_state_dict_pre_hooks"] = OrderedDict()
     released = {name: value for name, value in vars(module).items() if isinstance(value, nn.Parameter)}
@@ -144,6 +147,4 @@ def twin(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) ->
         name: None if value is None else torch.empty_like(value, device="meta") for name, value in module._buffers.items()
     }
     copy.__dict__["_modules"] = {name: None if child is None else twin(child, copies) for name, child in module._modules.items()}
-    if copies is not None:
-        copies[module] = copy
     return copy

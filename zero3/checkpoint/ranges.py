@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..core.parameters import own_name
-from .safetensors_files import SafetensorsFiles, Stored
+from .safetensors_files import SafetensorsFiles, Stored, bytes_of
 
 __all__: list[str] = []
 
+_COMPARED = 1 << 19  # elements at a time
 _RANGE = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
 
 
@@ -57,3 +59,14 @@ class Ranges:
             low, high = max(start, range_.start), min(stop, range_.stop)
             if low < high:
                 self._files.read(range_.stored, low - range_.start, target[low - start : high - start])
+
+    def same(self, kind: str, first: str, second: str, numel: int) -> bool:
+        """Whether two names have the same bytes."""
+        for start in range(0, numel, _COMPARED):
+            names = [self._ranges[kind, name] for name in (first, second)]
+            values = [torch.empty(min(_COMPARED, numel - start), dtype=ranges[0].stored.dtype) for ranges in names]
+            for name, value in zip((first, second), values, strict=True):
+                self.read(kind, name, start, value)
+            if bytes_of(values[0]) != bytes_of(values[1]):
+                return False
+        return True

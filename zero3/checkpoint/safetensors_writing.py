@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from io import FileIO
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,9 +68,14 @@ def write_file(file: FileIO, entries: list[Entry], metadata: Mapping[str, str]) 
         OSError: The file system reports an error.
     """
     header = header_of(((entry.name, entry.tensor.dtype, entry.shape) for entry in entries), metadata)
+    return write_hashed(file, chain([memoryview(header)], _views(entries)))
+
+
+def write_hashed(file: FileIO, views: Iterable[memoryview]) -> Written:
+    """Likewise, for the bytes of `views` in order. A view may change only when two blocks have been written after it."""
     nbytes, blocks, hashes = 0, [], deque[Future[str]]()
     with ThreadPoolExecutor(1) as hasher:
-        for block in _blocks(header, entries):
+        for block in _blocks(views):
             hashes.append(hasher.submit(_hash, block))
             file_operations.write(file, block)
             nbytes += sum(map(len, block))
@@ -95,11 +101,11 @@ def _hash(views: list[memoryview]) -> str:
     return digest.hexdigest()
 
 
-def _blocks(header: bytes, entries: list[Entry]) -> Iterator[list[memoryview]]:
+def _blocks(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
     """Yields the file's bytes, `BLOCK_BYTES` at a time."""
     block: list[memoryview] = []
     room = BLOCK_BYTES
-    for view in _views(header, entries):
+    for view in views:
         while view:
             block.append(view[:room])
             view, room = view[room:], room - len(block[-1])
@@ -110,8 +116,7 @@ def _blocks(header: bytes, entries: list[Entry]) -> Iterator[list[memoryview]]:
         yield block
 
 
-def _views(header: bytes, entries: list[Entry]) -> Iterator[memoryview]:
-    yield memoryview(header)
+def _views(entries: list[Entry]) -> Iterator[memoryview]:
     for entry in entries:
         flat = entry.tensor.detach().reshape(-1)
         if flat.device.type == "cpu":

@@ -53,8 +53,8 @@ class NamingFailures:
             self.explain(failure)
 
     def explain(self, failure: RuntimeError) -> None:
-        """Raises an error that tells the rank and the purpose. Returns if `failure` is an out-of-memory error."""
-        if isinstance(failure, torch.OutOfMemoryError):
+        """Raises an error that tells the rank and the purpose. Returns if it is this rank alone: out of memory, a kernel that failed."""
+        if isinstance(failure, torch.OutOfMemoryError | torch.AcceleratorError):
             return
         where = advice = ""
         if self._subject.log is not None:

@@ -46,8 +46,8 @@ def communicator_for(process_group: Any, device: torch.device) -> Communicator:
         )
     backend = served[device.type]
     if backend == "gloo" and dist.get_world_size(process_group) > 1:
-        return GlooCommunicator(process_group, backend)
-    return GroupCommunicator(process_group, backend)
+        return GlooCommunicator(process_group, backend, device)
+    return GroupCommunicator(process_group, backend, device)
 
 
 def process_group_of(communicator: Communicator) -> Any:

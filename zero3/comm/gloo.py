@@ -60,7 +60,7 @@ class GlooCommunicator(GroupCommunicator):
         return host_memory(group, self.rank, self.world_size, timeout_of(group, "cpu"), partial(self.exchange, device=torch.device("cpu")))
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
-        if full.is_cuda:
+        if full.device.type != "cpu":
             return self._staged(partial(self.all_gather, bounds=bounds), full, shard)
         if not full.numel():
             return Done()
@@ -78,7 +78,7 @@ class GlooCommunicator(GroupCommunicator):
         return pending
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
-        if full.is_cuda:
+        if full.device.type != "cpu":
             return self._staged(partial(self.reduce_scatter, bounds=bounds), shard, full)
         return self.reduce_pieces(shard, [[each] for each in self._slices(full, bounds)])
 
@@ -107,7 +107,7 @@ class GlooCommunicator(GroupCommunicator):
         return cut(full, bounds) if bounds is not None else list(full.view(self.world_size, -1))
 
     def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
-        if shard.is_cuda or not self.shares_memory:
+        if shard.device.type != "cpu" or not self.shares_memory:
             return super().scatter(shard, slices, bounds)
         if slices is None:
             return self._swap(_SCATTER, {0: shard}, {}, lambda received: shard.copy_(received[0]))
@@ -169,7 +169,7 @@ class GlooCommunicator(GroupCommunicator):
 
     def _staged(self, collective: Callable[[Tensor, Tensor], Pending], output: Tensor, source: Tensor) -> Pending:
         """Copies through host memory, and blocks. It is for tests of several ranks on one GPU, which NCCL does not allow."""
-        if not output.is_cuda:
+        if output.device.type == "cpu":
             return collective(output, source)
         host = torch.empty_like(output, device="cpu")
         collective(host, source.cpu()).wait()

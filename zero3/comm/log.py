@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 __all__: list[str] = []
@@ -35,6 +36,13 @@ class Transfer(NamedTuple):
     identity: int  # the same number on all ranks, and different for every layer and kind
 
 
+@dataclass(slots=True)
+class Noted:
+    """What a collective that is no layer's is for."""
+
+    name: str
+
+
 class TransferLog:
     """The transfers of one model. Ranks that have made the same transfers have the same hash.
 
@@ -59,6 +67,10 @@ class TransferLog:
         self.folded += len(self.entries)
         self._latest.extend(self.entries[-4:])
         self.entries.clear()
+
+    def note(self, doing: str, what: str, *numbers: float) -> None:
+        """Logs a collective that is no layer's, with `numbers` that must be the same on all ranks."""
+        self.entries.append(Transfer(doing, Noted(what), hash(numbers)))
 
     @property
     def count(self) -> int:

@@ -45,7 +45,7 @@ def encode(value: Any, what: str, tensor: Callable[[Tensor], Any]) -> Any:
     )
 
 
-def decode(value: Any, tensor: Callable[[Any], Tensor]) -> Any:
+def decode(value: Any, tensor: Callable[[Any], Any]) -> Any:
     """The inverse of `encode`. Dicts and tuples come back as plain ones. `tensor` is the inverse of `encode`'s `tensor`."""
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]

@@ -16,25 +16,29 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.functional import pad
 
 from .communicator import Bounds, Communicator, Told
-from .streams import Done, Lanes, OnHost, Pending, lanes_for
+from .streams import Done, Lanes, OnHost, Pending, has_streams, lanes_for
 
 __all__: list[str] = []
 
 
+_ON_HOST = ("gloo", "mpi", "ucc")  # backends whose transfers block the host, or have handles, even for tensors of an accelerator
+
+
 class GroupCommunicator:
-    """The collectives of a process group. Streams order them on NCCL; handles order them on other backends."""
+    """The collectives of a process group. Streams order them on an accelerator's own backend (NCCL); elsewhere handles do."""
 
     takes_pieces = False
     tags_messages = False
 
-    def __init__(self, group: Any, backend: str) -> None:
+    def __init__(self, group: Any, backend: str, device: torch.device) -> None:
         # Weak, because torch holds the group until it is destroyed: a model must not keep gloo's threads alive after that.
         self._reference = weakref.ref(group)
         self._backend = backend
+        self._device = device
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.channel = 0
-        self._on_streams = backend == "nccl"
+        self._on_streams = has_streams(device) and backend not in _ON_HOST
         # torch 2.13 deprecates the old names; torch 2.11 has only the old names
         self._all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -104,8 +108,8 @@ class GroupCommunicator:
                 "all ranks, and waits for the ranks that are not in it. Use separate_backup_group=False, or no device_id."
             )
         # pass the timeout, because a new group would take torch's default
-        group = dist.new_group(ranks, timeout_of(self._group, "cuda"), backend=self._backend, use_local_synchronization=part)
-        duplicate = GroupCommunicator(group, self._backend)
+        group = dist.new_group(ranks, timeout_of(self._group, self._device.type), backend=self._backend, use_local_synchronization=part)
+        duplicate = GroupCommunicator(group, self._backend, self._device)
         weakref.finalize(duplicate, _destroy, weakref.ref(group)).atexit = False
         return duplicate
 

@@ -80,56 +80,69 @@ class HostLane:
         return _HostMark(pending, then)
 
 
-class _CudaMark:
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+def has_streams(device: torch.device) -> bool:
+    """Whether work on `device` is ordered by streams: CUDA, and any accelerator that torch knows and that has streams."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and device.type == accelerator.type and device.type != "mps"  # Apple's has one stream only
+
+
+class _StreamMark:
+    def __init__(self, event: torch.Event, device: torch.device) -> None:
         self._event = event
         self._device = device  # it may differ from the process's current device
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
 
 
-class CudaLane:
-    """A CUDA stream for transfers. The waits [1] and [2] order the lane and the compute stream."""
+class StreamLane:
+    """A stream for transfers. The waits [1] and [2] order the lane and the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
         # High priority, because the computation waits for transfers, and they take little of the device's time.
-        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._stream = torch.Stream(device, priority=-1)
 
     def issue(self) -> AbstractContextManager[object]:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))  # [1] lane after compute
-        return torch.cuda.stream(self._stream)
+        self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))  # [1] lane after compute
+        return self._stream
 
     def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Mark:
         # This runs inside issue(). NCCL's transfer is already in the stream; a transfer with a handle blocks the host here.
         pending.wait()
         if then is not None:
             then()
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.Event(self._stream.device)
         event.record(self._stream)
-        return _CudaMark(event, self._stream.device)  # [2] compute after lane
+        return _StreamMark(event, self._stream.device)  # [2] compute after lane
 
 
 def lanes_for(device: torch.device) -> Lanes:
     """The lanes of a model that computes on `device`."""
-    if device.type == "cuda":
-        return Lanes(CudaLane(device), CudaLane(device))
+    if has_streams(device):
+        return Lanes(StreamLane(device), StreamLane(device))
     return Lanes(HostLane(), HostLane())
+
+
+def random_state_kept(device: torch.device) -> AbstractContextManager[object]:
+    """Context after which torch's random generators, of the host and of `device`, are as they were before."""
+    devices = [device] if has_streams(device) else []
+    return torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cpu")
 
 
 class OnHost:
     """A copy of a small tensor in host memory. The current stream makes it, and the host does not wait."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        later = has_streams(tensor.device)
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=later)
         self._copy.copy_(tensor, non_blocking=True)
-        self._made: torch.cuda.Event | None = None
-        if tensor.is_cuda:
-            self._made = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._made.record(torch.cuda.current_stream(tensor.device))
+        self._made: torch.Event | None = None
+        if later:
+            self._made = torch.Event(tensor.device)
+            self._made.record(torch.accelerator.current_stream(tensor.device))
 
     def ready(self) -> bool:
-        return self._made is None or bool(self._made.query())  # type: ignore[no-untyped-call]
+        return self._made is None or self._made.query()
 
     def tensor(self) -> torch.Tensor:
         """Returns the copy. Blocks the host until it is made."""
@@ -162,22 +175,22 @@ class HostClock:
         return second - first
 
 
-class CudaClock:
+class StreamClock:
     on_lanes = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+    def now(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
         return event
 
-    def seconds(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+    def seconds(self, first: torch.Event, second: torch.Event) -> float:
         first.synchronize()
         second.synchronize()
         return float(first.elapsed_time(second)) / 1e3
 
 
 def clock_for(device: torch.device) -> Clock:
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+    return StreamClock(device) if has_streams(device) else HostClock()

@@ -21,6 +21,11 @@ _MAX_DEPTH = 8  # of nested outputs; deeper than any model returns
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, nn.Module)
 
 
+def can_show(parameter: nn.Parameter, values: Tensor) -> bool:
+    """Whether `parameter.data = values` is allowed. torch refuses it between the meta device, or an out-of-tree one, and any other."""
+    return bool(torch._has_compatible_shallow_copy_type(parameter, values))
+
+
 def inside_backward() -> bool:
     """Whether this thread runs a backward. A recomputation under activation checkpointing is inside one."""
     return torch._C._current_graph_task_id() != -1
@@ -29,6 +34,10 @@ def inside_backward() -> bool:
 def backward_task() -> int:
     """The number of this thread's backward. A backward inside another one (reentrant checkpointing) has a higher number."""
     return torch._C._current_graph_task_id()
+
+
+# How many of torch.func's transforms (grad, vjp, jvp, vmap, ...) are under way, or None. A function of torch's, since each layer asks it.
+transforms_under_way: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
 
 class EndOfBackward:

@@ -76,12 +76,17 @@ class Backward:
         before_gradient_flows(nodes, refuse, mark=self)
 
     @property
+    def layers(self) -> list[LayerState]:
+        return self._stack.layers
+
+    @property
     def gate(self) -> Gate:
         return self._stack.layers[0].gate
 
     def take_part_in_backup(self, state: LayerState) -> None:
         """Takes part in a reduction of the other ranks, if this rank has no data, or its micro-batch has failed."""
-        for backup in state.gradients.back_up(state.lanes.backup, self._backup_communicator):
+        prepared = state.gradients.prepare(self._backup_communicator)
+        for backup in state.gradients.back_up(prepared, state.lanes.backup, self._backup_communicator):
             backup.wait()
 
     @property
@@ -133,9 +138,9 @@ class Backward:
             state.reset(broken=broken or broken_backward)
         for reducer in reducers_of(self._stack.layers) if broken_backward else ():
             reducer.give_up()
-        self._forget_zeroed()
+        self.forget_zeroed()
 
-    def _forget_zeroed(self) -> None:
+    def forget_zeroed(self) -> None:
         """Drops kept gradients if the caller has zeroed the chunks' gradients since they were kept.
 
         A rank without any part of a chunk can't see this for that chunk. It goes by the other chunks.
@@ -157,7 +162,7 @@ class Backward:
             return
         if self._ending.missed:
             self.reset()
-        self._forget_zeroed()
+        self.forget_zeroed()
         self._ending.wait(then=self._end)
         self._tell_gate()
         self.order.begin()
@@ -221,8 +226,10 @@ class Backward:
             return
         while len(self._backups) >= max(1, self._depth):
             self._backups.popleft().wait()
-        with state.backup_span, self.gate.reduce(state):
-            self._backups.extend(state.gradients.back_up(state.lanes.backup, self._backup_communicator))
+        with state.backup_span:
+            prepared = state.gradients.prepare(self._backup_communicator)
+            with self.gate.reduce(state):
+                self._backups.extend(state.gradients.back_up(prepared, state.lanes.backup, self._backup_communicator))
         if not self._depth:
             self._drain_backups()
 
@@ -230,7 +237,7 @@ class Backward:
         """Reduces all kept gradients, on every rank. At stage 1, the first read of a gradient calls it."""
         if inside_backward():
             raise RuntimeError("with stage=1 gradients are reduced after backward: don't look at them in hooks")
-        self._forget_zeroed()
+        self.forget_zeroed()
         tokens = [(reducer, reducer.noted_tokens()) for reducer in reducers_of(self._stack.layers) if reducer.owed]
         for state in self._stack.layers:
             if state.gradients.owed():

@@ -87,6 +87,7 @@ class Chunk:
         self.compute_dtype = compute_dtype  # the dtype of gathers and of the full buffer
         self.parts = [Part(shard, 0, shard.numel())]  # the optimizer's parameters: the shard itself, or parts of it
         self.divided = False  # whether any chunk of the model is cut into parts; then ranks may hold different numbers of parts
+        self.left_out: frozenset[str] = frozenset()  # the slots that are in none of the optimizer's groups, on all ranks
         self.unloaded: set[int] = set()  # slots that were on meta and have no values yet; a fetch needs them filled
         self.trainable_when_wrapped = self.trains = shard.requires_grad  # trains: the requires_grad of the chunk's parameters
         self._communicator = communicator
@@ -119,14 +120,19 @@ class Chunk:
             self._computing, self._as_stored = self.full, True
             self.full = self._new_buffer()
 
+    def make_room(self, *, as_stored: bool = False) -> None:
+        """[fetch 2] Allocates the full buffer, before ranks rely on the gather: memory may run out on one rank alone."""
+        if as_stored:
+            self.show_as_stored()
+        self.full.allocate()
+
     def start_fetch(self, lane: Lane) -> None:
-        """[fetch 2] Starts the gather. The lane waits for the compute stream: for the optimizer's step and the buffer's last reader."""
+        """Starts the gather. The lane waits for the compute stream: for the optimizer's step and the buffer's last reader."""
         self.adopt_values()
         if self.resident:
             if self.full.tensor.data_ptr() != self.shard.data_ptr():  # the caller has set chunk.data
                 self.full = self._new_buffer()
             return
-        self.full.allocate()
         with lane.issue():
             pending = self._communicator.all_gather(self.full.tensor, self._outgoing(self.full.tensor), self.layout.bounds)
             self._in_flight = lane.complete(pending)

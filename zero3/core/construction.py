@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from ..comm.communicator import Communicator
 from ..comm.factory import IDENTITY_BYTES, any_device_of, communicator_for
 from ..policy import ShardingPolicy
 from .chunk import Chunk
+from .ignored import without_ignored
 from .layer_state import LayerState
 from .layout import ChunkLayout
 from .marks import mark_sharded
@@ -37,6 +38,7 @@ class Request:
     policy: ShardingPolicy
     process_group: object
     label: str | None = None  # the layer's name in errors; None: the module's type
+    prefix: str = ""  # what stands before the parameters' names in the model
     elsewhere: frozenset[int] = frozenset()  # ids of parameters that another layer owns
     borrowed: tuple[ParameterSites, ...] = ()  # parameters inside other layers that this one owns
 
@@ -129,7 +131,8 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
     if error is None:
         try:
             _check_request(request, communicator, is_layer)
-            parameters = find_parameters(request.module, is_layer, request.elsewhere, request.borrowed)
+            found = find_parameters(request.module, is_layer, request.elsewhere, request.borrowed)
+            parameters = without_ignored(found, request.policy, request.prefix)
             check_parameters(parameters, request.dtype, request.label or type(request.module).__name__)
             buffers = _buffers_of(request.module, is_layer)
             lines = _digest(request, device, parameters, buffers)
@@ -202,7 +205,8 @@ def _check_called(module: nn.Module) -> None:
 
 
 def _digest(request: Request, device: torch.device, parameters: list[ParameterSites], buffers: list[_Buffer]) -> list[str]:
-    lines = [f"policy {asdict(request.policy)}", f"device type {device.type}"]
+    chosen = {f.name: getattr(request.policy, f.name) for f in fields(request.policy) if f.name != "ignored"}  # the parameters tell that
+    lines = [f"policy {chosen}", f"device type {device.type}"]
     lines += [
         f"parameter {b.name}: shape {tuple(b.parameter.shape)}, {b.parameter.dtype}, requires_grad={b.parameter.requires_grad}"
         for b in parameters

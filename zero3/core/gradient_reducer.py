@@ -20,7 +20,7 @@ from .gradient_buffer import GradientBuffer
 from .gradient_types import PieceGradient, ShardGradient, WholeGradient, accumulate
 from .kept_gradients import KeptGradients
 from .parameters import ShardedParameter
-from .policy_facts import gradient_dtype, shards_gradients
+from .policy_facts import gradient_dtype, landed_dtype, shards_gradients
 
 __all__: list[str] = []
 
@@ -40,10 +40,19 @@ class Backup(NamedTuple):
             raise
 
 
-class GradientReducer(KeptGradients):
-    """Adds up the gradients of a chunk's parameters. `back_up` then reduces the sum over ranks into the chunk's own gradient.
+class Sending(NamedTuple):
+    """What a reduction sends, `pieces` or `full`, and where its result comes."""
 
-    `keep`, instead of `back_up`, leaves the sum for a later reduction. If the chunk's gradient is zeroed before, the sum is dropped.
+    pieces: list[list[Tensor]] | None
+    full: Tensor | None
+    summed: Tensor
+    landed: Tensor
+
+
+class GradientReducer(KeptGradients):
+    """Adds up the gradients of a chunk's parameters. `prepare` and `back_up` reduce the sum over ranks into the chunk's own gradient.
+
+    `keep`, instead of them, leaves the sum for a later reduction. If the chunk's gradient is zeroed before, the sum is dropped.
     """
 
     def __init__(self, chunk: Chunk, communicator: Communicator, policy: ShardingPolicy, naming: NamingFailures) -> None:
@@ -51,7 +60,8 @@ class GradientReducer(KeptGradients):
         self.averaged_over = communicator.world_size  # the number of ranks for the mean: fewer if some have no data left
         super().__init__(chunk, gradient_dtype(policy, chunk.shard.dtype))
         self._mean = policy.gradient_reduction == "mean"
-        self._narrows = self._dtype.itemsize > chunk.shard.dtype.itemsize
+        self._lands_as = landed_dtype(policy, chunk.shard.dtype)
+        self._narrows = self._dtype.itemsize > self._lands_as.itemsize
         # fp16 overflows at 65504, so a part of the division for the mean is done before the sum
         self._divide_first = 1 << (communicator.world_size.bit_length() - 1) // 2 if self._mean and self._dtype == torch.float16 else 1
         self._naming = naming
@@ -61,15 +71,20 @@ class GradientReducer(KeptGradients):
         self.pending = True
         self._buffer.add(index, gradient)
 
-    def back_up(self, lane: Lane, communicator: Communicator) -> Backup:
-        """[backup 1] Starts to reduce the gradients into this rank's slice, zeros for slots without one. The `Backup` owns the buffer."""
+    def prepare(self, communicator: Communicator) -> Sending:
+        """[backup 1] Takes the gradients out, zeros for slots without one, and allocates all that their reduction needs."""
         pieces = self._buffer.pieces() if communicator.takes_pieces and self._divide_first == 1 else None
         full = self._buffer.complete() if pieces is None else None
-        self._buffer, self._kept = GradientBuffer(self._chunk.layout, self._chunk.shard, self._dtype), []
-        self.pending = self.owed = False
         shard = self._chunk.shard
         summed = full if full is not None and communicator.world_size == 1 else torch.empty_like(shard.data, dtype=self._dtype)
-        landed = summed if shard.dtype == self._dtype else torch.empty_like(summed, dtype=shard.dtype)
+        landed = summed if self._lands_as == self._dtype else torch.empty_like(summed, dtype=self._lands_as)
+        self._buffer, self._kept = GradientBuffer(self._chunk.layout, self._chunk.shard, self._dtype), []
+        self.pending = self.owed = False
+        return Sending(pieces, full, summed, landed)
+
+    def back_up(self, sending: Sending, lane: Lane, communicator: Communicator) -> Backup:
+        """Starts to reduce the gradients into this rank's slice. The `Backup` owns the buffers."""
+        pieces, full, summed, landed = sending
         with lane.issue():
             pending: Pending = Done()
             if pieces is not None:
@@ -81,7 +96,7 @@ class GradientReducer(KeptGradients):
         return Backup(mark, (full, summed, landed), self._naming)
 
     def _land(self, summed: Tensor, landed: Tensor) -> None:
-        """[backup 3] Adds `summed` `[S]`, the sum over ranks, to the chunk's gradient. `landed` takes the mean in the chunk's dtype."""
+        """[backup 3] Adds `summed` `[S]`, the sum over ranks, to the chunk's gradient. `landed` takes the mean in that gradient's dtype."""
         if torch.is_grad_enabled():  # in a backward it is off already, and entering no_grad costs time
             with torch.no_grad():
                 return self._land(summed, landed)
@@ -149,6 +164,7 @@ class LayerGradients:
         self._hooked: dict[int, ShardedParameter] = {}  # by the id of the parameter
 
     def add_chunk(self, chunk: Chunk) -> None:
+        chunk.shard.grad_dtype = landed_dtype(self._policy, chunk.shard.dtype)
         self.reducers[chunk] = self.reducer(chunk, self._communicator, self._policy, self._naming)
 
     def replace_chunks(self, chunks: Iterable[Chunk], parameters: Iterable[ShardedParameter]) -> None:
@@ -177,6 +193,8 @@ class LayerGradients:
                 gradients.add(key, gradient)
 
         with as_plain_tensors():
+            if self._policy.grad_dtype is not None:
+                parameter.grad_dtype = gradient_dtype(self._policy, sharded.chunk.shard.dtype)
             parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
     def add(self, key: int, gradient: Tensor) -> None:
@@ -203,11 +221,15 @@ class LayerGradients:
         """Whether the present backward computes gradients of this layer's parameters."""
         return accumulates_into(sharded.sites.parameter for sharded in self._hooked.values())
 
-    def back_up(self, lane: Lane, communicator: Communicator) -> list[Backup]:
+    def prepare(self, communicator: Communicator) -> list[tuple[GradientReducer, Sending]]:
+        """Allocates what the reductions of all trainable chunks need, before ranks rely on them: memory may run out on one rank alone."""
+        return [(reducer, reducer.prepare(communicator)) for chunk, reducer in self.reducers.items() if chunk.shard.requires_grad]
+
+    def back_up(self, prepared: list[tuple[GradientReducer, Sending]], lane: Lane, communicator: Communicator) -> list[Backup]:
         """Starts to reduce the gradients of all trainable chunks."""
         self.log.entries.append(self._entry)
         try:
-            return [reducer.back_up(lane, communicator) for chunk, reducer in self.reducers.items() if chunk.shard.requires_grad]
+            return [reducer.back_up(sending, lane, communicator) for reducer, sending in prepared]
         except RuntimeError as failure:
             self._naming.explain(failure)
             raise

@@ -129,7 +129,7 @@ class DeferredGradient(Tensor):
     @classmethod
     def like(cls, parameter: Tensor, layer: Callable[[], DefersReductions | None]) -> DeferredGradient:
         """A deferred gradient for `parameter`, which may have a gradient already."""
-        nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        nothing = torch.zeros((), dtype=parameter.grad_dtype, device=parameter.device)
         deferred = torch.Tensor._make_subclass(cls, nothing.expand(parameter.shape))  # as_subclass would make a view of `nothing`
         deferred.zeroed, deferred.layer = False, layer
         before = parameter.grad
@@ -144,14 +144,18 @@ class DeferredGradient(Tensor):
         """Reduces this and all other deferred gradients of the model. This object becomes an ordinary gradient.
 
         Raises:
-            NotReducedError: It can't be reduced yet, under `no_sync`.
+            NotReducedError: It can't be reduced yet, under `no_sync` or in a `step_guard`.
         """
         layer = self.layer()
+        if layer is not None and layer.holds:
+            raise NotReducedError(
+                "an optimizer stepped inside zero3.step_guard, or a gradient was read there (by clipping, or for a log), before the ranks "
+                "agreed on the gradients. Put backwards into the guard; clip and step after it."
+            )
         if layer is None or not layer.reduce_deferred() or isinstance(self, DeferredGradient):
             raise NotReducedError(
-                "this gradient is not known yet: a zero3.step_guard(model) has not decided on it, or all backwards since the last step "
-                "ran inside zero3.no_sync(model). Leave the guard, or run the last micro-batch's backward outside of no_sync; then clip "
-                "and step."
+                "this gradient is not known yet: all backwards since the last step ran inside zero3.no_sync(model). Run the last "
+                "micro-batch's backward outside of it; then clip and step."
             )
 
     def become(self, gradient: Tensor) -> None:
@@ -166,7 +170,7 @@ class DeferredGradient(Tensor):
         """Ends the deferral, after kept gradients were dropped: the parameter gets its earlier gradient back, or zeros."""
         if self.zeroed:
             note = vars(self).get(TOKENS)
-            self.become(typed(torch.zeros_like(parameter)))
+            self.become(typed(torch.zeros_like(parameter, dtype=parameter.grad_dtype)))
             if note is not None:
                 setattr(self, TOKENS, (note[0], -1))  # with no tensor's version, so that `zero3.backward` sees that it was zeroed
         else:

@@ -78,6 +78,11 @@ class KeptGradients:
             if gradient is not None:
                 scale_gradient(gradient, factor)
 
+    @property
+    def earlier(self) -> list[Tensor]:
+        """The gradients that the next backward adds to."""
+        return [part.parameter.grad for part in self._chunk.parts if part.parameter.grad is not None]
+
     def noted_tokens(self) -> Tensor | None:
         """The number of tokens that the chunk's gradient is the mean over, 0-dim. None if `note_tokens` has not set it."""
         notes = (getattr(part.parameter.grad, TOKENS, None) for part in self._chunk.parts)

@@ -14,7 +14,7 @@ from ..comm.errors import NamingFailures, Subject
 from ..comm.log import Transfer, TransferLog
 from ..comm.streams import Lanes
 from ..policy import ShardingPolicy
-from .autograd import as_plain_tensors, profiler_label
+from .autograd import as_plain_tensors, can_show, profiler_label
 from .casting import caller_for
 from .chunk import Chunk, registered
 from .coordination import Gate, gate_for
@@ -83,7 +83,7 @@ class LayerState:
         remember_order(parameters)
         for index, sites in enumerate(parameters):
             stand_in = empty.expand(sites.parameter.shape)
-            if sites.parameter.is_meta:
+            if not can_show(sites.parameter, stand_in):
                 sites.replace(nn.Parameter(stand_in, sites.parameter.requires_grad))
             self.parameters.append(ShardedParameter(sites, chunk, index, stand_in))
             self.gradients.hook(self.parameters[-1])
@@ -148,8 +148,8 @@ class LayerState:
             return
         self._check_loaded()
         self.presence = Presence.FETCHING
-        for chunk in self.chunks if self.as_stored else ():
-            chunk.show_as_stored()
+        for chunk in self.chunks:
+            chunk.make_room(as_stored=self.as_stored)
         with self.fetch_span, self.gate.gather(self):
             try:
                 if self.chunks:
@@ -290,8 +290,8 @@ class LayerState:
             missing += [f"buffer {name}" for _, _, name in self.meta_buffers]
             raise RuntimeError(
                 f"rank {self.communicator.rank}: layer {self.label} has no values yet for: {', '.join(missing)}. They were on the meta "
-                "device when it was wrapped. Load them (zero3.load_pretrained, zero3.load_full_state_dict); give a buffer that no "
-                "checkpoint holds to its module."
+                "device when it was wrapped. Load them (zero3.load_pretrained, zero3.load_full_state_dict) or draw them "
+                "(zero3.materialize); give a buffer that no checkpoint holds to its module."
             )
 
 

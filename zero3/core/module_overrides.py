@@ -19,10 +19,7 @@ __all__: list[str] = []
 
 IsLayer = Callable[[nn.Module], bool]
 
-INSTEAD_OF_STATE_DICT = (
-    "zero3.full_state_dict(model), or `with zero3.full_params(model, writeback=True):` around what reads and loads one, as peft's "
-    "load_adapter does"
-)
+_OR_WHOLE = "or `with zero3.full_params(model, writeback=True):` around what reads and loads one, as peft's load_adapter does"
 _GUARDED = "_zero3_guarded"  # in a module's __dict__: it belongs to a sharded model
 
 
@@ -143,9 +140,19 @@ def _named_parameters(
     yield from method(prefix, recurse, remove_duplicate)
 
 
+def refuse_state_dict() -> NoReturn:
+    instead = f"zero3.full_state_dict(model), {_OR_WHOLE}"
+    refuse("state_dict()", "a state dict of chunks has neither the names nor the shapes of the model", instead)
+
+
+def refuse_load_state_dict() -> NoReturn:
+    instead = f"zero3.load_full_state_dict(model, state_dict), {_OR_WHOLE}"
+    refuse("load_state_dict()", "the model's values lie in chunks on all ranks", instead)
+
+
 def _before_state_dict(module: nn.Module, *_: object) -> None:
     if released_in(module):
-        refuse("state_dict()", "a state dict of chunks has neither the names nor the shapes of the model", INSTEAD_OF_STATE_DICT)
+        refuse_state_dict()
 
 
 def _before_distributed_state_dict(module: nn.Module, method: Callable[[], dict[str, str]]) -> dict[str, str]:
@@ -161,7 +168,7 @@ def _before_distributed_state_dict(module: nn.Module, method: Callable[[], dict[
 
 def _before_load_state_dict(module: nn.Module, *_: object) -> None:
     if released_in(module):
-        refuse("load_state_dict()", "the model's values lie in chunks on all ranks", "zero3.load_full_state_dict(model, state_dict)")
+        refuse_load_state_dict()
 
 
 def _check_new_module(module: nn.Module, name: str, new: nn.Module | None) -> None:

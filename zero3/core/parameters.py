@@ -60,7 +60,7 @@ class ParameterSites:
         return any(module._parameters.get(attribute) is not self.parameter for module, attribute in self.places)
 
     def replace(self, parameter: nn.Parameter) -> None:
-        """Puts a new object into all places. A parameter on the meta device needs it, because it can't be given other data."""
+        """Puts a new object into all places. A parameter that can't be given other data needs it: see `autograd.can_show`."""
         parameter.__dict__.update(self.parameter.__dict__)  # attributes that users set, such as no_weight_decay
         for module, attribute in self.places:
             setattr(module, attribute, parameter)  # not into _parameters: some modules keep lists of their own (LSTM)

@@ -55,6 +55,7 @@ def unpin(state: LayerState) -> None:
             chunk.leave_buffer()
         state.release()
         state.as_stored = False
+    state.log.fold()  # so that it stays short, however often this is done between two forwards
 
 
 def replace_chunks(state: LayerState, chunks: list[Chunk]) -> None:
@@ -74,6 +75,9 @@ def write_back(state: LayerState) -> None:
             sharded.value.copy_(sharded.sites.parameter.data)
     for chunk in state.chunks:
         chunk.scatter()
+        if state.pins > 1:  # an outer context goes on showing the parameters, on all ranks
+            chunk.start_fetch(state.lanes.fetch)
+            chunk.finish_fetch()
 
 
 class Pin:
@@ -83,6 +87,7 @@ class Pin:
         """`undone`: whether changes are undone at the end."""
         self.state = state
         self._trained = [sharded.sites.parameter.requires_grad for sharded in state.parameters]
+        self._written = [chunk.shard._version for chunk in state.chunks]
         self._samples = [_sample(sharded.sites.parameter.data) for sharded in state.parameters] if undone else []
 
     def undo_toggles(self) -> list[str]:
@@ -95,7 +100,9 @@ class Pin:
 
     def written(self) -> list[str]:
         """The parameters that were given other values, and will lose them; not those that were changed back, but for rounding."""
-        changed = []
+        changed: list[str] = []
+        if self._written != [chunk.shard._version for chunk in self.state.chunks]:  # an inner context has written into the chunks
+            return changed
         for sharded, before in zip(self.state.parameters, self._samples, strict=bool(self._samples)):
             stays = _sample(sharded.value) if sharded.chunk.resident else before  # on one rank the chunk itself may have been written
             if not _but_for_rounding(_sample(sharded.sites.parameter.data), stays):

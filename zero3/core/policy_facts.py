@@ -32,3 +32,8 @@ def compute_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:
 def gradient_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:
     """The dtype of the full gradient, and of its reduction, for a chunk of dtype `stored`."""
     return policy.reduce_dtype if policy.reduce_dtype is not None and stored.is_floating_point else compute_dtype(policy, stored)
+
+
+def landed_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:
+    """The dtype of the gradient `[S]` of a chunk of dtype `stored`."""
+    return policy.grad_dtype if policy.grad_dtype is not None and stored.is_floating_point else stored

@@ -22,7 +22,7 @@ _METADATA_PROPERTIES = (
     "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "itemsize", "nbytes", "_backward_hooks",
     "output_nr", "_version",
 )  # fmt: skip
-_METADATA = frozenset(getattr(Tensor, name).__get__ for name in _METADATA_PROPERTIES if hasattr(Tensor, name)) | {
+METADATA = frozenset(getattr(Tensor, name).__get__ for name in _METADATA_PROPERTIES if hasattr(Tensor, name)) | {
     Tensor.numel, Tensor.nelement, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.element_size, Tensor.__len__,
     Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__, Tensor.type, torch.numel, torch.is_floating_point,
     torch.is_complex, torch.is_tensor, Tensor.untyped_storage,  # untyped_storage lets tools count memory: it is the stand-in's
@@ -39,7 +39,7 @@ class ReleasedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in _METADATA:
+        if func in METADATA:
             with as_plain_tensors():
                 return func(*args, **(kwargs or {}))
         if func == Tensor.is_leaf.__get__ and not _asked_by("torch.optim.optimizer"):  # type: ignore[attr-defined]
@@ -96,5 +96,6 @@ def refuse_values(parameter: ReleasedParameter | None, operation: str) -> NoRetu
     raise RuntimeError(
         f"{operation}: {name} is released, its values lie in chunks on all ranks. Read it inside "
         "`with zero3.full_params(module):`, change it there with writeback=True, compute with it outside a forward inside "
-        "`with zero3.resident(model):` (every rank enters them), or work on the chunks that get_trainable_chunk() returns."
+        "`with zero3.resident(model):` (every rank enters them) or in a method that zero3.register_forward_method knows, or "
+        "work on the chunks that get_trainable_chunk() returns."
     )

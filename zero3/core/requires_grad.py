@@ -31,6 +31,7 @@ def check_requires_grad(computing: LayerState, layers: Iterable[LayerState]) -> 
     raise RuntimeError(
         f"rank {computing.communicator.rank}: layer {computing.label} was to compute with gradients, but requires_grad was changed of "
         f"{names}. A chunk is trained or frozen as a whole. Set requires_grad back before a forward with gradients (peft: leave "
-        "disable_adapter(), or set_adapter() the adapter that trains), compute under torch.no_grad(), freeze parameters before "
-        "sharding, or use requires_grad_ of the whole chunk (for chunk in layer.parameters(): ...)."
+        "disable_adapter(), or set_adapter() the adapter that trains), compute under torch.no_grad(), choose what trains with "
+        "zero3.set_trainable(model, select) between two steps, or use requires_grad_ of the whole chunk (for chunk in "
+        "layer.parameters(): ...)."
     )

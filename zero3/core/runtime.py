@@ -2,9 +2,8 @@
 
     forward of layer i     release layer i-1; wait fetch(i); start fetch(i+1); module(x)
 
-Every rank makes the same collectives in the same order, whatever its data is. In forward they follow the order of calls, which
-ranks have compared. In backward they follow the trace of the forward, from its end. The numbers in comments, such as [F1], are
-those of "a step, call by call" in docs/design.md.
+Every rank makes the same collectives in the same order, whatever its data is. In forward it is the order of calls, which ranks have
+compared. In backward it is the trace of the forward, from its end. [F1] and the like: "a step, call by call" in docs/design.md.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import nn
 
 from ..comm.communicator import Communicator
 from ..policy import ShardingPolicy
-from .autograd import graph_clock, inside_backward, nodes_since, tensors_in
+from .autograd import graph_clock, inside_backward, nodes_since, tensors_in, transforms_under_way
 from .backward import Backward, LayerCall, LayerTrace
 from .comparison import FOLD_EVERY, compare_call, compare_logs, drop_stale, states_within
 from .coordination import Activity
@@ -27,6 +26,7 @@ from .dynamic import DynamicOrder
 from .layer_state import LayerState, Presence
 from .requires_grad import check_requires_grad
 from .schedule import CallStack, CallTrace, ForwardOrder, ForwardPass, Frame, LearnedOrder
+from .transforms import refuse_transforms
 
 __all__: list[str] = []
 
@@ -52,7 +52,7 @@ class Runtime:
         self._trace: LayerTrace | None = None  # the trace of the forward under way
         self._open_trace: LayerTrace | None = None  # the trace of the last pass, which another outermost module may continue
         self._pass_is_over = False  # whether no module may continue that pass, because ranks ran inside `resident` since
-        self._any_stays_whole = self._own_pace = False  # own pace: the forward under way is inside `resident`
+        self.any_stays_whole = self._own_pace = False  # own pace: the forward under way is inside `resident`
         self._passes = 0
         self._lingering: list[LayerState] = []  # layers whose call is over and that are not released yet
         self._called: set[int] = set()  # ids of the outermost modules called in this pass; references would keep them alive
@@ -93,7 +93,7 @@ class Runtime:
 
     def _watch(self, state: LayerState) -> None:
         self._backward.watch(state)
-        self._any_stays_whole = self._any_stays_whole or state.stays_whole
+        self.any_stays_whole = self.any_stays_whole or state.stays_whole
         state.lanes = self.layers[0].lanes
         state.log = self.layers[0].log
 
@@ -148,7 +148,7 @@ class Runtime:
         continues = not (before is None or before.walked or self._pass_is_over or id(module) in self._called)
         if not continues:
             self.reset(broken=False)
-        if self._any_stays_whole:
+        if self.any_stays_whole:
             drop_stale(self.communicator, self.layers)
         self._compare_transfers(self.layers[0])
         self._order.begin(continues=continues)
@@ -231,10 +231,11 @@ class Runtime:
 
     def pre_forward(self, state: LayerState) -> None:
         """[F2] Releases the layer of the last call, waits for this layer's parameters, and starts to fetch the next layers."""
-        if state.resident or self._backward.is_recomputing(state):  # ranks do not compare: they may do different things here
-            released = state.presence not in (Presence.FETCHED, Presence.KEPT) and not state.resident
+        if state.resident or transforms_under_way() or self._backward.is_recomputing(state):  # ranks do not compare: they may differ here
+            refuse_transforms(state)
+            gone = state.presence not in (Presence.FETCHED, Presence.KEPT) and not state.resident
             state.fetch()
-            self._stack.frames.append(Frame(state, 0, graph_clock(), recomputes=True, fetched_here=released))
+            self._stack.frames.append(Frame(state, 0, graph_clock(), recomputes=True, fetched_here=gone))
             return
         if self._trace is None:
             raise RuntimeError(f"layer {state.label} was called outside a forward pass of its model")
@@ -253,14 +254,15 @@ class Runtime:
         `kept`: other places where the layer may have left tensors, such as its arguments and its modules' attributes.
         """
         frame = self._stack.frames.pop()
+        if state.resident:
+            if not transforms_under_way():  # their graphs end at their own arguments
+                self._backward.forbid(state, nodes_since(frame.clock, tensors_in((output, kept))))
+            return output
         outputs = tensors_in(output)
         seen = outputs + tensors_in(kept)
         state.check_unwritten()
         state.let_escape(seen)
         nodes = nodes_since(frame.clock, seen)
-        if state.resident:
-            self._backward.forbid(state, nodes)
-            return output
         if frame.recomputes:
             if frame.fetched_here:
                 self._backward.release(state)

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ..comm.communicator import Communicator
-from ..comm.streams import Lane
 from .chunk import Part
 from .gradient_buffer import GradientBuffer
-from .gradient_reducer import Backup, GradientReducer, LayerGradients
-from .gradient_types import TOKENS, DeferredGradient, DefersReductions
+from .gradient_reducer import GradientReducer, LayerGradients, Sending
+from .gradient_types import DeferredGradient, DefersReductions
 
 __all__: list[str] = []
 
@@ -25,7 +24,7 @@ class _Before:
     buffer: GradientBuffer
     kept: list[tuple[Part, Tensor]]
     owed: bool
-    tokens: list[object]  # one for each part
+    gradients: list[Tensor | None]  # one for each part
     factor: Tensor | None = None  # the argument of `scale`, applied at the commit
     total: Tensor | None = None  # the argument of `note_tokens`, noted at the commit
     merged: bool = False  # whether `buffer` has been added to the transaction's own sum
@@ -34,20 +33,54 @@ class _Before:
 class TransactionalReducer(GradientReducer):
     """A reducer with transactions. The first gradient after a commit begins one, and `commit` or `roll_back` ends it.
 
-    Until the commit, the chunk's gradient and the kept gradients of earlier backwards do not change.
+    Until the commit, the chunk's gradient and the kept gradients of earlier backwards do not change. A `step_guard` begins the
+    transaction, and puts deferred gradients in the place of the chunk's. So nobody can use those before the commit; and if they are
+    zeroed, this is seen (`disturbed`), and the ones of before are still there.
     """
 
     _before: _Before | None = None  # the state before the present transaction
     _staged: tuple[tuple[Tensor, Tensor], ...] = ()  # the arguments of `_take`, for the commit
+    _placed: tuple[tuple[Part, Tensor], ...] | None = None  # in a `step_guard`: what stands for the parts' gradients until the commit
+    _disturbed = False
 
     @property
     def undecided(self) -> bool:  # type: ignore[override]
-        return self._before is not None
+        before = self._before
+        return before is not None and (bool(self._staged) or before.factor is not None or self._kept is not before.kept)
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether the caller has zeroed or replaced the chunk's gradient inside a `step_guard`."""
+        self._disturbed = self._disturbed or any(
+            part.parameter.grad is not placed or (isinstance(placed, DeferredGradient) and placed.zeroed)
+            for part, placed in self._placed or ()
+        )
+        return self._disturbed
+
+    @property
+    def earlier(self) -> list[Tensor]:
+        gradients = self._before.gradients if self._before is not None else super().earlier
+        return [gradient for gradient in gradients if gradient is not None]
+
+    def place(self, layer: DefersReductions) -> None:
+        """Until the commit, deferred gradients stand for the chunk's."""
+        self._begin()
+        for part in self._chunk.parts if not self.disturbed else ():
+            if part.parameter.requires_grad and not isinstance(part.parameter.grad, DeferredGradient):
+                part.parameter.grad = DeferredGradient.like(part.parameter, weakref.ref(layer))
+        self._note_placed()
+
+    def _note_placed(self) -> None:
+        placed = [(part, part.parameter.grad) for part in self._chunk.parts if part.start < part.stop]
+        self._placed = tuple((part, gradient) for part, gradient in placed if gradient is not None)
+
+    def forget_zeroed(self) -> bool:
+        return False if self.disturbed else super().forget_zeroed()
 
     def _begin(self) -> None:
         if self._before is None:
-            tokens = [getattr(part.parameter.grad, TOKENS, None) for part in self._chunk.parts]
-            self._before = _Before(self._buffer, self._kept, self.owed, tokens)
+            gradients = [part.parameter.grad for part in self._chunk.parts]
+            self._before = _Before(self._buffer, self._kept, self.owed, gradients)
             self._buffer = self._new_buffer()
 
     def _merge_earlier(self) -> None:
@@ -62,13 +95,16 @@ class TransactionalReducer(GradientReducer):
         self._begin()
         super().add(index, gradient)
 
-    def back_up(self, lane: Lane, communicator: Communicator) -> Backup:
+    def prepare(self, communicator: Communicator) -> Sending:
         self._merge_earlier()
-        return super().back_up(lane, communicator)
+        return super().prepare(communicator)
 
     def keep(self, layer: DefersReductions) -> None:
         self._merge_earlier()
+        guarded = self._placed is not None and not self.disturbed
         super().keep(layer)
+        if guarded:
+            self._note_placed()
 
     def scale(self, factor: Tensor) -> None:
         self._begin()
@@ -86,7 +122,7 @@ class TransactionalReducer(GradientReducer):
 
     def drop(self) -> None:
         super().drop()
-        self._before, self._staged = None, ()
+        self._end()
 
     def abandon(self) -> None:
         self.roll_back()
@@ -94,46 +130,50 @@ class TransactionalReducer(GradientReducer):
     def give_up(self) -> None:
         self.roll_back()
 
+    def _end(self) -> None:
+        self._before, self._staged, self._placed, self._disturbed = None, (), None, False
+
     @torch.no_grad()
     def commit(self) -> None:
         """Adds the transaction's gradients to the chunk's gradient, and ends it."""
-        before, self._before = self._before, None
+        before, staged = self._before, self._staged
+        self._end()
         if before is None:
             return
         if not before.merged:  # no backward reached this chunk, or there was nothing to merge
             self._buffer = before.buffer if self._buffer.empty else self._buffer
         if before.factor is not None:
             self._scale(before.factor, None if before.merged else before.buffer.full)
-        staged, self._staged = self._staged, ()
         for landed, summed in staged:
             super()._take(landed, summed)
+        for part in self._chunk.parts if not self.owed else ():
+            if isinstance(part.parameter.grad, DeferredGradient):  # no backward has reached this chunk
+                part.parameter.grad = part.parameter.grad.earlier
         if before.total is not None:
             self.note_tokens(before.total)
 
     def end_backward(self, layer: LayerGradients) -> None:
-        if not layer.holds:
+        if layer.holds:
+            self.place(layer)
+        else:
             self.commit()
-            return
-        # an optimizer must not use the chunk's gradient until the `step_guard` has decided
-        for part in self._chunk.parts if self._before is not None else ():
-            if part.parameter.requires_grad and not isinstance(part.parameter.grad, DeferredGradient):
-                part.parameter.grad = DeferredGradient.like(part.parameter, weakref.ref(layer))
 
     def roll_back(self) -> None:
-        """Restores the state before the transaction, and ends it."""
-        before, self._before, self._staged = self._before, None, ()
+        """Restores the state before the transaction, and ends it. What the caller has zeroed since stays so, unless a guard is open."""
+        before, guarded, disturbed = self._before, self._placed is not None, self.disturbed
+        self._end()
+        self._disturbed = disturbed
         if before is None:
             return
         self.pending = False
         self._buffer, self._kept, self.owed = before.buffer, before.kept, before.owed
-        for part, left in self._kept:
-            if isinstance(part.parameter.grad, DeferredGradient):
-                part.parameter.grad = left
-        for part, tokens in zip(self._chunk.parts, before.tokens, strict=True):
-            if isinstance(part.parameter.grad, DeferredGradient) and not self.owed:
-                part.parameter.grad = part.parameter.grad.earlier
-            if part.parameter.grad is not None and tokens is not None:
-                setattr(part.parameter.grad, TOKENS, tokens)
+        for part, gradient in zip(self._chunk.parts, before.gradients, strict=True):
+            found = part.parameter.grad
+            zeroed = isinstance(found, DeferredGradient) and found.zeroed and not guarded
+            if isinstance(gradient, DeferredGradient):
+                gradient.zeroed = zeroed
+            if guarded or isinstance(found, DeferredGradient):
+                part.parameter.grad = None if zeroed and not isinstance(gradient, DeferredGradient) else gradient
 
 
 def hold(gradients: LayerGradients) -> None:
@@ -142,6 +182,7 @@ def hold(gradients: LayerGradients) -> None:
     _exchange(gradients, TransactionalReducer)
     for reducer in gradients.reducers.values():
         reducer.watch(gradients)
+    gradients.end_backward()
 
 
 def let_go(gradients: LayerGradients) -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..access import full_params, get_trainable_chunk, states_of
+from ..comm.agreement import agree
+from ..comm.streams import random_state_kept
 from ..core.casting import cast, dtypes_at_the_edges
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
@@ -101,6 +103,7 @@ def check(
 
     Raises:
         ValueError: `model` can't be sharded, as for `shard`.
+        RuntimeError: The unsharded step raised on a rank. Every rank raises it (a ValueError, TypeError or OSError as such).
 
     Example::
 
@@ -184,8 +187,7 @@ def _tolerance(place: _Place) -> float:
 
 
 def _step(model: nn.Module, parameters: list[nn.Parameter], batch: Any, loss: Callable[[nn.Module, Any], Tensor]) -> Tensor:
-    devices = [p.device for p in parameters if p.is_cuda][:1]
-    with torch.random.fork_rng(devices=devices):
+    with random_state_kept(next((p.device for p in parameters if p.device.type != "cpu"), torch.device("cpu"))):
         torch.manual_seed(0)
         value = loss(model, batch)
         value.backward()  # type: ignore[no-untyped-call]
@@ -195,7 +197,12 @@ def _step(model: nn.Module, parameters: list[nn.Parameter], batch: Any, loss: Ca
 def _plain_step(plain: nn.Module, sharded: nn.Module, places: dict[str, _Place], step: Callable[[nn.Module], Tensor]) -> Tensor:
     """`step` of what `plain` is when it is cast as `sharded` is; the gradients go to `plain`, in its own dtypes."""
     computing = _cast_alike(plain, sharded, places)
-    value = step(computing)
+    first, value, error = states_of(sharded)[0], torch.zeros(()), None
+    try:
+        value = step(computing)
+    except Exception as caught:  # whatever the caller's loss raises: the other ranks wait to hear of it
+        error = caught
+    agree(first.communicator, first.device, "check", [], error)
     gradients = {name: parameter.grad for name, parameter in computing.named_parameters()}
     for name, parameter in plain.named_parameters():
         if not parameter.requires_grad:

@@ -12,7 +12,7 @@ from torch import nn
 from ..access import states_of
 from ..core.layer_state import LayerState
 from ..core.layout import megabytes
-from ..core.policy_facts import gradient_dtype, shards_gradients, shards_parameters
+from ..core.policy_facts import gradient_dtype, landed_dtype, shards_gradients, shards_parameters
 from ..policy import ShardingPolicy
 
 __all__: list[str] = []
@@ -100,7 +100,7 @@ def report(model: nn.Module) -> Report:
         layers=len(states),
         parameters=sum(chunk.layout.numel for state in states for chunk in state.chunks),
         chunks=chunks,
-        gradients=sum(part.nbytes for state in states for part in state.trainable()),
+        gradients=sum(part.numel() * landed_dtype(s.policy, part.dtype).itemsize for s in states for part in s.trainable()),
         gathered=gathered,
         full_parameters=_at_once(
             states, [state.full_nbytes() * (not all(c.resident for c in state.chunks)) for state in states], shards_parameters

@@ -31,6 +31,10 @@ class Unwrapped:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:  # transformers before 5.4 chooses renamings by the names of the model's classes
+        return type(self._model)
+
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         for name, module in self._model.named_modules():
             yield own_module_name(name), module
@@ -99,7 +103,11 @@ class Conversions:
     @property
     def used(self) -> list[Any] | None:
         """The conversions that were made. transformers notes them on a model, to save the same names again. None: it notes nothing."""
-        return [t for t in self._transforms if t.was_used()] if self._loading is not None else None
+        if self._loading is None:
+            return None
+        return [
+            t for t in self._transforms if not hasattr(t, "was_used") or t.was_used()
+        ]  # transformers before 5.6 can't tell: it notes all
 
     def _with_prefix(self, key: str) -> str:
         dotted = f"{self._prefix}."

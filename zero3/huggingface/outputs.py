@@ -23,6 +23,8 @@ __all__: list[str] = []
 
 _log = logging.getLogger("zero3")
 _UNITS = (("B", 1), ("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("TB", 10**12), ("KIB", 2**10), ("MIB", 2**20), ("GIB", 2**30))
+_OF_ADAPTERS = ("adapter_config.json", "adapter_model.*")
+_OF_MODELS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*")
 _EMBEDDINGS = ("embed_tokens", "lm_head")  # peft's names for what it saves whole
 
 
@@ -96,6 +98,25 @@ def shards_of(outputs: Iterable[Output], max_bytes: int, stem: str) -> dict[str,
     if len(ordered) == 1:
         return {f"{stem}.safetensors": ordered[0]}
     return {f"{stem}-{number:05}-of-{len(ordered):05}.safetensors": shard for number, shard in enumerate(ordered, 1)}
+
+
+def check_unmixed(directory: Path, base: str | None) -> None:
+    """`base`: where the model of the adapters that are to be written comes from. None: a whole model is to be written.
+
+    Raises:
+        ValueError: adapters are in the directory, and a whole model is to be written, or the other way round. Who loads it would get
+            the older of the two, or both together.
+    """
+    if base and Path(base).resolve() == directory.resolve():  # adapters beside their own model
+        return
+    patterns = _OF_ADAPTERS if base is None else _OF_MODELS
+    found = sorted(path.name for pattern in patterns for path in directory.glob(pattern))
+    if found:
+        what, other = ("a whole model", "adapters") if base is None else ("adapters", "a whole model")
+        raise ValueError(
+            f"{directory} holds {other} ({', '.join(found[:4])}), and save_pretrained was to write {what}: who loads the directory would "
+            "get the one for the other, or both. Name another directory, or remove these files. Nothing was written"
+        )
 
 
 def bytes_in(size: int | str) -> int:

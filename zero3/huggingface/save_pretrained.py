@@ -22,7 +22,7 @@ from ..checkpoint.safetensors_writing import header_of, write_text
 from ..comm.agreement import agreeing
 from ..comm.plain_values import unreadable
 from ..names import innermost
-from .outputs import Output, bytes_in, index_of, outputs_of_adapter, outputs_of_model, shards_of
+from .outputs import Output, bytes_in, check_unmixed, index_of, outputs_of_adapter, outputs_of_model, shards_of
 
 __all__: list[str] = []
 
@@ -54,7 +54,9 @@ def save_pretrained(
         dtype: A floating dtype of 16 bits or more; floating tensors are converted to it. None: as they are stored.
 
     Raises:
-        ValueError: Nothing in `model` is sharded, `max_shard_size` is no size, or ranks save different things. Every rank raises it.
+        ValueError: Nothing in `model` is sharded, `max_shard_size` is no size, ranks save different things, or `path` holds adapters and
+            `model` is a whole model, or the other way round. (Adapters may stand beside the model that they belong to.) Every rank
+            raises it.
         TypeError: `path` is no path, or `dtype` is no dtype. Every rank raises it.
         RuntimeError: Parameters have no values, or the call is inside `full_params` or `resident`.
         OSError: A rank could not write. Every rank raises the same error.
@@ -82,11 +84,13 @@ def _plans(model: nn.Module, directory: Path, max_bytes: int, dtype: torch.dtype
     adapters = getattr(model, "peft_config", None)
     if not isinstance(adapters, dict) or not hasattr(model, "get_base_model"):
         contents.others |= extra
+        check_unmixed(directory, None)
         yield _Plan(model, contents, directory, shards_of(outputs_of_model(model, contents, extra, dtype), max_bytes, "model"), None)
         return
     for adapter in adapters:
         outputs = outputs_of_adapter(model, adapter, contents, dtype)
         place = directory if adapter == "default" else directory / adapter
+        check_unmixed(place, str(getattr(adapters[adapter], "base_model_name_or_path", None) or ""))
         yield _Plan(model, contents, place, {"adapter_model.safetensors": outputs}, adapter)
 
 

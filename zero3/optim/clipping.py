@@ -26,7 +26,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
 
     Args:
         model: Any model that contains zero3 layers.
-        max_norm: The largest norm that remains, 0 or more. With `float("inf")` nothing is scaled.
+        max_norm: The largest norm that remains, 0 or more. With `float("inf")` nothing is scaled. Ranks that pass different ones are
+            told when they next compare their transfers.
         norm_type: p of the p-norm; `float("inf")` for the largest element.
         error_if_nonfinite: Raise if the norm is nan or inf, and do not scale.
 
@@ -57,6 +58,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
     elif filled:
         local = torch.nn.utils.get_total_norm(filled, norm_type).to(torch.float64)
     total = _over_ranks(states[0], local, norm_type, error)  # [S1]
+    limit = float(max_norm)  # ranks that scale by different ones are told when they compare their transfers
+    states[0].log.note("clipping", f"the gradients to max_norm={limit} of norm {norm_type}", norm_type, limit)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, so they can't be clipped. "
@@ -89,7 +92,7 @@ def _checked(norm_type: float, max_norm: float) -> tuple[float, Exception | None
         order = float(norm_type)
         if order > 0 and max_norm >= 0:  # torch would scale by a negative number, which turns all gradients around
             return order, None
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return 2.0, TypeError(f"norm_type and max_norm must be numbers, found {norm_type!r} and {max_norm!r}")
     known = order if math.isinf(order) else 2.0
     return known, ValueError(f"norm_type must be positive and max_norm at least 0, found {order} and {max_norm}")

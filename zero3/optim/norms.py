@@ -12,7 +12,7 @@ from ..access import states_of
 from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
 from ..core.chunk import Chunk
-from ..core.gradient_types import reduce_deferred
+from ..core.gradient_types import NotReducedError, reduce_deferred
 from ..core.layer_state import LayerState
 from ..core.parameters import ShardedParameter
 from .param_groups import named_parameters
@@ -50,9 +50,12 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
     norm_type, error = _checked(of, norm_type)
     communicator, maximum = states[0].communicator, math.isinf(norm_type)
     # every rank reduces, also one that holds no piece of a parameter
-    reduce_deferred(part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts)
-    every = [(name, sharded) for name, _, sharded in named_parameters(model, states)]
-    named = [(name, sharded) for name, sharded in every if of == "param" or sharded.chunk.shard.requires_grad]
+    try:
+        reduce_deferred(part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts)
+    except NotReducedError:
+        if of != "param":
+            raise
+    named = [(name, sharded) for name, _, sharded in named_parameters(model, states)]  # for any `of`, so that ranks add up equally many
     values = torch.full((len(named),), 0.0 if error is None else math.nan, dtype=torch.float64, device=states[0].device)
     if error is None:
         _add_own(values, [sharded for _, sharded in named], communicator.rank, of, norm_type)
@@ -62,19 +65,21 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
         else:
             communicator.all_reduce(values)
     agree_where_nan(communicator, states[0].device, "parameter_norms", values, error)
+    states[0].log.note("measuring", f"the {of}s' norms {norm_type}", of == "param", norm_type)  # see clip_grad_norm_
     values = values if maximum else values ** (1.0 / norm_type)
-    return {name: value for (name, _), value in zip(named, values, strict=True)}
+    asked = [of == "param" or sharded.chunk.shard.requires_grad for _, sharded in named]
+    return {name: value for (name, _), value, is_asked in zip(named, values, asked, strict=True) if is_asked}
 
 
 def _add_own(values: Tensor, named: list[ShardedParameter], rank: int, of: str, norm_type: float) -> None:
     """Writes the norms of this rank's pieces into `values`, to the power of `norm_type` unless that is infinite."""
     rows = {(sharded.chunk, sharded.index): row for row, sharded in enumerate(named)}
-    for chunk in dict.fromkeys(sharded.chunk for sharded in named):
+    for chunk in dict.fromkeys(sharded.chunk for sharded in named if of == "param" or sharded.chunk.shard.requires_grad):
         indices = {slot: index for index, slot in enumerate(chunk.layout.slots)}
         for piece in chunk.layout.pieces(rank):
-            flat = _slice(chunk, piece.place.start, piece.place.stop, of)
+            flat = slice_of(chunk, piece.place.start, piece.place.stop, of)
             if flat is not None:
-                norm = torch.linalg.vector_norm(flat, norm_type, dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32)
+                norm = _norm(flat, norm_type)
                 values[rows[chunk, indices[piece.slot]]] = norm if math.isinf(norm_type) else norm.double() ** norm_type
 
 
@@ -82,11 +87,20 @@ def _checked(of: str, norm_type: float) -> tuple[float, Exception | None]:
     """Returns the order of the norm, and the caller's mistake. A rank with a mistake takes part in the sum, so it needs an order."""
     try:
         order = float(norm_type)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return 2.0, TypeError(f"norm_type must be a number, found {norm_type!r}")
     if not order > 0:
         return order, ValueError(f"norm_type must be positive, found {order}")
     return order, None if of in ("grad", "param") else ValueError(f'of must be "grad" or "param", found {of!r}')
+
+
+def _norm(flat: Tensor, order: float) -> Tensor:
+    """In float32 at least. What torch takes no norm of (integers, 8 bits) is converted; of complex numbers the absolute values count."""
+    flat = flat.abs() if flat.is_complex() else flat
+    if flat.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        flat = flat.double()
+    norm: Tensor = torch.linalg.vector_norm(flat, order, dtype=torch.promote_types(flat.dtype, torch.float32))
+    return norm
 
 
 def gradients_to_measure(model: nn.Module, states: list[LayerState]) -> list[Tensor]:
@@ -96,11 +110,11 @@ def gradients_to_measure(model: nn.Module, states: list[LayerState]) -> list[Ten
         parts = [part.parameter for state in states for chunk in state.chunks for part in chunk.parts]
         return [part.grad.as_subclass(Tensor) for part in parts if part.grad is not None]
     slots = [(sharded.chunk, sharded.chunk.layout.slots[sharded.index]) for _, _, sharded in named_parameters(model, states)]
-    slices = [_slice(chunk, slot.offset, slot.stop, "grad") for chunk, slot in slots]
+    slices = [slice_of(chunk, slot.offset, slot.stop, "grad") for chunk, slot in slots]
     return [gradient for gradient in slices if gradient is not None]
 
 
-def _slice(chunk: Chunk, start: int, stop: int, of: str) -> Tensor | None:
+def slice_of(chunk: Chunk, start: int, stop: int, of: str) -> Tensor | None:
     """Returns elements of the chunk (`of` is "param") or of its gradient, or None if it has no gradient there."""
     if of == "param":
         return chunk.shard.data[start:stop]

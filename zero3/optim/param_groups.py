@@ -16,34 +16,11 @@ from ..core.layout import Slot
 from ..core.parameters import ShardedParameter
 from ..core.policy_facts import shards_gradients
 from ..names import named_tensors
+from ..policy import ParamInfo, info_of
 from .pieces import Choice, divide, placeholder
 from .whole_parameters import Family, families, new_cuts, repartition
 
 __all__: list[str] = []
-
-
-@dataclass(frozen=True, slots=True)
-class ParamInfo:
-    """A parameter's properties, for the `options` function of `param_groups`.
-
-    Attributes:
-        name: Its name in the unwrapped model.
-        shape: Its shape there.
-        numel: The number of its elements.
-        dtype: The dtype in which it is stored.
-        ndim: The number of its dimensions.
-
-    Example::
-
-        def options(name: str, info: zero3.ParamInfo) -> dict:
-            return {"weight_decay": 0.1 if info.ndim > 1 else 0.0}
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    numel: int
-    dtype: torch.dtype
-    ndim: int
 
 
 Options = Callable[[str, ParamInfo], Mapping[str, Any] | None]
@@ -120,7 +97,10 @@ def _check(states: list[LayerState]) -> None:
                 "of a group to look at, and the others would wait for it. Use stage 2 or 3"
             )
         if state.pinned or state.presence in (Presence.FETCHED, Presence.FETCHING):
-            raise RuntimeError(f"param_groups while layer {state.label} is fetched: call it outside of forward, backward and full_params")
+            raise RuntimeError(
+                f"param_groups while layer {state.label} is fetched: call it outside of forward, backward and full_params; after an "
+                "exception, call zero3.reset(model) first"
+            )
         if any(part.parameter.grad is not None for chunk in state.chunks for part in chunk.parts):
             raise RuntimeError(f"param_groups while layer {state.label} has gradients: step and zero_grad(set_to_none=True) first")
 
@@ -149,8 +129,7 @@ class _Plan:
             self.order[state, sharded.sites.name] = len(self.order)
             if not sharded.chunk.shard.requires_grad:
                 continue
-            shape = tuple(parameter.shape)
-            answer = options(name, ParamInfo(name, shape, parameter.numel(), parameter.dtype, len(shape)))
+            answer = options(name, info_of(name, parameter))
             spelled = "none" if answer is None else _spelled(_checked(name, answer), objects)
             self.lines.append(f"the options of {name}: {spelled}")
             if answer is None:

@@ -27,8 +27,8 @@ class Superseded(nn.Parameter):
 
     def _raise(self, *_: object) -> NoReturn:
         raise RuntimeError(
-            f"{self.zero3_name} is no parameter of the model any more: zero3.param_groups has put others in its place. Make the "
-            "optimizer from what it returned, or from zero3.get_trainable_chunk(model), after the last call of param_groups"
+            f"{self.zero3_name} is no parameter of the model any more: zero3.param_groups or zero3.set_trainable has put others in its "
+            "place. Make the optimizer from what param_groups returned, or from zero3.get_trainable_chunk(model), after their last call"
         )
 
     grad = property(_raise, _raise)
@@ -48,6 +48,17 @@ def retire(chunk: Chunk, label: str) -> None:
         parameter.data = parameter.data.new_empty(0)
 
 
+def renew(state: LayerState, chunk: Chunk) -> None:
+    """Puts a new parameter with the same values in the chunk's place, and in that of its parts. Optimizers of before raise."""
+    old, trains = chunk.shard, chunk.shard.requires_grad
+    with torch.inference_mode(False):
+        chunk.shard = nn.Parameter(old.detach(), requires_grad=trains)  # shares the version counter
+    chunk.shard.grad_dtype = old.grad_dtype
+    chunk.left_out = frozenset()
+    _install(state, chunk, [Part(chunk.shard, 0, chunk.shard.numel())])
+    supersede(old, f"a chunk of layer {state.label}")
+
+
 class Choice(NamedTuple):
     """The decision of `options` for one parameter."""
 
@@ -63,6 +74,7 @@ def divide(state: LayerState, chunk: Chunk, choice_of: Callable[[Slot], Choice])
     """
     choices = {slot: choice_of(slot) for slot in chunk.layout.slots}
     kinds = set(choices.values())
+    chunk.left_out = frozenset(slot.name for slot, choice in choices.items() if choice.group is None)
     with torch.inference_mode(False):
         if len(kinds) == 1 and (only := kinds.pop()).group is not None and not only.whole:
             parts = [Part(chunk.shard, 0, chunk.shard.numel())]
@@ -105,7 +117,7 @@ def _install(state: LayerState, chunk: Chunk, parts: list[Part]) -> None:
         supersede(chunk.shard, f"a chunk of layer {state.label}")
     chunk.parts = parts
     for part in parts:
-        mark(part.parameter, state)
+        mark(part.parameter, state).grad_dtype = chunk.shard.grad_dtype
     state.registry.update(state.chunk_names())
 
 

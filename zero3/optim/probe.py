@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.plain_values import kind_of
+from ..comm.streams import random_state_kept
 
 __all__: list[str] = []
 
@@ -99,8 +100,7 @@ def state_keys(build: Build, device: torch.device, shapes: Iterable[tuple[int, .
         tensors only. There are none if the optimizer can't make steps.
     """
     found: list[dict[str, str]] = []
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
+    with random_state_kept(device), torch.inference_mode(False), torch.enable_grad():
         for shape in shapes:
             problem = Problem.of(torch.Size(shape).numel(), device)
             parameter = nn.Parameter(problem.start.clone().view(shape))
@@ -115,8 +115,7 @@ def state_keys(build: Build, device: torch.device, shapes: Iterable[tuple[int, .
 
 
 def _compare(build: Build, problem: Problem, reference: Spans, spread: Sequence[Spans]) -> str | None:
-    devices = [problem.start.device] if problem.start.is_cuda else []
-    with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
+    with random_state_kept(problem.start.device), torch.inference_mode(False), torch.enable_grad():
         try:
             expected = _trained(build, problem, [reference])
         except Exception as error:

@@ -18,6 +18,8 @@ from ..core.layer_state import LayerState, reducers_of
 
 __all__: list[str] = []
 
+_TOO_MANY = 2**53  # above it float64, in which tokens are counted, skips numbers
+
 
 def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Tensor:
     """Runs the backward of a loss that is summed over tokens. The gradients are those of the mean over all tokens of all ranks.
@@ -37,9 +39,9 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
         tokens.
 
     Raises:
-        ValueError: Nothing in `model` is sharded, the loss is not 0-dim or has no graph, the number of tokens is negative, or a
-            backward without a number of tokens has left gradients. Every rank raises it; on a GPU, where the host does not wait, only
-            the rank with the mistake.
+        ValueError: Nothing in `model` is sharded, the loss is not 0-dim or has no graph, the number of tokens is negative or not finite
+            (a tensor on a GPU gives nan on all ranks), `model` is only a part of a model, or a backward without a number of tokens has
+            left gradients. Every rank raises it; on a GPU, where the host does not wait, only the rank with the mistake.
         TypeError: The loss is no tensor, or the number of tokens is no number. The same ranks raise it.
 
     Example::
@@ -62,7 +64,7 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
             reducer.give_up()
         raise
     note(states, weights.total)
-    return torch.where(weights.tokens > 0, weights.loss / weights.tokens, 0).to(loss_sum.dtype)
+    return torch.where(weights.tokens == 0, 0, weights.loss / weights.tokens).to(loss_sum.dtype)
 
 
 def _mistake(loss_sum: Any, num_tokens: Any, states: list[LayerState]) -> Exception | None:
@@ -74,19 +76,39 @@ def _mistake(loss_sum: Any, num_tokens: Any, states: list[LayerState]) -> Except
             f"loss_sum has shape {tuple(loss_sum.shape)} and requires_grad={loss_sum.requires_grad}, expected a 0-dim tensor with a graph: "
             "a rank without tokens runs the model too, and sums over nothing (reduction='sum')"
         )
-    if isinstance(num_tokens, Tensor):
-        if num_tokens.numel() != 1:
-            return ValueError(f"num_tokens has shape {tuple(num_tokens.shape)}, expected an integer or a 0-dim tensor")
-    elif not isinstance(num_tokens, Real):
-        return TypeError(f"num_tokens is a {type(num_tokens).__name__}, expected an integer or a 0-dim tensor")
-    elif not float(num_tokens) >= 0:
-        return ValueError(f"num_tokens must be 0 or more, found {num_tokens}")
     if any(reducer.undecided for reducer in reducers_of(states)):
         return ValueError(
             "a second zero3.backward inside one zero3.step_guard: the number of tokens of the first one counts only when the guard ends. "
             "Give each micro-batch a guard of its own."
         )
-    return None
+    return _not_a_count(num_tokens) or _only_a_part(states)
+
+
+def _not_a_count(tokens: Any) -> Exception | None:
+    """On an accelerator the host does not wait for the number: there `weigh` makes nan of a wrong one."""
+    if isinstance(tokens, Tensor):
+        if tokens.numel() != 1:
+            return ValueError(f"num_tokens has shape {tuple(tokens.shape)}, expected an integer or a 0-dim tensor")
+        if tokens.is_complex():
+            return TypeError(f"num_tokens is {tokens.dtype}, expected an integer or a real 0-dim tensor")
+        if tokens.device.type != "cpu":
+            return None
+        tokens = tokens.item()
+    if not isinstance(tokens, Real):
+        return TypeError(f"num_tokens is a {type(tokens).__name__}, expected an integer or a 0-dim tensor")
+    number: Any = tokens
+    if 0 <= number < _TOO_MANY:
+        return None
+    return ValueError(f"num_tokens must be 0 or more, and finite, found {number}")
+
+
+def _only_a_part(states: list[LayerState]) -> Exception | None:
+    """The gradients of all layers have to be weighed alike."""
+    backward = states[0].gradients.backward()
+    if backward is None or len(backward.layers) == len(states):
+        return None
+    others = [state.label for state in backward.layers if state not in states and state.trainable()]
+    return ValueError(f"zero3.backward got only a part of the model: layer {others[0]} trains too. Pass the whole one") if others else None
 
 
 class Weights(NamedTuple):
@@ -105,7 +127,7 @@ def weigh(states: list[LayerState], tokens: int | Tensor, loss: float | Tensor, 
     """
     # the tokens, their loss, the tokens of earlier micro-batches, and the number of ranks that know the latter
     counts = torch.zeros(4, dtype=torch.float64, device=states[0].device)
-    counts[0] = tokens
+    counts[0] = tokens if not isinstance(tokens, Tensor) else torch.where((tokens >= 0) & tokens.isfinite(), tokens.double(), nan)
     counts[1] = loss
     known = _so_far(states, counts.new_zeros(2))
     if isinstance(known, Tensor):
@@ -120,7 +142,7 @@ def weigh(states: list[LayerState], tokens: int | Tensor, loss: float | Tensor, 
     agree_where_nan(communicator, states[0].device, "zero3.backward", counts[3:], error)
     so_far = counts[2] / counts[3].clamp(min=1)
     total = counts[0] + so_far
-    share = torch.where(total > 0, 1 / total, 0)
+    share = torch.where(total == 0, 0, 1 / total)
     for reducer in reducers_of(states):
         reducer.scale(so_far * share)
     return Weights(counts[0], counts[1], total, share)
@@ -140,8 +162,7 @@ def _without_ranks(loss_sum: Tensor, share: Tensor, states: list[LayerState]) ->
 
 def _so_far(states: list[LayerState], nothing: Tensor) -> Tensor | ValueError:
     """Returns the number of tokens that the gradients are the mean of, and 1. If they were zeroed since, it returns `nothing`."""
-    parts = (part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts)
-    gradients = [gradient for gradient in parts if gradient is not None]
+    gradients = [gradient for reducer in reducers_of(states) for gradient in reducer.earlier]
     known = [(gradient, *noted) for gradient in gradients if (noted := getattr(gradient, TOKENS, None)) is not None]
     if len(known) < len(gradients):
         return ValueError(

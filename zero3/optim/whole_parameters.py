@@ -30,6 +30,7 @@ class Family:
     state: LayerState
     chunks: list[Chunk]
     slots: list[Slot]  # in the order of the model
+    frozen: frozenset[str] | None = None  # the slots that will not train; None: training does not change
 
     @property
     def layouts(self) -> list[ChunkLayout]:
@@ -102,7 +103,8 @@ def _empty_chunks(family: Family, layouts: list[ChunkLayout]) -> list[Chunk]:
     made = []
     with torch.inference_mode(False):
         for layout in layouts:
-            shard = nn.Parameter(old.shard.data.new_zeros(layout.chunk_numel(communicator.rank)))
+            trains = family.frozen is None or layout.slots[0].name not in family.frozen
+            shard = nn.Parameter(old.shard.data.new_zeros(layout.chunk_numel(communicator.rank)), requires_grad=trains)
             made.append(Chunk(layout, shard, communicator, old.compute_dtype))
     return made
 
@@ -112,6 +114,7 @@ def _fill(family: Family, chunks: list[Chunk]) -> None:
     rank = family.state.communicator.rank
     for old in family.chunks:
         old.show_as_stored()
+        old.make_room()
         old.start_fetch(family.state.lanes.fetch)
         try:
             old.finish_fetch()
@@ -131,7 +134,8 @@ def _exchange(family: Family, chunks: list[Chunk]) -> None:
     unloaded = {old.layout.slots[index].name for old in family.chunks for index in old.unloaded}
     for chunk in chunks:
         chunk.unloaded = {index for index, slot in enumerate(chunk.layout.slots) if slot.name in unloaded}
-        chunk.trainable_when_wrapped = family.chunks[0].trainable_when_wrapped
+        if family.frozen is None:
+            chunk.trainable_when_wrapped = family.chunks[0].trainable_when_wrapped
         torch.autograd.graph.increment_version(chunk.shard)  # so that older graphs, whose buffers are gone, raise
     at = state.chunks.index(family.chunks[0])
     kept = [chunk for chunk in state.chunks if chunk not in family.chunks]

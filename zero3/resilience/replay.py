@@ -28,6 +28,7 @@ __all__: list[str] = []
 
 _Operation = tuple[Any, ...]  # (operation, number of the layer, texts that ranks compare)
 
+_MISTAKE = "! "  # how a text begins that tells of the caller's mistake, and of no failed micro-batch
 MAX_KNOWN = 8  # sequences of collectives that are remembered
 
 
@@ -87,6 +88,8 @@ class CollectiveReplay:
         self.rank = self._states[0].communicator.rank
         if any(state.policy.stage != 3 or state.policy.dynamic for state in self._states):
             raise ValueError(f"rank {self.rank}: zero3.step_guard needs ShardingPolicy(stage=3, dynamic=False): it repeats their transfers")
+        if any(state.gradients.holds for state in self._states):
+            raise ValueError(f"rank {self.rank}: zero3.step_guard inside another one: give each micro-batch one guard")
         self._done: list[_Operation] = []
         self._kind = tuple((s.gradients.deferred, *(chunk.shard.requires_grad for chunk in s.chunks)) for s in self._states)
         self._versions = self._chunk_versions()
@@ -96,6 +99,8 @@ class CollectiveReplay:
             self._expect(self._script.expectations)
         self._found = self._expectations()
         numbers: dict[object, int] = {state: number for number, state in enumerate(self._states)}
+        for backward in {state.gradients.backward() for state in self._states} - {None}:
+            backward.forget_zeroed()  # what was zeroed before the guard is no mistake
         for state in self._states:
             hold(state.gradients)
             state.gate = _RecordingGate(state.gate, numbers, self._done)
@@ -142,23 +147,41 @@ class CollectiveReplay:
             else:
                 state.communicator.all_reduce(torch.zeros(4, dtype=torch.float64, device=state.device))
 
-    def end(self, failure: str) -> dict[int, str]:
-        """Ends the micro-batch: tells the other ranks this rank's `failure` ("": none). Returns rank -> failure."""
+    def end(self, failure: str, mistake: RuntimeError | None) -> dict[int, str]:
+        """Ends the micro-batch: tells the other ranks this rank's `failure` ("": none). Returns rank -> failure.
+
+        Raises:
+            RuntimeError: a rank has done what does not belong into the guard; on every rank.
+        """
         first = self._states[0]
-        told = tell_all(first.communicator, first.device, "the end of a guarded micro-batch", failure, first.log.digest)
+        mistake = mistake or self._mistake()
+        text = f"{_MISTAKE}{mistake}" if mistake is not None else failure
+        told = tell_all(first.communicator, first.device, "the end of a guarded micro-batch", text, first.log.digest)
         errors = {rank: what for rank, what in enumerate(told) if what}
-        if self._versions != self._chunk_versions():
-            raise RuntimeError(
-                f"rank {self.rank}: an optimizer stepped inside zero3.step_guard, before the ranks agreed on the gradients. Put "
-                "backwards into the guard; clip and step after it."
-            )
-        if errors:
-            logging.getLogger("zero3").warning("a micro-batch was dropped on all ranks: %s", errors)
-            reset(self._model)
-            self._expect(self._found)  # the failed rank has not learned the orders that the others have learned
-        else:
+        if not errors:
             self._learn()
+            return errors
+        reset(self._model)
+        self._expect(self._found)  # the failed rank has not learned the orders that the others have learned
+        for rank, what in errors.items():
+            if what.startswith(_MISTAKE):
+                raise RuntimeError(f"rank {rank}: {what.removeprefix(_MISTAKE)}")
+        logging.getLogger("zero3").warning("a micro-batch was dropped on all ranks: %s", errors)
         return errors
+
+    def _mistake(self) -> RuntimeError | None:
+        """What this rank has done inside the guard that the other ranks may not have done."""
+        if self._versions != self._chunk_versions():
+            return RuntimeError(
+                "an optimizer stepped inside zero3.step_guard, or something else wrote into chunks there. Put backwards into the guard; "
+                "clip and step after it."
+            )
+        if any(isinstance(reducer, TransactionalReducer) and reducer.disturbed for reducer in reducers_of(self._states)):
+            return RuntimeError(
+                "gradients were zeroed or replaced inside zero3.step_guard, which ranks that fail would not do. The micro-batch is "
+                "dropped, and gradients are what they were before it. Put zero_grad before the guard, or after the step."
+            )
+        return None
 
     def close(self, *, keep: bool) -> None:
         for reducer in reducers_of(self._states) if not keep else ():

@@ -56,8 +56,10 @@ def step_guard(model: nn.Module, catch: type[Exception] | tuple[type[Exception],
         A `GuardedStep`, which is complete when the context is left.
 
     Raises:
-        RuntimeError: An optimizer stepped inside, or a transfer failed.
-        ValueError: Nothing in `model` is sharded, or its policy has a `stage` other than 3, or `dynamic=True`.
+        RuntimeError: An optimizer stepped inside, gradients were read, zeroed or replaced there, or a penalty over chunks was
+            differentiated: on every rank, and gradients are what they were. Or a transfer failed.
+        ValueError: Nothing in `model` is sharded, or its policy has a `stage` other than 3, or `dynamic=True`; or
+            the guard is inside another one.
 
     Example::
 
@@ -71,15 +73,18 @@ def step_guard(model: nn.Module, catch: type[Exception] | tuple[type[Exception],
     replay = CollectiveReplay(model)
     guarded = GuardedStep()
     try:
-        failure = ""
+        failure, mistake = "", None
         try:
             yield guarded
         except catch as error:
             failure = f"{type(error).__name__}: {error}"
-            if is_transfer_failure(error) or isinstance(error, NotReducedError) or not replay.knows_the_rest:
+            mistake = error if isinstance(error, NotReducedError) else None
+            if is_transfer_failure(error) or not replay.knows_the_rest:
+                if mistake:
+                    raise NotReducedError(f"rank {replay.rank}: {mistake}") from error
                 raise
             replay.make_the_rest()
-        guarded.errors.update(replay.end(failure))
+        guarded.errors.update(replay.end(failure, mistake))
     except BaseException as error:
         guarded.errors.setdefault(replay.rank, f"{type(error).__name__}: {error}")
         raise

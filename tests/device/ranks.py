@@ -1,0 +1,117 @@
+"""Ranks as threads of one process, each with a device of its own and torch.distributed's default group on "nccl"."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+from tests.device import simulated
+
+import torch  # isort: skip
+import torch.distributed as dist  # isort: skip
+
+BACKEND = "nccl" if simulated.TYPE == "cuda" else "simulated"
+_PATIENCE = 120.0  # seconds for threads that hang outside of the device, where nothing sees it
+_numbers = itertools.count()
+
+
+def _new_world() -> SimpleNamespace:
+    tables: dict[str, Any] = {name: {} for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")}
+    return SimpleNamespace(default_pg=None, group_count=0, pg_coalesce_state={}, comms=[], **tables)
+
+
+class _Worlds:
+    """torch.distributed's record of groups, one for each rank. Autograd has a thread for each device: it is that rank's."""
+
+    def __init__(self) -> None:
+        self.__dict__.update(by_thread=threading.local(), by_device={})
+
+    def enter(self, device: int) -> None:
+        self.by_thread.world = self.by_device[device] = _new_world()
+
+    def _mine(self) -> Any:
+        return getattr(self.by_thread, "world", None) or self.by_device[torch.accelerator.current_device_index()]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mine(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._mine(), name, value)
+
+
+@contextmanager
+def _one_world_each() -> Any:
+    module: Any = dist.distributed_c10d
+    before, hook = module._world, sys.excepthook
+    module._world = worlds = _Worlds()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    dist.set_debug_level(dist.DebugLevel.OFF)  # DETAIL compares collectives through a gloo group: hosts would wait for each other
+    try:
+        yield worlds
+    finally:
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        module._world, sys.excepthook = before, hook
+
+
+def run_ranks(
+    world_size: int,
+    body: Callable[[int], Any],
+    *,
+    device_of: Callable[[int], int] = lambda rank: rank,
+    set_device: bool = True,
+    bind: bool = False,
+) -> list[Any]:
+    """What `body(rank)` returned on each rank, or the first error.
+
+    Args:
+        world_size: How many ranks.
+        body: What each does. It finds the group of all ranks as torch.distributed's default group.
+        device_of: The device on which a rank computes.
+        set_device: Whether that is its current device too. If not, device 0 is.
+        bind: Whether `init_process_group(device_id=)` binds it.
+    """
+    results: list[Any] = [None] * world_size
+    errors: list[BaseException | None] = [None] * world_size
+    store, name = dist.HashStore(), f"run {next(_numbers)}"
+
+    def rank_thread(rank: int, worlds: _Worlds) -> None:
+        device = device_of(rank)
+        try:
+            torch.accelerator.set_device_index(device if set_device else 0)
+            worlds.enter(device)
+            dist.init_process_group(
+                BACKEND,
+                store=dist.PrefixStore(name, store),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=60),
+                device_id=torch.device(simulated.TYPE, device) if bind else None,
+            )
+            try:
+                results[rank] = body(rank)
+            finally:
+                dist.destroy_process_group()
+        except BaseException as error:
+            errors[rank] = error
+        finally:
+            simulated.C.host_ended()
+
+    simulated.C.set_hosts(world_size)
+    with _one_world_each() as worlds:
+        threads = [threading.Thread(target=rank_thread, args=(rank, worlds), daemon=True) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_PATIENCE)
+        if any(thread.is_alive() for thread in threads):
+            raise TimeoutError(f"ranks {[rank for rank, thread in enumerate(threads) if thread.is_alive()]} hang; errors so far: {errors}")
+    for error in errors:
+        if error is not None:
+            raise error
+    return results

@@ -1,0 +1,119 @@
+"""Tests that need the simulated device run in a process of their own, and are reported here, each as its own item.
+
+torch asks once, when it is imported, whether there is CUDA; a process that has imported torch can't have the device any more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.device.build import missing
+
+HERE = Path(__file__).parent
+_inside = "tests.device.simulated" in sys.modules
+_KEY = pytest.StashKey["_Worker"]()
+
+
+def wants_device(item: pytest.Item) -> bool:
+    """Whether the item is for the simulated device: all in this folder, and those for a GPU where there is none."""
+    if _inside:
+        return False
+    import torch
+
+    on_gpu = item.get_closest_marker("gpu") is not None and not torch.cuda.is_available()
+    return on_gpu or (HERE in item.path.parents and item.get_closest_marker("no_device") is None)
+
+
+class _Worker:
+    """The process, and what it was asked to run."""
+
+    def __init__(self, nodes: list[str], root: Path) -> None:
+        read, write = os.pipe()
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path[:1], str(root)]), "TORCH_DISTRIBUTED_DEBUG": "OFF"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.device.worker", str(write)],
+            stdin=subprocess.PIPE,
+            stdout=self.errors,
+            stderr=self.errors,
+            pass_fds=[write],
+            cwd=root,
+            env=environment,
+        )
+        os.close(write)
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n".join(nodes).encode())
+        self.process.stdin.close()
+        self._lines = os.fdopen(read)
+
+    def reports(self, nodeid: str) -> Iterator[Any]:
+        """The reports of this item, until it is finished. Raises EOFError if the process ended before."""
+        for line in self._lines:
+            name, report = json.loads(line)
+            if name == nodeid and report is None:
+                return
+            if name == nodeid:
+                yield report
+            elif not name:
+                raise EOFError(report)
+        raise EOFError(f"the device's process ended, exit code {self.process.wait()}\n{self._tail()}")
+
+    def _tail(self) -> str:
+        self.errors.seek(0)
+        return self.errors.read().decode(errors="replace")[-8000:]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._lines.close()
+        self.errors.close()
+
+
+def _outcome(item: pytest.Item, outcome: Any, text: Any) -> pytest.TestReport:
+    return pytest.TestReport(item.nodeid, item.location, dict.fromkeys(item.keywords, 1), outcome, text, "call")
+
+
+def _reports(item: pytest.Item) -> Iterator[pytest.TestReport]:
+    if reason := missing():
+        yield _outcome(item, "skipped", (str(item.path), item.location[1], f"Skipped: {reason}"))
+        return
+    stash = item.config.stash
+    try:
+        if _KEY not in stash:
+            items = item.session.items
+            nodes = [other.nodeid for other in items[items.index(item) :] if wants_device(other)]
+            stash[_KEY] = _Worker(nodes, item.config.rootpath)
+        for data in stash[_KEY].reports(item.nodeid):
+            yield item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+    except (EOFError, pytest.fail.Exception) as failure:  # it has died, or the time limit has come: the rest gets another process
+        _end(item.config)
+        yield _outcome(item, "failed", str(failure))
+
+
+def _end(config: pytest.Config) -> None:
+    if (worker := config.stash.get(_KEY, None)) is not None:
+        worker.end()
+        del config.stash[_KEY]
+
+
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    if not wants_device(item):
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in _reports(item):
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    _end(config)

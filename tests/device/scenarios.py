@@ -1,0 +1,378 @@
+"""What runs on the simulated device: each capability in a short training run. A scenario returns tensors that must not depend on the order
+in which streams work.
+
+`Me` says where a rank is. The same scenario runs with ranks on the CPU, for numbers that no device had a hand in.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.utils.checkpoint import checkpoint
+
+import zero3
+from zero3 import ShardingPolicy
+
+WIDTH = 16
+_building = threading.Lock()  # ranks are threads, and torch has one generator
+
+
+@dataclass
+class Me:
+    """A rank: its device, its group (None: torch.distributed's default group), and a directory that all ranks share."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group: Any
+    directory: Path
+
+    def tensor(self, step: int, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + self.rank)).to(self.device)
+
+
+Scenario = Callable[[Me], Iterable[Tensor]]
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+class Norm(nn.Module):
+    """With statistics in fp32, as CUDA's layer norm keeps them under bf16 too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.float() * x.float().pow(2).mean(-1, keepdim=True).add(1e-5).rsqrt()).to(x.dtype) * self.weight
+
+
+class Block(nn.Module):
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = Norm(), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.reentrant = reentrant
+
+    def compute(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(x) if self.reentrant is None else checkpoint(self.compute, x, use_reentrant=self.reentrant)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer in bf16 with a low-rank addition in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).bfloat16().requires_grad_(False)
+        self.a, self.b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x.bfloat16()).float() + self.b(self.a(x)))
+
+
+class Stack(nn.Module):
+    """Layers for `shard`, with parameters that are left to the root. `skip`: the block that this rank leaves out."""
+
+    def __init__(self, make: Callable[[], nn.Module] = Block, count: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(make() for _ in range(count))
+        self.skip: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x) if number != self.skip else x
+        return x
+
+
+def built(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    with _building:
+        torch.manual_seed(seed)
+        return make()
+
+
+def sharded(me: Me, make: Callable[[], nn.Module] = Stack, seed: int = 0, **policy: Any) -> nn.Module:
+    return zero3.shard(built(make, seed), device=me.device, process_group=me.group, policy=ShardingPolicy(**policy))
+
+
+def in_sequence(me: Me, **policy: Any) -> zero3.Zero3Sequential:
+    blocks = [built(Block, number) for number in range(4)]
+    made = [zero3.Zero3Layer(b, device=me.device, process_group=me.group, policy=ShardingPolicy(**policy)) for b in blocks]
+    return zero3.Zero3Sequential(made)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1, momentum=0.9, foreach=True)
+
+
+def loss_of(model: nn.Module, me: Me, step: int) -> Tensor:
+    return model(me.tensor(step, 5, WIDTH)).float().pow(2).mean()
+
+
+def train(model: nn.Module, me: Me, steps: int = 3, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
+    optimizer = optimizer or sgd(model)
+    losses = []
+    for step in range(steps):
+        loss = loss_of(model, me, step)
+        loss.backward()
+        norm = zero3.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [loss.detach(), norm]
+    return [*losses, *values(model)]
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return list(zero3.full_state_dict(model, rank0_only=False).values())
+
+
+def _add(name: str, make: Callable[[Me], nn.Module]) -> None:
+    SCENARIOS[name] = lambda me: train(make(me), me)
+
+
+for _depth in range(4):
+    _add(f"prefetch_depth_{_depth}", lambda me, depth=_depth: in_sequence(me, prefetch_depth=depth))
+_add("shard", sharded)
+_add("bf16", lambda me: sharded(me, param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+_add("bf16_sums", lambda me: sharded(me, param_dtype=torch.bfloat16))
+_add("sums_not_means", lambda me: sharded(me, gradient_reduction="sum"))
+_add("checkpoint_reentrant", lambda me: sharded(me, lambda: Stack(lambda: Block(reentrant=True))))
+_add("checkpoint_not_reentrant", lambda me: sharded(me, lambda: Stack(lambda: Block(reentrant=False))))
+_add(
+    "checkpoint_bf16_depth_2",
+    lambda me: sharded(me, lambda: Stack(lambda: Block(reentrant=False)), param_dtype=torch.bfloat16, prefetch_depth=2),
+)
+_add("stage_1", lambda me: sharded(me, stage=1))
+_add("stage_2", lambda me: sharded(me, stage=2))
+_add("kept_between_forward_and_backward", lambda me: sharded(me, reshard_after_forward=False))
+_add("transactional", lambda me: sharded(me, transactional=True))
+_add("compare_every_transfer", lambda me: sharded(me, compare_every=1))
+_add("separate_backup_group", lambda me: sharded(me, separate_backup_group=True))
+_add("lora_on_a_bf16_base", lambda me: sharded(me, lambda: Stack(Adapted)))
+
+
+@scenario
+def no_sync(me: Me) -> list[Tensor]:
+    model = sharded(me)
+    optimizer = sgd(model)
+    for step in range(2):
+        for micro in range(3):
+            with zero3.no_sync(model) if micro < 2 else nullcontext():
+                loss_of(model, me, 10 * step + micro).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+@scenario
+def step_guard(me: Me) -> list[Tensor]:
+    """Rank 1 fails in a forward and in a backward: both micro-batches are dropped on all ranks."""
+    model = sharded(me)
+    optimizer = sgd(model)
+
+    def fails(*_: Any) -> None:
+        raise ArithmeticError("as told")
+
+    for step in range(6):
+        with zero3.step_guard(model) as guarded, ExitStack() as undone:
+            if me.rank == 1 and step == 2:
+                undone.callback(model.blocks[2].register_forward_pre_hook(fails).remove)
+            loss = loss_of(model, me, step)
+            if me.rank == 1 and step == 4:
+                loss.register_hook(fails)
+            loss.backward()
+        assert bool(guarded.failed) == (step in (2, 4))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return values(model)
+
+
+@scenario
+def dynamic(me: Me) -> list[Tensor]:
+    """Ranks leave out different blocks."""
+    model = sharded(me, dynamic=True)
+    optimizer = sgd(model)
+    for step in range(4):
+        model.skip = (me.rank + step) % 4  # type: ignore[assignment]
+        loss_of(model, me, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+@scenario
+def grad_scaler(me: Me) -> list[Tensor]:
+    """Rank 0 overflows in step 1: no rank steps."""
+    model = sharded(me)
+    optimizer, scaler = sgd(model), zero3.GradScaler(me.device.type, init_scale=256.0, growth_interval=2)
+    for step in range(4):
+        loss = loss_of(model, me, step) * (float("inf") if (me.rank, step) == (0, 1) else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        zero3.clip_grad_norm_(model, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return [*values(model), torch.tensor(scaler.get_scale())]
+
+
+@scenario
+def param_groups_whole(me: Me) -> list[Tensor]:
+    model = sharded(me)
+    groups = zero3.param_groups(model, lambda name, info: {"whole": info.ndim == 2, "weight_decay": 0.1 * (info.ndim == 2)})
+    return train(model, me, optimizer=torch.optim.AdamW(groups, lr=0.01, foreach=True))
+
+
+@scenario
+def save_and_load(me: Me) -> list[Tensor]:
+    """A checkpoint, written while training goes on; another model goes on from it."""
+    model = sharded(me)
+    optimizer = sgd(model)
+    train(model, me, 2, optimizer)
+    saved = zero3.save_checkpoint(me.directory / "checkpoint", model, optimizer, background=True)
+    went_on = train(model, me, 2, optimizer)
+    saved.wait()
+    other = sharded(me, seed=1)
+    optimizer = sgd(other)
+    zero3.load_checkpoint(me.directory / "checkpoint", other, optimizer)
+    return [*went_on, *train(other, me, 2, optimizer)]
+
+
+@scenario
+def full_params_and_load(me: Me) -> list[Tensor]:
+    model = sharded(me)
+    train(model, me, 1)
+    with zero3.full_params(model, writeback=True), torch.no_grad():
+        model.first.weight.mul_(0.5)  # type: ignore[operator,union-attr]
+    state = zero3.full_state_dict(model)
+    zero3.load_full_state_dict(model, {name: value * 2 for name, value in state.items()})
+    return train(model, me, 2)
+
+
+@scenario
+def resident(me: Me) -> list[Tensor]:
+    """Ranks evaluate as often as they like, between two steps."""
+    model = sharded(me)
+    seen = train(model, me, 1)
+    with zero3.resident(model), torch.no_grad():
+        seen += [loss_of(model, me, step) for step in range(20, 21 + me.rank)]
+    return [*seen, *train(model, me, 1)]
+
+
+@scenario
+def evaluation_between_steps(me: Me) -> list[Tensor]:
+    model = sharded(me, prefetch_depth=2)
+    optimizer, seen = sgd(model), []
+    for step in range(3):
+        seen += train(model, me, 1, optimizer)
+        with torch.no_grad():
+            seen.append(loss_of(model, me, 50 + step))
+    return seen
+
+
+@scenario
+def two_forwards_before_one_backward(me: Me) -> list[Tensor]:
+    model = sharded(me)
+    optimizer = sgd(model)
+    for step in range(3):
+        (loss_of(model, me, step) + loss_of(model, me, 10 + step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+@scenario
+def mean_over_tokens(me: Me) -> list[Tensor]:
+    model = sharded(me)
+    optimizer = sgd(model)
+    for step in range(3):
+        count = 3 + 2 * me.rank + step
+        loss = model(me.tensor(step, count, WIDTH)).pow(2).sum()
+        zero3.backward(loss, torch.tensor(count, device=me.device), model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+@scenario
+def uneven_inputs(me: Me) -> list[Tensor]:
+    model = sharded(me)
+    optimizer = sgd(model)
+
+    def update() -> None:
+        zero3.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    uneven = zero3.joinable(model, update)
+    with Join([uneven]):
+        for step in range(2 + 2 * me.rank):
+            loss_of(model, me, step).backward()
+            uneven.step()
+    return values(model)
+
+
+@scenario
+def several_models(me: Me) -> list[Tensor]:
+    """A student learns from a frozen teacher: their layers travel in turn."""
+    teacher, student = sharded(me, seed=1), sharded(me, param_dtype=torch.bfloat16)
+    optimizer = sgd(student)
+    for step in range(3):
+        x = me.tensor(step, 5, WIDTH)
+        with torch.no_grad():
+            target = teacher(x)
+        (student(x).float() - target).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*values(student), *train(teacher, me, 1)]
+
+
+@scenario
+def an_exception_and_on(me: Me) -> list[Tensor]:
+    """A forward and a backward raise on all ranks; the next steps are right."""
+    model = sharded(me)
+
+    def fails(*_: Any) -> None:
+        raise ArithmeticError("as told")
+
+    for where in ("forward", "backward"):
+        with ExitStack() as undone:
+            if where == "forward":
+                undone.callback(model.blocks[2].register_forward_pre_hook(fails).remove)
+            with suppress(ArithmeticError):
+                (loss_of(model, me, 0) + _raising(me)).backward()
+        seen = train(model, me, 2)
+    return seen
+
+
+def _raising(me: Me) -> Tensor:
+    class Raise(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise ArithmeticError("as told")
+
+    return Raise.apply(torch.ones((), device=me.device, requires_grad=True))  # type: ignore[no-any-return,no-untyped-call]
+
+
+def scratch() -> Path:
+    return Path(tempfile.mkdtemp(prefix="device-"))

@@ -1,0 +1,101 @@
+// Operators that are about memory: empty tensors, storages, copies. And their registration, with the fallback for all others.
+#pragma once
+#include <ATen/native/Resize.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_native.h>
+#include <torch/library.h>
+
+#include "operators.h"
+
+namespace sim {
+using Ints = at::IntArrayRef;
+template <class T>
+using Opt = std::optional<T>;
+
+inline c10::DispatchKey key() { return c10::computeDispatchKey(std::nullopt, std::nullopt, Device(TYPE)); }
+inline int index_of(const Opt<Device>& d) { return d && d->index() >= 0 ? d->index() : current_device; }
+
+inline Tensor empty(Ints size, Opt<at::ScalarType> dtype, Opt<at::Layout>, Opt<Device> d, Opt<bool>, Opt<at::MemoryFormat> format) {
+  OnDevice guard(index_of(d));
+  return at::detail::empty_generic(size, &allocator, c10::DispatchKeySet(key()), c10::dtype_or_default(dtype), format);
+}
+inline Tensor empty_strided(Ints size, Ints stride, Opt<at::ScalarType> dtype, Opt<at::Layout>, Opt<Device> d, Opt<bool>) {
+  OnDevice guard(index_of(d));
+  return at::detail::empty_strided_generic(size, stride, &allocator, c10::DispatchKeySet(key()), c10::dtype_or_default(dtype));
+}
+inline const Tensor& resize_(const Tensor& self, Ints size, Opt<at::MemoryFormat>) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_sizes_contiguous(size);
+  size_t need = (impl->numel() + impl->storage_offset()) * self.element_size();
+  if (impl->numel() && self.storage().nbytes() < need) resize_storage(self.storage().unsafeGetStorageImpl(), need);
+  return self;
+}
+inline Tensor& set_storage(Tensor& self, at::Storage source, int64_t offset, Ints size, Ints stride) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(source));
+  impl->set_storage_offset(offset);
+  if (stride.data() && stride.size() == size.size()) {
+    impl->set_sizes_and_strides(size, stride);
+  } else {
+    impl->set_sizes_contiguous(size);
+  }
+  return self;
+}
+inline Tensor& set_whole_storage(Tensor& self, at::Storage source) {
+  int64_t count = source.nbytes() / self.element_size();
+  return set_storage(self, source, 0, {count}, {});
+}
+inline Tensor& set_tensor(Tensor& self, const Tensor& t) { return set_storage(self, t.storage(), t.storage_offset(), t.sizes(), t.strides()); }
+
+inline Tensor& copy_to_host(Tensor& self, const Tensor& src, bool later) {
+  OnDevice guard(src.device().index());
+  Queue* q = current(current_device);
+  Place from = place_of(src);
+  if (later && self.is_pinned()) {  // the caller waits for an event before it looks
+    launch(q, "copy_ to pinned memory", [to = self, from] { to.copy_(look_at(from).expand_as(to)); });
+    return self;
+  }
+  synchronize(q, "copy_ to host");
+  at::AutoDispatchBelowADInplaceOrView below;
+  self.copy_(look_at(from).expand_as(self));
+  return self;
+}
+inline Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
+  if (self.numel() == 0) return self;
+  if (!on_device(self)) return copy_to_host(self, src, non_blocking);
+  OnDevice guard(self.device().index());
+  if (on_device(src) && src.device() != self.device()) synchronize(current(src.device().index()), "copy_ across devices");
+  if (asked.dry) return self;
+  Place to = place_of(self);
+  Tensor host = on_device(src) ? Tensor() : src.clone();
+  Place from = on_device(src) ? place_of(src) : Place();
+  launch(current(current_device), host.defined() ? "copy_ from host" : "copy_", [to, from, host] {
+    Tensor t = look_at(to);
+    t.copy_((host.defined() ? host : look_at(from)).expand(t.sizes()));
+  });
+  return self;
+}
+inline void record_stream(Tensor& self, c10::Stream s) { use_on(self.storage().data_ptr(), s.device_index(), s.id()); }
+inline int64_t attention_kernel(const Tensor&, const Tensor&, const Tensor&, const Opt<Tensor>&, double, bool, Opt<double>, bool) { return 0; }  // plain operators
+
+inline void register_operators() {
+  static torch::Library rest(torch::Library::IMPL, "_", key(), __FILE__, __LINE__);
+  rest.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  static torch::Library m(torch::Library::IMPL, "aten", key(), __FILE__, __LINE__);
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("view", TORCH_FN(at::native::view));
+  m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
+  m.impl("unfold", TORCH_FN(at::native::unfold));
+  m.impl("resize_", resize_);
+  m.impl("set_.source_Storage_storage_offset", set_storage);
+  m.impl("set_.source_Storage", set_whole_storage);
+  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("copy_", copy_);
+  m.impl("record_stream", record_stream);
+  m.impl("_fused_sdp_choice", attention_kernel);
+}
+}  // namespace sim

@@ -1,0 +1,38 @@
+"""Each wait, hold and order of docs/design.md's table is taken out, and the device sees it. docs/reliability.md tells what sees what."""
+
+from __future__ import annotations
+
+import pytest
+
+NAMES = [
+    "the fetch lane does not wait for compute",
+    "the backup lane does not wait for compute",
+    "the layer computes without waiting for its gather",
+    "the optimizer steps without waiting for reductions",
+    "a reduction's buffers are given back at once",
+    "an earlier reduction is dropped, not waited for",
+    "the full buffer is allocated on another stream",
+    "a lane's event is recorded before the sum lands",
+    "the sum lands beside its lane",
+    "compute waits on the current device, not on the model's",
+    "a lane waits for the current device, not for the model's",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fault_is_seen(name: str) -> None:
+    from tests.device.faults import FAULTS, first_sight
+
+    fault = next(fault for fault in FAULTS if fault.name == name)
+    assert first_sight(fault, [fault.scenario])
+
+
+def test_without_a_fault_nothing_is_seen() -> None:
+    from tests.device.faults import Fault, broken, first_sight
+
+    none = Fault("none", "core/chunk.py", "        self._in_flight: Mark | None = None\n", "        self._in_flight: Mark | None = None\n")
+    with broken(none) as scenarios:
+        import zero3
+
+        assert scenarios.zero3 is zero3
+    assert not first_sight(none, [none.scenario])

@@ -1,0 +1,281 @@
+"""Where streams could come apart: another current device, the user's own streams, subgroups, two communicators at once."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zero3
+from tests.device.scenarios import Block, Me, Stack, built, in_sequence, loss_of, scratch, sgd, sharded, train
+from tests.device.test_parity import assert_same, in_order
+
+POLICIES = ("random", "lanes", "compute", "demand")
+
+
+def run(world_size: int, body: Callable[[Me], Any], **options: Any) -> list[Any]:
+    from tests.device.ranks import run_ranks
+
+    device_of, directory = options.get("device_of", lambda rank: rank), scratch()
+    return run_ranks(world_size, lambda rank: body(Me(rank, world_size, torch.device("cuda", device_of(rank)), None, directory)), **options)
+
+
+def on_host(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.cpu() for tensor in tensors]
+
+
+# -- the device of the model is not the current device
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["shard", "prefetch_depth_2"])
+def test_device_argument_alone_says_where_the_model_computes(policy: str, name: str) -> None:
+    from tests.device import simulated
+    from tests.device.scenarios import SCENARIOS
+
+    expected = in_order(name)
+    simulated.schedule(policy, 1, progress=0.2)
+    found = run(2, lambda me: on_host(list(SCENARIOS[name](me))), device_of=lambda rank: rank + 2, set_device=False)
+    assert_same(found, expected)
+
+
+def test_profile_measures_on_the_device_of_the_model() -> None:
+    from tests.device import simulated
+
+    simulated.schedule("random", 2)
+
+    def body(me: Me) -> list[float]:
+        def hold_up(*_: Any) -> None:
+            with torch.cuda.device(me.device):
+                torch.cuda._sleep(20_000_000)  # 10 ms
+
+        model = in_sequence(me)
+        model[1].module.register_forward_pre_hook(hold_up)
+        train(model, me, 1)
+        with zero3.profile(model) as profile:
+            train(model, me, 1)
+        return [layer.compute_ms for layer in profile.layers if layer.label.startswith("1")]
+
+    found = run(2, body, device_of=lambda rank: rank + 2, set_device=False)
+    assert all(len(times) == 1 and times[0] >= 10 for times in found), found
+
+
+def test_lanes_have_high_priority() -> None:
+    from tests.device import simulated
+
+    before = [len(simulated.C.priorities(device)) for device in range(2)]
+    run(2, lambda me: train(sharded(me), me, 1) and None)
+    for device in range(2):
+        assert simulated.C.priorities(device)[before[device] :] == [-1, -1]
+
+
+# -- a stream of the user's own
+
+
+def _on_a_side_stream(me: Me, *, side: bool, model_too: bool = False, backward: bool = True, step: bool = False) -> list[Tensor]:
+    other, default = torch.cuda.Stream(me.device), torch.cuda.current_stream(me.device)
+
+    def there(yes: bool) -> Any:
+        return torch.cuda.stream(other) if side and yes else nullcontext()
+
+    with there(model_too):
+        model = sharded(me)
+    default.wait_stream(other)
+    optimizer, losses = sgd(model), []
+    for number in range(3):
+        other.wait_stream(default)
+        with there(True):
+            loss = loss_of(model, me, number)
+        if not backward:
+            default.wait_stream(other)
+        with there(backward):
+            loss.backward()
+        if not step:
+            default.wait_stream(other)
+        with there(step):
+            zero3.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        default.wait_stream(other)
+        losses.append(loss.detach())
+    return on_host([*losses, *zero3.full_state_dict(model, rank0_only=False).values()])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"model_too": True, "step": True}, {"backward": False}],
+    ids=["forward and backward", "all", "forward alone"],
+)
+def test_a_side_stream_of_the_user(options: dict[str, bool]) -> None:
+    """With exact memory: strict memory calls plain torch wrong too, where several streams compute."""
+    from tests.device import simulated
+
+    simulated.schedule(eager=True)
+    expected = run(2, lambda me: _on_a_side_stream(me, side=False))
+    for seed, policy in enumerate(POLICIES):
+        simulated.schedule(policy, seed, progress=0.1, memory="exact")
+        assert_same(run(2, lambda me: _on_a_side_stream(me, side=True, **options)), expected)
+
+
+# -- groups
+
+
+def test_a_split_of_a_bound_group_waits_for_ranks_that_are_not_in_it() -> None:
+    """Why `separate_backup_group` refuses it: this is torch's own."""
+    from tests.device import simulated
+
+    simulated.C.set_patience(1.0)
+
+    def body(me: Me) -> str:
+        if me.rank == 2:
+            return ""
+        with pytest.raises(RuntimeError) as raised:
+            dist.new_group([0, 1], use_local_synchronization=True)
+        return str(raised.value)
+
+    try:
+        assert all("waits for all 3 ranks" in text for text in run(3, body, bind=True)[:2])
+    finally:
+        simulated.C.set_patience(20.0)
+        simulated.recover()
+
+
+@pytest.mark.parametrize("bind", [False, True])
+@pytest.mark.parametrize("separate", [False, True])
+def test_subgroup(bind: bool, separate: bool) -> None:
+    """Two of three ranks train. A second communicator of a bound subgroup is refused by name, before anybody waits."""
+    from tests.device import simulated
+
+    simulated.schedule("random", 3)
+
+    def body(me: Me) -> Any:
+        me.group = dist.new_group([0, 1])
+        if me.rank == 2:
+            return None
+        if bind and separate:
+            with pytest.raises(ValueError, match=f"rank {me.rank}: separate_backup_group=True, .* has 2 of 3 ranks.* device_id"):
+                train(sharded(me, separate_backup_group=separate), me)
+            return None
+        return on_host(train(sharded(me, separate_backup_group=separate), me))
+
+    found = run(3, body, bind=bind)
+    if not (bind and separate):
+        assert_same(found[:2], in_order("shard"))
+
+
+def test_a_second_communicator_waits_as_long_as_the_first() -> None:
+    """torch gives a new group its default, 10 minutes."""
+
+    def body(me: Me) -> list[float]:
+        model = sharded(me, separate_backup_group=True)
+        train(model, me, 1)
+        groups = list(dist.distributed_c10d._world.pg_map)
+        return [group._get_backend(me.device).options._timeout.total_seconds() for group in groups]
+
+    assert run(2, body) == [[60.0, 60.0]] * 2  # as `run_ranks` has asked
+
+
+def test_a_second_communicator_goes_with_its_model() -> None:
+    def body(me: Me) -> list[int]:
+        counts = [len(dist.distributed_c10d._world.pg_map)]
+        for _ in range(2):
+            model = sharded(me, separate_backup_group=True)
+            train(model, me, 1)
+            counts.append(len(dist.distributed_c10d._world.pg_map))
+            del model
+            gc.collect()
+        return [*counts, len(dist.distributed_c10d._world.pg_map)]
+
+    assert run(2, body) == [[1, 2, 2, 1]] * 2
+
+
+# -- two communicators at work at once, on devices that hold only one waiting collective: CUDA promises no more
+
+
+def _train_where_there_is_little_room(seed: int, separate: bool) -> None:
+    from tests.device import simulated
+
+    simulated.schedule("random", seed, progress=0.3)
+    simulated.C.set_room(1)
+    try:
+        run(2, lambda me: train(sharded(me, separate_backup_group=separate), me) and None)
+    finally:
+        simulated.recover()
+
+
+def test_one_communicator_never_waits_for_itself() -> None:
+    for seed in range(8):
+        _train_where_there_is_little_room(seed, separate=False)
+
+
+def test_two_communicators_may_wait_for_each_other() -> None:
+    """NCCL's authors warn of it. So `separate_backup_group` is off by default."""
+    found = []
+    for seed in range(8):
+        try:
+            _train_where_there_is_little_room(seed, separate=True)
+        except RuntimeError as error:
+            found.append(str(error))
+    assert found
+    assert all("no stream can go on" in text and "1 of 2 ranks have started it" in text for text in found)
+
+
+# -- the host
+
+
+@pytest.mark.parametrize("make", [sharded, in_sequence])
+def test_a_steady_step_never_makes_the_host_wait(make: Callable[..., nn.Module]) -> None:
+    from tests.device import simulated
+
+    simulated.schedule("random", 5)
+
+    def body(me: Me) -> None:
+        model = make(me)
+        optimizer = sgd(model)
+        batches = [me.tensor(step, 5, 16) for step in range(5)]
+        for step, x in enumerate(batches):
+            steady.wait()
+            if me.rank == 0:
+                torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+            steady.wait()
+            model(x).pow(2).mean().backward()
+            zero3.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    steady = threading.Barrier(2)
+    try:
+        run(2, body)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_plain_torch_is_the_control_for_side_streams() -> None:
+    """Strict memory's false alarm: plain torch on a side stream reads memory that no GPU would have handed out yet."""
+    from tests.device import simulated
+
+    def body(me: Me) -> list[Tensor]:
+        other, default = torch.cuda.Stream(me.device), torch.cuda.current_stream(me.device)
+        model = built(lambda: Stack(Block)).to(me.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            other.wait_stream(default)
+            with torch.cuda.stream(other):
+                loss_of(model, me, step).backward()
+            default.wait_stream(other)
+            optimizer.step()
+            optimizer.zero_grad()
+        return on_host([p.detach() for p in model.parameters()])
+
+    simulated.schedule(eager=True)
+    expected = run(1, body)
+    for seed, policy in enumerate(POLICIES):
+        simulated.schedule(policy, seed, memory="exact")
+        assert_same(run(1, body), expected)

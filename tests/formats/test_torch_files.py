@@ -1,0 +1,105 @@
+"""Files of torch.save: read without torch.load, and written so that `torch.load(weights_only=True)` reads them."""
+
+from __future__ import annotations
+
+import zipfile
+from collections import Counter
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.checkpoint.test_nothing_is_unpickled import Trap
+from tests.support.checkpoints import assert_same
+from zero3.checkpoint.safetensors_files import DTYPES
+from zero3.formats import torch_files
+from zero3.formats.lazy import Lazy, mapped
+
+
+def read(path: Path) -> Any:
+    with FileIO(str(path)) as file:
+        return mapped(torch_files.TorchFile(file, str(path)).value, lambda leaf: leaf.tensor() if isinstance(leaf, Lazy) else leaf)
+
+
+def write(path: Path, value: Any) -> None:
+    with FileIO(str(path), "x") as file:
+        assert torch_files.write(file, 0, value, lambda nbytes: None) == path.stat().st_size
+
+
+def everything() -> dict[str, Any]:
+    made: dict[str, Any] = {str(dtype): torch.arange(6).view(2, 3).to(dtype) for _, dtype in DTYPES}
+    base = torch.linspace(0, 1, 24).view(4, 6)
+    made |= {
+        "transposed": base.t(),
+        "columns": base[:, 1:3],
+        "repeated": base[0].expand(3, 6),
+        "later": base[2:],
+        "step": torch.tensor(3.0),
+    }
+    made |= {"empty": torch.empty(0, 3), "parameter": nn.Parameter(torch.ones(3)), "plain": [1, 2.5, None, "x", (True, {"a": [{}]})]}
+    return made | {"counter": Counter("aab"), 3: {"int": -(2**70)}}
+
+
+def plainly(value: Any) -> Any:
+    return mapped(value, lambda leaf: leaf.detach().clone(memory_format=torch.contiguous_format) if isinstance(leaf, Tensor) else leaf)
+
+
+def test_what_torch_saves_is_read(tmp_path: Path) -> None:
+    torch.save(everything(), tmp_path / "file")
+    assert_same(read(tmp_path / "file"), plainly(everything()))
+
+
+def test_what_is_written_torch_reads(tmp_path: Path) -> None:
+    value = plainly(everything())
+    write(tmp_path / "file", value)
+    assert_same(torch.load(tmp_path / "file", weights_only=True), value)
+    mapped_ = torch.load(tmp_path / "file", weights_only=True, mmap=True)
+    assert_same(mapped_, value)
+    assert not any(tensor.data_ptr() % 64 for tensor in mapped_.values() if isinstance(tensor, Tensor) and tensor.numel())
+    assert_same(read(tmp_path / "file"), value)
+
+
+def test_what_shares_memory_is_written_once(tmp_path: Path) -> None:
+    shared = torch.randn(1000)
+    torch.save({"a": shared, "b": shared, "c": shared.clone()}, tmp_path / "theirs")
+    with FileIO(str(tmp_path / "theirs")) as file:
+        value = torch_files.TorchFile(file, "theirs").value
+        assert value["a"] is value["b"] is not value["c"]
+        write(tmp_path / "ours", value)
+    assert (tmp_path / "ours").stat().st_size < 2.5 * shared.nbytes
+    assert_same(torch.load(tmp_path / "ours", weights_only=True), {"a": shared, "b": shared, "c": shared})
+
+
+@pytest.mark.parametrize("cut", [0, 10, 500, -1, -300])
+def test_a_file_that_is_cut_off(cut: int, tmp_path: Path) -> None:
+    torch.save({"a": torch.randn(1000)}, tmp_path / "file")
+    (tmp_path / "file").write_bytes((tmp_path / "file").read_bytes()[:cut])
+    with pytest.raises(ValueError, match=r"file is no file of torch's, or is cut off: .*torch\.save"):
+        read(tmp_path / "file")
+
+
+def altered(tmp_path: Path, record: str, change: Any, how: int = zipfile.ZIP_STORED) -> Path:
+    torch.save({"a": torch.randn(1000)}, tmp_path / "file")
+    with zipfile.ZipFile(tmp_path / "file") as old, zipfile.ZipFile(tmp_path / "other", "w", how) as new:
+        for name in old.namelist():
+            new.writestr(name, change(old.read(name)) if name.endswith(record) else old.read(name))
+    return tmp_path / "other"
+
+
+def test_files_that_say_what_can_not_be(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"lies beyond data/0, or that is missing"):
+        read(altered(tmp_path, "data/0", lambda old: old[:100]))
+    with pytest.raises(ValueError, match="big-endian, this machine is not"):
+        read(altered(tmp_path, "byteorder", lambda old: b"big"))
+    with pytest.raises(ValueError, match="data/0 is compressed"):
+        read(altered(tmp_path, "data/0", bytes, zipfile.ZIP_DEFLATED))
+
+
+def test_a_trap_is_not_sprung(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2), "trap": Trap(tmp_path)}, tmp_path / "file")
+    found = read(tmp_path / "file")
+    assert found["a"].sum() == 2 and isinstance(found["trap"], torch_files.Made)
+    assert not (tmp_path / "sprung").exists()

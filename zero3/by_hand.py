@@ -1,0 +1,166 @@
+"""By hand: fetch and release layers, tell their order before it is learned, and reduce gradients that are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from .access import states_of
+from .comm.agreement import agree
+from .core.layer_state import LayerState, Presence
+from .core.policy_facts import shards_parameters
+from .core.runtime import Runtime
+from .layer import layers_of
+
+__all__: list[str] = []
+
+
+def fetch(module: nn.Module) -> None:
+    """Gathers the layers of a module now, and keeps them fetched until `release`.
+
+    Forwards and backwards then make no gathers for these layers, except after their parameters have changed: to find that out, each
+    forward compares one byte for each of them between ranks, and the host waits, as with `stage=2`. Outside of compute the
+    parameters stay hidden. To read them, use `full_params`; to compute outside of a forward, `resident`.
+
+    Every rank calls it. On a GPU the host does not wait for the gathers.
+
+    Args:
+        module: A sharded model, a layer, or any module that holds layers.
+
+    Raises:
+        ValueError: `module` holds no layer, or ranks fetch different layers; on every rank.
+        RuntimeError: A layer computes, or is inside `full_params` or `resident`, or has no values yet; on every rank.
+
+    Example::
+
+        zero3.fetch(model.blocks[0])    # its gather runs while the batch is made
+        loss_of(model, batch).backward()
+        zero3.release(model.blocks[0])
+    """
+    states = _agreed(module, "fetch")
+    for state in states:
+        state.release()  # what is kept may be older than the last optimizer step
+    for state in states:
+        state.start_fetch()
+    for state in states:
+        state.finish_fetch()
+        state.stays_whole = True
+        state.keep()
+    _tell_runtimes(module)
+
+
+def release(module: nn.Module) -> None:
+    """Gives back the memory of a module's full parameters now, and ends what `fetch` began.
+
+    Layers are gathered again when they compute next, in a backward too. Every rank calls it.
+
+    Args:
+        module: A sharded model, a layer, or any module that holds layers.
+
+    Raises:
+        ValueError: `module` holds no layer, or ranks release different layers; on every rank.
+        RuntimeError: A layer computes, or is inside `full_params` or `resident`; on every rank.
+
+    Example::
+
+        with torch.no_grad():
+            model(batch)
+        zero3.release(model)
+    """
+    for state in _agreed(module, "release"):
+        state.stays_whole = not shards_parameters(state.policy)
+        state.release()
+    _tell_runtimes(module)
+
+
+def set_forward_order(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Tells in which order the next forward will call the layers, so that it fetches ahead without having seen one.
+
+    It is needed for the first forward alone, and for one that calls layers in a new order: orders are learned. If the forward
+    calls other layers than this, its results are right too, ranks compare the calls, and the order is forgotten. How many layers are
+    fetched ahead is the policy's `prefetch_depth`. Every rank calls it.
+
+    Args:
+        model: A model that `shard` has sharded. (A `Zero3Sequential` knows its order.)
+        layers: Its layers in the order of calls. A layer that is called twice stands twice. The root's own layer is left out: it is
+            always the first.
+
+    Raises:
+        ValueError: Nothing in `model` is sharded, an item is no layer of it, or ranks pass different orders; on every rank.
+
+    Example::
+
+        zero3.set_forward_order(model, [model.embedding, *model.blocks, model.head])
+    """
+    states = states_of(model)
+    known, runtimes, root = {id(layer): layer._state for layer in layers_of(model)}, _runtimes(model), vars(model).get("_zero3_root")
+    order = [known[id(layer)] for layer in layers if id(layer) in known]
+    error: Exception | None = None
+    if wrong := [type(layer).__name__ for layer in layers if id(layer) not in known]:
+        error = ValueError(f"set_forward_order: a {wrong[0]} is no layer of this {type(model).__name__}")
+    elif root is None or len(runtimes) != 1:
+        error = ValueError(f"set_forward_order: this {type(model).__name__} is not what zero3.shard has sharded")
+    agree(states[0].communicator, states[0].device, "set_forward_order", [state.name_among_ranks for state in order], error)
+    calls = runtimes[0].orders[0]
+    calls.expect([(root, *order), *calls.known])
+
+
+def reduce_gradients(model: nn.Module) -> None:
+    """Reduces the gradients that backwards inside `no_sync` have kept, without a further backward.
+
+    So all micro-batches may run inside `no_sync`. Every rank calls it, outside of `no_sync` and before clipping. Where nothing is
+    kept, it does nothing.
+
+    Args:
+        model: Any model that contains zero3 layers.
+
+    Raises:
+        ValueError: Nothing in `model` is sharded, or ranks have kept gradients of different layers; on every rank.
+        RuntimeError: It is called inside `no_sync` or inside a backward; on every rank.
+
+    Example::
+
+        with zero3.no_sync(model):
+            for micro_batch in micro_batches:
+                loss_of(model, micro_batch).backward()
+        zero3.reduce_gradients(model)
+        optimizer.step()
+    """
+    states = states_of(model)
+    first = states[0]
+    inside = next((state for state in states if state.gradients.deferrals), None)
+    error = RuntimeError(f"reduce_gradients inside no_sync, which covers layer {inside.label}: leave it first") if inside else None
+    backwards = {id(found): found for state in states if (found := state.gradients.backward()) is not None}
+    for backward in backwards.values():
+        backward.forget_zeroed()
+    owed = [state.name_among_ranks for state in states if state.gradients.owed()]
+    agree(first.communicator, first.device, "reduce_gradients", owed, error)
+    for backward in backwards.values():
+        backward.reduce_deferred()
+    for state in states:
+        state.gradients.end_backward()
+
+
+def _agreed(module: nn.Module, caller: str) -> list[LayerState]:
+    states = states_of(module)
+    busy = next((state for state in states if state.presence in (Presence.FETCHED, Presence.FETCHING)), None)
+    error: Exception | None = None
+    if not layers_of(module):
+        error = ValueError(f"{caller} of a {type(module).__name__} inside a layer: a layer is fetched and released as a whole, pass that")
+    elif busy is not None:
+        where = "is inside full_params or resident" if busy.pinned else "computes"
+        error = RuntimeError(f"{caller} of layer {busy.label}, which {where}: call it between forwards and backwards, and outside of these")
+    agree(states[0].communicator, states[0].device, caller, [state.name_among_ranks for state in states], error)
+    return states
+
+
+def _runtimes(module: nn.Module) -> list[Runtime]:
+    found: dict[int, Any] = {id(layer._runtime): layer._runtime for layer in layers_of(module) if layer._runtime is not None}
+    return list(found.values())
+
+
+def _tell_runtimes(module: nn.Module) -> None:
+    for runtime in _runtimes(module):
+        runtime.any_stays_whole = any(state.stays_whole for state in runtime.layers)

@@ -1,0 +1,80 @@
+"""Turns a checkpoint of one system into another's: zero3's, torch.distributed.checkpoint's (FSDP2), DeepSpeed ZeRO-3's, torch's one file.
+
+IN is a zero3 checkpoint, a directory of torch.distributed.checkpoint, of DeepSpeed (the one with `latest` in it, or one of its
+steps), or a file of torch.save: which of them it is, is found out. Model, optimizer and everything beside them go along,
+by the parameters' names. One process, which holds a few MB at a time. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from ..checkpoint import file_operations
+from ..checkpoint.progress import progress
+from ..formats import dcp, deepspeed, ours, torch_full
+from ..formats.run import Run
+
+__all__: list[str] = []
+
+NAME = "convert"
+SUMMARY = "turn a checkpoint of FSDP2, DeepSpeed or plain torch into zero3's, or back"
+
+_FORMATS = (("zero3", ours), ("dcp", dcp), ("deepspeed", deepspeed), ("torch", torch_full))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("input", type=Path, metavar="IN", help="a checkpoint of any of the four systems")
+    parser.add_argument("output", type=Path, metavar="OUT", help="a path where nothing is yet")
+    parser.add_argument("--to", choices=["zero3", "torch", "dcp", "deepspeed"], default="zero3", help="default: %(default)s")
+    parser.add_argument("--ranks", type=int, metavar="N", help="that load what is for DeepSpeed (default: as many as have written IN)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """What fails leaves no OUT."""
+    _check_output(options)
+    with ExitStack() as files:
+        found = _read(options.input, files)
+        found.check()
+        found.keep_plain()
+        found.ranks_asked_for = options.ranks
+        temporary = options.output.with_name(f"{options.output.name}.unfinished")
+        file_operations.remove(temporary)  # of a conversion that was killed
+        try:
+            with progress(found.nbytes, "writing") as advance:
+                dict(_FORMATS)[options.to].write(found, temporary, advance)
+            os.rename(temporary, options.output)
+            file_operations.sync_directory(options.output.absolute().parent)
+        except BaseException:
+            file_operations.remove(temporary)
+            raise
+    if found.left_out:
+        print(f"zero3: {options.to} checkpoints can't hold these, or not yet: {', '.join(found.left_out)}", file=sys.stderr)
+    state = f"{len(found.state)} with optimizer state" if found.groups is not None else "no optimizer"
+    print(f"{options.output}: {found.kind} to {options.to}, {len(found.tensors)} tensors, {state}, {found.nbytes:,} bytes")
+
+
+def _check_output(options: argparse.Namespace) -> None:
+    if os.path.lexists(options.output):
+        raise ValueError(f"{options.output} is there already: OUT must be a path where nothing is")
+    if not (parent := options.output.absolute().parent).is_dir():
+        raise ValueError(f"{options.output} can't be made: {parent} is no directory")
+    if options.ranks is not None and (options.to != "deepspeed" or options.ranks < 1):
+        raise ValueError(f"--ranks {options.ranks}: it is a number from 1 up, and goes with --to deepspeed; the others load on any number")
+
+
+def _read(path: Path, files: ExitStack) -> Run:
+    for _, format_ in _FORMATS:
+        if format_.is_one(path):
+            with progress(_bytes_of(path), "looking through") as advance:
+                found: Run = format_.read(path, files, advance)
+                return found
+    there = ", ".join(file_operations.names_in(path)[:8]) or "nothing" if path.is_dir() else "no such file or directory"
+    raise ValueError(f"{path} is no checkpoint of zero3, torch.distributed.checkpoint, DeepSpeed ZeRO-3 or torch.save (found {there})")
+
+
+def _bytes_of(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0

@@ -1,0 +1,1 @@
+"""Other systems' checkpoints, read and written parameter by parameter."""

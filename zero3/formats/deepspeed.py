@@ -1,0 +1,260 @@
+"""DeepSpeed's ZeRO-3 checkpoints, as `save_checkpoint` of its engine lays them out.
+
+latest                                           the name of the newest step's directory
+global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt   names, shapes and buffers, a rank's pieces of frozen parameters
+global_step2/zero_pp_rank_0_mp_rank_00_optim_states.pt   a rank's pieces of what trains, and of its state
+
+A parameter is cut into equal pieces, one a rank, the last one padded. A rank's pieces of the parameters of one sub-group lie
+one after another in one flat tensor, a parameter of the optimizer; `param_shapes` says which, in which order.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from io import FileIO
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import file_operations
+from ..checkpoint.full_optimizer_reading import sorted_out
+from ..checkpoint.optimizer_contents import NamedState
+from ..core.parameters import own_name
+from . import torch_files
+from .lazy import Lazy, as_lazy, joined
+from .pickled import Made
+from .run import Run
+
+__all__: list[str] = []
+
+_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
+_MANAGED = (
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
+)  # fmt: skip
+_HEADER = (
+    "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "checkpoint_parallel_dimensions",
+    "ds_config", "ds_version", "sparse_tensor_module_names", "dp_world_size", "mp_world_size",
+)  # fmt: skip
+_OURS = "converted_by_zero3"  # its value is `extra`, where that did not come from DeepSpeed
+_KEY = "deepspeed"  # in `extra`: what of the header a run needs to go on
+_SUB_GROUP = 1_000_000_000  # elements of a rank, DeepSpeed's default
+_SCALER = "deepspeed.runtime.fp16.loss_scaler.LossScaler"
+
+
+def is_one(path: Path) -> bool:
+    return any(_FILE.fullmatch(name) for name in file_operations.names_in(_step_of(path)))
+
+
+def _step_of(path: Path) -> Path:
+    if (latest := path / "latest").is_file() and latest.stat().st_size < 256:
+        name = latest.read_text(errors="replace").strip()
+        return path / name if name and os.path.basename(name) == name else path
+    return path
+
+
+def read(path: Path, opened: ExitStack, _: Callable[[int], object]) -> Run:
+    step = _step_of(path)
+    files: dict[tuple[str, int], Any] = {}
+    for name in file_operations.names_in(step):
+        if (match := _FILE.fullmatch(name)) is not None:
+            if int(match[2]):
+                raise ValueError(f"{step / name}: models that are cut by tensor parallelism can't be converted")
+            file = opened.enter_context(FileIO(os.fspath(step / name)))
+            files[match[3], int(match[1])] = torch_files.TorchFile(file, str(step / name)).value
+    ranks = range(max(rank for _, rank in files) + 1)
+    if missing := [f"{kind} of rank {rank}" for rank in ranks for kind in ("model", "optim") if (kind, rank) not in files]:
+        raise ValueError(f"{step} lacks files: {', '.join(missing[:6])}")
+    run = Run("deepspeed", {}, ranks=len(ranks))
+    try:
+        _Reader(
+            step, run, [files["model", rank] for rank in ranks], [files["optim", rank]["optimizer_state_dict"] for rank in ranks]
+        ).fill()
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{step} is not as DeepSpeed ZeRO-3 saves: {type(error).__name__}: {error}") from None
+    return run
+
+
+class _Reader:
+    def __init__(self, step: Path, run: Run, models: list[Any], optimizers: list[Any]) -> None:
+        self._step, self._run, self._models, self._optimizers = step, run, models, optimizers
+
+    def fill(self) -> None:
+        run, model, optimizer = self._run, self._models[0], self._optimizers[0]
+        stage = optimizer["zero_stage"]
+        if (stage.arguments[0] if isinstance(stage, Made) else stage) != 3 or int(model["dp_world_size"]) != run.ranks:
+            raise ValueError(f"{self._step} is of stage {stage!r:.80} and {model['dp_world_size']} ranks, expected 3 and {run.ranks}")
+        trained, names = self._trained()
+        for name, shape in (model["frozen_param_shapes"] or {}).items():
+            parts = [each["frozen_param_fragments"][name] for each in self._models]
+            trained[name] = joined(parts[0].dtype, tuple(shape), parts)
+        run.buffers = {own_name(name) for name in model["buffer_names"]}
+        shared = model.get("shared_params") or {}
+        for name, value in model["module"].items():
+            if name.rpartition(".")[2] == "_extra_state":
+                run.extra_states[own_name(name)] = value
+            elif name in shared:
+                run.also.setdefault(own_name(shared[name]), []).append(own_name(name))
+            else:
+                run.tensors[own_name(name)] = value if name in model["buffer_names"] else trained.pop(name)
+        if trained:
+            raise ValueError(f"{self._step}: the model has no {', '.join(list(trained)[:6])}, which the optimizer has")
+        inner = optimizer["optimizer_state_dict"]
+        run.groups = []
+        for group in inner["param_groups"]:
+            listed = [own_name(name) for number in group["params"] for name in names[number]]
+            run.groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": listed})
+        run.extra = self._extra(model, optimizer)
+
+    def _trained(self) -> tuple[dict[str, Lazy], list[list[str]]]:
+        """Each parameter from its pieces, its state likewise; and the names of each sub-group."""
+        trained: dict[str, Lazy] = {}
+        shapes, ranks = self._models[0]["param_shapes"], range(self._run.ranks)
+        flats = [each["fp32_flat_groups"] for each in self._optimizers]
+        states = [each["optimizer_state_dict"]["state"] for each in self._optimizers]
+        if any(len(each) != len(shapes) for each in flats):
+            raise ValueError(f"{self._step}: {len(shapes)} lists of names for {[len(each) for each in flats]} flat tensors of the ranks")
+        for number, named in enumerate(shapes):
+            offset = 0
+            for name, shape in named.items():
+                length = -(-Lazy(torch.float32, tuple(shape), print).numel // self._run.ranks)
+
+                def whole(parts: list[Lazy], begin: int = offset, end: int = offset + length, shape: Any = shape) -> Lazy:
+                    if any(part.numel < end for part in parts):
+                        raise ValueError(f"{self._step}: flat tensors of {[part.numel for part in parts]} elements, {end} expected")
+                    return joined(parts[0].dtype, tuple(shape), [part.part(begin, end) for part in parts])
+
+                trained[name] = whole([flats[rank][number] for rank in ranks])
+                state = self._run.state.setdefault(own_name(name), {}) if number in states[0] else {}
+                for key, value in states[0].get(number, {}).items():
+                    if isinstance(value, Lazy) and value.shape:
+                        value = whole([states[rank][number][key] for rank in ranks])
+                    state[key] = value.tensor() if isinstance(value, Lazy) and not value.shape else value
+                offset += length
+        return trained, [list(named) for named in shapes]
+
+    def _extra(self, model: dict[str, Any], optimizer: dict[str, Any]) -> Any:
+        if _OURS in model:
+            return model[_OURS]
+        scaler = optimizer["loss_scaler"]
+        header = {key: model[key] for key in _HEADER if key in model} | {"loss_scaler": [scaler.name, scaler.state]}
+        return {key: value for key, value in model.items() if key not in (*_MANAGED, *_HEADER)} | {_KEY: header}
+
+
+class _SubGroup(NamedTuple):
+    group: int
+    names: list[str]
+
+
+def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
+    """For as many ranks as were asked for, or as there were: DeepSpeed loads at the number of ranks that saved."""
+    if run.groups is None:
+        raise ValueError("DeepSpeed ZeRO-3 keeps what trains in the optimizer's files, and this checkpoint has no optimizer")
+    known = run.extra.get(_KEY) if isinstance(run.extra, dict) else None
+    header = known if isinstance(known, dict) else {}
+    run.ranks = run.ranks_asked_for or int(header.get("dp_world_size", run.ranks))
+    subs = list(_sub_groups(run, header))
+    trained = {name for sub in subs for name in sub.names}
+    if other := [name for name in trained if run.tensors[name].dtype != torch.float32]:
+        raise ValueError(f"DeepSpeed's masters are float32, and {min(other)} is {run.tensors[min(other)].dtype}")
+    steps = [int(values["step"]) for values in run.state.values() if isinstance(values.get("step"), Tensor | int | float)]
+    tag = f"global_step{header.get('global_steps', max(steps, default=0))}"
+    writer = _Writer(run, subs, trained, header, int(max(steps, default=0)))
+    file_operations.make_directory(path / tag)
+    for rank in range(run.ranks):
+        for kind, content in (("model", writer.model(rank)), ("optim", writer.optimizer(rank))):
+            with file_operations.create(path / tag / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt") as file:
+                torch_files.write(file, 0, content, advance)
+                file_operations.sync(file)
+    with file_operations.create(path / "latest") as file:
+        file_operations.write(file, [memoryview(tag.encode())])
+        file_operations.sync(file)
+    for directory in (path / tag, path):
+        file_operations.sync_directory(directory)
+
+
+def _sub_groups(run: Run, header: dict[str, Any]) -> Iterator[_SubGroup]:
+    """As DeepSpeed cuts the optimizer's groups: a sub-group ends with the parameter that fills it."""
+    zero = (header.get("ds_config") or {}).get("zero_optimization") or {}
+    most = int(zero.get("sub_group_size", _SUB_GROUP))
+    for number, group in enumerate(run.groups or ()):
+        names = [name for name in group["params"] if run.tensors[name].numel]
+        ends, size = [0], 0
+        for at, name in enumerate(names):
+            size += -(-run.tensors[name].numel // run.ranks)
+            if size >= most or at == len(names) - 1:
+                ends.append(at + 1)
+                size = 0
+        for begin, end in pairwise(ends):
+            yield _SubGroup(number, names[begin:end])
+
+
+class _Writer:
+    def __init__(self, run: Run, subs: list[_SubGroup], trained: set[str], header: dict[str, Any], steps: int) -> None:
+        self._run, self._subs, self._header, self._steps = run, subs, header, steps
+        self._named = sorted_out(run.state, {name: lazy.shape for name, lazy in run.tensors.items()}, Tensor | Lazy)
+        tells = run.kind in ("zero3", "deepspeed")  # the others don't know buffers from frozen parameters: those are taken for buffers
+        self._frozen = [name for name in run.tensors if tells and name not in trained and name not in run.buffers]
+        self._buffers = [name for name in run.tensors if name not in trained and name not in self._frozen]
+
+    def _piece(self, lazy: Lazy, rank: int) -> Lazy:
+        length = -(-lazy.numel // self._run.ranks)
+        return lazy.part(rank * length, (rank + 1) * length)
+
+    def model(self, rank: int) -> dict[str, Any]:
+        run = self._run
+        module: dict[str, Any] = {}
+        for name, lazy in run.tensors.items():
+            shown = lazy if name in self._buffers else torch.empty(0, dtype=lazy.dtype)
+            module |= dict.fromkeys([name, *run.also.get(name, ())], shown)
+        content: dict[str, Any] = {"module": module | run.extra_states, "buffer_names": self._buffers, "optimizer": None}
+        content["param_shapes"] = [{name: self._size(name) for name in sub.names} for sub in self._subs]
+        content["frozen_param_shapes"] = {name: self._size(name) for name in self._frozen}
+        content["frozen_param_fragments"] = {name: self._piece(run.tensors[name], rank) for name in self._frozen}
+        content["shared_params"] = {alias: name for name, aliases in run.also.items() for alias in aliases}
+        content |= {"lr_scheduler": None, "data_sampler": None, "random_ltd": None, "skipped_steps": 0, "global_steps": self._steps}
+        content |= {key: value for key, value in self._header.items() if key in _HEADER}
+        content |= {"dp_world_size": run.ranks, "mp_world_size": 1}
+        if self._header:
+            return content | {key: value for key, value in run.extra.items() if key != _KEY}
+        return content | {_OURS: run.extra}
+
+    def _size(self, name: str) -> Made:
+        return Made("torch.Size", (self._run.tensors[name].shape,))
+
+    def optimizer(self, rank: int) -> dict[str, Any]:
+        scaler, scale = self._header.get("loss_scaler", (_SCALER, {"cur_scale": 1.0, "dynamic": False}))
+        groups: list[dict[str, Any]] = [{**group, "params": []} for group in self._run.groups or ()]
+        for number, sub in enumerate(self._subs):
+            groups[sub.group]["params"].append(number)
+        state = {number: found for number, sub in enumerate(self._subs) if (found := self._state(sub, rank))}
+        flats = [self._flat([self._run.tensors[name] for name in sub.names], rank) for sub in self._subs]
+        content: dict[str, Any] = {"partition_count": self._run.ranks, "overflow": False, "dynamic_loss_scale": bool(scale.get("dynamic"))}
+        content["zero_stage"] = Made("deepspeed.runtime.zero.config.ZeroStageEnum", (3,))
+        content["loss_scaler"] = Made(scaler, (), scale, new=True)
+        content["optimizer_state_dict"] = {"state": state, "param_groups": groups}
+        content["fp32_flat_groups"] = flats
+        return {"optimizer_state_dict": content}
+
+    def _flat(self, lazies: list[Lazy], rank: int) -> Lazy:
+        pieces = [self._piece(lazy, rank) for lazy in lazies]
+        if len({piece.dtype for piece in pieces}) > 1:
+            raise ValueError("the state of parameters that DeepSpeed keeps in one tensor has several dtypes")
+        return joined(pieces[0].dtype, (sum(piece.numel for piece in pieces),), pieces)
+
+    def _state(self, sub: _SubGroup, rank: int) -> dict[str, Any]:
+        """Of one parameter of DeepSpeed's optimizer: it has one step."""
+        states = [self._run.state.get(name, {}) for name in sub.names]
+        described = [self._named.get(name, NamedState()) for name in sub.names]
+        if other := next((at for at, each in enumerate(described) if each != described[0] or each.whole), None):
+            raise ValueError(
+                f"DeepSpeed keeps one state for {sub.names[0]} to {sub.names[-1]}, and here that is {described[0]} for {sub.names[0]} "
+                f"and {described[other]} for {sub.names[other]}"
+            )
+        found = {key: states[0][key] for key in described[0].scalars}
+        return found | {key: self._flat([as_lazy(state[key]) for state in states], rank) for key in described[0].elements}

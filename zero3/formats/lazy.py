@@ -1,0 +1,143 @@
+"""A tensor that lies in files until somebody asks for some of its elements: what a conversion moves."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.safetensors_files import STAGE_BYTES, bytes_of
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True, eq=False)
+class Lazy:
+    """`read(start, into)` fills `into` `[n]`, of this dtype, with elements `[start, start + n)` of the flattened tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[int, Tensor], object]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Its bytes, a few MB at a time; each piece has memory of its own."""
+        step = STAGE_BYTES // self.dtype.itemsize
+        for start in range(0, self.numel, step):
+            piece = torch.empty(min(step, self.numel - start), dtype=self.dtype)
+            self.read(start, piece)
+            yield bytes_of(piece)
+
+    def tensor(self) -> Tensor:
+        """All of it, for what is small."""
+        value = torch.empty(self.shape, dtype=self.dtype)
+        if value.numel():
+            self.read(0, value.view(-1))
+        return value
+
+    def part(self, start: int, stop: int) -> Lazy:
+        """Elements of it, flattened; zeros beyond its end."""
+
+        def read(first: int, into: Tensor) -> None:
+            count = max(0, min(into.numel(), self.numel - start - first))
+            into[count:] = 0
+            if count:
+                self.read(start + first, into[:count])
+
+        return Lazy(self.dtype, (stop - start,), read)
+
+
+def as_lazy(value: Lazy | Tensor) -> Lazy:
+    return value if isinstance(value, Lazy) else held(value)
+
+
+def held(tensor: Tensor) -> Lazy:
+    """One that is in memory already."""
+    flat = tensor.detach().reshape(-1)
+    return Lazy(tensor.dtype, tuple(tensor.shape), lambda start, into: into.copy_(flat[start : start + into.numel()]))
+
+
+def joined(dtype: torch.dtype, shape: tuple[int, ...], parts: Sequence[Lazy]) -> Lazy:
+    """The elements of one after another, from the first; what of the last lies beyond the whole is padding."""
+    ends = [0]
+    for part in parts:
+        ends.append(ends[-1] + part.numel)
+
+    def read(start: int, into: Tensor) -> None:
+        stop = start + into.numel()
+        for number in range(bisect.bisect_right(ends, start) - 1, len(parts)):
+            low, high = max(start, ends[number]), min(stop, ends[number + 1])
+            if low < high:
+                parts[number].read(low - ends[number], into[low - start : high - start])
+
+    return Lazy(dtype, shape, read)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a tensor that begins at `offsets` and is as large as `values`."""
+
+    offsets: tuple[int, ...]
+    values: Lazy
+
+
+def assembled(dtype: torch.dtype, shape: tuple[int, ...], blocks: Iterable[Block]) -> Lazy:
+    """A tensor from blocks that lie side by side in it, in any number of dimensions."""
+    runs = [_Runs(shape, block) for block in blocks]
+
+    def read(start: int, into: Tensor) -> None:
+        for each in runs:
+            each.read(start, into)
+
+    return Lazy(dtype, shape, read)
+
+
+class _Runs:
+    """A block as it lies in the flattened tensor: runs of equal length, in order, which are the flattened block one after another."""
+
+    def __init__(self, shape: tuple[int, ...], block: Block) -> None:
+        sizes = block.values.shape
+        split = max((at for at, (own, all_) in enumerate(zip(sizes, shape, strict=True)) if own != all_), default=0)
+        self._strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
+        self._outer = sizes[:split]
+        self._length = math.prod(sizes[split:])
+        self._count = math.prod(self._outer) if block.values.numel else 0
+        self._first = sum(offset * stride for offset, stride in zip(block.offsets, self._strides, strict=True))
+        self._values = block.values
+
+    def _begin(self, number: int) -> int:
+        begin = self._first
+        for size, stride in reversed(list(zip(self._outer, self._strides, strict=False))):
+            number, index = divmod(number, size)
+            begin += index * stride
+        return begin
+
+    def read(self, start: int, into: Tensor) -> None:
+        stop = start + into.numel()
+        for number in range(bisect.bisect_left(range(self._count), start - self._length + 1, key=self._begin), self._count):
+            begin = self._begin(number)
+            if begin >= stop:
+                return
+            low, high = max(start, begin), min(stop, begin + self._length)
+            self._values.read(number * self._length + low - begin, into[low - start : high - start])
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same lists, tuples and dicts, with `change(leaf)` for each leaf."""
+    if type(value) in (list, tuple):
+        return type(value)(mapped(item, change) for item in value)
+    if type(value) is dict:
+        return {key: mapped(item, change) for key, item in value.items()}
+    return change(value)

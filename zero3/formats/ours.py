@@ -1,0 +1,182 @@
+"""zero3's own checkpoints, read without a model, and written as by one rank."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import file_operations, manifest
+from ..checkpoint.full_optimizer_reading import sorted_out
+from ..checkpoint.numbered import next_number
+from ..checkpoint.optimizer_contents import OptimizerContents, options_of
+from ..checkpoint.ranges import Ranges
+from ..checkpoint.safetensors_files import SafetensorsFiles
+from ..checkpoint.safetensors_writing import header_of, write_hashed
+from ..comm.plain_values import decode, decode_scalar, dtype_named, encode, name_of
+from ..core.parameters import own_name
+from .lazy import Lazy, as_lazy, mapped
+from .run import Run
+
+__all__: list[str] = []
+
+_CPU = torch.device("cpu")
+_UNNAMED = "optimizer"  # in place of a class that nobody knows
+
+
+def is_one(path: Path) -> bool:
+    return (path / manifest.NAME).is_file()
+
+
+def read(path: Path, opened: ExitStack, advance: Callable[[int], object]) -> Run:
+    """First the hashes are compared, as a load does."""
+    found = manifest.read(path)
+    for name in found.files:
+        advance(manifest.verify(found, [name], 0, 1))
+    files = SafetensorsFiles(found.data, list(found.files))
+    opened.callback(files.close)
+    with manifest.reading(found):
+        return _Reader(found, files).run()
+
+
+class _Reader:
+    def __init__(self, found: manifest.Manifest, files: SafetensorsFiles) -> None:
+        self._content = found.content
+        self._path = found.directory
+        self._files = files
+        self._ranges = Ranges(files)
+        self._stored = {own_name(name): self._whole(name) for name in files.tensors}
+
+    def run(self) -> Run:
+        content = self._content
+        run = Run("zero3", {}, config=content.get("config"), ranks=content["world_size"])
+        if lacking := [name for name, described in content["tensors"].items() if not described["stored"]]:
+            raise ValueError(f"{self._path} was saved with frozen=False, without {len(lacking)} parameters ({lacking[0]}, ...)")
+        for key, described in content["tensors"].items():
+            name, shape = own_name(key), tuple(described["shape"])
+            if f"other:0:{name}" in self._stored:
+                run.tensors[name] = self._stored[f"other:0:{name}"]
+                run.buffers.add(name)
+            else:
+                run.tensors[name] = self._by_ranges("parameter", name, described["dtype"], shape)
+            if "also" in described:
+                run.also[name] = list(map(own_name, described["also"]))
+        run.extra = decode(content["extra"], lambda number: self._stored[f"extra:{number}"])
+        extra_states = content.get("extra_states") or {}
+        run.extra_states = {name: decode(value, lambda number: self._stored[f"extra:{number}"]) for name, value in extra_states.items()}
+        if content["optimizer"] is not None:
+            self._add_optimizer(run, OptimizerContents.from_json(content["optimizer"]))
+        if any(name.startswith("random:") for name in self._stored):
+            run.left_out.append("random generators")
+        if any(name.startswith("other:") and not name.startswith("other:0:") for name in self._stored):
+            run.left_out.append("buffers in which other ranks differ from rank 0")
+        return run
+
+    def _add_optimizer(self, run: Run, contents: OptimizerContents) -> None:
+        run.classes = contents.kinds
+        run.groups = [
+            {**{key: decode_scalar(value, _CPU) for key, value in options.items()}, "params": names} for options, names in contents.groups
+        ]
+        for name, named in contents.state.items():
+            values: dict[str, Any] = {key: decode_scalar(value, _CPU) for key, value in named.scalars.items()}
+            for key, dtype in named.elements.items():
+                lazy = self._by_ranges(f"state:{key}", name, dtype, run.tensors[name].shape)
+                values[key] = lazy if lazy.shape else lazy.tensor()
+            run.state[name] = values | {key: self._stored[f"whole:{key}:{name}"] for key in named.whole}
+
+    def _by_ranges(self, kind: str, name: str, dtype: str, shape: tuple[int, ...]) -> Lazy:
+        self._ranges.check(kind, name, math.prod(shape), dtype)
+        return Lazy(dtype_named(dtype), shape, lambda start, into: self._ranges.read(kind, name, start, into))
+
+    def _whole(self, name: str) -> Lazy:
+        stored = self._files.tensors[name]
+        return Lazy(stored.dtype, stored.shape, lambda start, into: self._files.read(stored, start, into))
+
+
+class _Entry(NamedTuple):
+    name: str
+    lazy: Lazy
+    flat: bool = False  # a range of a flattened tensor, all of it
+
+
+def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
+    """As a save by one rank writes it; any number of ranks can load that."""
+    token = os.urandom(8).hex()
+    content: dict[str, Any] = {"world_size": 1, "optimizer": None, "config": run.config}
+    content["tensors"] = {name: _described(run, name) for name in run.tensors}
+    entries = [
+        _Entry(f"other:0:{name}", lazy) if name in run.buffers else _Entry(f"parameter:{name}[0:{lazy.numel}]", lazy, flat=True)
+        for name, lazy in run.tensors.items()
+        if lazy.numel or name in run.buffers
+    ]
+    content["extra"] = _encoded(run.extra, "extra", entries)
+    content["extra_states"] = {name: _encoded(value, name, entries) for name, value in run.extra_states.items()}
+    files = {"model": entries}
+    if run.groups is not None:
+        content["optimizer"], files["optimizer"] = _optimizer(run)
+    data = path / f"data-{token}"
+    file_operations.make_directory(data)
+    written = {}
+    for kind, listed in files.items():
+        name = f"{kind}-00000-of-00001.safetensors"
+        with file_operations.create(data / name) as file:
+            written[name] = write_hashed(file, _views(listed, advance))
+            file_operations.sync(file)
+    for directory in (data, path):
+        file_operations.sync_directory(directory)
+    manifest.write(path, content | {"number": next_number(path)}, written, token)
+
+
+def _described(run: Run, name: str) -> dict[str, Any]:
+    lazy = run.tensors[name]
+    described = {"shape": list(lazy.shape), "dtype": name_of(lazy.dtype), "stored": True}
+    return described | ({"also": run.also[name]} if name in run.also else {})
+
+
+def _encoded(value: Any, what: str, entries: list[_Entry]) -> Any:
+    """As JSON has it; tensors go to the end of `entries`."""
+    lazies: dict[int, Lazy] = {}
+
+    def stand_in(leaf: Any) -> Any:
+        if not isinstance(leaf, Lazy):
+            return leaf
+        standing = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        lazies[id(standing)] = leaf
+        return standing
+
+    def put(tensor: Tensor) -> int:
+        number = sum(entry.name.startswith("extra:") for entry in entries)
+        entries.append(_Entry(f"extra:{number}", lazies.get(id(tensor)) or as_lazy(tensor)))
+        return number
+
+    return encode(mapped(value, stand_in), what, put)
+
+
+def _optimizer(run: Run) -> tuple[dict[str, Any], list[_Entry]]:
+    groups = [(options_of(group, f"param_groups[{number}]"), group["params"]) for number, group in enumerate(run.groups or ())]
+    shapes = {name: lazy.shape for name, lazy in run.tensors.items()}
+    contents = OptimizerContents(groups, sorted_out(run.state, shapes, Tensor | Lazy), run.classes)
+    entries = []
+    for name, named in contents.state.items():
+        lazies = {key: as_lazy(value) for key, value in run.state[name].items() if key not in named.scalars}
+        entries += [
+            _Entry(f"state:{key}:{name}[0:{lazies[key].numel}]", lazies[key], flat=True) for key in named.elements if lazies[key].numel
+        ]
+        entries += [_Entry(f"whole:{key}:{name}", lazies[key]) for key in named.whole]
+    kinds = " and ".join(dict.fromkeys(run.classes))
+    return {"class": kinds or _UNNAMED, **contents.to_json()}, entries
+
+
+def _views(entries: list[_Entry], advance: Callable[[int], object]) -> Iterator[memoryview]:
+    shapes = ((entry.name, entry.lazy.dtype, (entry.lazy.numel,) if entry.flat else entry.lazy.shape) for entry in entries)
+    yield memoryview(header_of(shapes, {}))
+    for entry in entries:
+        for piece in entry.lazy.pieces():
+            yield piece
+            advance(len(piece))

@@ -1,0 +1,1 @@
+"""First values for a model without any: layers one by one, and what is in no layer."""

@@ -1,0 +1,173 @@
+"""Gradients by the names of the model's own parameters: this rank's slices, or whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ..access import all_go_on, states_of
+from ..comm.agreement import agree
+from ..comm.communicator import Communicator
+from ..core.chunk import Chunk
+from ..core.flat import split, view
+from ..core.gradient_types import reduce_deferred
+from ..core.layer_state import LayerState
+from ..core.parameters import ShardedParameter
+from ..names import named_tensors
+from .norms import slice_of
+from .param_groups import named_parameters
+
+__all__: list[str] = []
+
+
+def named_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's slice of each trainable parameter's gradient, by the parameter's name in the unwrapped model.
+
+    The slices are views of the chunks' gradients, so a change in place is a change of what the optimizer will see. Every element
+    of a parameter is in one rank's slice, and the slices of all ranks, in rank order, are the whole gradient, flattened. Nothing
+    is communicated. With `stage=1`, every rank calls it, because gradients that are not reduced yet are reduced first.
+
+    For norms use `parameter_norms`: the norm of a slice is not that of the parameter.
+
+    Args:
+        model: Any model that contains zero3 layers, or any module inside one. Names are those inside this module.
+
+    Returns:
+        Name to a 1-D tensor, in the model's order. It is empty if other ranks hold the parameter. A tied parameter stands once,
+        under its first name. Frozen parameters are left out, those that `param_groups` left out, and those without a gradient, as
+        all are after `zero_grad()`.
+
+    Raises:
+        ValueError: Nothing in `model` is sharded.
+        RuntimeError: The gradients are not reduced yet, as inside `no_sync`.
+
+    Example::
+
+        loss_of(model, batch).backward()
+        for name, gradient in zero3.named_gradients(model).items():
+            if name.endswith("bias"):
+                gradient.mul_(0.1)
+    """
+    states = states_of(model)
+    _reduce(states)
+    found: dict[str, Tensor] = {}
+    for name, state, sharded in _trainable(model, states):
+        gradient = _own_slice(state, sharded)
+        if gradient is not None:
+            found[name] = gradient
+        elif _lies_elsewhere(state, sharded) and _has_gradients(state):
+            found[name] = sharded.chunk.shard.data.new_empty(0, dtype=sharded.chunk.shard.grad_dtype)
+    return found
+
+
+@contextmanager
+def full_gradients(model: nn.Module, *, writeback: bool = False) -> Iterator[dict[str, Tensor]]:
+    """Context that yields the whole gradients of a model's trainable parameters, on every rank, by their names.
+
+    Every rank enters and leaves it, because it gathers. It holds the gradients of all layers of `model` at once; for less, call it
+    for one block after another. Nothing is fetched, and the parameters themselves stay as they are.
+
+    Args:
+        model: Any model that contains zero3 layers, or any module inside one. Names are those inside this module.
+        writeback: At the end, rank 0's tensors are written to the gradients on all ranks, unless a rank has raised. Without it
+            changes are lost.
+
+    Yields:
+        Name to a tensor in the parameter's shape, in the model's order. A tied parameter stands once, under its first name. The
+        same parameters are left out as by `named_gradients`.
+
+    Raises:
+        ValueError: Nothing in `model` is sharded, or ranks have different layers in it; on every rank.
+        RuntimeError: The gradients are not reduced yet, as inside `no_sync`.
+
+    Example::
+
+        for block in model.blocks:
+            with zero3.full_gradients(block, writeback=True) as gradients:
+                for gradient in gradients.values():
+                    gradient.div_(gradient.norm().clamp(min=1.0))
+    """
+    states = states_of(model)
+    first, caller = states[0], f"full_gradients(writeback={writeback})"
+    _reduce(states)
+    agree(first.communicator, first.device, caller, [state.name_among_ranks for state in states])
+    trainable = list(_trainable(model, states))
+    present = bytes(_is_present(state, sharded) for _, state, sharded in trainable)
+    everywhere = first.communicator.exchange(present, first.device) if trainable else []
+    anywhere = [any(flags) for flags in zip(*everywhere, strict=True)]
+    wanted = [each for each, found in zip(trainable, anywhere, strict=True) if found]
+    chunks = {sharded.chunk: state for _, state, sharded in wanted}
+    full = {chunk: _gathered(chunk, state.communicator) for chunk, state in chunks.items()}
+    error: BaseException | None = None
+    try:
+        yield {name: view(full[sharded.chunk], sharded.chunk.layout, sharded.index) for name, _, sharded in wanted}
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        if writeback and all_go_on(first, caller, error):
+            _write(full, first.communicator)
+
+
+def _reduce(states: list[LayerState]) -> None:
+    reduce_deferred(part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts)
+
+
+def _trainable(model: nn.Module, states: list[LayerState]) -> Iterator[tuple[str, LayerState, ShardedParameter]]:
+    inside = {id(tensor) for _, tensor in named_tensors(model)}  # a module inside a layer has not all of the layer's parameters
+    for name, state, sharded in named_parameters(model, states):
+        trains = sharded.chunk.shard.requires_grad and sharded.sites.name not in sharded.chunk.left_out
+        if trains and id(sharded.sites.parameter) in inside:
+            yield name, state, sharded
+
+
+def _own_slice(state: LayerState, sharded: ShardedParameter) -> Tensor | None:
+    """This rank's elements of the parameter's gradient, 1-D. None if they have no gradient, or this rank has no elements."""
+    slot = sharded.chunk.layout.slots[sharded.index]
+    for piece in sharded.chunk.layout.pieces(state.communicator.rank):
+        if piece.slot == slot:
+            return slice_of(sharded.chunk, piece.offset, piece.offset + piece.stop - piece.start, "grad")
+    return None
+
+
+def _is_present(state: LayerState, sharded: ShardedParameter) -> bool:
+    """Whether this rank knows of a gradient. An empty parameter lies on no rank."""
+    empty = not sharded.sites.parameter.numel()
+    return _has_gradients(state) if empty else _own_slice(state, sharded) is not None
+
+
+def _lies_elsewhere(state: LayerState, sharded: ShardedParameter) -> bool:
+    slot = sharded.chunk.layout.slots[sharded.index]
+    return all(piece.slot != slot for piece in sharded.chunk.layout.pieces(state.communicator.rank))
+
+
+def _has_gradients(state: LayerState) -> bool:
+    """Whether a backward has been here, as far as this rank can tell: it may have nothing that trains."""
+    trained = [part.parameter for chunk in state.chunks for part in chunk.parts if part.parameter.requires_grad]
+    return not trained or any(parameter.grad is not None for parameter in trained)
+
+
+@torch.no_grad()
+def _gathered(chunk: Chunk, communicator: Communicator) -> Tensor:
+    """The chunk's whole gradient `[W*S]`. Where a rank has none it is zero."""
+    own = torch.zeros_like(chunk.shard.data, dtype=chunk.shard.grad_dtype)
+    for part in chunk.parts:
+        if part.parameter.grad is not None:
+            part.of(own).copy_(part.parameter.grad.as_subclass(Tensor))
+    full = own.new_empty(chunk.layout.padded_numel)
+    communicator.all_gather(full, own, chunk.layout.bounds).wait()
+    return full
+
+
+@torch.no_grad()
+def _write(full: Mapping[Chunk, Tensor], communicator: Communicator) -> None:
+    for chunk, gradient in full.items():
+        own = torch.empty_like(chunk.shard.data, dtype=chunk.shard.grad_dtype)
+        slices = split(gradient, chunk.layout) if communicator.rank == 0 else None
+        communicator.scatter(own, slices, chunk.layout.bounds).wait()
+        for part in chunk.parts:
+            if part.parameter.grad is not None:
+                part.parameter.grad.as_subclass(Tensor).copy_(part.of(own))
