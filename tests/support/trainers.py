@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import peft
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, TrainingArguments
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, TrainingArguments
 
 from tests.support.processes import Rank
 
@@ -47,6 +48,24 @@ def llama(**options: Any) -> Any:
     return AutoModelForCausalLM.from_config(LlamaConfig(**{**SIZES, "pad_token_id": 0, **options}))
 
 
+def gpt2() -> Any:
+    """With biases and LayerNorms, which weight decay leaves out, and a tied head."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": WORDS, "n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 64}
+    return AutoModelForCausalLM.from_config(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def lora() -> Any:
+    """A LoRA model whose adapters do something from the start, beside a module that is trained and saved whole."""
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = llama()
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, config)
+
+
+MODELS = {"Llama": llama, "GPT-2": gpt2, "LoRA": lora}
+
+
 def rows(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
     """Of uneven lengths; the first half of each is a prompt, which is not learned."""
     generator = torch.Generator().manual_seed(seed)
@@ -80,3 +99,14 @@ def arguments(directory: Any, kind: Callable[..., Any] = TrainingArguments, **op
 
 def logged(trainer: Any, *keys: str) -> list[tuple[float, ...]]:
     return [tuple(entry[key] for key in keys) for entry in trainer.state.log_history if all(key in entry for key in keys)]
+
+
+def trainer_of(ours: bool, model: Any, directory: Any, count: int = 32, **options: Any) -> Any:
+    """Stock `Trainer`, or ours. `options`: of the training arguments, but for `callbacks`, `policy` and what else a Trainer takes."""
+    own = {key: options.pop(key) for key in ("callbacks", "policy", "layers", "optimizers", "compute_metrics") if key in options}
+    if ours:
+        from zero3.integrations.transformers import Zero3Trainer as Kind
+    else:
+        from transformers import Trainer as Kind  # type: ignore[assignment]
+    data = {"train_dataset": rows(count), "eval_dataset": rows(7, seed=1), "data_collator": collate}
+    return Kind(model=model, args=arguments(directory, **options), **data, **own)

@@ -16,6 +16,7 @@ from ..checkpoint.meta_buffers import twin
 from ..comm.factory import communicator_for
 from ..core.module_overrides import Override
 from ..huggingface.save_pretrained import save_pretrained
+from ..names import named_tensors
 from ..optim.check_optimizer import check_optimizer
 from ..optim.param_groups import param_groups
 from . import trainer_checkpoints as checkpoints
@@ -129,8 +130,7 @@ class Zero3Mixin(_Base):
         self.accelerator.shard(model)
         handover.finish()
         if model is getattr(self, "model", None):
-            whole: Any = twin(model)
-            self._zero3_numel = whole.num_parameters(exclude_embeddings=True) if hasattr(whole, "num_parameters") else 0
+            self._zero3_numel = _numel_but_for_embeddings(model) if hasattr(model, "num_parameters") else 0
         if hasattr(model, "generate") and not isinstance(vars(model).get("generate"), Override):
             Override(model, "generate", _generate)
 
@@ -236,6 +236,15 @@ class Zero3Trainer(Zero3Mixin, Trainer):
         trainer.train(resume_from_checkpoint=True)
         trainer.save_model(directory)
     """
+
+
+def _numel_but_for_embeddings(model: nn.Module) -> int:
+    embeddings = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    first: dict[int, tuple[str, int]] = {}
+    for name, tensor in named_tensors(model):
+        if isinstance(tensor, nn.Parameter):
+            first.setdefault(id(tensor), (name, tensor.numel()))
+    return sum(numel for name, numel in first.values() if name not in embeddings)
 
 
 def _generate(model: nn.Module, generate: Any, *args: Any, **kwargs: Any) -> Any:
