@@ -48,11 +48,11 @@ def llama(**options: Any) -> Any:
     return AutoModelForCausalLM.from_config(LlamaConfig(**{**SIZES, "pad_token_id": 0, **options}))
 
 
-def gpt2() -> Any:
+def gpt2(resid_pdrop: float = 0.0) -> Any:
     """With biases and LayerNorms, which weight decay leaves out, and a tied head."""
     torch.manual_seed(0)
     sizes = {"vocab_size": WORDS, "n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 64}
-    return AutoModelForCausalLM.from_config(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    return AutoModelForCausalLM.from_config(GPT2Config(**sizes, resid_pdrop=resid_pdrop, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
 def lora() -> Any:
