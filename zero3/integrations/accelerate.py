@@ -19,7 +19,7 @@ from ..checkpoint.save import save_checkpoint
 from ..huggingface.save_pretrained import save_pretrained
 from ..optim.clipping import clip_grad_norm_
 from ..optim.grad_scaler import GradScaler
-from .handover import Handover, check_chunks, is_chunk
+from .handover import Handover, check_chunks, check_together, is_chunk
 from .preparing import Policy, computes_in_low_precision, shard_model
 from .versions import require
 
@@ -108,6 +108,8 @@ class Zero3Accelerator(Accelerator):
         for model in models:
             self.shard(model)
         handover.finish()
+        for model in (each for each in args if isinstance(each, nn.Module) and is_sharded(each)):
+            check_together(model, optimizers)
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:

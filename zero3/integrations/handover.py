@@ -49,9 +49,6 @@ class Handover:
         for model, places in zip(self._models, self._places, strict=True):
             for (number, index), parameters in _divided(model, places):
                 self._optimizers[number].param_groups[index]["params"] += parameters
-            if places and None not in places.values():
-                numbers = sorted({place[0] for place in places.values() if place is not None})
-                check_optimizer(model, *(self._optimizers[number] for number in numbers), strict=False)
 
 
 def is_chunk(parameter: torch.Tensor) -> bool:
@@ -66,6 +63,19 @@ def is_chunk(parameter: torch.Tensor) -> bool:
 def check_chunks(optimizer: torch.optim.Optimizer) -> None:
     """Raises a ValueError if the optimizer holds anything but chunks."""
     _check(optimizer, set())
+
+
+def check_together(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """As `check_optimizer`, if all that the model trains is in these optimizers, or a filter has left a group of theirs empty.
+
+    Raises:
+        ValueError: They would train the model in another way than the unsharded one, or not all of it.
+    """
+    chunks = {id(chunk) for chunk in get_trainable_chunk(model)}
+    held = {id(optimizer): {id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers}
+    empty = [optimizer for optimizer in optimizers if not all(group["params"] for group in optimizer.param_groups)]
+    if empty or (chunks and chunks <= set().union(*held.values())):
+        check_optimizer(model, *(each for each in optimizers if each in empty or held[id(each)] & chunks), strict=False)
 
 
 def _check(optimizer: torch.optim.Optimizer, known: set[int]) -> None:

@@ -131,8 +131,8 @@ class Zero3Mixin(_Base):
         handover.finish()
         if model is getattr(self, "model", None):
             self._zero3_numel = _numel_but_for_embeddings(model) if hasattr(model, "num_parameters") else 0
-        if hasattr(model, "generate") and not isinstance(vars(model).get("generate"), Override):
-            Override(model, "generate", _generate)
+        if hasattr(model, "generate") and not isinstance(vars(model).get("generate"), _Generate):
+            _Generate(model, "generate", _generate)
 
     # -- training
 
@@ -245,6 +245,10 @@ def _numel_but_for_embeddings(model: nn.Module) -> int:
         if isinstance(tensor, nn.Parameter):
             first.setdefault(id(tensor), (name, tensor.numel()))
     return sum(numel for name, numel in first.values() if name not in embeddings)
+
+
+class _Generate(Override):
+    """Around what `shard` has put there."""
 
 
 def _generate(model: nn.Module, generate: Any, *args: Any, **kwargs: Any) -> Any:
