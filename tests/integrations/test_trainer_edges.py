@@ -117,7 +117,10 @@ def own_optimizers(rank: Rank) -> dict[str, Any]:
 
         def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
             named = list(self.model.named_parameters())
-            groups = [{"params": [p for n, p in named if "norm" in n], "weight_decay": 0.0}, {"params": [p for n, p in named if "norm" not in n]}]
+            groups = [
+                {"params": [p for n, p in named if "norm" in n], "weight_decay": 0.0},
+                {"params": [p for n, p in named if "norm" not in n]},
+            ]
             self.optimizer = torch.optim.AdamW(groups, lr=1e-2)
             return self.optimizer
 

@@ -66,14 +66,14 @@ def lora() -> Any:
 MODELS = {"Llama": llama, "GPT-2": gpt2, "LoRA": lora}
 
 
-def rows(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
-    """Of uneven lengths; the first half of each is a prompt, which is not learned."""
+def rows(count: int, seed: int = 0, length: int | None = None) -> list[dict[str, list[int]]]:
+    """Of uneven lengths, or all of `length`; the first half of each is a prompt, which is not learned."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(count):
-        length = int(torch.randint(4, 13, (), generator=generator))
-        ids = torch.randint(1, WORDS, (length,), generator=generator).tolist()
-        found.append({"input_ids": ids, "labels": [-100] * (length // 2) + ids[length // 2 :]})
+        drawn = int(torch.randint(4, 13, (), generator=generator))
+        ids = torch.randint(1, WORDS, (length or drawn,), generator=generator).tolist()
+        found.append({"input_ids": ids, "labels": [-100] * (len(ids) // 2) + ids[len(ids) // 2 :]})
     return found
 
 
