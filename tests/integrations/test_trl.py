@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
 import zero3
 from tests.support.processes import Rank, on_ranks
@@ -14,6 +16,7 @@ from tests.support.trainers import arguments, launched, llama, logged
 
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
+datasets = pytest.importorskip("datasets")
 
 from tests.support.chats import WORDS, chats, preferences, prompts, tokenizer  # noqa: E402
 
@@ -40,15 +43,16 @@ def by_length(completions: list[Any], **others: Any) -> list[float]:
     return [len(each[0]["content"]) + sum(map(ord, each[0]["content"])) % 7 for each in completions]
 
 
-def sft(ours: bool, lora: bool, directory: Path, **options: Any) -> Any:
+def sft(ours: bool, lora: bool, directory: Path, given: Any = None, **options: Any) -> Any:
     chosen = {"assistant_only_loss": True, "max_length": 64, "gradient_checkpointing": True, "bf16": False, "eval_strategy": "steps", "eval_steps": 2, **options}
     data = {"train_dataset": chats(24), "eval_dataset": chats(5, 3), "processing_class": tokenizer(), "peft_config": adapters(lora)}
-    return with_mixin(trl.SFTTrainer, ours)(model=model(), args=arguments(directory, trl.SFTConfig, max_steps=4, **chosen), **data)
+    return with_mixin(trl.SFTTrainer, ours)(model=given or model(), args=arguments(directory, trl.SFTConfig, max_steps=4, **chosen), **data)
 
 
-def dpo(ours: bool, lora: bool, directory: Path) -> Any:
-    chosen = arguments(directory, trl.DPOConfig, max_steps=4, max_length=64, gradient_checkpointing=False, bf16=False)
-    data = {"train_dataset": preferences(24), "processing_class": tokenizer(), "peft_config": adapters(lora)}
+def dpo(ours: bool, lora: bool, directory: Path, pairs: Any = None, **options: Any) -> Any:
+    options = {"max_steps": 4, "max_length": 64, "gradient_checkpointing": False, "bf16": False, **options}
+    chosen = arguments(directory, trl.DPOConfig, **options)
+    data = {"train_dataset": pairs or preferences(24), "processing_class": tokenizer(), "peft_config": adapters(lora)}
     return with_mixin(trl.DPOTrainer, ours)(model=model(), ref_model=None if lora else model(), args=chosen, **data)
 
 
@@ -86,3 +90,78 @@ def test_a_trainer_of_trl_gives_what_it_gives_under_ddp(name: str, lora: bool) -
     assert len(expected["steps"]) >= 3 and np.ptp([each[0] for each in expected["steps"]]) > 0
     assert np.allclose(found["steps"], expected["steps"], rtol=2e-4, atol=2e-5)
     assert np.allclose(found["evaluated"], expected["evaluated"], rtol=1e-5)
+
+
+# -- what TRL does that others do not
+
+
+def sharded_first(rank: Rank, lora: bool) -> dict[str, Any]:
+    """TRL puts another forward over a sharded model's, which reads the weight of a head that is a layer of its own."""
+    with launched(rank):
+        given = model()
+        transformers.set_seed(5)  # as TRL does before it makes adapters
+        given = peft.get_peft_model(given, adapters(True)) if lora else given
+        zero3.shard(given)
+        trainer = sft(True, False, rank.scratch, given=given)
+        head = trainer.model.get_output_embeddings()
+        assert isinstance(head, zero3.Zero3Layer)
+        trainer.train()
+        return {"steps": logged(trainer, *LOGGED["SFT"]), "evaluated": logged(trainer, "eval_loss")}
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+def test_the_fused_head_of_a_model_that_was_sharded_first(lora: bool) -> None:
+    expected = on_ranks(2, train, True, "SFT", lora)[0]
+    found = on_ranks(2, sharded_first, lora)[0]
+    assert np.allclose(found["steps"], expected["steps"], rtol=1e-5, atol=1e-6)
+    assert np.allclose(found["evaluated"], expected["evaluated"], rtol=1e-5)
+
+
+def precomputed(rank: Rank, ahead: bool) -> Any:
+    with launched(rank):
+        if rank.number == 0:
+            preferences(24).save_to_disk(str(rank.scratch / "data"))
+        torch.distributed.barrier()
+        trainer = dpo(True, True, rank.scratch, datasets.load_from_disk(str(rank.scratch / "data")), precompute_ref_log_probs=ahead)
+        trainer.train()
+        return logged(trainer, "loss")
+
+
+def test_dpo_computes_its_reference_in_the_constructor() -> None:
+    assert np.allclose(on_ranks(2, precomputed, True)[0], on_ranks(2, precomputed, False)[0], rtol=1e-5)
+
+
+def without_gathering(rank: Rank) -> int:
+    """DPO with adapters: `disable_adapter` around each forward of the reference."""
+    import zero3.access
+
+    with launched(rank):
+        trainer = dpo(True, True, rank.scratch)
+        entered: list[str] = []
+        pinned = zero3.access.pinned
+        zero3.access.pinned = lambda *args, **kwargs: entered.append("pinned") or pinned(*args, **kwargs)  # type: ignore[assignment, func-returns-value]
+        try:
+            trainer.train()
+        finally:
+            zero3.access.pinned = pinned
+        return len(entered)
+
+
+def test_disable_adapter_gathers_nothing() -> None:
+    assert on_ranks(2, without_gathering) == [0, 0]
+
+
+def sft_checkpoints(rank: Rank, directory: str) -> tuple[Any, Any]:
+    with launched(rank):
+        saving = {"save_strategy": "steps", "save_steps": 2, "packing": True, "bf16": True}
+        first = sft(True, True, Path(directory), **saving)
+        first.train()
+        again = sft(True, True, Path(directory, "again"), **saving)
+        again.train(resume_from_checkpoint=f"{directory}/checkpoint-2")
+        return logged(first, "loss", "grad_norm"), logged(again, "loss", "grad_norm")
+
+
+def test_sft_with_packing_in_bf16_is_resumed(tmp_path: Path) -> None:
+    straight, resumed = on_ranks(2, sft_checkpoints, str(tmp_path))[0]
+    assert len(straight) == 4 and resumed == straight
+    peft.PeftModel.from_pretrained(model(), tmp_path / "checkpoint-4")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +13,9 @@ from ..access import states_of
 from ..auto_wrap import Layers, choose
 from ..comm.agreement import agree
 from ..comm.factory import communicator_for
+from ..core.layer_state import LayerState
+from ..core.module_overrides import Override
+from ..layer import RootEntry, Zero3Layer, layers_of, run_sharded
 from ..policy import ShardingPolicy
 from ..shard import PolicyOf, shard
 
@@ -65,6 +69,29 @@ def output_head(model: nn.Module) -> nn.Module | None:
     except (NotImplementedError, AttributeError):  # models without a head answer so
         return None
     return found if isinstance(found, nn.Module) else None
+
+
+def enclose_forward(model: nn.Module) -> None:
+    """For a forward that was put over a sharded model's, as TRL does: it enters the model first, and the head with its `fused_lm_head`.
+
+    It does nothing where the forward was put there before the model was sharded.
+    """
+    asked: Any = getattr(model, "get_base_model", None)
+    base: nn.Module = asked() if callable(asked) and hasattr(model, "peft_config") else model
+    root, runtime = vars(model).get("_zero3_root"), layers_of(model)[0]._runtime
+    if isinstance(vars(base).get("forward", root), Override | LayerState):
+        return
+    Override(base, "forward", _with_head)
+    if isinstance(root, LayerState) and runtime is not None:
+        RootEntry(base, root, runtime)
+
+
+def _with_head(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The head's weight is read outside of the head's own forward: so the head is fetched around all of it."""
+    head = output_head(model)
+    if not kwargs.get("fused_lm_head") or not isinstance(head, Zero3Layer) or head._runtime is None:
+        return forward(*args, **kwargs)
+    return run_sharded(head._runtime, head._state, model, forward, args, kwargs)
 
 
 def _without_head(model: nn.Module, layers: Layers) -> Layers:

@@ -22,7 +22,7 @@ from ..optim.param_groups import param_groups
 from . import trainer_checkpoints as checkpoints
 from .ending_together import ends_together
 from .handover import Handover
-from .preparing import Policy
+from .preparing import Policy, enclose_forward
 from .versions import require
 
 require("transformers", __name__)
@@ -129,6 +129,8 @@ class Zero3Mixin(_Base):
         handover = Handover([] if is_sharded(model) else [model], handed if model is getattr(self, "model", None) else [])
         self.accelerator.shard(model)
         handover.finish()
+        if self._is_of_trl():
+            enclose_forward(model)
         if model is getattr(self, "model", None):
             self._zero3_numel = _numel_but_for_embeddings(model) if hasattr(model, "num_parameters") else 0
         if hasattr(model, "generate") and not isinstance(vars(model).get("generate"), _Generate):
