@@ -174,7 +174,7 @@ def refused(rank: Rank) -> None:
         with pytest.raises(ValueError, match="has made steps already"):
             accelerator.prepare(model, stepped)
         assert not zero3.is_sharded(model)
-        with pytest.raises(ValueError, match="SOAP|Adafactor|needs|does more"):
+        with pytest.raises(ValueError, match=r"Adafactor .* does more than treat each element by itself"):
             accelerator.prepare(llama(), torch.optim.Adafactor(llama().parameters()))
         model = accelerator.prepare(model)
         with pytest.raises(ValueError, match="takes all of a prepared model"):

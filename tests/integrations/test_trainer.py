@@ -51,7 +51,7 @@ def train(rank: Rank, ours: bool, name: str, directory: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_trainer_gives_what_it_gives_under_ddp(name: str, tmp_path: Path) -> None:
-    """Losses and norms as logged, weight decay by names (it is large), accumulation, evaluation, prediction, the best model, what is kept."""
+    """Losses and norms as logged, weight decay by names (it is large), accumulation, evaluation, the best model, what is kept."""
     expected, _ = on_ranks(2, train, False, name, str(tmp_path / "ddp"), debug="OFF")
     found, other = on_ranks(2, train, True, name, str(tmp_path / "zero3"))
     assert len(expected["losses"]) == 6

@@ -155,7 +155,7 @@ def without_whole_ones(rank: Rank, directory: str) -> tuple[str, str]:
             run(rank, "Llama", directory, True)
         run(rank, "Llama", directory, save_only_model=True)
         warnings.simplefilter("ignore")
-        with pytest.raises(ValueError, match="no checkpoint in .* is whole.*save_only_model") as caught:
+        with pytest.raises(ValueError, match=r"no checkpoint in .* is whole.*save_only_model") as caught:
             run(rank, "Llama", directory, True)
     return str(none.value), str(caught.value)
 

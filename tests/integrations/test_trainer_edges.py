@@ -129,7 +129,7 @@ def own_optimizers(rank: Rank) -> dict[str, Any]:
 
         with pytest.raises(ValueError, match=r"group 0 of the AdamW \(weight_decay=0\.0.*is empty.*zero3\.param_groups"):
             ByName(model=llama(), args=arguments(rank.scratch), train_dataset=rows(8), data_collator=collate).train()
-        with pytest.raises(ValueError, match="Adafactor.*whole"):
+        with pytest.raises(ValueError, match=r"Adafactor.*whole"):
             trainer_of(True, llama(), rank.scratch, optim="adafactor").train()
         model = llama()
         norms = [parameter for name, parameter in model.named_parameters() if "norm" in name]

@@ -44,7 +44,15 @@ def by_length(completions: list[Any], **others: Any) -> list[float]:
 
 
 def sft(ours: bool, lora: bool, directory: Path, given: Any = None, **options: Any) -> Any:
-    chosen = {"assistant_only_loss": True, "max_length": 64, "gradient_checkpointing": True, "bf16": False, "eval_strategy": "steps", "eval_steps": 2, **options}
+    chosen = {
+        "assistant_only_loss": True,
+        "max_length": 64,
+        "gradient_checkpointing": True,
+        "bf16": False,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        **options,
+    }
     data = {"train_dataset": chats(24), "eval_dataset": chats(5, 3), "processing_class": tokenizer(), "peft_config": adapters(lora)}
     return with_mixin(trl.SFTTrainer, ours)(model=given or model(), args=arguments(directory, trl.SFTConfig, max_steps=4, **chosen), **data)
 

@@ -43,8 +43,8 @@ def chats(count: int, first: int = 0) -> Dataset:
 
 
 def preferences(count: int, first: int = 0) -> Dataset:
-    made = sums(count, first)
-    return Dataset.from_list([{"prompt": said("user", q), "chosen": said("assistant", a), "rejected": said("assistant", w)} for q, a, w in made])
+    rows = [(said("user", q), said("assistant", a), said("assistant", wrong)) for q, a, wrong in sums(count, first)]
+    return Dataset.from_list([dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in rows])
 
 
 def prompts(count: int) -> Dataset:
