@@ -16,6 +16,8 @@ from tests.support.reference import assert_close
 from tests.support.trainers import collate, launched, llama, rows
 from zero3.core.gradient_types import DeferredGradient
 
+pytestmark = pytest.mark.slow
+
 
 def accelerator_of(ours: bool, **options: Any) -> Any:
     from accelerate import Accelerator

@@ -35,6 +35,7 @@ def low(rank: Rank, ours: bool, stored: str) -> tuple[Any, list[str], list[str]]
         return found, sorted({str(chunk.dtype) for chunk in trainer.model.parameters()}), computed[:1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_bf16_computes_in_bf16_over_fp32_masters(stored: str) -> None:
     expected = on_ranks(2, low, False, "float32", debug="OFF")[0][0]
@@ -52,6 +53,7 @@ def pre_sharded(rank: Rank) -> tuple[Any, Any, Any]:
         return autocast, losses(own), losses(trainer_of(True, zero3.shard(llama()), rank.scratch))
 
 
+@pytest.mark.slow
 def test_a_model_that_is_sharded_already_keeps_its_policy() -> None:
     under_autocast, own, plain = on_ranks(2, pre_sharded)[0]
     expected = on_ranks(2, low, False, "float32", debug="OFF")[0][0]
@@ -152,6 +154,7 @@ def stock_optimizer(rank: Rank) -> Any:
         return losses(trainer_of(False, model, rank.scratch, optimizers=(given, schedule)))
 
 
+@pytest.mark.slow
 def test_optimizers_of_ones_own_are_handed_the_chunks_or_refused() -> None:
     expected = on_ranks(2, stock_optimizer, debug="OFF")[0]
     found = on_ranks(2, own_optimizers)
@@ -183,6 +186,7 @@ def fail_on_one(rank: Rank) -> None:
         trainer.train()
 
 
+@pytest.mark.slow
 def test_an_exception_on_one_rank_ends_train_on_all() -> None:
     first, second = try_on_ranks(2, fail_on_one, fresh=True, group_timeout=6.0)
     assert second.error == "RuntimeError" and second.text.startswith("rank 1: KeyError: 'no such word'")

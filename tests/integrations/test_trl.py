@@ -20,7 +20,10 @@ datasets = pytest.importorskip("datasets")
 
 from tests.support.chats import WORDS, chats, preferences, prompts, tokenizer  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning"),
+]
 
 
 def with_mixin(kind: type, ours: bool) -> type:

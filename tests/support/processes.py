@@ -35,6 +35,7 @@ import torch.distributed as dist
 _CONTEXT = multiprocessing.get_context("forkserver")
 # so that a rank starts in 0.1 s and not in 3 (an optimizer's first step imports dynamo)
 _PRELOAD = ["torch.distributed", "torch._dynamo", "pytest"]
+_PRELOAD_TRAINERS = ["transformers.trainer", "peft"]
 _PRELOAD_MODELS = ["transformers.models.auto.modeling_auto", "transformers.models.gpt_neox.modeling_gpt_neox"]
 
 
@@ -76,7 +77,9 @@ class _Job(NamedTuple):
 
 class _Worker:
     def __init__(self) -> None:
-        _CONTEXT.set_forkserver_preload([*_PRELOAD, *(_PRELOAD_MODELS if "transformers" in sys.modules else [])])  # before the first one
+        models = _PRELOAD_MODELS if "transformers" in sys.modules else []
+        trainers = _PRELOAD_TRAINERS if "tests.support.trainers" in sys.modules else []
+        _CONTEXT.set_forkserver_preload([*_PRELOAD, *models, *trainers])  # before the first one
         self.connection, theirs = _CONTEXT.Pipe()
         self.process = _CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()
