@@ -158,6 +158,45 @@ def accumulated(rank: Rank, sync_each_batch: bool) -> list[bool]:
         return waiting
 
 
+# -- fp16
+
+
+def in_fp16(rank: Rank, low: bool) -> tuple[list[float], list[bool], list[str]]:
+    """On the CPU, which computes in fp16 if it has to. The first gradients overflow at this scale."""
+    import zero3.integrations.accelerate as module
+
+    check, module._check = module._check, lambda *arguments: None
+    try:
+        with launched(rank):
+            accelerator = accelerator_of(True, mixed_precision="fp16" if low else "no")
+            if low:
+                accelerator.native_amp, accelerator.scaler = True, zero3.GradScaler("cpu", init_scale=2.0**22)
+            model = llama()
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+            batches = [collate(rows(2, seed=rank.number, length=8))] * 12
+            found, skipped = [], []
+            for batch in batches:
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                skipped.append(accelerator.optimizer_step_was_skipped)
+                if not skipped[-1]:
+                    found.append(accelerator.gather(loss.detach().reshape(1)).mean().item())
+                optimizer.zero_grad()
+            return found, skipped, sorted({str(chunk.dtype) for chunk in model.parameters()})
+    finally:
+        module._check = check
+
+
+def test_fp16_scales_losses_over_fp32_masters_and_skips_steps_together() -> None:
+    (found, skipped, dtypes), (_, others, _) = on_ranks(2, in_fp16, True)
+    expected, none, _ = on_ranks(2, in_fp16, False)[0]
+    assert dtypes == ["torch.float32"] and not any(none)
+    assert skipped == others and 0 < sum(skipped) < 8
+    assert np.allclose(found, expected[: len(found)], rtol=5e-3) and found != expected[: len(found)]
+
+
 # -- refusals
 
 

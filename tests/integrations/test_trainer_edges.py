@@ -74,6 +74,12 @@ def test_fp16_on_a_device_without_it_is_refused_by_name() -> None:
 # -- models
 
 
+def apart() -> Any:
+    """The trainer's own random numbers stay as they were."""
+    with torch.random.fork_rng(devices=[]):
+        return llama()
+
+
 def on_meta(rank: Rank) -> Any:
     with launched(rank):
         with torch.device("meta"):
@@ -85,12 +91,16 @@ def on_meta(rank: Rank) -> Any:
             llama().save_pretrained(rank.scratch / "files")
         torch.distributed.barrier()
         zero3.load_pretrained(zero3.shard(empty, device="cpu"), rank.scratch / "files")
-        return losses(trainer_of(True, empty, rank.scratch)), losses(trainer_of(True, llama(), rank.scratch))
+        made = trainer_of(True, None, rank.scratch, model_init=apart)
+        assert zero3.is_sharded(made.model)
+        loaded = losses(trainer_of(True, empty, rank.scratch))
+        return loaded, losses(made), losses(trainer_of(True, llama(), rank.scratch))
 
 
 def test_a_model_on_meta_is_refused_until_it_is_sharded_and_loaded() -> None:
-    loaded, expected = on_ranks(2, on_meta)[0]
-    assert np.array_equal(loaded, expected)
+    """And one that the trainer is to make itself (`model_init`) is sharded whenever it is made."""
+    loaded, made, expected = on_ranks(2, on_meta)[0]
+    assert np.array_equal(loaded, expected) and np.array_equal(made, expected)
 
 
 def different_lengths(rank: Rank) -> tuple[list[int], Any]:

@@ -68,7 +68,8 @@ def dpo(ours: bool, lora: bool, directory: Path, pairs: Any = None, **options: A
 
 
 def grpo(ours: bool, lora: bool, directory: Path) -> Any:
-    how = {"num_generations": 2, "max_completion_length": 6, "beta": 0.0, "gradient_checkpointing": False, "bf16": False}
+    how = {"num_generations": 2, "max_completion_length": 12, "beta": 0.0, "gradient_checkpointing": False, "bf16": False}
+    how |= {"generation_kwargs": {"eos_token_id": list(range(1, WORDS // 2))}}  # so that answers end early, and ranks at different lengths
     chosen = arguments(directory, trl.GRPOConfig, max_steps=3, **how)
     data = {"train_dataset": prompts(24), "processing_class": tokenizer(), "peft_config": adapters(lora)}
     return with_mixin(trl.GRPOTrainer, ours)(model=model(), reward_funcs=by_length, args=chosen, **data)
@@ -85,19 +86,28 @@ LOGGED = {
 def train(rank: Rank, ours: bool, name: str, lora: bool) -> dict[str, Any]:
     with launched(rank):
         trainer = TRAINERS[name](ours, lora, rank.scratch)
+        lengths: list[int] = []
+        generate = trainer.model.generate
+        trainer.model.generate = lambda **given: _noting(lengths, generate(**given))
         trainer.train()
         if ours:
             assert zero3.is_sharded(trainer.model)
             reference = getattr(trainer, "ref_model", None)
             assert reference is None or zero3.is_sharded(reference)
-        return {"steps": logged(trainer, *LOGGED[name]), "evaluated": logged(trainer, "eval_loss")}
+        return {"steps": logged(trainer, *LOGGED[name]), "evaluated": logged(trainer, "eval_loss"), "lengths": lengths}
+
+
+def _noting(lengths: list[int], made: torch.Tensor) -> torch.Tensor:
+    lengths.append(made.shape[1])
+    return made
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_trainer_of_trl_gives_what_it_gives_under_ddp(name: str, lora: bool) -> None:
     expected = on_ranks(2, train, False, name, lora, debug="OFF")[0]
-    found = on_ranks(2, train, True, name, lora)[0]
+    found, other = on_ranks(2, train, True, name, lora)
+    assert (found["lengths"] != other["lengths"]) == (name == "GRPO"), "ranks stop generating when they like"
     assert len(expected["steps"]) >= 3 and np.ptp([each[0] for each in expected["steps"]]) > 0
     assert np.allclose(found["steps"], expected["steps"], rtol=2e-4, atol=2e-5)
     assert np.allclose(found["evaluated"], expected["evaluated"], rtol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -36,7 +37,7 @@ def ends_together(device: torch.device) -> Iterator[None]:
     except Exception as error:
         others = [text for other in range(communicator.world_size) if other != rank and (text := communicator.posted(f"{run}/{other}"))]
         said = str(error) if type(error) in _KINDS else f"{type(error).__name__}: {error}"
-        said = said if said.startswith(f"rank {rank}") else f"rank {rank}: {said}"
+        said = said if re.match(r"ranks? \d", said) else f"rank {rank}: {said}"  # what ranks have agreed upon names one already
         with suppress(RuntimeError):  # the process that keeps the notes may be gone
             communicator.post(f"{run}/{rank}", said)
         kind = type(error) if type(error) in _KINDS else RuntimeError
