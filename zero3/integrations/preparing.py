@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -50,11 +52,27 @@ def shard_model(
         if mixed_precision in _LOW:
             _make_masters(model)
     try:
-        shard(model, _without_head(model, layers) if head_in_root else layers, device=device, policy=policy)
+        with _without_advice() if head_in_root else nullcontext():
+            shard(model, _without_head(model, layers) if head_in_root else layers, device=device, policy=policy)
     except ValueError as error:
         raise ValueError(
             f"{error}. To choose layers or a policy yourself, call zero3.shard(model, ...) first, and pass its result"
         ) from error
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """`shard` would tell the caller to take the head out of the root's own layer, where it has to be."""
+    logger = logging.getLogger("zero3")
+
+    def silent(record: logging.LogRecord) -> bool:
+        return "the root's own layer holds" not in str(record.msg)
+
+    logger.addFilter(silent)
+    try:
+        yield
+    finally:
+        logger.removeFilter(silent)
 
 
 def computes_in_low_precision(model: nn.Module) -> bool:
