@@ -138,6 +138,19 @@ def test_the_fused_head_of_a_model_that_was_sharded_first(lora: bool) -> None:
     assert np.allclose(found["evaluated"], expected["evaluated"], rtol=1e-5)
 
 
+def mixed(rank: Rank, ours: bool) -> Any:
+    with launched(rank):
+        trainer = dpo(ours, False, rank.scratch, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.5)
+        trainer.train()
+        return logged(trainer, *LOGGED["DPO"])
+
+
+def test_a_reference_that_follows_the_model_does_so_in_chunks() -> None:
+    found, expected = on_ranks(2, mixed, True)[0], on_ranks(2, mixed, False, debug="OFF")[0]
+    assert np.allclose(found, expected, rtol=2e-4, atol=2e-5)
+    assert not np.allclose(expected, on_ranks(2, train, False, "DPO", False, debug="OFF")[0]["steps"], rtol=1e-3)
+
+
 def precomputed(rank: Rank, ahead: bool) -> Any:
     with launched(rank):
         if rank.number == 0:

@@ -18,7 +18,7 @@ from ..core.module_overrides import Override
 from ..huggingface.save_pretrained import save_pretrained
 from ..names import named_tensors
 from ..optim.check_optimizer import check_optimizer
-from ..optim.param_groups import param_groups
+from ..optim.param_groups import ParamInfo, param_groups
 from . import trainer_checkpoints as checkpoints
 from .ending_together import ends_together
 from .handover import Handover
@@ -159,7 +159,13 @@ class Zero3Mixin(_Base):
                 raise ValueError(f"optim={self.args.optim!r} divides whole parameters itself, and has chunks here: choose another one")
             decays = set(self.get_decay_parameter_names(twin(self.model)))
             decay = self.args.weight_decay
-            groups = param_groups(self.model, lambda name, info: {"weight_decay": decay if name in decays else 0.0})
+
+            def choose(name: str, info: ParamInfo) -> dict[str, float]:
+                return {"weight_decay": decay if name in decays else 0.0}
+
+            groups = param_groups(self.model, choose)
+            if getattr(self.args, "sync_ref_model", False):  # TRL mixes the parameters of both, pair by pair
+                param_groups(self.ref_model, choose)
             self.optimizer = kind(groups, **options)
             check_optimizer(self.model, self.optimizer)
         return self.optimizer  # type: ignore[no-any-return]
