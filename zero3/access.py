@@ -24,6 +24,26 @@ _UNDONE = (
 )
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a model, or a part of one, holds zero3 layers or parameters of them. It makes no collective.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        True if functions such as `get_trainable_chunk` take it.
+
+    Raises:
+        TypeError: `model` is no module.
+
+    Example::
+
+        if not zero3.is_sharded(model):
+            zero3.shard(model)
+    """
+    return bool(_states_in(model))
+
+
 def get_trainable_chunk(model: nn.Module) -> list[nn.Parameter]:
     """This rank's trainable chunks of every layer in a model. They are the parameters for the optimizer.
 
@@ -262,7 +282,18 @@ def reset(model: nn.Module) -> None:
 
 
 def states_of(module: nn.Module) -> list[LayerState]:
-    """The states of the layers in `module`, and of the layers that the parameters in `module` belong to."""
+    """The states of the layers in `module`, and of the layers that the parameters in `module` belong to.
+
+    Raises:
+        ValueError: There are none.
+    """
+    states = _states_in(module)
+    if not states:
+        raise ValueError(f"nothing in this {type(module).__name__} is sharded: wrap its layers in Zero3Layer first")
+    return states
+
+
+def _states_in(module: nn.Module) -> list[LayerState]:
     if not isinstance(module, nn.Module):  # callers may pass parameters, as to torch's own clip_grad_norm_
         raise TypeError(f"expected the sharded model, an nn.Module, found a {type(module).__name__}: pass the model, not its parameters")
     states = [layer._state for layer in layers_of(module)]
@@ -276,8 +307,6 @@ def states_of(module: nn.Module) -> list[LayerState]:
             state = owner() if owner is not None else None
             if state is not None and state not in states:
                 states.append(state)
-    if not states:
-        raise ValueError(f"nothing in this {type(module).__name__} is sharded: wrap its layers in Zero3Layer first")
     return states
 
 

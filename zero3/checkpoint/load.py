@@ -30,7 +30,7 @@ __all__: list[str] = []
 _log = logging.getLogger("zero3")
 
 
-def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None = None) -> Any:
+def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None = None, *, weights: bool = True) -> Any:
     """Fills model and optimizer from a checkpoint of `save_checkpoint`, on any number of ranks and with any choice of layers.
 
     Every rank calls it. First the ranks read all files once, each its share, and compare hashes. Then each rank reads the ranges
@@ -42,6 +42,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         model: It has the parameters that were saved, by their names in the unwrapped model; on the meta device, or with values.
         optimizer: Over the parameters that were saved. State that it has is replaced. Several come in a list or a dict, in any
             order: each takes the state of its parameters. None: the checkpoint's optimizer state is not read.
+        weights: False leaves the parameters alone, for a checkpoint that was saved without them, or a model that has them.
 
     Returns:
         `extra`, as rank 0 saved it. Tensors in it are on the CPU.
@@ -63,7 +64,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     first = states_of(model)[0]
     if first.unfinished is not None:
         first.unfinished()
-    loader = _Loader(path, model, optimizer)
+    loader = _Loader(path, model, optimizer, weights)
     try:
         return loader.load()
     finally:
@@ -71,8 +72,9 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
 
 
 class _Loader:
-    def __init__(self, path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None) -> None:
+    def __init__(self, path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None, weights: bool) -> None:
         self._path = path
+        self._weights = weights
         self._model = model
         self._given = optimizer
         self._optimizer: Together | None = None
@@ -140,10 +142,11 @@ class _Loader:
         if problems := differences(expected, saved) + self._strange_extra_states(found):
             raise ValueError(f"the checkpoint does not fit this {type(self._model).__name__}; nothing was loaded. {'. '.join(problems)}")
         left_out = [name for name in contents.parameters if not saved[name]["stored"] and contents.trains(name)]
-        if left_out:
-            raise ValueError(f"{self._path} was saved without frozen parameters, and these are trained here: {', '.join(left_out)}")
+        if left_out and self._weights:
+            what = "frozen parameters" if any(saved[name]["stored"] for name in contents.parameters) else "weights"
+            raise ValueError(f"{self._path} was saved without {what}, and these are trained here: {', '.join(left_out)}")
         for name in contents.parameters:
-            if saved[name]["stored"]:
+            if saved[name]["stored"] and self._weights:
                 shape, dtype = saved[name]["shape"], saved[name]["dtype"]
                 self._ranges.check("parameter", name, torch.Size(shape).numel(), dtype)
         for name in contents.others:
@@ -189,7 +192,7 @@ class _Loader:
         error: Exception | None = None
         others: dict[str, Tensor] = {}
         computed: list[tuple[str, Tensor]] = []
-        stored = [name for name in contents.parameters if found.content["tensors"][name]["stored"]]
+        stored = [name for name in contents.parameters if self._weights and found.content["tensors"][name]["stored"]]
         try:
             for target in self._placing.targets if self._placing is not None else []:
                 self._ranges.read(f"state:{target.key}", target.span.name, target.span.start, target.place)

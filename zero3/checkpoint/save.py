@@ -29,6 +29,7 @@ def save_checkpoint(
     optimizer: Optimizers | None = None,
     *,
     extra: Any = None,
+    weights: bool = True,
     frozen: bool = True,
     keep_last: int | None = None,
     background: bool = False,
@@ -47,6 +48,8 @@ def save_checkpoint(
         optimizer: One over `get_trainable_chunk(model)`, `param_groups(model, ...)` or `model.parameters()`. Several that share
             the model (Muon for matrices, AdamW for the rest) come in a list or a dict; order and keys do not matter.
         extra: None, numbers, strings, lists, tuples, dicts and tensors, as state dicts are made of. Rank 0's is saved.
+        weights: False leaves all parameters out, where they are saved elsewhere (with `save_pretrained`, say). `load_checkpoint` is
+            told so too.
         frozen: False leaves frozen parameters out. (Under LoRA adapters they can be loaded with `load_pretrained`.)
         keep_last: When this checkpoint is there, all but the newest so many beside `path` are deleted. None deletes none.
         background: Return when everything is copied to host memory, and write from a thread. The checkpoint appears when every
@@ -68,27 +71,27 @@ def save_checkpoint(
         extra = {"step": step, "schedule": schedule.state_dict()}
         zero3.save_checkpoint(f"{directory}/step-{step}", model, optimizer, extra=extra, keep_last=3)
     """
-    saving = Saving(_prepare(path, model, optimizer, (extra, frozen, keep_last, background)), background)
+    saving = Saving(_prepare(path, model, optimizer, (extra, weights, frozen, keep_last, background)), background)
     if not background:
         saving.wait()
     return saving
 
 
 def _prepare(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None, how: tuple[Any, bool, int | None, bool]
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None, how: tuple[Any, bool, bool, int | None, bool]
 ) -> Prepared:
     """Everything that can be found wrong before a file is made, on every rank."""
     first = states_of(model)[0]
     first.log.look()  # a checkpoint of ranks that have come apart would replace a good one
     if first.unfinished is not None:
         first.unfinished()
-    extra, frozen, keep_last, background = how
+    extra, weights, frozen, keep_last, background = how
     prepared: Prepared | None = None
     together: Together | None = None
     held: list[Held] = []
     error: Exception | None = None
     try:
-        prepared = Prepared(path, model, extra, frozen, keep_last)
+        prepared = Prepared(path, model, extra, (weights, frozen), keep_last)
         if optimizer is not None:
             together = Together(optimizer)
             held = held_by(together, prepared.contents)
