@@ -11,16 +11,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint requirements/lock.txt
 
+# As many processes as there are GPUs, or two; each with its share of the processors.
+LAUNCH := set -- $$($(BIN)/python -c 'import os, torch; n = int("$(NPROC)" or torch.cuda.device_count() or 2); print(n, max(1, os.cpu_count() // n))'); \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$2} $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $$1
+
 .DEFAULT_GOAL := help
-.PHONY: help finetune test test-all lint types docs package soak mutants versions clean
+.PHONY: help finetune sft test test-all lint types docs package soak mutants versions clean
 .NOTPARALLEL:  # two installations would get in each other's way
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 finetune: $(VENV)/.examples  ## fine-tune a small language model, on all GPUs or else in two CPU processes (NPROC, ARGS)
-	@set -- $$($(BIN)/python -c 'import os, torch; n = int("$(NPROC)" or torch.cuda.device_count() or 2); print(n, max(1, os.cpu_count() // n))'); \
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$2} $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $$1 examples/finetune.py $(ARGS)
+	@$(LAUNCH) examples/finetune.py $(ARGS)
+
+sft: $(VENV)/.examples $(VENV)/.trl  ## fine-tune a small model on chats, with TRL, likewise (NPROC, ARGS)
+	@$(LAUNCH) examples/sft.py $(ARGS)
 
 test: $(VENV)/.examples $(VENV)/.tests  ## run the tests, but for those marked slow (ARGS go to pytest)
 	TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest -m "not slow" $(ARGS)
@@ -56,7 +62,7 @@ versions:  ## test versions of torch, transformers and peft in environments of t
 	$(PYTHON) -m tests.versions $(ARGS)
 
 clean:  ## remove the virtual environment and everything else that can be made again
-	rm -rf $(VENV) .versions build dist docs/_build finetuned quickstart-run *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .versions build dist docs/_build finetuned sft quickstart-run *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and by its exact version: any other request may bring another build, with gigabytes around it.

@@ -32,6 +32,7 @@ FLOORS = (
     {"optim", "diagnose"},
     {"checkpoint", "zero1", "uneven"},
     {"huggingface", "formats", "initial_values"},
+    {"integrations"},
     {"commands", "materialize"},
     {"__init__", "__main__"},
 )
@@ -243,7 +244,15 @@ def test_every_file_says_what_it_is_for(source: str) -> None:
 
 @pytest.mark.parametrize("source", [source for source in INNER if not source.endswith("__init__")])
 def test_inner_modules_export_nothing(source: str) -> None:
-    assert "__all__: list[str] = []" in SOURCES[source].read_text()
+    """But for the integrations: users import those that carry a library's name themselves."""
+    exported = {"integrations/accelerate": ["Zero3Accelerator"], "integrations/transformers": ["Zero3Mixin", "Zero3Trainer"]}
+    assert importlib.import_module(f"zero3.{dotted_name(source)}").__all__ == exported.get(source, [])
+
+
+def test_nothing_imports_the_integrations_but_one_another() -> None:
+    """`import zero3` must do without the libraries that they are for."""
+    imported = {source: {found for name in imports_of(source) if (found := source_of(name)) is not None} for source in SOURCES}
+    assert not {s for s, found in imported.items() if not s.startswith("integrations/") and any("integrations" in f for f in found)}
 
 
 def test_the_package_exports_its_public_names_and_nothing_else() -> None:

@@ -59,7 +59,23 @@ OF_TORCH = [
     "state_dict",
     "zero_grad",
 ]
-ELSEWHERE = ["bf16", "fp16", "frozen", "Llama", "LoRA", "Muon", "peft", "safetensors", "tied", "transformers"]
+ELSEWHERE = [
+    "accelerator",
+    "bf16",
+    "DPO",
+    "fp16",
+    "frozen",
+    "GRPO",
+    "Llama",
+    "LoRA",
+    "Muon",
+    "peft",
+    "safetensors",
+    "SFT",
+    "tied",
+    "trainer",
+]
+ELSEWHERE += ["transformers", "TRL"]
 
 
 def strings_and_names(node: ast.AST) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """zero3: full sharding (ZeRO-3) of PyTorch models. Wrap layers, pass their chunks to any optimizer, train as always."""
 
-from .access import full_params, get_trainable_chunk, no_sync, reset, resident
+from .access import full_params, get_trainable_chunk, is_sharded, no_sync, reset, resident
 from .by_hand import fetch, reduce_gradients, release, set_forward_order
 from .checkpoint.full_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
 from .checkpoint.full_state import full_state_dict, load_full_state_dict
@@ -49,6 +49,7 @@ __all__ = [
     "full_params",
     "full_state_dict",
     "get_trainable_chunk",
+    "is_sharded",
     "joinable",
     "latest_checkpoint",
     "load_checkpoint",

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from .comm.agreement import agree
+from .comm.agreement import agree, all_go_on
 from .core.autograd import inside_backward
 from .core.layer_state import LayerState
 from .core.parameters import named
 from .core.pinning import Pin, pin, unpin, write_back
 from .core.transforms import transformable
-from .layer import Zero3Layer, layers_of
+from .layer import layers_of
 
 __all__: list[str] = []
 
@@ -22,6 +22,26 @@ _UNDONE = (
     "merge_adapter) is wrong from now on. Make such changes, and take them back, inside `with zero3.full_params(model, writeback=True):`, "
     "where they stay."
 )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a model, or a part of one, holds zero3 layers or parameters of them. It makes no collective.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        True if functions such as `get_trainable_chunk` take it.
+
+    Raises:
+        TypeError: `model` is no module.
+
+    Example::
+
+        if not zero3.is_sharded(model):
+            zero3.shard(model)
+    """
+    return bool(_states_in(model))
 
 
 def get_trainable_chunk(model: nn.Module) -> list[nn.Parameter]:
@@ -98,7 +118,7 @@ def pinned(states: list[LayerState], caller: str, *, writeback: bool = False, to
             error = caught
             raise
         finally:
-            if writeback and all_go_on(states[0], caller, error):
+            if writeback and all_go_on(states[0].communicator, states[0].device, caller, error):
                 for state in states:
                     write_back(state)
     finally:
@@ -214,21 +234,6 @@ def agree_to_gather(states: list[LayerState], caller: str, error: Exception | No
         raise error
 
 
-def all_go_on(first: LayerState, caller: str, error: BaseException | None) -> bool:
-    """Whether no rank has raised inside a context that writes at its end. `error`: what this rank is about to raise anyway.
-
-    Raises:
-        RuntimeError: Another rank has raised.
-    """
-    cause = RuntimeError(f"{caller} ended with {type(error).__name__}: {error}. Nothing was written.") if error else None
-    try:
-        agree(first.communicator, first.device, f"the end of {caller}", [], cause)
-    except RuntimeError:
-        if error is None:
-            raise
-    return error is None
-
-
 def reset(model: nn.Module) -> None:
     """Cleans a model up after an exception: releases every layer, and drops the step that failed.
 
@@ -249,7 +254,9 @@ def reset(model: nn.Module) -> None:
         except torch.OutOfMemoryError:
             zero3.reset(model)
     """
-    layers = _layers(model)
+    layers = layers_of(model)
+    if not layers:
+        raise _not_sharded(model)
     if inside_backward():
         raise RuntimeError(
             f"rank {layers[0]._state.communicator.rank}: zero3.reset inside a backward (in a hook). The gradients that it has brought so "
@@ -262,27 +269,30 @@ def reset(model: nn.Module) -> None:
 
 
 def states_of(module: nn.Module) -> list[LayerState]:
-    """The states of the layers in `module`, and of the layers that the parameters in `module` belong to."""
+    """The states of the layers in `module`, and of the layers that the parameters in `module` belong to.
+
+    Raises:
+        ValueError: There are none.
+    """
+    states = _states_in(module)
+    if not states:
+        raise _not_sharded(module)
+    return states
+
+
+def _states_in(module: nn.Module) -> list[LayerState]:
     if not isinstance(module, nn.Module):  # callers may pass parameters, as to torch's own clip_grad_norm_
         raise TypeError(f"expected the sharded model, an nn.Module, found a {type(module).__name__}: pass the model, not its parameters")
     states = [layer._state for layer in layers_of(module)]
-    for inner in module.modules():
-        root = vars(inner).get("_zero3_root")
-        if isinstance(root, LayerState):
-            states.append(root)
+    states += [root for inner in module.modules() if isinstance(root := vars(inner).get("_zero3_root"), LayerState)]
     for inner in module.modules():
         for value in [*vars(inner).values(), *inner._parameters.values()]:
             owner = getattr(value, "zero3_state", None) if isinstance(value, nn.Parameter) else None
             state = owner() if owner is not None else None
             if state is not None and state not in states:
                 states.append(state)
-    if not states:
-        raise ValueError(f"nothing in this {type(module).__name__} is sharded: wrap its layers in Zero3Layer first")
     return states
 
 
-def _layers(model: nn.Module) -> list[Zero3Layer]:
-    layers = layers_of(model)
-    if not layers:
-        raise ValueError(f"nothing in this {type(model).__name__} is sharded: wrap its layers in Zero3Layer first")
-    return layers
+def _not_sharded(module: nn.Module) -> ValueError:
+    return ValueError(f"nothing in this {type(module).__name__} is sharded: wrap its layers in Zero3Layer first")

@@ -35,6 +35,7 @@ import torch.distributed as dist
 _CONTEXT = multiprocessing.get_context("forkserver")
 # so that a rank starts in 0.1 s and not in 3 (an optimizer's first step imports dynamo)
 _PRELOAD = ["torch.distributed", "torch._dynamo", "pytest"]
+_PRELOAD_TRAINERS = ["transformers.trainer", "peft"]
 _PRELOAD_MODELS = ["transformers.models.auto.modeling_auto", "transformers.models.gpt_neox.modeling_gpt_neox"]
 
 
@@ -78,7 +79,8 @@ class _Worker:
     def __init__(self) -> None:
         device = ["tests.device.simulated"] if "tests.device.simulated" in sys.modules else []  # first, because it comes before torch
         models = _PRELOAD_MODELS if "transformers" in sys.modules else []
-        _CONTEXT.set_forkserver_preload([*device, *_PRELOAD, *models])  # before the first one
+        trainers = _PRELOAD_TRAINERS if "tests.support.trainers" in sys.modules else []
+        _CONTEXT.set_forkserver_preload([*device, *_PRELOAD, *models, *trainers])  # before the first one
         self.connection, theirs = _CONTEXT.Pipe()
         self.process = _CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()

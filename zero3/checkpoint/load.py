@@ -30,7 +30,7 @@ __all__: list[str] = []
 _log = logging.getLogger("zero3")
 
 
-def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None = None) -> Any:
+def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None = None, *, weights: bool = True) -> Any:
     """Fills model and optimizer from a checkpoint of `save_checkpoint`, on any number of ranks and with any choice of layers.
 
     Every rank calls it. First the ranks read all files once, each a share, and compare hashes. Then each rank reads the ranges of its
@@ -43,6 +43,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
             values.
         optimizer: Over the parameters that were saved. Its state is replaced. Pass several as a list or a dict, in any order: each
             takes the state of its parameters. None: the checkpoint's optimizer state is not read.
+        weights: False keeps the parameters' values, for a checkpoint that was saved without them, or for a model that has them already.
 
     Returns:
         `extra`, as rank 0 saved it. Tensors in it are on the CPU.
@@ -64,12 +65,13 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     first = states_of(model)[0]
     if first.unfinished is not None:
         first.unfinished()
-    return _Loader(path, model, optimizer).load()
+    return _Loader(path, model, optimizer, weights).load()
 
 
 class _Loader:
-    def __init__(self, path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None) -> None:
+    def __init__(self, path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None, weights: bool) -> None:
         self._path = path
+        self._weights = weights
         self._model = model
         self._given = optimizer
         self._kinds = ["model"] if optimizer is None else ["model", "optimizer"]  # of the files that are read
@@ -133,10 +135,11 @@ class _Loader:
         if problems := differences(expected, saved) + self._strange_extra_states(found):
             raise ValueError(f"the checkpoint does not fit this {type(self._model).__name__}; nothing was loaded. {'. '.join(problems)}")
         left_out = [name for name in contents.parameters if not saved[name]["stored"] and contents.trains(name)]
-        if left_out:
-            raise ValueError(f"{self._path} was saved without frozen parameters, and these are trained here: {', '.join(left_out)}")
+        if left_out and self._weights:
+            what = "frozen parameters" if any(saved[name]["stored"] for name in contents.parameters) else "weights"
+            raise ValueError(f"{self._path} was saved without {what}, and these are trained here: {', '.join(left_out)}")
         for name in contents.parameters:
-            if saved[name]["stored"]:
+            if saved[name]["stored"] and self._weights:
                 shape, dtype = saved[name]["shape"], saved[name]["dtype"]
                 self._ranges.check("parameter", name, torch.Size(shape).numel(), dtype)
         for name in contents.others:
@@ -171,7 +174,7 @@ class _Loader:
 
     def _fill(self, found: Manifest, contents: Contents) -> Any:
         """Changes values. If a read fails, all parameters that it should have filled count as unloaded."""
-        stored = [name for name in contents.parameters if found.content["tensors"][name]["stored"]]
+        stored = [name for name in contents.parameters if self._weights and found.content["tensors"][name]["stored"]]
         computed: list[tuple[str, Tensor]] = []
         try:
             with self._agreeing("what load_checkpoint filled") as lines:

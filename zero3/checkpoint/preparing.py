@@ -31,7 +31,9 @@ _SCHEME = "fsspec paths are not supported, because their stores have no atomic r
 class Prepared:
     """One save: the tensors that this rank writes, their files, and the manifest's content."""
 
-    def __init__(self, path: str | os.PathLike[str], model: nn.Module, extra: Any, frozen: bool, keep_last: int | None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], model: nn.Module, extra: Any, stored: tuple[bool, bool], keep_last: int | None
+    ) -> None:
         if "://" in os.fspath(path):
             raise ValueError(f"{os.fspath(path)}: {_SCHEME}")
         if keep_last is not None and (not isinstance(keep_last, int) or isinstance(keep_last, bool)):
@@ -41,7 +43,7 @@ class Prepared:
         self.directory = Path(os.path.abspath(path))
         self.keep_last = keep_last
         self.contents = Contents(model, "save_checkpoint")
-        self.frozen = frozen
+        self.weights, self.frozen = stored
         self.token = ""
         self.model_entries: list[Entry] = []
         self.optimizer_entries: list[Entry] | None = None
@@ -64,7 +66,7 @@ class Prepared:
 
     def stores(self, name: str) -> bool:
         """Whether the checkpoint holds the tensor's values."""
-        return self.frozen or name in self.contents.others or self.contents.trains(name)
+        return name in self.contents.others or (self.weights and (self.frozen or self.contents.trains(name)))
 
     def lines(self) -> list[str]:
         """Returns what has to be the same on all ranks."""

@@ -28,6 +28,7 @@ def save_checkpoint(
     optimizer: Optimizers | None = None,
     *,
     extra: Any = None,
+    weights: bool = True,
     frozen: bool = True,
     keep_last: int | None = None,
     background: bool = False,
@@ -46,6 +47,8 @@ def save_checkpoint(
         optimizer: One over `get_trainable_chunk(model)`, `param_groups(model, ...)` or `model.parameters()`. Pass several that
             share the model (Muon for matrices, AdamW for the rest) as a list or a dict; order and keys do not matter.
         extra: Any nesting of None, numbers, strings, lists, tuples, dicts and tensors. Rank 0's is saved.
+        weights: False leaves out all parameters, if they are saved elsewhere (by `save_pretrained`, say). Pass it to `load_checkpoint`
+            too.
         frozen: False leaves frozen parameters out. (With LoRA adapters, `load_pretrained` can load them.)
         keep_last: How many checkpoints stay in the parent directory of `path`, the newest ones. None: all stay.
         background: Return when everything is copied to host memory, and write from a thread. The checkpoint appears when every
@@ -68,25 +71,25 @@ def save_checkpoint(
         extra = {"step": step, "schedule": schedule.state_dict()}
         zero3.save_checkpoint(f"{directory}/step-{step}", model, optimizer, extra=extra, keep_last=3)
     """
-    saving = Saving(_prepare(path, model, optimizer, (extra, frozen, keep_last, background)), background)
+    saving = Saving(_prepare(path, model, optimizer, (extra, weights, frozen, keep_last, background)), background)
     if not background:
         saving.wait()
     return saving
 
 
 def _prepare(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None, how: tuple[Any, bool, int | None, bool]
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None, how: tuple[Any, bool, bool, int | None, bool]
 ) -> Prepared:
     """Finds all mistakes before a file is made. Every rank raises them."""
     first = states_of(model)[0]
     first.log.look()  # if ranks have made different transfers, a checkpoint of them must not replace a good one
     if first.unfinished is not None:
         first.unfinished()
-    extra, frozen, keep_last, background = how
+    extra, weights, frozen, keep_last, background = how
     together: Together | None = None
     held: list[Held] = []
     with agreeing(first.communicator, first.device, "save_checkpoint") as lines:
-        prepared = Prepared(path, model, extra, frozen, keep_last)
+        prepared = Prepared(path, model, extra, (weights, frozen), keep_last)
         if optimizer is not None:
             together = Together(optimizer)
             held = held_by(together, prepared.contents)

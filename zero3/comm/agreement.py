@@ -84,6 +84,21 @@ def agreeing(communicator: Communicator, device: torch.device, subject: str) -> 
     agree(communicator, device, subject, lines, error)
 
 
+def all_go_on(communicator: Communicator, device: torch.device, caller: str, error: BaseException | None) -> bool:
+    """Whether no rank has raised inside a context that writes at its end. `error`: what this rank is about to raise anyway.
+
+    Raises:
+        RuntimeError: Another rank has raised.
+    """
+    cause = RuntimeError(f"{caller} ended with {type(error).__name__}: {error}. Nothing was written.") if error else None
+    try:
+        agree(communicator, device, f"the end of {caller}", [], cause)
+    except RuntimeError:
+        if error is None:
+            raise
+    return error is None
+
+
 def agree_where_nan(communicator: Communicator, device: torch.device, subject: str, result: Tensor, error: Exception | None) -> None:
     """Called after a collective to which a rank with a mistake has given NaN. If the result is NaN, every rank raises the mistake.
 

@@ -49,6 +49,18 @@ class GroupCommunicator:
             raise RuntimeError("this model's process group was destroyed: train before that, or shard the model anew")
         return group
 
+    def post(self, key: str, text: str) -> None:
+        """Leaves a text where other ranks can read it without a collective, so also when this rank makes none any more."""
+        self._group.get_group_store().set(f"zero3/{key}", text)
+
+    def posted(self, key: str) -> str:
+        """What any rank has posted under `key`; "" if nothing, or if the process that keeps it is gone."""
+        with suppress(RuntimeError):
+            store = self._group.get_group_store()
+            if store.check([f"zero3/{key}"]):
+                return str(store.get(f"zero3/{key}").decode())
+        return ""
+
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         if bounds is None:
             return self._all_gather(full, shard, group=self._group, async_op=not self._on_streams) or Done()

@@ -36,7 +36,8 @@ class Override:
         self._name = name
         self._module = weakref.ref(module)
         self._around = around
-        functools.update_wrapper(self, self._own or self._plain)
+        outside = isinstance(self._own, Override)  # whose attributes are its own; a function's are what others have noted on it
+        functools.update_wrapper(self, self._own or self._plain, updated=() if outside else functools.WRAPPER_UPDATES)
         module.__dict__[name] = self
 
     @property

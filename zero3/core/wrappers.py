@@ -60,8 +60,8 @@ def refuse_wrappers(name_of: Callable[[], str]) -> None:
         raise RuntimeError(
             f"{wrapper} around a sharded model ({name_of()}): zero3 gathers the parameters and reduces the gradients of its layers "
             f"itself, and {wrapper} would take each rank's slice for whole parameters. Train the model without the wrapper; wrap only "
-            "modules that hold no sharded layer. Tools that wrap whatever they are given (Accelerator.prepare, Trainer, Fabric, Lightning) "
-            "get the optimizer and the data loader without the model."
+            "modules that hold no sharded layer. For Accelerator, Trainer and TRL's trainers there are others in zero3.integrations "
+            "(docs/integrations.md); any other tool that wraps what it is given gets the optimizer and the data loader without the model."
         )
 
 

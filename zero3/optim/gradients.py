@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..access import all_go_on, states_of
-from ..comm.agreement import agree
+from ..access import states_of
+from ..comm.agreement import agree, all_go_on
 from ..comm.communicator import Communicator
 from ..core.chunk import Chunk
 from ..core.flat import split, view
@@ -108,7 +108,7 @@ def full_gradients(model: nn.Module, *, writeback: bool = False) -> Iterator[dic
         error = caught
         raise
     finally:
-        if writeback and all_go_on(first, caller, error):
+        if writeback and all_go_on(first.communicator, first.device, caller, error):
             _write(full, first.communicator)
 
 

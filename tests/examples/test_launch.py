@@ -1,0 +1,107 @@
+"""The files that start the recipe on many hosts: their shells parse, their YAML says what it has to, and two hosts train with them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.fabric.network import INTERFACE, NoNetwork, cable
+from tests.examples.test_finetune import ROOT
+
+pytest.importorskip("trl", reason="the example's packages are not installed: pip install 'zero3[trl,examples]'")
+yaml = pytest.importorskip("yaml")
+
+FOLDER = ROOT / "examples" / "launch"
+SHELLS = [path.name for path in sorted(FOLDER.iterdir()) if path.suffix in (".sh", ".sbatch")]
+
+
+def known_options() -> set[str]:
+    return set(re.findall(r'add\("(--[\w-]+)"', (ROOT / "examples" / "sft.py").read_text()))
+
+
+def parses(shell: str) -> None:
+    run = subprocess.run(["bash", "-n"], input=shell, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("name", SHELLS)
+def test_a_shell_script_parses_and_names_options_that_exist(name: str) -> None:
+    text = (FOLDER / name).read_text()
+    parses(text)
+    code = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    after = code.partition("examples/sft.py")[2]
+    assert set(re.findall(r"(?<!\S)--[\w-]+", after)) <= known_options()
+    for script in re.findall(r"examples/[\w/]+\.(?:sh|py)", text):
+        assert (ROOT / script).is_file(), script
+
+
+def test_slurm_says_how_much_it_wants() -> None:
+    text = (FOLDER / "slurm.sbatch").read_text()
+    wanted = dict(re.findall(r"^#SBATCH --([\w-]+)=(.+)$", text, re.M))
+    assert wanted.keys() >= {"nodes", "ntasks-per-node", "gpus-per-node", "time"} and wanted["ntasks-per-node"] == "1"
+    assert text.startswith("#!") and text.index("#SBATCH") < text.index("set -euo")
+
+
+def test_the_train_job_has_what_the_trainer_of_kubeflow_asks_for() -> None:
+    job: dict[str, Any] = yaml.safe_load((FOLDER / "kubernetes.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    spec = job["spec"]
+    assert spec.keys() == {"runtimeRef", "trainer", "podTemplateOverrides"}
+    trainer = spec["trainer"]
+    assert trainer.keys() <= {"image", "command", "args", "env", "numNodes", "resourcesPerNode", "numProcPerNode"}
+    assert all(isinstance(each["value"], str) for each in trainer["env"]) and isinstance(trainer["numNodes"], int)
+    script, *options = trainer["args"]
+    assert (ROOT / script.removeprefix("/workspace/")).is_file()
+    assert {option.partition("=")[0] for option in options} <= known_options()
+    (override,) = spec["podTemplateOverrides"]
+    mounted = {mount["name"] for container in override["spec"]["containers"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in override["spec"]["volumes"]}
+    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"]
+
+
+def test_the_task_of_skypilot_has_its_fields() -> None:
+    task: dict[str, Any] = yaml.safe_load((FOLDER / "skypilot.yaml").read_text())
+    assert task.keys() == {"name", "workdir", "resources", "num_nodes", "file_mounts", "setup", "run"}
+    parses(task["run"])
+    line = next(line for line in task["run"].splitlines() if "torchrun_hosts.sh" in line)
+    words = shlex.split(line)
+    assert {word for word in words if word.startswith("--")} <= known_options()
+    assert any(word.startswith(target) for target in task["file_mounts"] for word in words)
+
+
+@pytest.mark.slow
+def test_two_hosts_train_together_with_torchrun_hosts(tmp_path: Path) -> None:
+    """Two network namespaces, which see each other through one cable."""
+    try:
+        with cable() as link:
+            environment = {
+                **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "GPUS": "1",
+                "HOSTS": "2", "RESTARTS": "0", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE, "CUDA_VISIBLE_DEVICES": "",
+            }  # fmt: skip
+            options = ["--device", "cpu", "--steps", "2", "--every", "2", "--samples", "0", "--output", str(tmp_path / "run")]
+            script = str(FOLDER / "torchrun_hosts.sh")
+            logs = [tmp_path / f"{end}.log" for end in range(2)]
+            hosts = []
+            for end, name in enumerate(link.names):
+                own = {"FIRST": str(1 - end), "ADDRESS": link.addresses[end]}
+                command = ["ip", "netns", "exec", name, "bash", script, f"{link.addresses[0]}:29400", *options]
+                with logs[end].open("w") as log:
+                    hosts.append(subprocess.Popen(command, env=environment | own, stdout=log, stderr=subprocess.STDOUT))
+            try:
+                codes = [host.wait(270) for host in hosts]
+            finally:
+                for host in hosts:
+                    host.kill()
+            assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
+            assert "after 2 steps" in "".join(log.read_text() for log in logs)
+    except NoNetwork as why:
+        pytest.skip(str(why))
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    assert (tmp_path / "run" / "checkpoints" / "checkpoint-2" / "zero3" / "manifest.json").is_file()

@@ -1,0 +1,232 @@
+"""accelerate's loop over sharded models gives what it gives under DistributedDataParallel; its states move between numbers of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero3
+from tests.support.processes import Rank, on_ranks
+from tests.support.reference import assert_close
+from tests.support.trainers import collate, launched, llama, rows
+from zero3.core.gradient_types import DeferredGradient
+
+pytestmark = pytest.mark.slow
+
+
+def accelerator_of(ours: bool, **options: Any) -> Any:
+    from accelerate import Accelerator
+
+    from zero3.integrations.accelerate import Zero3Accelerator
+
+    return (Zero3Accelerator if ours else Accelerator)(cpu=True, **options)
+
+
+class Job:
+    """A model, its optimizer in two groups, a schedule and examples, prepared."""
+
+    def __init__(self, rank: Rank, ours: bool, models: int = 1, rates: int = 100, **options: Any) -> None:
+        self.accelerator = accelerator_of(ours, gradient_accumulation_steps=2, **options)
+        self.models, self.optimizers = [], []
+        for number in range(models):
+            model = llama()
+            torch.manual_seed(number)
+            nn.init.normal_(model.lm_head.weight, std=0.1)
+            norms = [p for name, p in model.named_parameters() if "norm" in name]
+            rest = [p for name, p in model.named_parameters() if "norm" not in name]
+            optimizer = torch.optim.AdamW([{"params": rest, "weight_decay": 0.3}, {"params": norms, "lr": 1e-3}], lr=1e-2)
+            model, optimizer = self.accelerator.prepare(model, optimizer)
+            self.models.append(model)
+            self.optimizers.append(optimizer)
+        schedule = torch.optim.lr_scheduler.StepLR(self.optimizers[0].optimizer, rates, 0.5)  # it steps once for each rank
+        loader = torch.utils.data.DataLoader(rows(24, length=8), batch_size=4 // rank.world_size, collate_fn=collate, shuffle=False)  # type: ignore[arg-type, var-annotated]
+        self.schedule, self.loader = self.accelerator.prepare(schedule, loader)
+
+    def run(self, begin: int, end: int) -> list[list[float]]:
+        """Micro-batches `begin` to `end`: the losses over all ranks, and norms."""
+        found = []
+        batches = list(self.loader)
+        for number in range(begin, end):
+            for model, optimizer in zip(self.models, self.optimizers, strict=True):
+                with self.accelerator.accumulate(model) if model is self.models[0] else _as_it_is():
+                    loss = model(**batches[number % len(batches)]).loss
+                    self.accelerator.backward(loss)
+                    norm = torch.zeros(())
+                    if self.accelerator.sync_gradients:
+                        norm = self.accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    optimizer.step()
+                    if model is self.models[0]:
+                        self.schedule.step()
+                    optimizer.zero_grad()
+                found.append([self.accelerator.gather(loss.detach().reshape(1)).mean().item(), float(norm)])
+        return found
+
+
+class _as_it_is:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *args: object) -> None: ...
+
+
+def loop(rank: Rank, ours: bool) -> tuple[list[list[float]], dict[str, Tensor]]:
+    with launched(rank):
+        job = Job(rank, ours, rates=2)
+        found = job.run(0, 6)
+        return found, {name: value.clone() for name, value in job.accelerator.get_state_dict(job.models[0]).items()}
+
+
+def test_an_accelerator_gives_what_it_gives_under_ddp() -> None:
+    expected, weights = on_ranks(2, loop, False, debug="OFF")[0]
+    (found, saved), (_, nothing) = on_ranks(2, loop, True)
+    assert np.allclose(found, expected, rtol=1e-5)
+    assert nothing == {} and saved.keys() == weights.keys()
+    assert_close(saved, weights, 1e-4, "weights")
+
+
+# -- states
+
+
+def straight(rank: Rank, directory: str, models: int) -> list[list[float]]:
+    with launched(rank):
+        job = Job(rank, True, models)
+        job.run(0, 3)  # in the middle of an accumulation
+        job.accelerator.save_state(directory)
+        return job.run(3, 6)
+
+
+def resumed(rank: Rank, directory: str, models: int, other: str | None = None) -> list[list[float]]:
+    with launched(rank):
+        job = Job(rank, True, models)
+        job.accelerator.load_state(directory)
+        if other is not None:
+            job.accelerator.save_state(other)
+        return job.run(3, 6)
+
+
+@pytest.mark.parametrize("models", [1, 2])
+def test_save_state_and_load_state_at_other_numbers_of_ranks(models: int, tmp_path: Path) -> None:
+    """The half of a gradient that was there when it was saved is not in it, as with accelerate's own."""
+    two, one = str(tmp_path / "two"), str(tmp_path / "one")
+    on_ranks(2, straight, two, models)
+    expected = on_ranks(2, resumed, two, models)[0]
+    fewer = on_ranks(1, resumed, two, models, one)[0]
+    more = on_ranks(2, resumed, one, models)
+    assert np.allclose(fewer, expected, rtol=1e-5) and np.allclose(more[0], expected, rtol=1e-5)
+    assert all(any(norm > 0 for _, norm in found) for found in (expected, fewer, *more)), "ranks step in the same micro-batches"
+
+
+def states(rank: Rank) -> None:
+    with launched(rank):
+        job = Job(rank, True)
+        seen: list[Any] = []
+        job.accelerator.register_save_state_pre_hook(lambda models, weights, directory: seen.append((len(models), list(weights))))
+        job.accelerator.save_state(str(rank.scratch / "state"))
+        assert seen == [(1, [])], "a hook of the user's sees the model"
+        assert not list((rank.scratch / "state").glob("*.safetensors")) and (rank.scratch / "state" / "zero3" / "manifest.json").is_file()
+        job.accelerator.save_model(job.models[0], rank.scratch / "model")
+        assert (rank.scratch / "model" / "model.safetensors").is_file()
+        assert job.accelerator.unwrap_model(job.models[0]) is job.models[0]
+        assert job.accelerator._optimizers == job.optimizers
+
+
+def test_hooks_and_files_of_a_state() -> None:
+    on_ranks(2, states)
+
+
+# -- accumulation
+
+
+@pytest.mark.parametrize("sync_each_batch", [True, False])
+def test_accumulate_keeps_whole_gradients_by_choice_only(sync_each_batch: bool) -> None:
+    assert on_ranks(2, accumulated, sync_each_batch) == [[not sync_each_batch, False]] * 2
+
+
+def accumulated(rank: Rank, sync_each_batch: bool) -> list[bool]:
+    with launched(rank):
+        job = Job(rank, True, sync_each_batch=sync_each_batch)
+        waiting = []
+        for batch in list(job.loader)[:2]:
+            with job.accelerator.accumulate(job.models[0]):
+                job.accelerator.backward(job.models[0](**batch).loss)
+            chunks = zero3.get_trainable_chunk(job.models[0])
+            waiting.append(all(isinstance(chunk.grad, DeferredGradient) for chunk in chunks if chunk.numel()))
+        return waiting
+
+
+# -- fp16
+
+
+def in_fp16(rank: Rank, low: bool) -> tuple[list[float], list[bool], list[str]]:
+    """On the CPU, which computes in fp16 if it has to. The first gradients overflow at this scale."""
+    import zero3.integrations.accelerate as module
+
+    check, module._check = module._check, lambda *arguments: None
+    try:
+        with launched(rank):
+            accelerator = accelerator_of(True, mixed_precision="fp16" if low else "no")
+            if low:
+                accelerator.native_amp, accelerator.scaler = True, zero3.GradScaler("cpu", init_scale=2.0**22)
+            model = llama()
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+            batches = [collate(rows(2, seed=rank.number, length=8))] * 12
+            found, skipped = [], []
+            for batch in batches:
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                skipped.append(accelerator.optimizer_step_was_skipped)
+                if not skipped[-1]:
+                    found.append(accelerator.gather(loss.detach().reshape(1)).mean().item())
+                optimizer.zero_grad()
+            return found, skipped, sorted({str(chunk.dtype) for chunk in model.parameters()})
+    finally:
+        module._check = check
+
+
+def test_fp16_scales_losses_over_fp32_masters_and_skips_steps_together() -> None:
+    (found, skipped, dtypes), (_, others, _) = on_ranks(2, in_fp16, True)
+    expected, none, _ = on_ranks(2, in_fp16, False)[0]
+    assert dtypes == ["torch.float32"] and not any(none)
+    assert skipped == others and 0 < sum(skipped) < 8
+    assert np.allclose(found, expected[: len(found)], rtol=5e-3) and found != expected[: len(found)]
+
+
+# -- refusals
+
+
+def refused(rank: Rank) -> None:
+    with launched(rank):
+        accelerator = accelerator_of(True)
+        with pytest.raises(ValueError, match=r"no ModuleList.*zero3\.shard"):
+            accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        model = llama()
+        apart = torch.optim.AdamW(model.parameters())
+        with pytest.raises(ValueError, match=r"the AdamW holds .*no sharded model trains.*one call of prepare\(\).*zero3\.shard"):
+            accelerator.prepare(apart)
+        stepped = torch.optim.AdamW(model.parameters())
+        model(**collate(rows(2))).loss.backward()
+        stepped.step()
+        with pytest.raises(ValueError, match="has made steps already"):
+            accelerator.prepare(model, stepped)
+        assert not zero3.is_sharded(model)
+        with pytest.raises(ValueError, match=r"Adafactor .* does more than treat each element by itself"):
+            accelerator.prepare(other := llama(), torch.optim.Adafactor(other.parameters()))
+        model = accelerator.prepare(model)
+        with pytest.raises(ValueError, match="takes all of a prepared model"):
+            accelerator.clip_grad_norm_(zero3.get_trainable_chunk(model)[:1], 1.0)
+        for options, text in (({"mixed_precision": "fp16"}, "fp16 on the device cpu"), ({"mixed_precision": "fp8"}, "fp8")):
+            from accelerate.state import AcceleratorState
+
+            AcceleratorState._reset_state()
+            with pytest.raises((ValueError, ImportError), match=text):
+                accelerator_of(True, **options)
+
+
+def test_what_an_accelerator_refuses() -> None:
+    on_ranks(2, refused)

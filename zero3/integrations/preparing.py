@@ -1,0 +1,138 @@
+"""What integrations do to a model before it is sharded, and with which policy and layers they shard it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..access import states_of
+from ..auto_wrap import Layers, choose
+from ..comm.agreement import agree
+from ..comm.factory import communicator_for
+from ..core.layer_state import LayerState
+from ..core.module_overrides import Override
+from ..layer import RootEntry, Zero3Layer, layers_of, run_sharded
+from ..policy import ShardingPolicy
+from ..shard import PolicyOf, shard
+
+__all__: list[str] = []
+
+_LOW = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
+Policy = ShardingPolicy | PolicyOf | None
+
+
+def policy_for(mixed_precision: str) -> ShardingPolicy:
+    """The policy that stands for accelerate's `mixed_precision`: low precision to compute and gather, float32 to add up and to keep."""
+    low = _LOW.get(mixed_precision)
+    if low is None:
+        return ShardingPolicy()
+    return ShardingPolicy(param_dtype=low, reduce_dtype=torch.float32, output_dtype=torch.float32)
+
+
+def shard_model(
+    model: nn.Module, policy: Policy, layers: Layers, device: torch.device, *, mixed_precision: str, head_in_root: bool = False
+) -> None:
+    """Shards `model` as `shard` does. Without a policy, mixed precision gets one, and float32 masters.
+
+    Args:
+        head_in_root: The output head is no layer of its own, for callers that read its weight outside of its forward.
+
+    Raises:
+        ValueError: The model has no values, or `shard` does not know what to make layers of. It names `shard`.
+    """
+    _refuse_without_values(model, device)
+    if policy is None:
+        policy = policy_for(mixed_precision)
+        if mixed_precision in _LOW:
+            _make_masters(model)
+    try:
+        with _without_advice() if head_in_root else nullcontext():
+            shard(model, _without_head(model, layers) if head_in_root else layers, device=device, policy=policy)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. To choose layers or a policy yourself, call zero3.shard(model, ...) first, and pass its result"
+        ) from error
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """`shard` would tell the caller to take the head out of the root's own layer, where it has to be."""
+    logger = logging.getLogger("zero3")
+
+    def silent(record: logging.LogRecord) -> bool:
+        return "the root's own layer holds" not in str(record.msg)
+
+    logger.addFilter(silent)
+    try:
+        yield
+    finally:
+        logger.removeFilter(silent)
+
+
+def computes_in_low_precision(model: nn.Module) -> bool:
+    """Whether the policy of a sharded model says in which dtype it computes: then autocast would be a second opinion."""
+    return any(state.policy.param_dtype is not None for state in states_of(model))
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    asked: Any = getattr(model, "get_output_embeddings", None)
+    try:
+        found = asked() if callable(asked) else None
+    except (NotImplementedError, AttributeError):  # models without a head answer so
+        return None
+    return found if isinstance(found, nn.Module) else None
+
+
+def enclose_forward(model: nn.Module) -> None:
+    """For a forward that was put over a sharded model's, as TRL does: it enters the model first, and the head with its `fused_lm_head`.
+
+    It does nothing where the forward was put there before the model was sharded.
+    """
+    asked: Any = getattr(model, "get_base_model", None)
+    base: nn.Module = asked() if callable(asked) and hasattr(model, "peft_config") else model
+    root, runtime = vars(model).get("_zero3_root"), layers_of(model)[0]._runtime
+    if isinstance(vars(base).get("forward", root), Override | LayerState):
+        return
+    Override(base, "forward", _with_head)
+    if isinstance(root, LayerState) and runtime is not None:
+        RootEntry(base, root, runtime)
+
+
+def _with_head(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The head's weight is read outside of the head's own forward: so the head is fetched around all of it."""
+    head = output_head(model)
+    if not kwargs.get("fused_lm_head") or not isinstance(head, Zero3Layer) or head._runtime is None:
+        return forward(*args, **kwargs)
+    return run_sharded(head._runtime, head._state, model, forward, args, kwargs)
+
+
+def _without_head(model: nn.Module, layers: Layers) -> Layers:
+    head = output_head(model)
+    inside = {id(module) for module in head.modules()} if head is not None else set()
+    return [chosen.module for chosen in choose(model, layers) if id(chosen.module) not in inside]
+
+
+def _refuse_without_values(model: nn.Module, device: torch.device) -> None:
+    """Rank 0's values count, so other ranks may have none."""
+    communicator = communicator_for(None, device)
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta] if communicator.rank == 0 else []
+    error = None
+    if empty:
+        error = ValueError(
+            f"this {type(model).__name__} has no values ({', '.join(empty[:3])}{', ...' if empty[3:] else ''} on the meta device), and "
+            "training would begin from nothing. Shard it first (zero3.shard), fill it with zero3.load_pretrained(model, directory) or "
+            "zero3.materialize(model), and pass it then"
+        )
+    agree(communicator, device, "whether the model has values", [], error)
+
+
+def _make_masters(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()

@@ -1,0 +1,120 @@
+"""What is in a Trainer's checkpoint-N, and whether it is whole.
+
+checkpoint-N/
+  model.safetensors, config.json, ...   the weights, once, as `save_pretrained` writes them; of a peft model its adapters
+  zero3/                                `save_checkpoint`: the optimizer's state, the schedule, and hashes of the weights' files;
+                                        of a peft model also what it trains
+  trainer_state.json, rng_state_0.pth   the Trainer's own; its state comes last
+"""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..access import full_params, states_of
+from ..checkpoint import manifest
+from ..checkpoint.load import load_checkpoint
+from ..checkpoint.manifest import Manifest
+from ..checkpoint.safetensors_writing import BLOCK_BYTES, Written
+from ..checkpoint.save import save_checkpoint
+from ..comm.agreement import agree, exchange_texts
+from ..comm.communicator import Communicator
+from ..comm.plain_values import decode
+from ..huggingface.load_pretrained import load_pretrained
+
+__all__: list[str] = []
+
+STATE = "trainer_state.json"
+_OURS = "zero3"
+
+
+def is_peft(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def save(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+    """Adds `zero3/` to a checkpoint whose weights are written. Every rank calls it."""
+    peft, first = is_peft(model), states_of(model)[0]
+    hashes = {} if peft else _hashes(checkpoint, first.communicator, first.device)
+    extra = {"schedule": schedule.state_dict() if schedule is not None else None, "weights": hashes}
+    save_checkpoint(checkpoint / _OURS, model, optimizer, extra=extra, weights=peft, frozen=False)
+
+
+def load_weights(checkpoint: Path, model: nn.Module) -> None:
+    """The weights of a checkpoint; of a peft model what it trains."""
+    if not is_peft(model):
+        load_pretrained(model, checkpoint)
+    elif (checkpoint / _OURS).is_dir():
+        load_checkpoint(checkpoint / _OURS, model)
+    else:  # saved with save_only_model
+        peft_model: Any = model
+        with full_params(model, writeback=True):
+            peft_model.load_adapter(str(checkpoint), peft_model.active_adapters[0], is_trainable=True)
+
+
+def load_rest(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+    """The optimizer's state and the schedule."""
+    extra = load_checkpoint(checkpoint / _OURS, model, optimizer, weights=False)
+    if schedule is not None and extra["schedule"] is not None:
+        schedule.load_state_dict(extra["schedule"])
+
+
+def check(checkpoint: Path, communicator: Communicator, device: torch.device) -> None:
+    """Raises a ValueError on every rank if the checkpoint is not whole. Each rank reads its share of the files.
+
+    What is cut off, changed or missing is named.
+    """
+    error: Exception | None = None
+    try:
+        _check(checkpoint, communicator)
+    except (OSError, ValueError, KeyError, TypeError) as caught:
+        error = caught if isinstance(caught, ValueError) else ValueError(f"{checkpoint} can't be read: {type(caught).__name__}: {caught}")
+    agree(communicator, device, f"whether {checkpoint} is whole", [], error)
+
+
+def _check(checkpoint: Path, communicator: Communicator) -> None:
+    if not checkpoint.is_dir():
+        raise ValueError(f"{checkpoint} is no directory")
+    if not (checkpoint / _OURS).is_dir():
+        raise ValueError(
+            f"{checkpoint} holds no optimizer state of zero3 ({_OURS}/): it was cut off, saved with save_only_model=True, or by another "
+            "trainer. To begin anew from its weights, load them (zero3.load_pretrained) and train without resume_from_checkpoint"
+        )
+    try:
+        json.loads((checkpoint / STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{checkpoint / STATE} is missing or corrupt, so the checkpoint was cut off: {error}") from None
+    ours = manifest.read(checkpoint / _OURS)
+    with manifest.reading(ours):
+        weights = decode(ours.content["extra"], lambda number: torch.empty(0))["weights"]
+        files = {name: Written(nbytes, blocks) for name, (nbytes, blocks) in weights.items()}
+    for name, written in files.items():
+        size = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
+        if size != written.nbytes:
+            raise ValueError(f"{checkpoint / name} has {size} bytes, {written.nbytes} were saved: it was cut off or replaced")
+    theirs = Manifest(checkpoint, {"data": "."}, files)
+    for each in (ours, theirs):
+        manifest.verify(each, sorted(each.files), communicator.rank, communicator.world_size)
+
+
+def _hashes(checkpoint: Path, communicator: Communicator, device: torch.device) -> dict[str, Any]:
+    """Of the weights' files: name -> bytes, and the hashes of its blocks. Each rank hashes its share."""
+    files = sorted(path for path in checkpoint.iterdir() if path.name.startswith("model") and ".safetensors" in path.name)
+    blocks = [(path, number) for path in files for number in range(-(-path.stat().st_size // BLOCK_BYTES))]
+    mine = {}
+    for path, number in blocks[communicator.rank :: communicator.world_size]:
+        with path.open("rb") as file:
+            file.seek(number * BLOCK_BYTES)
+            mine[f"{path.name}/{number}"] = sha256(file.read(BLOCK_BYTES)).hexdigest()
+    found: dict[str, str] = {}
+    for text in exchange_texts(communicator, device, json.dumps(mine)):
+        found |= json.loads(text)
+    return {
+        path.name: [path.stat().st_size, [found[f"{path.name}/{number}"] for other, number in blocks if other == path]] for path in files
+    }

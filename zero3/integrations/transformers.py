@@ -1,0 +1,265 @@
+"""Zero3Mixin and Zero3Trainer: transformers' Trainer, and TRL's trainers, over models that zero3 shards."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..access import is_sharded, resident
+from ..auto_wrap import Layers
+from ..checkpoint.meta_buffers import twin
+from ..comm.factory import communicator_for
+from ..core.module_overrides import Override
+from ..huggingface.save_pretrained import save_pretrained
+from ..names import named_tensors
+from ..optim.check_optimizer import check_optimizer
+from ..optim.param_groups import param_groups
+from ..policy import ParamInfo
+from . import trainer_checkpoints as checkpoints
+from .ending_together import ends_together
+from .handover import Handover
+from .preparing import Policy, enclose_forward
+from .versions import require
+
+require("transformers", __name__)
+require("accelerate", __name__)
+
+from transformers import Trainer  # noqa: E402
+from transformers.trainer import TRAINING_ARGS_NAME  # noqa: E402
+from transformers.trainer_optimizer import is_optimizer_factory  # noqa: E402
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
+
+from .accelerate import Zero3Accelerator  # noqa: E402
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
+
+__all__ = ["Zero3Mixin", "Zero3Trainer"]
+
+_OWN_PARAMETERS = ("params", "model", "optimizer_dict")  # arguments of optimizers that want whole parameters
+
+
+class Zero3Mixin(_Base):
+    """Put it before a trainer class of transformers or TRL: `class MySFT(Zero3Mixin, SFTTrainer): ...`.
+
+    The trainer shards the model that it is given, unless that is sharded already, and a reference model likewise. It then gives
+    what the same trainer gives under DistributedDataParallel: losses, logged norms, groups of weight decay, evaluation, prediction,
+    the best model, checkpoints. What differs:
+
+    * `bf16=True` and `fp16=True` become a `ShardingPolicy` that gathers and computes in that dtype, with float32 masters. So norms
+      and softmax compute in it too, where autocast would take float32. Another `policy` decides by itself.
+    * A checkpoint holds the weights once, as Hugging Face files, and beside them `zero3/` with the optimizer's state. It can be
+      resumed on any number of ranks. `resume_from_checkpoint=True` passes over checkpoints that are not whole.
+    * Gradient accumulation reduces the gradients of every micro-batch, so that no rank holds whole ones.
+      `accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": False}}` keeps them whole, and reduces once.
+    * Every rank calls `train`, `evaluate`, `predict`, `save_model` and the model's `generate`. Inside `generate` each rank holds the
+      whole model, and stops when it likes.
+
+    Args:
+        args: As for the trainer class.
+        policy: As for `zero3.shard`. None: what `bf16` or `fp16` of the training arguments ask for.
+        layers: As for `zero3.shard`.
+        kwargs: As for the trainer class.
+
+    Raises:
+        ValueError: An unsharded model has no values; or the arguments ask for what can't be had: fp16 on the CPU,
+            `auto_find_batch_size`, FSDP or DeepSpeed, an optimizer that needs whole parameters.
+
+    Example::
+
+        class Trainer(Zero3Mixin, transformers.Trainer):
+            pass
+
+        trainer = Trainer(model=model, args=arguments, train_dataset=examples)
+        trainer.train()
+        trainer.save_model()
+    """
+
+    optimizer: Any
+
+    def __init__(self, *args: Any, policy: Policy = None, layers: Layers = None, **kwargs: Any) -> None:
+        if self._is_of_trl():
+            require("trl", "Zero3Mixin before a trainer of TRL")
+        self._zero3_choice = policy, layers
+        super().__init__(*args, **kwargs)
+        self._shard_models()
+
+    # -- sharding
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.args.auto_find_batch_size:
+            raise ValueError(
+                "auto_find_batch_size=True: one rank may run out of memory where the others do not, and they would go on with different "
+                "batches. Set per_device_train_batch_size"
+            )
+        accumulation = self.args.accelerator_config.gradient_accumulation_kwargs or {}
+        self.accelerator.__class__ = Zero3Accelerator  # the Trainer makes one of a class that it names itself
+        self.accelerator.shards_with(*self._zero3_choice, accumulation.get("sync_each_batch", True), head_in_root=self._is_of_trl())
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        model: nn.Module = super().call_model_init(trial)
+        self._shard(model)
+        return model
+
+    def _is_of_trl(self) -> bool:
+        return any(kind.__module__.partition(".")[0] == "trl" for kind in type(self).__mro__)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: `shard` moves one layer after another, so the whole model need not fit on the device."""
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        self._shard_models()  # TRL's constructors already compute here
+        return super()._precompute_ref_logps(*args, **kwargs)
+
+    def _shard_models(self) -> None:
+        """When the trainer's constructor has finished with the models: TRL's gives them adapters, and other forwards."""
+        self._shard(self.model)
+        if isinstance(reference := getattr(self, "ref_model", None), nn.Module):
+            self._shard(reference)
+
+    def _shard(self, model: nn.Module) -> None:
+        handed = [self.optimizer] if getattr(self, "optimizer", None) is not None else []
+        handover = Handover([] if is_sharded(model) else [model], handed if model is getattr(self, "model", None) else [])
+        self.accelerator.shard(model)
+        handover.finish()
+        if self._is_of_trl():
+            enclose_forward(model)
+        if model is getattr(self, "model", None):
+            self._zero3_numel = _numel_but_for_embeddings(model) if hasattr(model, "num_parameters") else 0
+        if hasattr(model, "generate") and not isinstance(vars(model).get("generate"), _Generate):
+            _Generate(model, "generate", _generate)
+
+    # -- training
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's. If a rank raises an exception, all do, and each error names that rank."""
+        with ends_together(self.args.device):
+            if resume_from_checkpoint is True:
+                resume_from_checkpoint = self._newest_whole_checkpoint()
+            elif resume_from_checkpoint:
+                self._check(Path(resume_from_checkpoint))
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The trainer's optimizer, whose groups are made by the parameters' own names."""
+        others = type(self).__mro__[type(self).__mro__.index(Zero3Mixin) + 1 :]
+        if next(kind for kind in others if "create_optimizer" in vars(kind)) is not Trainer:
+            optimizer: torch.optim.Optimizer = super().create_optimizer(*([model] if model is not None else []))
+            return optimizer
+        if self.optimizer is None:
+            kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            if is_optimizer_factory(kind) or any(key in options for key in _OWN_PARAMETERS):
+                raise ValueError(f"optim={self.args.optim!r} divides whole parameters itself, and has chunks here: choose another one")
+            decays = set(self.get_decay_parameter_names(twin(self.model)))
+            decay = self.args.weight_decay
+
+            def choose(name: str, info: ParamInfo) -> dict[str, float]:
+                return {"weight_decay": decay if name in decays else 0.0}
+
+            groups = param_groups(self.model, choose)
+            if getattr(self.args, "sync_ref_model", False):  # TRL mixes the parameters of both, pair by pair
+                param_groups(self.ref_model, choose)
+            self.optimizer = kind(groups, **options)
+            check_optimizer(self.model, self.optimizer)
+        return self.optimizer  # type: ignore[no-any-return]
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """As the trainer's, which would count the elements of this rank's chunks."""
+        name = getattr(self.model, "main_input_name", "input_ids")
+        return 6 * inputs[name].numel() * self._zero3_numel if name in inputs else 0
+
+    # -- saving and loading
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        directory = output_dir if output_dir is not None else self.args.output_dir
+        save_pretrained(self.model, directory)
+        if self.args.should_save:
+            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(directory)
+            torch.save(self.args, os.path.join(directory, TRAINING_ARGS_NAME))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        checkpoints.save(Path(output_dir), self.model, self._plain_optimizer(), self.lr_scheduler)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        checkpoints.load_weights(Path(resume_from_checkpoint), self.model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            checkpoints.load_rest(Path(checkpoint), self.model, self._plain_optimizer(), self.lr_scheduler)
+        super()._load_optimizer_and_scheduler(checkpoint)  # finds no optimizer of its own; TRL's add to it
+
+    def _load_best_model(self) -> None:
+        checkpoints.load_weights(Path(self.state.best_model_checkpoint), self.model)
+
+    def _newest_whole_checkpoint(self) -> str | bool:
+        """True, with which the trainer goes on as always, if there are no checkpoints at all."""
+        found = [path for path in Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rpartition("-")[2].isdigit()]
+        broken: list[str] = []
+        for path in sorted(found, key=lambda path: -int(path.name.rpartition("-")[2])):
+            try:
+                self._check(path)
+            except ValueError as error:
+                broken.append(str(error))
+                warnings.warn(f"resume_from_checkpoint=True passes over {path}: {error}", stacklevel=4)
+            else:
+                return str(path)
+        if broken:
+            raise ValueError(f"no checkpoint in {self.args.output_dir} is whole: {'; '.join(broken)}")
+        return True
+
+    def _check(self, checkpoint: Path) -> None:
+        checkpoints.check(checkpoint, self._ranks(), self.args.device)
+
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        return getattr(self.optimizer, "optimizer", self.optimizer)  # type: ignore[no-any-return]
+
+    def _ranks(self) -> Any:
+        return communicator_for(None, self.args.device)
+
+
+class Zero3Trainer(Zero3Mixin, Trainer):
+    """transformers' `Trainer` with `Zero3Mixin`, which says what it does.
+
+    Args:
+        args: As for `transformers.Trainer`.
+        policy: As for `zero3.shard`.
+        layers: As for `zero3.shard`.
+        kwargs: As for `transformers.Trainer`.
+
+    Raises:
+        ValueError: As `Zero3Mixin`.
+
+    Example::
+
+        trainer = Zero3Trainer(model=model, args=arguments, train_dataset=examples, eval_dataset=held_out)
+        trainer.train(resume_from_checkpoint=True)
+        trainer.save_model(directory)
+    """
+
+
+def _numel_but_for_embeddings(model: nn.Module) -> int:
+    embeddings = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    first: dict[int, tuple[str, int]] = {}
+    for name, tensor in named_tensors(model):
+        if isinstance(tensor, nn.Parameter):
+            first.setdefault(id(tensor), (name, tensor.numel()))
+    return sum(numel for name, numel in first.values() if name not in embeddings)
+
+
+class _Generate(Override):
+    """Around what `shard` has put there."""
+
+
+def _generate(model: nn.Module, generate: Any, *args: Any, **kwargs: Any) -> Any:
+    with resident(model):
+        return generate(*args, **kwargs)
