@@ -1,6 +1,6 @@
 """With which versions of torch, transformers and peft does the package work? Environments of their own, tests in each, and a table.
 
-make versions                              each of TORCH with each of HUGGING_FACE below, but for what requirements/lock.txt has
+make versions                              each of TORCH with each of HUGGING_FACE below
 make versions ARGS="--torch 2.14.1"        another version in place of those; so do --transformers and --peft
 
 Environments stand in .versions/ and are made when they are first needed, by pip as it is configured here. Those of one torch share it: it
@@ -29,8 +29,8 @@ from xml.etree import ElementTree
 
 from tests.mutation.tree import ROOT, digest
 
-TORCH = ("2.11.0", "2.13.0", "2.15.0")
-HUGGING_FACE = (("5.1.0", "0.18.0"), ("5.23.0", "0.21.2"))  # transformers and peft: the lowest, and the newest
+TORCH = ("2.11.0", "2.15.0")  # the lowest, and the newest; .ci/run tests what stands in requirements/lock.txt
+HUGGING_FACE = (("5.1.0", "0.18.0"), ("5.23.0", "0.21.2"))  # transformers and peft, likewise
 ALL = (  # what depends on any of these versions: not pages, figures, faults in the code, and how it is laid out
     "core", "huggingface", "comm", "checkpoint", "optim", "zero1", "uneven", "diagnose", "commands", "examples", "resilience",
     "test_access.py", "test_auto_wrap.py", "test_generate.py", "test_own_names.py", "test_resident.py", "test_shard.py",
@@ -42,14 +42,7 @@ MODELS = (  # of these, what uses transformers or peft
     "commands", "examples",
     "test_auto_wrap.py", "test_generate.py", "test_own_names.py", "test_shard_architectures.py", "test_shard_models.py",
 )  # fmt: skip
-TOOLS = (
-    "hypothesis",
-    "matplotlib",
-    "numpy",
-    "pytest",
-    "pytest-timeout",
-    "tqdm",
-)  # as the lock has them; all else as pip finds it
+TOOLS = ("hypothesis", "matplotlib", "numpy", "pytest", "pytest-timeout", "tqdm")  # of the lock's versions; all else as pip finds it
 FOLDER = ROOT / ".versions"
 PAGE = ROOT / "docs/reliability.md"
 WRITTEN = re.compile(r"(?<=<!-- written by make versions -->\n).*?(?=<!-- as far as this -->)", re.S)
@@ -67,11 +60,6 @@ class Environment(NamedTuple):
     def __str__(self) -> str:
         return f"torch {self.torch}, transformers {self.transformers}, peft {self.peft}"
 
-    @classmethod
-    def of_lock(cls) -> Environment:
-        """Whose tests .ci/run runs, all of them."""
-        return cls(*(line.partition("==")[2] for name in cls._fields for line in locked() if line.startswith(f"{name}==")))
-
     @property
     def groups(self) -> tuple[str, ...]:
         return ALL if (self.transformers, self.peft) == HUGGING_FACE[-1] else MODELS
@@ -85,12 +73,9 @@ class Environment(NamedTuple):
         base = FOLDER / f"torch-{self.torch}" / "bin/python"
         torch = f"torch=={self.torch}"
         made(base, [torch], [])
-        tools = [line for line in locked() if line.partition("==")[0] in TOOLS]
+        locked = (ROOT / "requirements/lock.txt").read_text().splitlines()
+        tools = [line for line in locked if line.partition("==")[0] in TOOLS]
         made(self.python, [*tools, torch, f"transformers=={self.transformers}", f"peft=={self.peft}"], [site_packages(base)])
-
-
-def locked() -> list[str]:
-    return (ROOT / "requirements/lock.txt").read_text().splitlines()
 
 
 def site_packages(python: Path) -> Path:
@@ -228,8 +213,7 @@ def main() -> int:
     pairs = HUGGING_FACE if options.peft is None else ((options.transformers, options.peft),)
     FOLDER.mkdir(exist_ok=True)
     results = Results(FOLDER / "results.json")
-    environments = [Environment(torch, *pair) for torch in options.torch for pair in pairs]
-    failures = run([each for each in environments if each != Environment.of_lock()], results, again=options.again)
+    failures = run([Environment(torch, *pair) for torch in options.torch for pair in pairs], results, again=options.again)
     page = PAGE.read_text()
     text = WRITTEN.sub(lambda before: table(before.group(), results.whole()), page)
     PAGE.write_text(text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -12,18 +11,10 @@ import torch
 from torch import nn
 
 from .comm.plain_values import name_of
-from .core.autograd import mark_upstream, tensors_in, uncached_autocast
+from .core.autograd import attributes_of, mark_upstream, tensors_in, uncached_autocast
 from .core.construction import Request, build_state
 from .core.layer_state import LayerState
-from .core.module_overrides import (
-    Override,
-    check_conversion,
-    guard,
-    refuse,
-    refuse_load_state_dict,
-    refuse_new_parameters,
-    refuse_state_dict,
-)
+from .core.module_overrides import Override, check_conversion, guard, guard_layer, refuse, refuse_load_state_dict, refuse_state_dict
 from .core.parameters import own_module_name, own_modules
 from .core.runtime import Runtime
 from .core.wrappers import refuse_wrappers
@@ -32,14 +23,24 @@ from .policy import ShardingPolicy
 __all__: list[str] = []
 
 
-class Zero3Layer(nn.Module):
+class _Posing:
+    """Answers `isinstance` for the module that it wraps, too."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        module = vars(self).get("_modules", {}).get("module")
+        return type(self) if module is None else module.__class__
+
+
+class Zero3Layer(_Posing, nn.Module):
     """Shards one module over the ranks of a process group (ZeRO stage 3).
 
     Each rank keeps 1/W of the parameters, as flat *chunks*. The full parameters exist only while the layer itself computes, in
     forward and in backward. All ranks wrap the same modules in the same order, and rank 0's values win. Freeze what should not
     train (`requires_grad_(False)`) before wrapping.
 
-    A single layer works as a model. Attributes that the layer lacks are read from the wrapped module. `state_dict`, `deepcopy`,
+    A single layer works as a model. Attributes that the layer lacks are read from the wrapped module, and `isinstance` answers for both:
+    models ask which block they call. `state_dict`, `deepcopy`,
     pickle and conversions such as `.half()` would see only one rank's slice, so they raise RuntimeError, which names the function
     to use instead.
 
@@ -99,7 +100,7 @@ class Zero3Layer(nn.Module):
         self._parameters.update(self._state.chunk_names())
         for _, module in own_modules(self.module, is_layer):
             guard(module, is_layer)
-        refuse_new_parameters(self)
+        guard_layer(self)
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
         """This rank's trainable chunks of this layer and of the layers inside it. They are the parameters for the optimizer.
@@ -176,6 +177,9 @@ class Zero3Layer(nn.Module):
         refuse_wrappers(lambda: self._state.subject.name)
         return super().named_parameters(*args, **kwargs)
 
+    def _get_name(self) -> str:
+        return type(self).__name__
+
     def extra_repr(self) -> str:
         state = self._state
         chunks = [f"{name}: [{chunk.numel()}] {name_of(chunk.dtype)}" for name, chunk in state.chunk_names().items() if chunk is not None]
@@ -226,7 +230,7 @@ def run_sharded(runtime: Runtime, state: LayerState, entry: nn.Module, module: C
         with state.forward_span, uncached_autocast():
             output = state.call(module, *args, **kwargs)  # [F3]
         holder = module if isinstance(module, nn.Module) else entry
-        return runtime.post_forward(state, output, kept=(args, kwargs, _attributes(holder)))
+        return runtime.post_forward(state, output, kept=(args, kwargs, attributes_of(holder, is_layer)))
 
 
 class RootEntry(Override):
@@ -242,21 +246,6 @@ class RootEntry(Override):
             raise RuntimeError(f"the sharded model that this {self._plain.__qualname__} belongs to is gone")
         forward = self._own or partial(self._plain, module)
         return forward(*args, **kwargs) if runtime.is_running(root) else run_sharded(runtime, root, module, forward, args, kwargs)
-
-
-_PARTS = frozenset({bool, int, float, str, dict, OrderedDict, set, type(None)})  # types of a module's ordinary attributes
-
-
-def _attributes(holder: nn.Module) -> list[Any]:
-    """Attributes in which modules may keep tensors of a forward, such as caches and auxiliary losses. Long lists are left out."""
-    found: list[Any] = []
-    modules = [holder]
-    for module in modules:
-        for value in module.__dict__.values():
-            if type(value) not in _PARTS and (isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and len(value) < 100)):
-                found.append(value)
-        modules += [child for child in module._modules.values() if child is not None and not is_layer(child)]
-    return found
 
 
 def is_layer(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from tests.huggingface.test_load_pretrained_memory import resident_bytes
 from tests.support.checkpoints import LAYERS, LINEAR, OPTIMIZERS, assert_same, odd, on_ranks, plain, train
 from tests.support.processes import Rank
 from tests.support.processes import on_ranks as on_processes
-from tests.support.ranks import ThreadCommunicator
+from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import assert_at_rest, assert_close
 from zero3.checkpoint import file_operations, manifest, safetensors_files
 from zero3.checkpoint import save as saving
@@ -425,3 +425,39 @@ def test_load_checkpoint_takes_memory_for_the_new_state_and_one_buffer(tmp_path:
         assert state > 30 * 2**20
         assert grown < 4 * 2**20, grown / 2**20
         assert loading < state + BLOCK_BYTES + 4 * 2**20, (loading / 2**20, state / 2**20)
+
+
+def test_load_checkpoint_into_an_optimizer_that_holds_frozen_chunks_too(tmp_path: Path) -> None:
+    """Of those nothing was saved, and nothing is needed."""
+
+    def body(group: ThreadCommunicator) -> None:
+        layer = zero3.Zero3Layer(modules[group.rank], process_group=group)
+        saving_one = torch.optim.SGD(layer.get_trainable_chunk(), lr=0.5, momentum=0.9)
+        layer(torch.ones(1, 2)).sum().backward()
+        saving_one.step()
+        zero3.save_checkpoint(tmp_path / "a", layer, saving_one)
+        loading_one = torch.optim.SGD(list(layer.parameters()), lr=0.1, momentum=0.9)
+        zero3.load_checkpoint(tmp_path / "a", layer, loading_one)
+        assert loading_one.param_groups[0]["lr"] == 0.5 and len(loading_one.state) == 1
+
+    modules = [nn.Linear(2, 2) for _ in range(2)]
+    for module in modules:
+        module.bias.requires_grad_(False)
+    run_ranks(2, body)
+
+
+def test_what_a_checkpoint_leaves_out_stays_unloaded(tmp_path: Path) -> None:
+    """Memory that nothing was written into must not be computed with."""
+
+    def body(group: ThreadCommunicator) -> None:
+        saved, empty = (zero3.Zero3Layer(module, process_group=group) for module in models[group.rank])
+        zero3.save_checkpoint(tmp_path / "a", saved, frozen=False)
+        zero3.load_checkpoint(tmp_path / "a", empty)
+        with pytest.raises(RuntimeError, match="bias"):
+            empty(torch.ones(1, 2))
+
+    models = [(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")) for _ in range(2)]
+    for pair in models:
+        for module in pair:
+            module.bias.requires_grad_(False)
+    run_ranks(2, body)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.support.ranks import RanksDisagree, ThreadCommunicator, run_ranks
 from zero3.comm.agreement import agree, agreeing
 from zero3.comm.communicator import SoloCommunicator
+from zero3.comm.plain_values import unreadable
 
 CPU = torch.device("cpu")
 
@@ -166,3 +169,18 @@ def test_agreeing_on_one_rank_raises_the_very_error() -> None:
 def test_an_interrupt_inside_agreeing_waits_for_nobody() -> None:
     with pytest.raises(KeyboardInterrupt), agreeing(SoloCommunicator(), CPU, "a file"):
         raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (torch.zeros(2), None),
+        (nn.Parameter(torch.zeros(2)), None),
+        ([1.0], "is a builtins.list, expected a torch.Tensor"),
+        (torch.zeros(2, device="meta"), "is on the meta device, so it has no values"),
+        (torch.zeros(2).to_sparse(), "is sparse_coo, expected a dense tensor"),
+        (torch.zeros(2).as_subclass(type("Own", (torch.Tensor,), {})), "is a Own: pass a plain torch.Tensor"),
+    ],
+)
+def test_what_can_not_be_read_says_why(value: Any, why: str | None) -> None:
+    assert unreadable(value) == why

@@ -311,3 +311,21 @@ def test_every_layer_and_kind_of_transfer_has_a_tag_of_its_own() -> None:
     for communicator.channel in range(30):
         tags += [communicator._tag(kind) for kind in range(3)]
     assert len(set(tags)) == len(tags)
+
+
+def gathered_in_part(rank: Rank) -> list[float]:
+    part = dist.new_group([2, 1])
+    if rank.number == 0:
+        return []
+    with mock.patch.dict(os.environ, {SWITCH: "0"}):
+        mine, full = communicator_for(part, torch.device("cpu")), torch.zeros(2)
+        mine.all_gather(full, torch.tensor([float(rank.number)])).wait()
+        summed = torch.empty(1)
+        mine.reduce_scatter(summed, full).wait()
+    return [*full.tolist(), summed.item()]
+
+
+def test_a_group_of_some_ranks_travels_through_sockets_among_them_alone() -> None:
+    none, first, second = on_ranks(3, gathered_in_part, fresh=True)
+    assert none == [] and sorted(first[:2]) == [1.0, 2.0] and first[:2] == second[:2]
+    assert sorted([first[2], second[2]]) == [2.0, 4.0]

@@ -192,12 +192,16 @@ def test_export_names_extra_state_that_files_of_tensors_can_not_hold(tmp_path: P
     assert list(contents(tmp_path / "out")) == ["0.bias", "0.weight"]
 
 
-@pytest.mark.parametrize("command", [[], ["inspect"], ["export"]])
-def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+HELP = {"": "Sharded checkpoints, looked into and exported.", "inspect": "a checkpoint", "export": "safetensors"}
+
+
+@pytest.mark.parametrize("command", HELP)
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main([*command, "--help"])
+        main([*command.split(), "--help"])
     assert ended.value.code == 0
-    assert "python -m zero3" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "python -m zero3" in shown and HELP[command] in " ".join(shown.split())
 
 
 @pytest.mark.parametrize("arguments", [[], ["no-such"], ["inspect"], ["export", "a"]])

@@ -100,6 +100,18 @@ def test_views_of_weights_may_leave_a_layer_that_stays_whole(way: str) -> None:
     check_parity(lambda: Wired(wiring, first), mean_square, steps=3, shard=nested, policy=zero3.ShardingPolicy(stage=2))
 
 
+def test_a_layer_that_stays_whole_hides_its_parameters_though_a_view_of_one_is_in_use() -> None:
+    def body(group: ThreadCommunicator) -> None:
+        layer = zero3.Zero3Layer(modules[group.rank], policy=zero3.ShardingPolicy(stage=2), process_group=group)
+        view = layer(torch.ones(1, WIDTH, dtype=torch.float64))
+        with pytest.raises(RuntimeError, match="released"):
+            layer.module.b.weight.sum()
+        assert view.isfinite().all()
+
+    modules = list(seeded(*[calls(lambda m, x: m.b.weight.t())] * 2))
+    run_ranks(2, body)
+
+
 def test_a_parameter_that_is_returned_keeps_no_memory() -> None:
     def body(group: ThreadCommunicator) -> None:
         layer = zero3.Zero3Layer(modules[group.rank], process_group=group)

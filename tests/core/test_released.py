@@ -16,7 +16,7 @@ from torch.overrides import get_testing_overrides
 
 from zero3.core.autograd import tensors_in
 from zero3.core.parameters import ParameterSites
-from zero3.core.released import ReleasedParameter
+from zero3.core.released import ReleasedParameter, refuse_values
 
 
 @pytest.fixture
@@ -141,3 +141,8 @@ def test_tensors_that_were_made_before_stay_ordinary() -> None:
     product = parameter * 3
     parameter.__class__ = ReleasedParameter
     assert type(product) is Tensor and product.tolist() == [3.0, 3.0]
+
+
+def test_what_has_no_name_yet_is_told_of_all_the_same() -> None:
+    with pytest.raises(RuntimeError, match=r"^add: a parameter is released, its values lie in chunks on all ranks. Read it inside"):
+        refuse_values(None, "add")

@@ -22,6 +22,7 @@ from tests.support.reference import process_group
 from tests.versions import HUGGING_FACE
 from zero3.checkpoint.safetensors_files import SafetensorsFiles
 from zero3.huggingface import index_maps
+from zero3.huggingface.conversions import Conversions
 from zero3.huggingface.index_maps import IndexMap, Whole, joined
 from zero3.huggingface.tracing import TracedTensor, Untraceable, traced
 
@@ -298,6 +299,21 @@ def test_load_pretrained_of_a_conversion_that_computes(tmp_path: Path, monkeypat
 
     first, second = run_ranks(2, body)
     assert first == second and "missing" not in first and "use from_pretrained on rank 0" in first
+
+
+def test_load_pretrained_beside_older_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which look at the class of the model that they are given, and don't tell which of their conversions they have used."""
+    given: list[Any] = []
+
+    def mapping(model: Any) -> list[Any]:
+        given.append(model)
+        return [object()]
+
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", mapping)
+    model = t.LlamaForCausalLM(t.LlamaConfig(**_TEXT))
+    conversions = Conversions(model, model.state_dict())
+    assert [each.__class__ for each in given] == [t.LlamaForCausalLM]
+    assert len(conversions.used or []) == 1
 
 
 def test_load_pretrained_of_experts_that_do_not_fit(tmp_path: Path) -> None:

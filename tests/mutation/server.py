@@ -43,6 +43,10 @@ class Noted:
         if self._rank:
             items[:] = sorted((item for item in items if item.nodeid in self._rank), key=lambda item: self._rank[item.nodeid])
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._note([0, report.nodeid, "failed", 0.0, str(report.longrepr)[-300:]])
+
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._number += 1
         self._tell(self._number)
@@ -56,7 +60,10 @@ class Noted:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         text = str(report.longrepr)[-300:] if report.failed else ""
-        self._told.write(json.dumps([self._number, report.nodeid, report.outcome, report.duration, text]) + "\n")
+        self._note([self._number, report.nodeid, report.outcome, report.duration, text])
+
+    def _note(self, told: list[Any]) -> None:
+        self._told.write(json.dumps(told) + "\n")
         self._told.flush()
 
 

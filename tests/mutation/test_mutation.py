@@ -143,6 +143,8 @@ VERDICTS: dict[str, tuple[Run, bool, str]] = {
     "a renamed file is no catch": (said(code=4), True, UNCLEAR),
     "an error while collecting is no catch": (said(code=2), True, UNCLEAR),
     "nothing imports": (said(code=2), False, STILLBORN),
+    "a file of tests that can't be collected": (Run(2, {"tests/test_x.py": Told(0, "failed", 0.0, "")}), True, CAUGHT),
+    "no file can": (Run(2, {"tests/test_x.py": Told(0, "failed", 0.0, "")}), False, STILLBORN),
     "an interpreter that died": (said("passed", code=-11), True, UNCLEAR),
     "an error around the tests": (said("passed", "passed", code=3), True, UNCLEAR),
     "a test that is gone": (said("passed", code=0), True, UNCLEAR),

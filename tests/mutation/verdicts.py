@@ -34,7 +34,7 @@ def judge(tree: Tree, lines: CoverageMap, file: str, source: bytes, tests: Seque
         with tree.holding(file, source):
             limit = 180 + 8 * seconds  # far beyond what they take, on a machine that has become busy too
             found = verdict_of_run(tree.run(some, limit, "-x"), some)
-            if found is not None and found.kind == UNCLEAR and not tree.imports():
+            if found is not None and "::" not in found.why.partition(" ")[0] and not tree.imports():  # no test has failed, but a file
                 found = Verdict(STILLBORN, "the package can't be imported")
         if found is not None:
             return found

@@ -521,3 +521,15 @@ def test_a_norm_of_a_part_is_refused_and_of_a_whole_parameter_is_right() -> None
     loss_of(plain, sentences(0)).backward()
     models = [build(rank) for rank in range(2)]
     run_ranks(2, body)
+
+
+def test_a_part_that_is_given_other_data_is_computed_with() -> None:
+    def body(group: ThreadCommunicator) -> None:
+        layer = zero3.Zero3Layer(modules[group.rank], process_group=group)
+        for parameters in zero3.param_groups(layer, by_name):
+            for part in parameters["params"]:
+                part.data = torch.full_like(part.data, 2.0)
+        assert layer(torch.ones(1, 2)).tolist() == [[6.0, 6.0]]
+
+    modules = [nn.Linear(2, 2) for _ in range(2)]
+    run_ranks(2, body)

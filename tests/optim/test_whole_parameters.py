@@ -291,3 +291,37 @@ def test_param_groups_makes_new_chunks_only_where_cuts_change() -> None:
 
     models = [nn.Linear(3, 3) for _ in range(2)]
     run_ranks(2, body)
+
+
+class Rows(torch.optim.SGD):
+    """Keeps a number a row."""
+
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.numel():
+                self.state[parameter]["rows"] = torch.zeros(len(parameter))
+
+
+class BesideNothing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.weight, self.after = (nn.Parameter(torch.ones(shape)) for shape in ((0, 3), (4, 3), (0,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.after.sum() + self.before.sum()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_state_of_a_whole_parameter_beside_empty_ones_is_its_own(world_size: int) -> None:
+    def body(group: ThreadCommunicator) -> None:
+        layer = zero3.Zero3Layer(modules[group.rank], process_group=group if world_size > 1 else None)
+        optimizer = Rows(zero3.param_groups(layer, all_whole), lr=0.1)
+        layer(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        state = zero3.full_optimizer_state_dict(layer, optimizer, rank0_only=False)["state"]["weight"]
+        assert {key: tuple(value.shape) for key, value in state.items()} == {"rows": (4,)}
+        zero3.load_full_optimizer_state_dict(layer, optimizer, zero3.full_optimizer_state_dict(layer, optimizer))
+
+    modules = [BesideNothing() for _ in range(world_size)]
+    run_ranks(world_size, body)

@@ -439,3 +439,18 @@ def token_means(model: nn.Module, rank: int) -> None:
 
 def penalty(model: nn.Module, rank: int) -> None:
     (loss_of(model, rank, 0) + sum(chunk.pow(2).sum() for chunk in zero3.get_trainable_chunk(model))).backward()
+
+
+def test_a_backward_that_broke_under_reentrant_checkpointing_takes_no_later_gradients_with_it() -> None:
+    def body(group: ThreadCommunicator) -> None:
+        model = sharded(group)
+        model[1].module.blows = "backward"
+        with pytest.raises(Broken):
+            loss_of(model, group.rank, 1, reentrant=True).backward()
+        model[1].module.blows = None
+        for number in (0, 2):
+            loss_of(model, group.rank, number).backward()
+        assert_close(full_gradients(model, group), wanted, TOLERANCE, "gradients")
+
+    wanted = expected(2, [0, 2])
+    run_ranks(2, body)

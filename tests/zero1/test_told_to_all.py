@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import zero3
@@ -16,6 +16,7 @@ from tests.support.processes import PROMPT, Rank, try_on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.zero1.test_zero_redundancy_optimizer import give_gradients, odd_parameters, on_threads
 from zero3.zero1.state import broadcast_values
+from zero3.zero1.step import step as step_with_others
 
 FLAGS = ["overlap_with_ddp", "parameters_as_bucket_view"]
 
@@ -189,3 +190,19 @@ def test_torchs_own_hook_is_refused() -> None:
     ours = zero3.ZeroRedundancyOptimizer(odd_parameters(), optim.SGD, None, lr=0.1)
     with pytest.raises(RuntimeError, match=r"ddp.register_comm_hook\(None, optimizer.hook\(ddp\)\)"):
         _ = ours._overlap_with_ddp
+
+
+def test_what_a_rank_that_has_joined_finds_in_its_own_gradients_does_not_matter() -> None:
+    """Not even gradients that could not be used; and they are left as they are."""
+
+    def body(group: ThreadCommunicator) -> tuple[Tensor, Tensor]:
+        parameter = nn.Parameter(torch.zeros(3))
+        ours = zero3.ZeroRedundancyOptimizer([parameter], optim.SGD, group, lr=1.0)
+        given = torch.full((3,), 1.0 + group.rank)
+        for gradient in (given, given.to_sparse() if group.rank == 1 else given):
+            parameter.grad = gradient.clone()
+            step_with_others(ours._opened, ours.param_groups, {}, joined=group.rank == 1)
+        return parameter.detach(), given if parameter.grad is None else parameter.grad.to_dense()
+
+    for rank, (value, gradient) in enumerate(run_ranks(2, body)):
+        assert value.tolist() == [-2.0] * 3 and gradient.tolist() == [1.0 + rank] * 3

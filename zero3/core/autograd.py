@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -38,6 +39,13 @@ def backward_task() -> int:
 
 # How many of torch.func's transforms (grad, vjp, jvp, vmap, ...) are under way, or None. A function of torch's, since each layer asks it.
 transforms_under_way: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+
+
+def leave_untraced(package: str) -> None:
+    """Tells torch.compile, if it is in use, that it traces no function of `package`: its graphs end there."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None and not rules.check_file(sys.modules[package].__file__).skipped:
+        rules.add(package)
 
 
 class EndOfBackward:
@@ -177,6 +185,23 @@ def tensors_in(value: Any) -> list[Tensor]:
         if not following:
             break
         level = following
+    return found
+
+
+_PARTS = frozenset({bool, int, float, str, dict, OrderedDict, set, type(None)})  # types of a module's ordinary attributes
+
+
+def attributes_of(holder: nn.Module, is_layer: Callable[[nn.Module], bool]) -> list[Any]:
+    """Attributes in which modules may keep tensors of a forward, such as caches and auxiliary losses. Long lists are left out."""
+    found: list[Any] = []
+    modules = [holder]
+    for module in modules:
+        for value in module.__dict__.values():
+            if type(value) in _PARTS:
+                continue
+            if isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and len(value) < 100):
+                found.append(value)
+        modules += [child for child in module._modules.values() if child is not None and not is_layer(child)]
     return found
 
 

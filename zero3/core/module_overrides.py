@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from .autograd import leave_untraced
 from .parameters import named, own_modules, parameters_of, released_in
 from .wrappers import refuse_wrappers
 
@@ -71,7 +73,7 @@ def guard(module: nn.Module, is_layer: IsLayer, *, lists_chunks: bool = False) -
 
     `lists_chunks`: the module's `parameters()` are the chunks, and stay as they are.
     """
-    refuse_new_parameters(module)
+    guard_layer(module)
     Override(module, "_apply", _guarded_apply)
     # torch.distributed.checkpoint.state_dict asks every module for it, before anything else
     Override(module, "_fqn_modifiers", _before_distributed_state_dict, default=_no_modifiers)
@@ -83,14 +85,28 @@ def guard(module: nn.Module, is_layer: IsLayer, *, lists_chunks: bool = False) -
         Override(module, "named_parameters", functools.partial(_named_parameters, is_layer))
 
 
+def _compile(module: nn.Module, compile_it: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """`module.compile()`: what fetches and releases layers stays outside of the graphs."""
+    if kwargs.get("fullgraph"):
+        raise RuntimeError(
+            f"compile(fullgraph=True) of a {type(module).__name__} in a sharded model: layers are fetched and released between graphs. "
+            "Leave fullgraph out, or compile each block with it before sharding: block.compile(fullgraph=True), then zero3.shard(model)"
+        )
+    importlib.import_module("torch._dynamo.trace_rules")
+    leave_untraced("zero3")
+    compile_it(*args, **kwargs)
+
+
 def _no_modifiers(module: nn.Module | None = None) -> dict[str, Any]:
     """Stands for `_fqn_modifiers` in a class without it. In an unpickled module it is called as a function, without `module`."""
     return {}
 
 
-def refuse_new_parameters(module: nn.Module) -> None:
-    """Makes `module` refuse parameters that are not sharded. See `_check_new_module`."""
+def guard_layer(module: nn.Module) -> None:
+    """Makes a layer refuse parameters that are not sharded (see `_check_new_module`), and compile around the layers in it."""
     module.__dict__[_GUARDED] = True
+    leave_untraced("zero3")  # it may have been compiled before
+    Override(module, "compile", _compile)
 
 
 def refuse(what: str, why: str, instead: str) -> NoReturn:
@@ -174,6 +190,8 @@ def _before_load_state_dict(module: nn.Module, *_: object) -> None:
 
 def _check_new_module(module: nn.Module, name: str, new: nn.Module | None) -> None:
     """Raises if a new module in a sharded model has parameters of its own: they would be neither sharded, nor reduced, nor loaded."""
+    if name == "_orig_mod":  # torch.compile(new) makes its wrapper
+        leave_untraced("zero3")
     if _GUARDED in vars(module) and isinstance(new, nn.Module):
         _check_strangers(module, [f"{name}.{inner}" for inner, parameter in new.named_parameters() if not _is_sharded(parameter)])
 

@@ -1,0 +1,71 @@
+"""What code that knows nothing of layers asks: of which class a block is, and in which order parameters come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero3
+from tests.support import processes
+from tests.support.reference import Turn, check_parity
+from tests.support.stacks import WIDTH, Block, Stack, built, loss_of, stack, train
+
+WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
+
+
+class Asking(Stack):
+    """Calls its blocks by their class, as models with several kinds of them do."""
+
+    def __init__(self) -> None:
+        super().__init__(Block(7), nn.Sequential(nn.Linear(WIDTH, WIDTH)), Block(9))  # type: ignore[arg-type]
+
+    def through_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if isinstance(block, Block) else x - block(x) if isinstance(block, nn.Sequential) else x.exp()
+        return x
+
+
+def shard(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.Module:
+    return zero3.shard(model, process_group=group, policy=policy)
+
+
+@WORLDS
+def test_isinstance_of_a_layer_is_that_of_its_module(world_size: int) -> None:
+    check_parity(lambda: built(Asking), train, world_size=world_size, shard=shard)
+    model: Any = zero3.shard(built(Asking))
+    layer = model.blocks[0]
+    assert isinstance(layer, Block) and isinstance(layer, zero3.Zero3Layer) and isinstance(layer, nn.Module)
+    assert not isinstance(layer, nn.Sequential)
+    assert [type(module) for module in model.modules() if isinstance(module, zero3.Zero3Layer)] == [zero3.Zero3Layer] * 5
+    assert repr(layer).startswith("Zero3Layer(")
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_get_trainable_chunk_has_the_order_of_named_parameters(tied: bool, grouped: bool) -> None:
+    model = stack(tied=tied)
+    model.blocks[1].requires_grad_(False)
+    zero3.shard(model)
+    if grouped:
+        zero3.param_groups(model, lambda name, info: {"weight_decay": 0.1 if info.ndim > 1 else 0.0})
+    chunks = zero3.get_trainable_chunk(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert len(chunks) == len(trained) > 2
+    assert all(one is other for one, other in zip(chunks, trained, strict=True))
+
+
+def on_a_process(rank: processes.Rank) -> float:
+    model = zero3.shard(built(Asking))
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    for one, other in zip(optimizer.param_groups[0]["params"], zero3.get_trainable_chunk(model), strict=True):
+        assert one is other
+    with zero3.resident(model):
+        return loss_of(model, Turn(0, 0, 1)).item()
+
+
+def test_isinstance_on_processes() -> None:
+    expected = loss_of(built(Asking), Turn(0, 0, 1)).item()
+    assert processes.on_ranks(2, on_a_process) == pytest.approx([expected] * 2, rel=1e-12)
