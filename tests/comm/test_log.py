@@ -249,3 +249,13 @@ def test_an_error_tells_the_latest_transfers_and_not_all() -> None:
     for told in run_ranks(2, body):
         assert 1 <= told[0][0] <= 10
         assert len(set(told)) == 1, "the same number of transfers after 1 and after 122 steps"
+
+
+def test_what_a_model_logs_says_what_was_done_with_which_layer() -> None:
+    def body(group: ThreadCommunicator) -> list[str]:
+        layer = zero3.Zero3Layer(modules[group.rank], process_group=group)
+        layer(torch.ones(1, 2)).sum().backward()
+        return [f"{transfer.doing} {transfer.subject.name}" for transfer in layer._state.log.entries]
+
+    modules = [nn.Linear(2, 2) for _ in range(2)]
+    assert run_ranks(2, body) == [["gathering layer Linear", "reducing layer Linear"]] * 2
