@@ -182,11 +182,11 @@ class _Recorder:
         nbytes = _received(chunk, chunk.compute_dtype.itemsize)
         start_fetch(_TimedLane(lane, self, state, "fetch", iter([nbytes])))
 
-    def _back_up(self, state: LayerState, back_up: Callable[..., Any], lane: Lane, communicator: object) -> Any:
+    def _back_up(self, state: LayerState, back_up: Callable[..., Any], prepared: object, lane: Lane, communicator: object) -> Any:
         self._close()
         trained = [chunk for chunk in state.chunks if chunk.shard.requires_grad]
         sizes = [_received(chunk, gradient_dtype(state.policy, chunk.shard.dtype).itemsize) for chunk in trained]
-        return back_up(_TimedLane(lane, self, state, "backup", iter(sizes)), communicator)
+        return back_up(prepared, _TimedLane(lane, self, state, "backup", iter(sizes)), communicator)
 
     # -- forward hooks
 
