@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..access import get_trainable_chunk, no_sync, states_of
+from ..access import no_sync, states_of
 from ..auto_wrap import Layers
 from ..checkpoint import manifest
 from ..checkpoint.full_state import full_state_dict, load_full_state_dict
@@ -27,7 +26,7 @@ require("lightning", __name__)
 
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy  # noqa: E402
 from lightning.fabric.strategies.strategy import _BackwardSyncControl  # noqa: E402
-from lightning.fabric.utilities.types import Stateful  # noqa: E402
+from lightning.fabric.utilities.types import _Stateful  # noqa: E402
 from lightning.fabric.wrappers import _unwrap_objects  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
@@ -44,12 +43,12 @@ class Zero3Strategy(DDPStrategy):
     there. For groups by names call `zero3.param_groups(self, ...)`. Parameters are shown to modules while their forward runs;
     `training_step` calls modules, and reads no parameter itself.
 
-    * `precision="bf16-mixed"` and `"16-mixed"` become a `ShardingPolicy` that gathers and computes in it, with float32 masters,
-      in place of autocast. If `policy` is given, it alone decides that.
+    * `precision="bf16-mixed"` and `"16-mixed"` become a `ShardingPolicy` that gathers and computes in it, with float32 masters. If
+      `policy` is given, or the model was sharded before, with no `param_dtype`, autocast does it.
     * `gradient_clip_val` clips the one norm of all ranks, or each value.
     * `accumulate_grad_batches` reduces every micro-batch, and adds up in the chunks.
-    * Checkpoints (`ModelCheckpoint`, `trainer.save_checkpoint`) are directories of `zero3.save_checkpoint`; all else that Lightning keeps is
-      their `extra`. `ckpt_path` takes one on any number of ranks; a file that Lightning saved itself gives weights, to
+    * Checkpoints (`ModelCheckpoint`, `trainer.save_checkpoint`) are directories of `zero3.save_checkpoint`; all else that Lightning
+      keeps is their `extra`. `ckpt_path` takes one on any number of ranks. A file of Lightning's own gives its weights to
       `validate`, `test` and `predict`.
 
     Args:
@@ -63,6 +62,8 @@ class Zero3Strategy(DDPStrategy):
         strategy = Zero3Strategy(accelerator="cpu", process_group_backend="gloo")
     """
 
+    model: Any
+
     def __init__(self, *args: Any, layers: Layers = None, policy: ShardingPolicy | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._layers, self._policy = layers, policy
@@ -75,9 +76,8 @@ class Zero3Strategy(DDPStrategy):
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.precision_plugin.convert_module(self.model)
-        policy = _precision(self.precision_plugin, self._policy, self.root_device)
         self.precision_plugin.clip_grad_by_norm = self._clip_norm
-        _shard(self.model, self._layers, policy, self.root_device)
+        _prepare(self.model, self.precision_plugin, self._layers, self._policy, self.root_device)
         if fitting:
             self.setup_optimizers(trainer)
             _check(self.model, self.optimizers)
@@ -118,7 +118,7 @@ class Zero3Strategy(DDPStrategy):
         if not self._ours:
             found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
             if self.optimizers:
-                raise ValueError(f"{checkpoint_path} {_NAMED}: to go on training from its weights alone, load them with load_full_state_dict")
+                raise ValueError(f"{checkpoint_path} {_NAMED}. To begin from its weights, load them into the module before fit")
             return found
         extra = load_checkpoint(checkpoint_path, self.lightning_module, _inner(self.optimizers) or None)
         return {**extra, "state_dict": {}}
@@ -155,7 +155,7 @@ class Zero3FabricStrategy(FabricDDPStrategy):
         """`shard` does that."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        _shard(module, self._layers, _precision(self.precision, self._policy, self.root_device), self.root_device)
+        _prepare(module, self.precision, self._layers, self._policy, self.root_device)
         return module
 
     def setup_module_and_optimizers(
@@ -181,19 +181,19 @@ class Zero3FabricStrategy(FabricDDPStrategy):
         model, optimizers, rest = _divided(state)
         if filter:
             raise ValueError("checkpoints of zero3 hold all of a model: fabric.save with filter= is not supported")
-        rest = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in rest.items()}
+        rest = {key: value.state_dict() if isinstance(value, _Stateful) else value for key, value in rest.items()}
         save_checkpoint(path, model, optimizers or None, extra=rest)
 
     def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
         if not _is_ours(path):
-            raise ValueError(f"{path} {_NAMED}: load its weights with fabric.load_raw")
+            raise ValueError(f"{path} {_NAMED}: fabric.load_raw loads its weights")
         model, optimizers, rest = _divided(state if isinstance(state, dict) else {"model": state})
         extra: dict[str, Any] = load_checkpoint(path, model, optimizers or None)
         if strict and (missing := [key for key in rest if key not in extra]):
             raise ValueError(f"{path} has no {', '.join(missing)}; beside the model it has {', '.join(extra) or 'nothing'}")
         for key in [key for key in rest if key in extra]:
             value = extra.pop(key)
-            if isinstance(rest[key], Stateful):
+            if isinstance(rest[key], _Stateful):
                 rest[key].load_state_dict(value)
             else:
                 state[key] = value
@@ -223,13 +223,6 @@ def _is_ours(path: Any) -> bool:
     return (Path(path) / manifest.NAME).is_file()
 
 
-def _shard(model: nn.Module, layers: Layers, policy: ShardingPolicy, device: torch.device) -> None:
-    try:
-        states_of(model)
-    except ValueError:
-        shard(model, layers, device=device, policy=policy)
-
-
 def _check(model: nn.Module, optimizers: Any) -> None:
     """That they step chunks: an optimizer that was made before `setup` would step parameters that are gone."""
     chunks = {id(part.parameter) for state in states_of(model) for chunk in state.chunks for part in chunk.parts}
@@ -241,12 +234,16 @@ def _check(model: nn.Module, optimizers: Any) -> None:
             )
 
 
-def _precision(plugin: Any, policy: ShardingPolicy | None, device: torch.device) -> ShardingPolicy:
-    """What a plugin's mixed precision is as a policy. Autocast, which it would use, is taken out of it."""
+def _prepare(model: nn.Module, plugin: Any, layers: Layers, policy: ShardingPolicy | None, device: torch.device) -> None:
+    """Shards the model, unless it is. Mixed precision is its policy's, if that has a `param_dtype`, and else autocast's."""
     low = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(plugin.precision)
+    if policy is None:
+        policy = ShardingPolicy(param_dtype=low, reduce_dtype=torch.float32, output_dtype=torch.float32) if low else ShardingPolicy()
+    try:
+        states_of(model)
+    except ValueError:
+        shard(model, layers, device=device, policy=policy)
     if getattr(plugin, "scaler", None) is not None:
         plugin.scaler = GradScaler(device.type)
-    if low is None or policy is not None:
-        return policy if policy is not None else ShardingPolicy()
-    plugin.forward_context = nullcontext
-    return ShardingPolicy(param_dtype=low, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    if low is not None and any(state.policy.param_dtype is not None for state in states_of(model)):
+        plugin.forward_context = nullcontext
