@@ -32,6 +32,7 @@ FLOORS = (
     {"optim", "diagnose"},
     {"checkpoint", "zero1", "uneven"},
     {"huggingface", "formats"},
+    {"integrations"},
     {"commands"},
     {"__init__", "__main__"},
 )
@@ -204,6 +205,8 @@ def can_change(value: object) -> bool:
 @pytest.mark.parametrize("source", SOURCES)
 def test_no_state_outlives_a_model(source: str) -> None:
     """Ranks live as threads of one process in most tests: what a module or a class kept, they would share."""
+    if source == "integrations/lightning":
+        pytest.importorskip("lightning")
     module = importlib.import_module(f"zero3.{dotted_name(source)}".rstrip("."))
     held = {name: value for name, value in vars(module).items() if name != "__all__"}
     for class_name, value in vars(module).items():
@@ -242,7 +245,16 @@ def test_every_file_says_what_it_is_for(source: str) -> None:
 
 @pytest.mark.parametrize("source", [source for source in INNER if not source.endswith("__init__")])
 def test_inner_modules_export_nothing(source: str) -> None:
-    assert "__all__: list[str] = []" in SOURCES[source].read_text()
+    """But for the integrations: users import those that carry a library's name themselves."""
+    exported = {"integrations/lightning": ["Zero3FabricStrategy", "Zero3Strategy"]}
+    names = next(n for n in ast.walk(TREES[source]) if isinstance(n, ast.Assign | ast.AnnAssign) and "__all__" in ast.unparse(n))
+    assert names.value is not None and ast.literal_eval(names.value) == exported.get(source, [])
+
+
+def test_nothing_imports_the_integrations_but_one_another() -> None:
+    """`import zero3` must do without the libraries that they are for."""
+    imported = {source: {found for name in imports_of(source) if (found := source_of(name)) is not None} for source in SOURCES}
+    assert not {s for s, found in imported.items() if not s.startswith("integrations/") and any("integrations" in f for f in found)}
 
 
 def test_the_package_exports_its_public_names_and_nothing_else() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import zero3
+import zero3.integrations  # a room that does not come with the package
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -247,3 +248,21 @@ def test_their_own_strategy_around_a_sharded_module_is_refused() -> None:
 def test_strategies_are_lightnings() -> None:
     assert issubclass(Zero3Strategy, lightning.pytorch.strategies.Strategy)
     assert issubclass(Zero3FabricStrategy, lightning.fabric.strategies.Strategy)
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+EXAMPLES = dict(re.findall(r"^## (Lightning|Fabric)\n\n```python\n(.*?)^```$", PAGE, re.M | re.S))
+
+
+def run_example(rank: Rank, name: str) -> bool:
+    with launched(rank):
+        names: dict[str, Any] = {"directory": str(rank.scratch), "train_loader": train_rows(), "module": Module(), "model": Net()}
+        names |= {"validation_loader": other_rows(), "test_loader": other_rows()}
+        exec(compile(EXAMPLES[name], f"the example of {name}", "exec"), names)
+        assert zero3.latest_checkpoint(rank.scratch) is not None
+        return bool(zero3.get_trainable_chunk(names["module" if name == "Lightning" else "model"]))
+
+
+@pytest.mark.parametrize("name", ["Lightning", "Fabric"])
+def test_the_examples_of_the_page(name: str) -> None:
+    assert on_ranks(2, run_example, name, debug="OFF") == [True, True]
