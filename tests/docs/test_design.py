@@ -72,5 +72,5 @@ def test_a_step_comes_by_the_numbers_in_the_pages_order() -> None:
 
 
 def test_the_floors_that_contributors_read_are_those_of_the_law() -> None:
-    rows = re.findall(r"^  \| (\d) \| (.+?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    rows = re.findall(r"^  \| (\d+) \| (.+?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
     assert {int(number): set(re.findall(r"`(\w+)`", rooms)) for number, rooms in rows} == dict(enumerate(FLOORS))
