@@ -53,6 +53,7 @@ package: $(VENV)/.tests $(VENV)/.package  ## build dist/: a wheel and a source d
 
 soak: $(VENV)/.tests  ## train MINUTES (30) while faults are injected (ARGS: --seed, --output), and draw some thousand lives of models at random
 	$(BIN)/python -m tests.soak $(or $(MINUTES),30) $(ARGS)
+	$(BIN)/python -m tests.device.soak $(or $(MINUTES),30)
 	ZERO3_EXAMPLES=$(or $(EXAMPLES),3000) $(BIN)/python -m pytest -q -o timeout=0 -o faulthandler_timeout=0 tests/core/test_stateful.py tests/core/test_ordering_fuzz.py
 
 mutants: $(VENV)/.examples $(VENV)/.tests  ## put faults into a copy of the package, one at a time: do the tests see each? SEED=7 COUNT=100 draws them

@@ -100,7 +100,8 @@ class Block(nn.Module):
 
     def forward(self, state: Hidden) -> Hidden:
         hidden, rotary = state
-        return self.block(hidden, position_embeddings=rotary), rotary
+        made = self.block(hidden, position_embeddings=rotary)
+        return made[0] if isinstance(made, tuple) else made, rotary  # a tuple, in older transformers
 
 
 class Readout(nn.Module):
@@ -109,7 +110,7 @@ class Readout(nn.Module):
     def __init__(self, model: GPTNeoXForCausalLM) -> None:
         super().__init__()
         self.final_layer_norm = model.gpt_neox.final_layer_norm
-        self.lm_head = model.lm_head
+        self.lm_head = model.get_output_embeddings()  # `embed_out`, in older transformers
 
     def forward(self, state: Hidden) -> Tensor:
         return self.lm_head(self.final_layer_norm(state[0]))

@@ -250,3 +250,13 @@ def test_the_log_stays_short_without_a_forward() -> None:
             assert log.count == 3 * number
 
     run_ranks(2, body)
+
+
+def test_what_a_model_logs_says_what_was_done_with_which_layer() -> None:
+    def body(group: ThreadCommunicator) -> list[str]:
+        layer = zero3.Zero3Layer(modules[group.rank], process_group=group)
+        layer(torch.ones(1, 2)).sum().backward()
+        return [f"{transfer.doing} {transfer.subject.name}" for transfer in layer._state.log.entries]
+
+    modules = [nn.Linear(2, 2) for _ in range(2)]
+    assert run_ranks(2, body) == [["gathering layer Linear", "reducing layer Linear"]] * 2

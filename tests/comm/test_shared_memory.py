@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import os
 import platform
@@ -453,3 +454,10 @@ def test_a_forked_child_closes_nothing() -> None:
 
 def test_the_introduction_has_one_length_on_all_machines() -> None:
     assert neighbours._INTRODUCTION.size == struct.calcsize("<?36sQqq16s") == 77
+
+
+def test_the_header_has_room_for_every_place() -> None:
+    for world_size in range(1, 40):
+        memory = host_memory.HostMemory(0, world_size, None, {}, datetime.timedelta(seconds=1))
+        last = memory._receipt(host_memory._PLACES - 1, world_size - 1)
+        assert last < host_memory._header_bytes(world_size) // 8, world_size

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import resource
 import shutil
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +155,42 @@ def test_a_trap_is_left_out_and_not_sprung(to: str, tmp_path: Path, capsys: pyte
     assert not (tmp_path / "sprung").exists()
     content = torch.load(convert(tmp_path / "back", tmp_path / "again", "--to", "torch"), weights_only=True)
     assert content["epoch"] == 1 and "args" not in content
+
+
+def damage(text: bytes, generator: random.Random) -> bytes:
+    content = bytearray(text)
+    for _ in range(generator.randint(1, 3)):
+        content[generator.randrange(len(content))] = generator.randrange(256)
+    return bytes(content)
+
+
+def damage_pickle(path: Path, generator: random.Random) -> None:
+    """Of a file of torch's, whose hash of it becomes right again, or of the metadata of torch.distributed.checkpoint."""
+    if path.name == ".metadata":
+        path.write_bytes(damage(path.read_bytes(), generator))
+        return
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in records.items():
+            archive.writestr(name, damage(content, generator) if name.endswith("data.pkl") else content)
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp", "deepspeed"])
+def test_damaged_pickles_are_an_error_or_are_read(kind: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That is one line, or nothing that matters (a learning rate): never a traceback, and never half an OUT."""
+    whole = convert(run, tmp_path / "whole", "--to", kind)
+    generator, statuses = random.Random(0), set()
+    for _ in range(80):
+        source = Path(shutil.copytree(whole, tmp_path / "in") if whole.is_dir() else shutil.copyfile(whole, tmp_path / "in"))
+        files = sorted(path for path in source.rglob("*") if path.is_file() and path.suffix != ".distcp" and path.name != "latest")
+        damage_pickle(generator.choice(files or [source]), generator)
+        status = main(["convert", str(source), str(tmp_path / "out")])
+        statuses.add(status)
+        assert (tmp_path / "out").exists() == (status == 0) and not (tmp_path / "out.unfinished").exists()
+        for path in (tmp_path / "out", source):
+            file_operations.remove(path)
+    assert statuses == {0, 1}
 
 
 def test_frozen_parameters_that_were_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -330,3 +330,22 @@ def test_on_a_device_nothing_races(fake_device: FakeDevice, stage: Any) -> None:
 def test_other_stages_are_refused(stage: Any) -> None:
     with pytest.raises(ValueError, match="stage must be 1, 2 or 3, found"):
         ShardingPolicy(stage=stage)
+
+
+class Scaled(nn.Sequential):
+    """Parameters of its own around others'."""
+
+    def __init__(self) -> None:
+        super().__init__(*mlp())
+        self.scale = nn.Parameter(torch.ones(5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
+@stages
+def test_a_root_with_parameters_of_its_own_sees_its_changed_chunks(stage: int) -> None:
+    def shard(model: nn.Module, group: Any, policy: ShardingPolicy) -> nn.Module:
+        return zero3.shard(model, layers=list(model), policy=policy, process_group=group)
+
+    check_parity(Scaled, program_with_a_look, steps=4, shard=shard, policy=whole[stage])

@@ -12,6 +12,7 @@ from tests.device import simulated
 import argparse  # isort: skip
 import ast  # isort: skip
 import importlib  # isort: skip
+import logging  # isort: skip
 import os  # isort: skip
 import random  # isort: skip
 import re  # isort: skip
@@ -109,7 +110,7 @@ FAULTS = [
         "core/chunk.py",
         "    def release(self) -> None:\n        self.finish_fetch()\n",
         "    def release(self) -> None:\n        self._in_flight = None\n",
-        "an_exception_and_on",
+        "another_path",
     ),
     Fault(
         "a reset does not wait for reductions",
@@ -140,11 +141,11 @@ FAULTS = [
 ]
 
 DRAWN_FROM = ["comm/streams.py", "core/chunk.py", "core/gradient_reducer.py", "core/gradient_buffer.py", "core/backward.py"]
-_SETTINGS = [(policy, memory, seed) for seed in range(SEEDS) for memory in MEMORIES for policy in ("demand", "lanes", "random", "compute")]
+_SETTINGS = [("demand", "strict", 0), ("lanes", "strict", 0), ("random", "exact", 1), ("compute", "exact", 1)]
 _ORDER = re.compile(r"wait|issue|complete|record|allocate|free|_in_flight|popleft|_backups|lane|stream|held|full\b|drain|release|fetch")
 TRIED = [
-    "prefetch_depth_1", "shard", "an_exception_and_on", "no_sync", "checkpoint_not_reentrant", "stage_1", "transactional", "step_guard",
-    "evaluation_between_steps", "resident", "bf16", "dynamic", "param_groups_whole", ELSEWHERE,
+    "prefetch_depth_1", "shard", "another_path", "an_exception_and_on", "no_sync", "checkpoint_not_reentrant", "stage_1", "transactional",
+    "step_guard", "evaluation_between_steps", "resident", "bf16", "dynamic", "param_groups_whole", "full_params_and_load", ELSEWHERE,
 ]  # fmt: skip
 
 
@@ -266,6 +267,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    logging.disable()
     ones = torch.ones(4, 4, device="cuda", dtype=torch.bfloat16)
     torch.nn.functional.linear(ones, ones).cpu()  # see `_first_bf16` in test_parity.py
     if arguments.drawn:

@@ -61,7 +61,7 @@ def test_profile_measures_on_the_device_of_the_model() -> None:
         train(model, me, 1)
         with zero3.profile(model) as profile:
             train(model, me, 1)
-        return [layer.compute_ms for layer in profile.layers if layer.label.startswith("1")]
+        return [layer.compute_ms for layer in profile.layers if layer.label.startswith("layer '1'")]
 
     found = run(2, body, device_of=lambda rank: rank + 2, set_device=False)
     assert all(len(times) == 1 and times[0] >= 10 for times in found), found

@@ -180,7 +180,7 @@ def test_trains_only_what_is_chosen(
         assert changed == {key for key in before if key.endswith(".bias")}
     elif "last-1" in options:
         last = ("transformer.h.1.", "transformer.ln_f.") if name == "gpt2" else ("model.layers.1.", "model.norm.", "lm_head.")
-        last = ("gpt_neox.layers.1.", "gpt_neox.final_layer_norm.", "lm_head.") if name == "neox" else last
+        last = ("gpt_neox.layers.1.", "gpt_neox.final_layer_norm.", "lm_head.", "embed_out.") if name == "neox" else last
         assert changed == {key for key in before if key.startswith(last)}
     else:
         assert changed

@@ -304,9 +304,9 @@ class Rows(torch.optim.SGD):
 
 
 class BesideNothing(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.before, self.weight, self.after = (nn.Parameter(torch.ones(shape)) for shape in ((0, 3), (4, 3), (0,)))
+        self.before, self.weight, self.after = (nn.Parameter(torch.ones(each)) for each in ((0, 3), shape, (0,)))
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight + self.after.sum() + self.before.sum()
@@ -323,5 +323,16 @@ def test_state_of_a_whole_parameter_beside_empty_ones_is_its_own(world_size: int
         assert {key: tuple(value.shape) for key, value in state.items()} == {"rows": (4,)}
         zero3.load_full_optimizer_state_dict(layer, optimizer, zero3.full_optimizer_state_dict(layer, optimizer))
 
-    modules = [BesideNothing() for _ in range(world_size)]
+    modules = [BesideNothing(4, 3) for _ in range(world_size)]
     run_ranks(world_size, body)
+
+
+def test_state_of_a_chunk_that_is_one_vector_beside_nothing_is_the_vectors() -> None:
+    layer = zero3.Zero3Layer(BesideNothing(4))
+    (chunk,) = layer.get_trainable_chunk()
+    optimizer = torch.optim.SGD([chunk], lr=0.1)
+    optimizer.state[chunk]["pair"] = torch.tensor([1.0, 2.0])
+    state = zero3.full_optimizer_state_dict(layer, optimizer)["state"]
+    assert {name: {key: value.tolist() for key, value in values.items()} for name, values in state.items()} == {
+        "weight": {"pair": [1.0, 2.0]}
+    }

@@ -2,7 +2,7 @@
 
 IN is a zero3 checkpoint, a directory of torch.distributed.checkpoint, of DeepSpeed (the one with `latest` in it, or one of its
 steps), or a file of torch.save: which of them it is, is found out. Model, optimizer and everything beside them go along,
-by the parameters' names. One process, which holds a few MB at a time. Nothing is unpickled.
+by the parameters' names. One process, which holds some tens of MB. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -36,25 +36,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """What fails leaves no OUT."""
     _check_output(options)
-    with ExitStack() as files:
-        found = _read(options.input, files)
-        found.check()
-        found.keep_plain()
-        found.ranks_asked_for = options.ranks
-        temporary = options.output.with_name(f"{options.output.name}.unfinished")
-        file_operations.remove(temporary)  # of a conversion that was killed
-        try:
-            with progress(found.nbytes, "writing") as advance:
-                dict(_FORMATS)[options.to].write(found, temporary, advance)
-            os.rename(temporary, options.output)
-            file_operations.sync_directory(options.output.absolute().parent)
-        except BaseException:
-            file_operations.remove(temporary)
-            raise
+    try:
+        with ExitStack() as files:
+            found = _read(options.input, files)
+            found.check()
+            found.keep_plain()
+            found.ranks_asked_for = options.ranks
+            _write(found, options)
+    except (KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        # a file may say anything; who reads it trips over what is not as its system writes it
+        raise ValueError(f"{options.input} is malformed, or can't be converted: {type(error).__name__}: {error}") from error
     if found.left_out:
         print(f"zero3: {options.to} checkpoints can't hold these, or not yet: {', '.join(found.left_out)}", file=sys.stderr)
     state = f"{len(found.state)} with optimizer state" if found.groups is not None else "no optimizer"
     print(f"{options.output}: {found.kind} to {options.to}, {len(found.tensors)} tensors, {state}, {found.nbytes:,} bytes")
+
+
+def _write(found: Run, options: argparse.Namespace) -> None:
+    temporary = options.output.with_name(f"{options.output.name}.unfinished")
+    file_operations.remove(temporary)  # of a conversion that was killed
+    try:
+        with progress(found.nbytes, "writing") as advance:
+            dict(_FORMATS)[options.to].write(found, temporary, advance)
+        os.rename(temporary, options.output)
+        file_operations.sync_directory(options.output.absolute().parent)
+    except BaseException:
+        file_operations.remove(temporary)
+        raise
 
 
 def _check_output(options: argparse.Namespace) -> None:

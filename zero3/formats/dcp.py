@@ -37,14 +37,11 @@ def is_one(path: Path) -> bool:
 
 def read(path: Path, files: ExitStack, _: Callable[[int], object]) -> Run:
     metadata = path / _METADATA
-    try:
-        found = _state(pickled.read(metadata.read_bytes(), str(metadata), _make))
-        reader = _Reader(path, files, found)
-        leaves = {key: reader.value(key, described) for key, described in found["state_dict_metadata"].items()}
-        paths = found.get("planner_data") or {}
-        tree = _unfolded({tuple(paths.get(key, (key,))): value for key, value in leaves.items()}) if paths else _split(leaves)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"{metadata} is malformed: {type(error).__name__}: {error}") from None
+    found = _state(pickled.read(metadata.read_bytes(), str(metadata), _make))
+    reader = _Reader(path, files, found)
+    leaves = {key: reader.value(key, described) for key, described in found["state_dict_metadata"].items()}
+    paths = found.get("planner_data") or {}
+    tree = _unfolded({tuple(paths.get(key, (key,))): value for key, value in leaves.items()}) if paths else _split(leaves)
     return run_of(tree, "dcp", str(path))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickletools
 import struct
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -56,11 +57,13 @@ def read(text: bytes, what: str, make: Make, storage: Callable[[Any], Any] | Non
     """
     machine = _Machine(make, storage)
     try:
-        for operation, argument, _ in pickletools.genops(text):
-            if operation.name == "STOP":
-                (value,) = machine.stack
-                return value
-            machine.take(operation.name, argument)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escape sequences that Python does not know
+            for operation, argument, _ in pickletools.genops(text):
+                if operation.name == "STOP":
+                    (value,) = machine.stack
+                    return value
+                machine.take(operation.name, argument)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, UnicodeDecodeError) as error:
         raise ValueError(f"{what} is no pickle that can be read: {type(error).__name__}: {error}") from None
     raise ValueError(f"{what} is no pickle that can be read: it has no end")

@@ -9,7 +9,7 @@ from types import MappingProxyType
 __all__: list[str] = []
 
 # The beginnings of versions that the tests run with (requirements/lock.txt), and the extra of zero3 that installs them.
-KNOWN = MappingProxyType({"transformers": "5.23.", "accelerate": "1.15.", "peft": "0.21.", "trl": "1.16."})
+KNOWN = MappingProxyType({"transformers": "5.23.", "accelerate": "1.15.", "peft": "0.21.", "trl": "1.16.", "lightning": "2.6."})
 
 
 def require(library: str, caller: str) -> None:
@@ -18,7 +18,7 @@ def require(library: str, caller: str) -> None:
     Raises:
         ImportError: It is not installed.
     """
-    extra = "trl" if library == "trl" else "transformers"
+    extra = library if library in ("trl", "lightning") else "transformers"
     try:
         found = version(library)
     except PackageNotFoundError:

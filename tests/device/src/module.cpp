@@ -54,6 +54,7 @@ void bind_nccl(py::module& m) {
       .def(py::init([](Ref<c10d::Store> store, int rank, int size, Ref<SimulatedNccl::Options> options) {
         return c10::make_intrusive<SimulatedNccl>(std::move(store), rank, size, std::move(options));
       }))
+      .def_property_readonly("options", [](SimulatedNccl& self) { return self.options; })
       .def("perform_nocolor_split", [](SimulatedNccl& self, Device) { self.split(-1); }, py::call_guard<py::gil_scoped_release>());
 }
 }  // namespace

@@ -1,0 +1,268 @@
+"""Lightning's Trainer and Fabric with our strategies, beside their own DDP on two processes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+lightning = pytest.importorskip("lightning", reason="Lightning is not installed (pip install 'zero3[lightning]')")
+
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+
+import zero3  # noqa: E402
+from tests.support.lightnings import Module, Net, Rows, launched, other_rows, train_rows, trainer  # noqa: E402
+from tests.support.processes import Rank, on_ranks, try_on_ranks  # noqa: E402
+from zero3.integrations.lightning import Zero3FabricStrategy, Zero3Strategy  # noqa: E402
+
+pytestmark = pytest.mark.slow
+Seen = list[tuple[str, float]]
+
+
+def assert_close(found: Seen, expected: Seen, tolerance: float = 2e-6) -> None:
+    assert [kind for kind, _ in found] == [kind for kind, _ in expected]
+    assert [value for _, value in found] == pytest.approx([value for _, value in expected], abs=tolerance)
+
+
+def fit(rank: Rank, kind: str, options: dict[str, Any]) -> tuple[Seen, list[Tensor]]:
+    """Fits, with a validation in between, validates, tests, predicts."""
+    with launched(rank):
+        module = Module()
+        made = trainer(rank, kind, rank.scratch, **{"max_epochs": 2, **options})
+        made.fit(module, train_rows(), other_rows())
+        made.validate(module, other_rows(), verbose=False)
+        made.test(module, other_rows(), verbose=False)
+        predicted = made.predict(module, other_rows())
+        return module.seen, [value.detach() for value in predicted or ()]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "norms clipped": {"gradient_clip_val": 0.1},
+    "values clipped": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "accumulation": {"accumulate_grad_batches": 2},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_trainer_beside_ddp(name: str) -> None:
+    ours, theirs = (on_ranks(2, fit, kind, CASES[name], debug="OFF") for kind in ("zero3", "ddp"))
+    for (seen, predicted), (expected, expected_predictions) in zip(ours, theirs, strict=True):
+        assert_close(seen, expected)
+        assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(predicted, expected_predictions, strict=True))
+
+
+def test_bf16_beside_autocast() -> None:
+    """Two ways of rounding: the losses stay together, and neither is float32's."""
+    whole, ours, theirs = (
+        on_ranks(2, fit, kind, {"precision": precision}, debug="OFF")[0][0]
+        for kind, precision in (("zero3", "32-true"), ("zero3", "bf16-mixed"), ("ddp", "bf16-mixed"))
+    )
+    assert_close(ours, theirs, 3e-2)
+    assert ours != whole
+
+
+def inside(rank: Rank) -> dict[str, Any]:
+    """What a fit in bf16 leaves behind: dtypes, chunks, no autocast."""
+    with launched(rank):
+        found: dict[str, Any] = {}
+
+        class Watching(Module):
+            def training_step(self, batch: Any, number: int) -> Tensor:
+                found["autocast"] = torch.is_autocast_enabled("cpu")
+                inner: Any = next(m for m in self.net.blocks[0].modules() if isinstance(m, nn.Linear))
+                inner.register_forward_hook(lambda linear, inputs, output: found.update(computes=linear.weight.dtype))
+                return super().training_step(batch, number)
+
+        module = Watching()
+        trainer(rank, "zero3", rank.scratch, max_steps=2, precision="bf16-mixed").fit(module, train_rows())
+        chunks = zero3.get_trainable_chunk(module)
+        elements = sum(parameter.numel() for parameter in Net().parameters())
+        found |= {"masters": {chunk.dtype for chunk in chunks}, "share": sum(chunk.numel() for chunk in chunks) / elements}
+        return found
+
+
+def test_bf16_is_a_policy() -> None:
+    for found in on_ranks(2, inside, debug="OFF"):
+        assert not found["autocast"] and found["computes"] == torch.bfloat16
+        assert found["masters"] == {torch.float32} and 0.5 <= found["share"] < 0.55
+
+
+def save_halfway(rank: Rank, directory: str) -> tuple[Seen, str]:
+    """Two epochs, a checkpoint after each. (In the middle of one Lightning would begin its data anew.)"""
+    with launched(rank):
+        module = Module()
+        keeper = ModelCheckpoint(Path(directory) / "kept", every_n_train_steps=4, save_top_k=-1, filename="{step}")
+        made = trainer(rank, "zero3", rank.scratch, max_steps=8, callbacks=[keeper], enable_checkpointing=True)
+        made.fit(module, train_rows(4 if rank.world_size == 1 else 2))
+        assert keeper.best_model_path.endswith("step=8.ckpt")
+        return module.seen, str(Path(directory) / "kept" / "step=4.ckpt")
+
+
+def resume(rank: Rank, path: str) -> Seen:
+    with launched(rank):
+        module = Module()
+        for parameter in module.parameters():
+            nn.init.zeros_(parameter.data)
+        made = trainer(rank, "zero3", rank.scratch, max_steps=8)
+        made.fit(module, train_rows(4 if rank.world_size == 1 else 2), ckpt_path=path)
+        assert made.global_step == 8
+        return module.seen
+
+
+def losses_of_all(ranks: list[Seen]) -> list[float]:
+    return [sum(value for _, value in each) / len(ranks) for each in zip(*ranks, strict=True)]
+
+
+def validate(rank: Rank, path: str) -> float:
+    with launched(rank):
+        module = Module()
+        for parameter in module.parameters():
+            nn.init.zeros_(parameter.data)
+        found = trainer(rank, "zero3", rank.scratch).validate(module, other_rows(), ckpt_path=path, verbose=False)
+        return float(found[0]["validate"])
+
+
+def save_by_ddp(rank: Rank, directory: str) -> float:
+    with launched(rank):
+        module = Module()
+        made = trainer(rank, "ddp", rank.scratch, max_steps=3)
+        made.fit(module, train_rows())
+        made.save_checkpoint(f"{directory}/theirs.ckpt")
+        return float(made.validate(module, other_rows(), verbose=False)[0]["validate"])
+
+
+def test_checkpoints_of_the_trainer(tmp_path: Path) -> None:
+    """Resumed at two ranks: the same bits. At one: the same losses, within rounding. A checkpoint of theirs gives weights alone."""
+    saved = on_ranks(2, save_halfway, str(tmp_path), debug="OFF")
+    path = saved[0][1]
+    assert sorted(child.name for child in (tmp_path / "kept").iterdir()) == ["step=4.ckpt", "step=8.ckpt"]
+    assert zero3.latest_checkpoint(tmp_path / "kept") == tmp_path / "kept" / "step=8.ckpt"
+    uninterrupted = [seen for seen, _ in saved]
+    assert on_ranks(2, resume, path, debug="OFF") == [seen[4:] for seen in uninterrupted]
+    expected = on_ranks(1, save_halfway, str(tmp_path / "one"), debug="OFF")[0][0]
+    assert losses_of_all(on_ranks(1, resume, path, debug="OFF")) == pytest.approx([value for _, value in expected[4:]], abs=1e-5)
+    theirs = on_ranks(2, save_by_ddp, str(tmp_path), debug="OFF")
+    assert on_ranks(2, validate, f"{tmp_path}/theirs.ckpt", debug="OFF") == pytest.approx(theirs, abs=1e-6)
+    outcomes = try_on_ranks(2, resume, f"{tmp_path}/theirs.ckpt", debug="OFF")
+    assert all(outcome.error == "ValueError" and "hold an optimizer's state by numbers" in outcome.text for outcome in outcomes)
+
+
+def early_optimizer(rank: Rank) -> None:
+    with launched(rank):
+        made = Module()
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        made.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
+        trainer(rank, "zero3", rank.scratch, max_steps=1).fit(made, train_rows())
+
+
+def test_an_optimizer_of_parameters_that_are_gone() -> None:
+    for outcome in try_on_ranks(2, early_optimizer, debug="OFF"):
+        assert outcome.error == "ValueError" and "SGD holds parameters that are no chunks of this model" in outcome.text
+
+
+def fabric_of(rank: Rank, kind: str, precision: Any = "32-true") -> Any:
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+    strategy = Zero3FabricStrategy() if kind == "zero3" else FabricDDPStrategy()
+    plugins: Any = [TorchElasticEnvironment()]
+    made = lightning.Fabric(accelerator="cpu", devices=rank.world_size, strategy=strategy, plugins=plugins, precision=precision)
+    made.launch()
+    return made
+
+
+def loop(rank: Rank, kind: str, directory: str | None, path: str | None, precision: str = "32-true", wait: bool = False) -> list[float]:
+    """Six steps, or the last three of them: norms and values clipped in turn, a checkpoint after three."""
+    with launched(rank):
+        fabric = fabric_of(rank, kind, precision)
+        torch.manual_seed(0)
+        model: Any = fabric.setup_module(Net())
+        parameters = zero3.get_trainable_chunk(model) if kind == "zero3" else model.parameters()
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(parameters, lr=0.05))
+        state = {"model": model, "optimizer": optimizer, "step": 0, "best": [1.5]}
+        if path is not None:
+            rest = fabric.load(path, state)
+            assert rest == {} and state["step"] == 3 and state["best"] == [2.5]
+        rows, losses = Rows(48, 0), []
+        for step in range(int(state["step"]), 6):  # type: ignore[call-overload]
+            each = 8 // rank.world_size
+            begin = 8 * step + each * rank.number
+            if wait:
+                with fabric.no_backward_sync(model):
+                    fabric.backward(nn.functional.mse_loss(model(rows.inputs[begin : begin + each]), rows.targets[begin : begin + each]))
+            loss = nn.functional.mse_loss(model(rows.inputs[begin : begin + each]), rows.targets[begin : begin + each])
+            fabric.backward(loss)
+            if step % 2:
+                fabric.clip_gradients(model, optimizer, max_norm=0.1)
+            else:
+                fabric.clip_gradients(model, optimizer, clip_val=0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(fabric.all_reduce(loss.detach()).item())
+            if directory is not None and step == 2:
+                state |= {"step": 3, "best": [2.5]}
+                fabric.save(f"{directory}/run", state)
+        return losses
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_fabric_beside_ddp(wait: bool) -> None:
+    ours, theirs = (on_ranks(2, loop, kind, None, None, "32-true", wait, debug="OFF") for kind in ("zero3", "ddp"))
+    assert ours[0] == pytest.approx(theirs[0], abs=2e-6)
+
+
+def test_fabric_in_bf16_and_its_checkpoints(tmp_path: Path) -> None:
+    ours, theirs = (on_ranks(2, loop, kind, None, None, "bf16-mixed", debug="OFF") for kind in ("zero3", "ddp"))
+    assert ours[0] == pytest.approx(theirs[0], abs=3e-2)
+    whole = on_ranks(2, loop, "zero3", str(tmp_path), None, debug="OFF")[0]
+    assert on_ranks(2, loop, "zero3", None, f"{tmp_path}/run", debug="OFF")[0] == whole[3:]
+    assert on_ranks(1, loop, "zero3", None, f"{tmp_path}/run", debug="OFF")[0] == pytest.approx(whole[3:], abs=1e-5)
+
+
+def together(rank: Rank) -> None:
+    with launched(rank):
+        net = Net()
+        fabric_of(rank, "zero3").setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def test_fabric_sets_up_the_model_first() -> None:
+    for outcome in try_on_ranks(2, together, debug="OFF"):
+        assert outcome.error == "ValueError" and "fabric.setup_module(model), make the optimizer from" in outcome.text
+
+
+def wrapped(rank: Rank) -> None:
+    with launched(rank):
+        trainer(rank, "ddp", rank.scratch, max_steps=1).fit(zero3.shard(Module()), train_rows())
+
+
+def test_their_own_strategy_around_a_sharded_module_is_refused() -> None:
+    for outcome in try_on_ranks(2, wrapped, debug="OFF"):
+        assert "sharded" in outcome.text and outcome.error in ("RuntimeError", "ValueError")
+
+
+def test_strategies_are_lightnings() -> None:
+    assert issubclass(Zero3Strategy, lightning.pytorch.strategies.Strategy)
+    assert issubclass(Zero3FabricStrategy, lightning.fabric.strategies.Strategy)
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+EXAMPLES = dict(re.findall(r"^## (Lightning|Fabric)\n\n```python\n(.*?)^```$", PAGE, re.M | re.S))
+
+
+def run_example(rank: Rank, name: str) -> bool:
+    with launched(rank):
+        names: dict[str, Any] = {"directory": str(rank.scratch), "train_loader": train_rows(), "module": Module(), "model": Net()}
+        names |= {"validation_loader": other_rows(), "test_loader": other_rows()}
+        exec(compile(EXAMPLES[name], f"the example of {name}", "exec"), names)
+        assert zero3.latest_checkpoint(rank.scratch) is not None
+        return bool(zero3.get_trainable_chunk(names["module" if name == "Lightning" else "model"]))
+
+
+@pytest.mark.parametrize("name", ["Lightning", "Fabric"])
+def test_the_examples_of_the_page(name: str) -> None:
+    assert on_ranks(2, run_example, name, debug="OFF") == [True, True]

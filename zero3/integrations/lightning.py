@@ -1,0 +1,249 @@
+"""Strategies for Lightning's Trainer and Fabric: as its DDPStrategy, but the model is sharded and not wrapped."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..access import no_sync, states_of
+from ..auto_wrap import Layers
+from ..checkpoint import manifest
+from ..checkpoint.full_state import full_state_dict, load_full_state_dict
+from ..checkpoint.load import load_checkpoint
+from ..checkpoint.save import save_checkpoint
+from ..optim.clipping import clip_grad_norm_
+from ..optim.grad_scaler import GradScaler
+from ..policy import ShardingPolicy
+from ..shard import shard
+from .versions import require
+
+require("lightning", __name__)
+
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy  # noqa: E402
+from lightning.fabric.strategies.strategy import _BackwardSyncControl  # noqa: E402
+from lightning.fabric.utilities.types import _Stateful  # noqa: E402
+from lightning.fabric.wrappers import _unwrap_objects  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
+from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
+
+__all__ = ["Zero3FabricStrategy", "Zero3Strategy"]
+
+_NAMED = "is no checkpoint of zero3, and Lightning's own hold an optimizer's state by numbers"
+
+
+class Zero3Strategy(DDPStrategy):
+    """A strategy for Lightning's `Trainer`: `fit`, `validate`, `test` and `predict` with a model that is sharded by zero3.
+
+    `setup` shards the LightningModule, in place, before it calls `configure_optimizers`: so `self.parameters()` yields the chunks
+    there. For groups by names call `zero3.param_groups(self, ...)`. Parameters are shown to modules while their forward runs;
+    `training_step` calls modules, and reads no parameter itself.
+
+    * `precision="bf16-mixed"` and `"16-mixed"` become a `ShardingPolicy` that gathers and computes in it, with float32 masters. If
+      `policy` is given, or the model was sharded before, with no `param_dtype`, autocast does it.
+    * `gradient_clip_val` clips the one norm of all ranks, or each value.
+    * `accumulate_grad_batches` reduces every micro-batch, and adds up in the chunks.
+    * Checkpoints (`ModelCheckpoint`, `trainer.save_checkpoint`) are directories of `zero3.save_checkpoint`; all else that Lightning
+      keeps is their `extra`. `ckpt_path` takes one on any number of ranks. A file of Lightning's own gives its weights to
+      `validate`, `test` and `predict`.
+
+    Args:
+        args: As for `lightning.pytorch.strategies.DDPStrategy`.
+        layers: As for `zero3.shard`.
+        policy: As for `zero3.shard`. None: what `precision` asks for.
+        kwargs: As for `lightning.pytorch.strategies.DDPStrategy`.
+
+    Example::
+
+        strategy = Zero3Strategy(accelerator="cpu", process_group_backend="gloo")
+    """
+
+    model: Any
+
+    def __init__(self, *args: Any, layers: Layers = None, policy: ShardingPolicy | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._layers, self._policy = layers, policy
+        self._ours = False  # whether what is being restored is a checkpoint of zero3
+
+    def setup(self, trainer: Any) -> None:
+        """As DDPStrategy, in its order; the model is sharded where that would be wrapped."""
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.precision_plugin.convert_module(self.model)
+        self.precision_plugin.clip_grad_by_norm = self._clip_norm
+        _prepare(self.model, self.precision_plugin, self._layers, self._policy, self.root_device)
+        if fitting:
+            self.setup_optimizers(trainer)
+            _check(self.model, self.optimizers)
+        self.setup_precision_plugin()
+
+    def _clip_norm(self, optimizer: Any, clip_val: float) -> None:
+        clip_grad_norm_(self.model, float(clip_val))
+
+    def teardown(self) -> None:
+        """Nothing is moved: the model stays sharded, where it is."""
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return not self._ours
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: `save_checkpoint` has every rank write what it holds."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing, likewise."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        optimizers = _inner(self.optimizers) if "optimizer_states" in checkpoint else None
+        save_checkpoint(filepath, self.lightning_module, optimizers or None, extra=rest)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self._ours = _is_ours(checkpoint_path)
+        if not self._ours:
+            found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+            if self.optimizers:
+                raise ValueError(f"{checkpoint_path} {_NAMED}. To begin from its weights, load them into the module before fit")
+            return found
+        extra = load_checkpoint(checkpoint_path, self.lightning_module, _inner(self.optimizers) or None)
+        return {**extra, "state_dict": {}}
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        if not self._ours:
+            load_full_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict)
+
+
+class Zero3FabricStrategy(FabricDDPStrategy):
+    """A strategy for Lightning's `Fabric`.
+
+    First the model is set up, then the optimizer is made from its chunks and set up, as with FSDP. `fabric.save` and `fabric.load`
+    take the model, its optimizers, and whatever else is plain or has a `state_dict`; what they write is a directory of
+    `zero3.save_checkpoint`, for any number of ranks.
+
+    Args:
+        args: As for `lightning.fabric.strategies.DDPStrategy`.
+        layers: As for `zero3.shard`.
+        policy: As for `zero3.shard`. None: what Fabric's `precision` asks for.
+        kwargs: As for `lightning.fabric.strategies.DDPStrategy`.
+
+    Example::
+
+        strategy = Zero3FabricStrategy(process_group_backend="gloo")
+    """
+
+    def __init__(self, *args: Any, layers: Layers = None, policy: ShardingPolicy | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._layers, self._policy = layers, policy
+        self._backward_sync_control = _NoSync()
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """`shard` does that."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        _prepare(module, self.precision, self._layers, self._policy, self.root_device)
+        return module
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], *more: Any
+    ) -> tuple[nn.Module, list[Optimizer], *tuple[Any, ...]]:
+        raise ValueError(
+            "sharding replaces the parameters that these optimizers hold: call model = fabric.setup_module(model), make the optimizer from "
+            "zero3.get_trainable_chunk(model), and call optimizer = fabric.setup_optimizers(optimizer)"
+        )
+
+    def clip_gradients_norm(
+        self, module: nn.Module, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True
+    ) -> Tensor:
+        return clip_grad_norm_(module, float(max_norm), float(norm_type), error_if_nonfinite)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        return full_state_dict(module)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        load_full_state_dict(module, state_dict, strict=strict)
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None) -> None:  # noqa: A002
+        model, optimizers, rest = _divided(state)
+        if filter:
+            raise ValueError("checkpoints of zero3 hold all of a model: fabric.save with filter= is not supported")
+        rest = {key: value.state_dict() if isinstance(value, _Stateful) else value for key, value in rest.items()}
+        save_checkpoint(path, model, optimizers or None, extra=rest)
+
+    def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
+        if not _is_ours(path):
+            raise ValueError(f"{path} {_NAMED}: fabric.load_raw loads its weights")
+        model, optimizers, rest = _divided(state if isinstance(state, dict) else {"model": state})
+        extra: dict[str, Any] = load_checkpoint(path, model, optimizers or None)
+        if strict and (missing := [key for key in rest if key not in extra]):
+            raise ValueError(f"{path} has no {', '.join(missing)}; beside the model it has {', '.join(extra) or 'nothing'}")
+        for key in [key for key in rest if key in extra]:
+            value = extra.pop(key)
+            if isinstance(rest[key], _Stateful):
+                rest[key].load_state_dict(value)
+            else:
+                state[key] = value
+        return extra
+
+
+class _NoSync(_BackwardSyncControl):
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        return no_sync(module) if enabled else nullcontext()
+
+
+def _divided(state: dict[str, Any]) -> tuple[nn.Module, dict[str, Optimizer], dict[str, Any]]:
+    found: dict[str, Any] = _unwrap_objects(state)
+    models = [value for value in found.values() if isinstance(value, nn.Module)]
+    if len(models) != 1:
+        raise ValueError(f"a checkpoint of zero3 holds one model, and here are {len(models)}: save each in a directory of its own")
+    optimizers = {key: value for key, value in found.items() if isinstance(value, Optimizer)}
+    return models[0], optimizers, {k: v for k, v in found.items() if k not in optimizers and not isinstance(v, nn.Module)}
+
+
+def _inner(optimizers: Any) -> list[Optimizer]:
+    """Without what Lightning puts around them."""
+    return [getattr(optimizer, "_optimizer", optimizer) for optimizer in optimizers]
+
+
+def _is_ours(path: Any) -> bool:
+    return (Path(path) / manifest.NAME).is_file()
+
+
+def _check(model: nn.Module, optimizers: Any) -> None:
+    """That they step chunks: an optimizer that was made before `setup` would step parameters that are gone."""
+    chunks = {id(part.parameter) for state in states_of(model) for chunk in state.chunks for part in chunk.parts}
+    for optimizer in _inner(optimizers):
+        if any(id(parameter) not in chunks and parameter.numel() for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                f"{type(optimizer).__name__} holds parameters that are no chunks of this model: make it in configure_optimizers, from "
+                "self.parameters(), zero3.get_trainable_chunk(self) or zero3.param_groups(self, ...)"
+            )
+
+
+def _prepare(model: nn.Module, plugin: Any, layers: Layers, policy: ShardingPolicy | None, device: torch.device) -> None:
+    """Shards the model, unless it is. Mixed precision is its policy's, if that has a `param_dtype`, and else autocast's."""
+    low = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(plugin.precision)
+    if policy is None:
+        policy = ShardingPolicy(param_dtype=low, reduce_dtype=torch.float32, output_dtype=torch.float32) if low else ShardingPolicy()
+    try:
+        states_of(model)
+    except ValueError:
+        shard(model, layers, device=device, policy=policy)
+    if getattr(plugin, "scaler", None) is not None:
+        plugin.scaler = GradScaler(device.type)
+    if low is not None and any(state.policy.param_dtype is not None for state in states_of(model)):
+        plugin.forward_context = nullcontext
