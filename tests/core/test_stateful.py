@@ -174,7 +174,7 @@ class Life(RuleBasedStateMachine):
 
         def make(me: Member) -> None:
             me.model = shard(copies[me.group.rank], process_group(me.group), self.policy)
-            me.blocks = [module for module in me.model.modules() if isinstance(module, Block)]
+            me.blocks = [module for module in me.model.modules() if type(module) is Block]
             me.optimizer = self._optimizer(zero3.get_trainable_chunk(me.model))
             copies[me.group.rank] = None  # type: ignore[call-overload]
             with zero3.full_params(me.model):  # this makes buffers that are made at their first use

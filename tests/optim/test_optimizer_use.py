@@ -283,7 +283,7 @@ MADE_WRONGLY: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "before sharding": (over_originals, train, RuntimeError, r"'weight' of layer .* is released.*get_trainable_chunk"),
     "before sharding, checked": (over_originals, check, ValueError, r"'weight' of the unsharded model.* after sharding"),
     "before sharding, zeroed": (over_originals, lambda m, o: o.zero_grad(), RuntimeError, r"is released.*get_trainable_chunk"),
-    "a chunk twice": (over_chunks_twice, check, ValueError, r"hold more than once these parameters of layer 'blocks\.0'"),
+    "a chunk twice": (over_chunks_twice, check, ValueError, r"hold more than once these parameters of layer the root \(Net\)"),
     "another model's chunks": (over_others, check, ValueError, r"no optimizer holds these parameters of layer 'blocks\.0'"),
     "unfrozen later": (unfrozen_later, check, ValueError, r"no optimizer holds these parameters of layer 'blocks\.0'"),
     "rates by rank": (rates_by_rank, check, ValueError, r"check_optimizer: rank 0: SGD, group 0: .*lr=0\.1.*rank 1: .*lr=0\.0"),

@@ -138,6 +138,7 @@ class _Recorder:
     def attach(self, model: nn.Module, states: list[LayerState]) -> None:
         for state in states:
             self._replace(state, "fetch", partial(self._fetch, state, state.fetch))
+            self._replace(state.gradients, "prepare", partial(self._prepare, state.gradients.prepare))
             self._replace(state.gradients, "back_up", partial(self._back_up, state, state.gradients.back_up))
             for chunk in state.chunks:
                 self._replace(chunk, "start_fetch", partial(self._start_fetch, state, chunk, chunk.start_fetch))
@@ -182,8 +183,11 @@ class _Recorder:
         nbytes = _received(chunk, chunk.compute_dtype.itemsize)
         start_fetch(_TimedLane(lane, self, state, "fetch", iter([nbytes])))
 
-    def _back_up(self, state: LayerState, back_up: Callable[..., Any], prepared: object, lane: Lane, communicator: object) -> Any:
+    def _prepare(self, prepare: Callable[..., Any], communicator: object) -> Any:
         self._close()
+        return prepare(communicator)
+
+    def _back_up(self, state: LayerState, back_up: Callable[..., Any], prepared: Any, lane: Lane, communicator: object) -> Any:
         trained = [chunk for chunk in state.chunks if chunk.shard.requires_grad]
         sizes = [_received(chunk, gradient_dtype(state.policy, chunk.shard.dtype).itemsize) for chunk in trained]
         return back_up(prepared, _TimedLane(lane, self, state, "backup", iter(sizes)), communicator)
