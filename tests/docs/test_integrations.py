@@ -38,5 +38,7 @@ def run(rank: Rank, name: str) -> bool:
 def test_an_example_of_the_integrations_runs(name: str) -> None:
     if name == "TRL":
         pytest.importorskip("trl")
-    assert set(EXAMPLES) == {"Trainer", "TRL", "accelerate"}
+    assert set(EXAMPLES) == {"Trainer", "TRL", "accelerate", "Lightning", "Fabric"}, (
+        "the last two are in tests/integrations/test_lightning.py"
+    )
     assert on_ranks(2, run, name) == [True, True]
