@@ -153,7 +153,7 @@ def test_full_state_dict_shows_its_progress(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     zero3.full_state_dict(model)
     shown = capsys.readouterr().err
-    assert "zero3: gathering layers" in shown and "layer/s" in shown and shown.endswith("\r"), "it leaves the line empty"
+    assert "zero3: gathering layers" in shown and "B/s" in shown and shown.endswith("\r"), "it leaves the line empty"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     zero3.load_full_state_dict(model, saved)
     assert "zero3: loading layers" in capsys.readouterr().err

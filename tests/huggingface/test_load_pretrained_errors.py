@@ -149,9 +149,14 @@ def test_ranks_that_see_different_files(tmp_path: Path) -> None:
 def test_one_path_with_other_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on machines with disks of their own."""
     saved("Llama", tmp_path)
-    listing = safetensors_files.SafetensorsFiles.listing
+    add = safetensors_files.SafetensorsFiles._add
     turns = iter(range(2))
-    monkeypatch.setattr(safetensors_files.SafetensorsFiles, "listing", lambda self: [f"{line}, {next(turns)}" for line in listing(self)])
+
+    def add_another(self: safetensors_files.SafetensorsFiles, name: str) -> None:
+        add(self, name)
+        self.listing[-1] += f", {next(turns)}"
+
+    monkeypatch.setattr(safetensors_files.SafetensorsFiles, "_add", add_another)
     error = error_of(lambda rank, model: zero3.load_pretrained(model, tmp_path))
     assert error_matches(error, r"ranks differ in the files that .* found: rank \d: model\.safetensors: \d+ bytes, header \w+, \d; rank")
 
