@@ -21,6 +21,7 @@ from zero3.comm.streams import StreamLane
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.slow,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, or the simulated one"),
 ]
 CYCLES = 3_000_000  # some ms

@@ -19,10 +19,12 @@ def test_a_stream_that_does_not_wait_sees_old_values() -> None:
     x.add_(1)
     with torch.cuda.stream(lane):
         early = x.clone()
+    torch.cuda.default_stream().wait_stream(lane)
     assert early.tolist() == [0.0] * 4
     with torch.cuda.stream(lane):
         lane.wait_stream(torch.cuda.default_stream())
         late = x.clone()
+    torch.cuda.default_stream().wait_stream(lane)
     assert late.tolist() == [1.0] * 4
 
 

@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.device.test_parity import in_order
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["shard", "bf16", "checkpoint_reentrant", "step_guard", "grad_scaler", "param_groups_whole", "save_and_load", "stage_1"]
 
 
+@pytest.mark.slow
 def test_under_another_name_the_bits_are_the_same() -> None:
     from tests.device.other_name import digest
 
