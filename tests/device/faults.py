@@ -7,6 +7,8 @@
 A fault is an edit of the package's text. The package is imported anew with it, beside the real one, and then forgotten.
 """
 
+import functools
+
 from tests.device import simulated
 
 import argparse  # isort: skip
@@ -26,9 +28,11 @@ from typing import Any, NamedTuple  # isort: skip
 import torch  # isort: skip
 
 from tests.device import scenarios as real_scenarios  # isort: skip
+from tests.device.training import scratch  # isort: skip
 from tests.device.ranks import run_ranks  # isort: skip
 
 PACKAGE = Path(real_scenarios.zero3.__file__).parent
+_ON_ZERO3 = ("tests.device.scenarios", "tests.device.training")
 POLICIES = ("random", "lanes", "compute", "demand")
 MEMORIES = ("strict", "exact")
 SEEDS = 2
@@ -192,7 +196,7 @@ class _Finder:
 @contextmanager
 def broken(fault: Fault) -> Iterator[Any]:
     """The scenarios, on a zero3 that has the fault."""
-    names = [name for name in sys.modules if name == "zero3" or name.startswith("zero3.") or name == "tests.device.scenarios"]
+    names = [name for name in sys.modules if name == "zero3" or name.startswith("zero3.") or name in _ON_ZERO3]
     real = {name: sys.modules.pop(name) for name in names}
     finder = _Finder(fault)
     sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
@@ -207,7 +211,7 @@ def broken(fault: Fault) -> Iterator[Any]:
 
 def values(scenarios: Any, name: str) -> list[list[torch.Tensor]]:
     elsewhere = name == ELSEWHERE
-    directory = scenarios.scratch()
+    directory = scratch()
 
     def body(rank: int) -> list[torch.Tensor]:
         device = torch.device("cuda", rank + 2 * elsewhere)
@@ -217,14 +221,10 @@ def values(scenarios: Any, name: str) -> list[list[torch.Tensor]]:
     return run_ranks(2, body, device_of=lambda rank: rank + 2 * elsewhere, set_device=not elsewhere)
 
 
-_expected: dict[str, list[list[torch.Tensor]]] = {}
-
-
+@functools.cache
 def expected(name: str) -> list[list[torch.Tensor]]:
-    if name not in _expected:
-        simulated.schedule(eager=True)
-        _expected[name] = values(real_scenarios, name)
-    return _expected[name]
+    simulated.schedule(eager=True)
+    return values(real_scenarios, name)
 
 
 def seen(scenarios: Any, name: str, policy: str, memory: str, seed: int) -> str:

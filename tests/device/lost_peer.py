@@ -8,7 +8,7 @@ from tests.device import simulated
 import torch  # isort: skip
 
 from tests.device.ranks import run_ranks  # isort: skip
-from tests.device.scenarios import Me, scratch, sgd, sharded, train  # isort: skip
+from tests.device.training import Me, scratch, sgd, sharded, train  # isort: skip
 
 
 def body(rank: int) -> None:

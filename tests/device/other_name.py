@@ -16,7 +16,8 @@ from pathlib import Path  # isort: skip
 import torch  # isort: skip
 
 from tests.device.ranks import run_ranks  # isort: skip
-from tests.device.scenarios import SCENARIOS, Me, scratch  # isort: skip
+from tests.device.scenarios import SCENARIOS  # isort: skip
+from tests.device.training import Me, scratch  # isort: skip
 
 
 def digest(ranks: list[list[torch.Tensor]]) -> str:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.device.scenarios import Me, in_sequence, loss_of, sgd, sharded, values
 from tests.device.test_order import on_host, run
 from tests.device.test_parity import assert_same
+from tests.device.training import Me, in_sequence, loss_of, sgd, sharded, values
 
 STEPS = 4
 ROOT = Path(__file__).parents[2]

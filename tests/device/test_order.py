@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero3
-from tests.device.scenarios import Block, Me, Stack, built, in_sequence, loss_of, scratch, sgd, sharded, train
 from tests.device.test_parity import assert_same, in_order
+from tests.device.training import Block, Me, Stack, built, in_sequence, loss_of, scratch, sgd, sharded, train
 
 POLICIES = ("random", "lanes", "compute", "demand")
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.device.scenarios import SCENARIOS, Me, scratch
+from tests.device.scenarios import SCENARIOS
+from tests.device.training import Me, scratch
 from tests.support import ranks as cpu
 
 WORLD = 2
