@@ -7,12 +7,11 @@
 A fault is an edit of the package's text. The package is imported anew with it, beside the real one, and then forgotten.
 """
 
-import functools
-
 from tests.device import simulated
 
 import argparse  # isort: skip
 import ast  # isort: skip
+import functools  # isort: skip
 import importlib  # isort: skip
 import logging  # isort: skip
 import os  # isort: skip
