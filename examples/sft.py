@@ -36,7 +36,8 @@ try:
     from finetuning.chats import TEMPLATE, load_chats, made_chats, prompts_of, small_config, small_tokenizer
     from zero3.integrations.transformers import Zero3Mixin
 except ImportError as error:
-    MISSING, Zero3Mixin, SFTTrainer, TrainerCallback = error, object, object, object  # which `--help` does without
+    MISSING, SFTTrainer, TrainerCallback = error, object, object  # which `--help` does without
+    Zero3Mixin = type("Zero3Mixin", (), {})  # a class cannot have one base twice
 
 VOCABULARY = 1024
 
