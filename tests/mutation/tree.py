@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-EACH_TEST = 120  # seconds, after which a test that hangs fails
+EACH_TEST = 300  # seconds, after which a test that hangs fails, as without this tool
 PYTEST = (
     "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", "-o", f"timeout={EACH_TEST}",
     "--assert=plain", "--hypothesis-profile=no_shrinking",  # nobody reads what they would tell, and it takes long
