@@ -364,7 +364,7 @@ class Life(RuleBasedStateMachine):
             mine = me.group.rank == unlucky
             me.blocks[where].blows = ("forward", Broken) if mine else None
             with pytest.raises(Broken if mine else RuntimeError, match=None if mine else f"rank {unlucky}: .*Broken"):
-                me.model(batches[me.group.rank])
+                me.model(batches[me.group.rank].requires_grad_())
             me.blocks[where].blows = None
             zero3.reset(me.model)
 
