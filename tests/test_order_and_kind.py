@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support import processes
-from tests.support.reference import Turn, check_parity
-from tests.support.stacks import WIDTH, Block, Stack, built, loss_of, stack, train
+from tests.support.reference import Turn
+from tests.support.stacks import WIDTH, Block, Stack, built, loss_of, stack
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 
@@ -30,17 +30,6 @@ class Asking(Stack):
 
 def shard(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.Module:
     return zero3.shard(model, process_group=group, policy=policy)
-
-
-@WORLDS
-def test_isinstance_of_a_layer_is_that_of_its_module(world_size: int) -> None:
-    check_parity(lambda: built(Asking), train, world_size=world_size, shard=shard)
-    model: Any = zero3.shard(built(Asking))
-    layer = model.blocks[0]
-    assert isinstance(layer, Block) and isinstance(layer, zero3.Zero3Layer) and isinstance(layer, nn.Module)
-    assert not isinstance(layer, nn.Sequential)
-    assert [type(module) for module in model.modules() if isinstance(module, zero3.Zero3Layer)] == [zero3.Zero3Layer] * 5
-    assert repr(layer).startswith("Zero3Layer(")
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -64,8 +53,3 @@ def on_a_process(rank: processes.Rank) -> float:
         assert one is other
     with zero3.resident(model):
         return loss_of(model, Turn(0, 0, 1)).item()
-
-
-def test_isinstance_on_processes() -> None:
-    expected = loss_of(built(Asking), Turn(0, 0, 1)).item()
-    assert processes.on_ranks(2, on_a_process) == pytest.approx([expected] * 2, rel=1e-12)

@@ -23,16 +23,7 @@ from .policy import ShardingPolicy
 __all__: list[str] = []
 
 
-class _Posing:
-    """Answers `isinstance` for the module that it wraps, too."""
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        module = vars(self).get("_modules", {}).get("module")
-        return type(self) if module is None else module.__class__
-
-
-class Zero3Layer(_Posing, nn.Module):
+class Zero3Layer(nn.Module):
     """Shards one module over the ranks of a process group (ZeRO stage 3).
 
     Each rank keeps 1/W of the parameters, as flat *chunks*. The full parameters exist only while the layer itself computes, in
