@@ -96,14 +96,25 @@ def test_out_of_memory_on_all_ranks_at_any_allocation(make: Callable[..., nn.Mod
         assert all(grown <= 512 for _, grown in found), f"allocation {number} of {count}: {found}"  # one answer of a comparison, on its way
 
 
+def _allocations_of_a_guard(me: Me) -> int:
+    from tests.device import simulated
+
+    model, counts = sharded(me), []
+    for step in range(2):  # the first guard learns
+        counts.append(simulated.C.allocations(me.device.index))
+        with zero3.step_guard(model):
+            loss_of(model, me, step).backward()
+    return int(simulated.C.allocations(me.device.index) - counts[1])
+
+
 @pytest.mark.slow
-@pytest.mark.xfail(reason="in some schedules the failing rank leaves a gather out, and the others stop", strict=False)
 def test_out_of_memory_on_one_rank_inside_step_guard_drops_the_micro_batch_on_all() -> None:
     from tests.device import simulated
 
     simulated.schedule("random", 2, progress=0.2)
     expected = run(2, lambda me: _steps(me, sharded(me), guarded=True))
-    for number in (1, 7, 25, 40, 55, 70, 85, 100):
+    count = min(run(2, _allocations_of_a_guard))
+    for number in [1, 2, *range(3, count, count // 10), count - 1, count]:  # the last two are those of the exchange at the end
 
         def body(me: Me, number: int = number) -> list[Tensor]:
             def fail(step: int) -> None:

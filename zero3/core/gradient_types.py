@@ -127,9 +127,10 @@ class DeferredGradient(Tensor):
     reduced: Tensor | None  # the reduced gradient of earlier backwards
 
     @classmethod
-    def like(cls, parameter: Tensor, layer: Callable[[], DefersReductions | None]) -> DeferredGradient:
-        """A deferred gradient for `parameter`, which may have a gradient already."""
-        nothing = torch.zeros((), dtype=parameter.grad_dtype, device=parameter.device)
+    def like(cls, parameter: Tensor, layer: Callable[[], DefersReductions | None], nothing: Tensor | None = None) -> DeferredGradient:
+        """A deferred gradient for `parameter`, which may have a gradient already. `nothing`: 0-dim, memory for it, which nobody reads."""
+        if nothing is None:
+            nothing = torch.zeros((), dtype=parameter.grad_dtype, device=parameter.device)
         deferred = torch.Tensor._make_subclass(cls, nothing.expand(parameter.shape))  # as_subclass would make a view of `nothing`
         deferred.zeroed, deferred.layer = False, layer
         before = parameter.grad

@@ -42,6 +42,7 @@ class TransactionalReducer(GradientReducer):
     _staged: tuple[tuple[Tensor, Tensor], ...] = ()  # the arguments of `_take`, for the commit
     _placed: tuple[tuple[Part, Tensor], ...] | None = None  # in a `step_guard`: what stands for the parts' gradients until the commit
     _disturbed = False
+    _nothing: Tensor | None = None  # kept, so that a later `step_guard` begins without an allocation, which may fail on one rank alone
 
     @property
     def undecided(self) -> bool:  # type: ignore[override]
@@ -67,7 +68,9 @@ class TransactionalReducer(GradientReducer):
         self._begin()
         for part in self._chunk.parts if not self.disturbed else ():
             if part.parameter.requires_grad and not isinstance(part.parameter.grad, DeferredGradient):
-                part.parameter.grad = DeferredGradient.like(part.parameter, weakref.ref(layer))
+                if self._nothing is None:
+                    self._nothing = torch.zeros((), dtype=part.parameter.grad_dtype, device=part.parameter.device)
+                part.parameter.grad = DeferredGradient.like(part.parameter, weakref.ref(layer), self._nothing)
         self._note_placed()
 
     def _note_placed(self) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from ..access import reset, states_of
 from ..comm.agreement import agree, tell_all
 from ..core.coordination import Action, Activity, Gate, gate_for
-from ..core.layer_state import reducers_of
+from ..core.layer_state import LayerState, reducers_of
 from ..core.runtime import Runtime
 from ..core.transactions import TransactionalReducer, hold, let_go
 from ..layer import layers_of
@@ -91,6 +91,7 @@ class CollectiveReplay:
         if any(state.gradients.holds for state in self._states):
             raise ValueError(f"rank {self.rank}: zero3.step_guard inside another one: give each micro-batch one guard")
         self._done: list[_Operation] = []
+        self._held: list[LayerState] = []
         self._kind = tuple((s.gradients.deferred, *(chunk.shard.requires_grad for chunk in s.chunks)) for s in self._states)
         self._versions = self._chunk_versions()
         scripts: dict[object, _Script] = next((runtime.replays for runtime in self._runtimes()), {})
@@ -101,9 +102,14 @@ class CollectiveReplay:
         numbers: dict[object, int] = {state: number for number, state in enumerate(self._states)}
         for backward in {state.gradients.backward() for state in self._states} - {None}:
             backward.forget_zeroed()  # what was zeroed before the guard is no mistake
-        for state in self._states:
-            hold(state.gradients)
-            state.gate = _RecordingGate(state.gate, numbers, self._done)
+        try:
+            for state in self._states:
+                self._held.append(state)
+                hold(state.gradients)
+                state.gate = _RecordingGate(state.gate, numbers, self._done)
+        except BaseException:
+            self.close(keep=False)
+            raise
 
     def _runtimes(self) -> list[Runtime]:
         return list(dict.fromkeys(layer._runtime for layer in layers_of(self._model) if layer._runtime is not None))
@@ -153,10 +159,13 @@ class CollectiveReplay:
         Raises:
             RuntimeError: a rank has done what does not belong into the guard; on every rank.
         """
-        first = self._states[0]
         mistake = mistake or self._mistake()
         text = f"{_MISTAKE}{mistake}" if mistake is not None else failure
-        told = tell_all(first.communicator, first.device, "the end of a guarded micro-batch", text, first.log.digest)
+        try:
+            told = self._tell_all(text)
+        except torch.OutOfMemoryError as error:  # for the nine bytes: nothing is sent yet
+            reset(self._model)
+            told = self._tell_all(text or f"{type(error).__name__}: {error}")
         errors = {rank: what for rank, what in enumerate(told) if what}
         if not errors:
             self._learn()
@@ -168,6 +177,10 @@ class CollectiveReplay:
                 raise RuntimeError(f"rank {rank}: {what.removeprefix(_MISTAKE)}")
         logging.getLogger("zero3").warning("a micro-batch was dropped on all ranks: %s", errors)
         return errors
+
+    def _tell_all(self, text: str) -> list[str]:
+        first = self._states[0]
+        return tell_all(first.communicator, first.device, "the end of a guarded micro-batch", text, first.log.digest)
 
     def _mistake(self) -> RuntimeError | None:
         """What this rank has done inside the guard that the other ranks may not have done."""
@@ -184,10 +197,10 @@ class CollectiveReplay:
         return None
 
     def close(self, *, keep: bool) -> None:
-        for reducer in reducers_of(self._states) if not keep else ():
+        for reducer in reducers_of(self._held) if not keep else ():
             if isinstance(reducer, TransactionalReducer):
                 reducer.roll_back()
-        for state in self._states:
+        for state in self._held:
             state.gate = state.gate.inner if isinstance(state.gate, _RecordingGate) else gate_for(state.policy.compare_every)
             let_go(state.gradients)
 
