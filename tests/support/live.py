@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -41,6 +42,13 @@ class LiveBytes(TorchDispatchMode):
         sizes = {address: storage.nbytes() for address, storage in alive if storage is not None}
         self._storages = {address: self._storages[address] for address in sizes}
         return sum(sizes.values())
+
+    def settled(self, limit: int, patience: float = 10.0) -> int:
+        """`now`, once it is within `limit`: a backend's thread may let go of what it has sent a moment after the wait for it."""
+        until = time.monotonic() + patience
+        while self.now > limit and time.monotonic() < until:
+            time.sleep(0.001)
+        return self.now
 
     def peak_of(self, body: Callable[[], object]) -> int:
         """The most that was alive after any operation of `body`."""
