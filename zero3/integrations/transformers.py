@@ -100,6 +100,8 @@ class Zero3Mixin(_Base):
                 "auto_find_batch_size=True: one rank may run out of memory where the others do not, and they would go on with different "
                 "batches. Set per_device_train_batch_size"
             )
+        if self.args.fsdp or self.args.deepspeed:
+            raise ValueError("fsdp or deepspeed among the training arguments: zero3 shards the model itself. Leave them out")
         accumulation = self.args.accelerator_config.gradient_accumulation_kwargs or {}
         self.accelerator.__class__ = Zero3Accelerator  # the Trainer makes one of a class that it names itself
         self.accelerator.shards_with(*self._zero3_choice, accumulation.get("sync_each_batch", True), head_in_root=self._is_of_trl())
