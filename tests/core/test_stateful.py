@@ -29,7 +29,7 @@ from tests.support.crew import Crew, Member
 from tests.support.models import WIDTH, seeded
 from tests.support.reference import assert_at_rest, assert_close, full_parameters, in_place, in_sequence, nested, process_group
 from zero3.access import states_of
-from zero3.core.layer_state import Presence
+from zero3.core.layer_state import Presence, reducers_of
 
 EXAMPLES = int(os.environ.get("ZERO3_EXAMPLES", "25"))
 BLOCKS = 3
@@ -184,10 +184,11 @@ class Life(RuleBasedStateMachine):
         self.at_rest = self._live_bytes()
 
     def _live_bytes(self) -> list[int]:
-        """Of each rank, without what its optimizer holds."""
+        """Of each rank, without what its optimizer holds, and the one number a chunk that a first `step_guard` leaves for the next one."""
 
         def count(me: Member) -> int:
             held = [value for state in me.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+            held += filter(torch.is_tensor, (getattr(each, "_nothing", None) for each in reducers_of(states_of(me.model))))
             return me.live.now - sum(tensor.nbytes for tensor in held)
 
         return self.crew.each(count)
