@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -23,7 +22,6 @@ from tests.support.reference import TOLERANCE, Turn, assert_at_rest, assert_clos
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
 
 LAYERS_OF_MODEL = 3
-ONE_GENERATOR = threading.Lock()  # which all threads share: models are made one at a time
 
 
 class Broken(Exception):
@@ -54,10 +52,8 @@ def fused() -> nn.Sequential:
 
 def sharded(group: ThreadCommunicator, build: Callable[[], nn.Module] = fused, **policy: Any) -> Zero3Sequential:
     chosen = ShardingPolicy(**policy)
-    with ONE_GENERATOR:
-        modules = build()
     process_group = group if group.world_size > 1 else None
-    return Zero3Sequential([Zero3Layer(module, policy=chosen, process_group=process_group) for module in modules])
+    return Zero3Sequential([Zero3Layer(module, policy=chosen, process_group=process_group) for module in build()])
 
 
 def batch(rank: int, number: int) -> Tensor:

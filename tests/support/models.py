@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 5  # odd, so that slices cut through parameters and padding is needed
+ONE_GENERATOR = threading.RLock()  # which ranks that are threads share: they make models one at a time
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 
 
@@ -21,7 +23,7 @@ def rows(count: int) -> Tensor:
 
 def seeded(*makers: Callable[[], nn.Module], seed: int = 0) -> nn.Sequential:
     """The modules in sequence, as fp64, with the same values every time."""
-    with torch.random.fork_rng(devices=[]):
+    with ONE_GENERATOR, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(*(make() for make in makers)).double()
 
