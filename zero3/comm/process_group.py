@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # now, because its default arguments keep the group that there is when it is imported
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.functional import pad
