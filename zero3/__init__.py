@@ -15,6 +15,7 @@ from .huggingface.load_pretrained import load_pretrained
 from .huggingface.save_pretrained import save_pretrained
 from .layer import Zero3Layer
 from .materialize import materialize
+from .offload.activations import offload_activations
 from .optim.check_optimizer import check_optimizer
 from .optim.clipping import clip_grad_norm_
 from .optim.grad_scaler import GradScaler
@@ -59,6 +60,7 @@ __all__ = [
     "materialize",
     "named_gradients",
     "no_sync",
+    "offload_activations",
     "param_groups",
     "parameter_norms",
     "profile",
