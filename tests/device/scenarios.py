@@ -123,6 +123,25 @@ def param_groups_whole(me: Me) -> list[Tensor]:
     return train(model, me, optimizer=torch.optim.AdamW(groups, lr=0.01, foreach=True))
 
 
+def _offload_activations(me: Me, make: Callable[[], nn.Module], to: Any = "cpu") -> list[Tensor]:
+    """One graph is dropped, with its tensors on their way, in every step."""
+    model, offloaded = sharded(me, lambda: Stack(make)), zero3.offload_activations(to, min_bytes=1)
+    optimizer = sgd(model)
+    for step in range(3):
+        with offloaded:
+            loss_of(model, me, step)
+            loss = loss_of(model, me, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+SCENARIOS["offload_activations"] = lambda me: _offload_activations(me, Block)
+SCENARIOS["offload_activations_checkpoint"] = lambda me: _offload_activations(me, lambda: Block(reentrant=False))
+SCENARIOS["offload_activations_to_a_file"] = lambda me: _offload_activations(me, Block, me.directory)
+
+
 @scenario
 def save_and_load(me: Me) -> list[Tensor]:
     """A checkpoint, written while training goes on; another model goes on from it."""

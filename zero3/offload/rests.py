@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -71,29 +70,32 @@ class InFile:
     def __init__(self, file: ScratchFile, flat: Tensor, lane: Lane) -> None:
         self._file, self._device, self._nbytes = file, flat.device, flat.nbytes
         self._place: int | None = None
-        self._host = torch.empty(0)
-        self._mark: Mark | None = None
-        copy: Callable[[], Tensor] = lambda: flat  # noqa: E731
+        self._host: Tensor | None = None
+        self._passing: tuple[Tensor, OnHost, Mark] | None = None  # the tensor, its copy, and the end of copying
         if has_streams(flat.device):
-            self._busy = flat  # until the mark
             with lane.issue():
-                copy = OnHost(flat).tensor
-                self._mark = lane.complete(Done())
-        self._job = file.submit(lambda: self._write(copy()))
+                self._passing = (flat, OnHost(flat), lane.complete(Done()))
+        else:
+            self._job = file.submit(lambda: self._write(flat))
 
     def _write(self, host: Tensor) -> None:
         place = self._file.place(self._nbytes)
         self._file.write(place, host)
         self._place = place
 
-    def _settle(self) -> None:
-        if self._mark is not None:
-            self._mark.wait()
-            self._mark = None
-            del self._busy
+    def _settle(self) -> OnHost | None:
+        if self._passing is None:
+            return None
+        _, copy, mark = self._passing
+        mark.wait()
+        self._passing = None
+        return copy
 
     def left(self) -> bool:
-        self._settle()
+        """For a tensor of an accelerator, the host waits for its copy. So little pinned memory is in use at any time."""
+        if (copy := self._settle()) is not None:
+            host = copy.tensor()
+            self._job = self._file.submit(lambda: self._write(host))
         try:
             self._job.result()
         except OSError as error:
@@ -101,15 +103,15 @@ class InFile:
         return self._place is not None
 
     def come(self) -> None:
-        place = self._place
+        place, host = self._place, torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=has_streams(self._device))
         assert place is not None
-        self._host = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=has_streams(self._device))
-        host = self._host
+        self._host = host
         self._job = self._file.submit(lambda: self._file.read(place, host))
 
     def arrived(self) -> Tensor:
         self._job.result()
-        host, self._host = self._host, torch.empty(0)
+        host, self._host = self._host, None
+        assert host is not None
         return host.to(self._device, non_blocking=True)
 
     def __del__(self) -> None:
