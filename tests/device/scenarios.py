@@ -124,12 +124,23 @@ def param_groups_whole(me: Me) -> list[Tensor]:
 
 
 def _offload_activations(me: Me, make: Callable[[], nn.Module], to: Any = "cpu") -> list[Tensor]:
-    """One graph is dropped, with its tensors on their way, in every step."""
+    """In every step one graph is dropped with its tensors on their way out, and one with tensors on their way back."""
     model, offloaded = sharded(me, lambda: Stack(make)), zero3.offload_activations(to, min_bytes=1)
     optimizer = sgd(model)
+
+    def fails(*_: Any) -> None:
+        raise ArithmeticError("as told")
+
     for step in range(3):
         with offloaded:
             loss_of(model, me, step)
+            with model.blocks[1].register_forward_hook(lambda module, inputs, output: output.register_hook(fails) and None):
+                loss = loss_of(model, me, step)
+        with suppress(ArithmeticError):
+            loss.backward()
+        zero3.reset(model)
+        del loss
+        with offloaded:
             loss = loss_of(model, me, step)
         loss.backward()
         optimizer.step()
