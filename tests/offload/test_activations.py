@@ -155,7 +155,7 @@ def test_strides_survive(order: list[int], steps: tuple[int, int, int], expands:
     base = torch.arange(4 * 6 * 8, dtype=torch.float32).view(4, 6, 8)
     tensor = base.permute(order)[:: steps[0], :: steps[1], :: steps[2]]
     tensor = tensor[..., None].expand(*tensor.shape, 2) if expands else tensor
-    offloaded = zero3.offload_activations("/tmp", min_bytes=1)
+    offloaded: Any = zero3.offload_activations("/tmp", min_bytes=1)
     packed = offloaded._store.pack(tensor)
     assert not isinstance(packed, Tensor)
     for turn in range(2):
@@ -240,6 +240,6 @@ def test_bad_directories(tmp_path: Path) -> None:
 
 def test_on_the_cpu_nothing_moves_to_the_cpu() -> None:
     x = torch.full((400,), 0.9, requires_grad=True)
-    offloaded = zero3.offload_activations(min_bytes=1)
+    offloaded: Any = zero3.offload_activations(min_bytes=1)
     through(offloaded, x)[0].backward()
     assert offloaded._store._count == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
 from weakref import WeakValueDictionary
@@ -26,37 +27,36 @@ __all__: list[str] = []
 _LOOKS_BACK = 32  # tensors among which those to read ahead are looked for
 
 
-def offload_activations(to: str | os.PathLike[str] = "cpu", *, min_bytes: int = 1 << 16) -> OffloadedActivations:
+def offload_activations(to: str | os.PathLike[str] = "cpu", *, min_bytes: int = 1 << 16) -> AbstractContextManager[object]:
     """Context for a forward: what the graph saves goes out, and comes back ahead of its use in backward.
 
     Views of parameters are never among it. Gradients are the same, to the bit. Works for any model, sharded or not, and saves most
     beside gradient checkpointing, of which it takes the inputs of the blocks.
-
-    The same object may be entered again in every step; then it keeps its file and its stream.
 
     Args:
         to: "cpu": from an accelerator to pinned memory of the host, beside the computation. (Of a model on the CPU, nothing moves.)
             Or a directory, on a local disk: to a file there, without a name, which vanishes with the process.
         min_bytes: Smaller tensors stay.
 
-    Raises:
-        ValueError: There is no such directory, or no file can be made in it.
+    Returns:
+        The context. It may be entered again, in every step; so it keeps its file and its stream.
 
-    A disk that is full is a warning: what finds no place stays in memory.
+    Raises:
+        ValueError: There is no such directory, or no file can be made in it. (A disk that is full later is a warning: what finds no
+            place stays in memory.)
+        RuntimeError: In backward: a tensor was changed in place before its copy was made.
 
     Example::
 
-        offloaded = zero3.offload_activations("/local/scratch")
-        for batch in batches:
-            with offloaded:
-                loss = model(batch)
-            loss.backward()
+        with zero3.offload_activations():
+            loss = loss_of(model, batch)
+        loss.backward()
     """
-    return OffloadedActivations(None if to == "cpu" else os.fspath(to), min_bytes)
+    return _Offloaded(None if to == "cpu" else os.fspath(to), min_bytes)
 
 
-class OffloadedActivations:
-    """The context that `zero3.offload_activations` returns."""
+class _Offloaded:
+    """`saved_tensors_hooks` that may be entered again."""
 
     def __init__(self, directory: str | None, min_bytes: int) -> None:
         self._store = _Store(ScratchFile(directory) if directory is not None else None, min_bytes)
@@ -145,10 +145,10 @@ class _Saved:
     def is_of(self, tensor: Tensor) -> bool:
         """Whether this is the same tensor, saved by another operation."""
         flat = self._flat
-        if flat is None or tensor._version != self._version or tensor.untyped_storage() is not flat.untyped_storage():
+        if flat is None:
             return False
-        mine = (self._shape, self._stride, self._dtype, flat.storage_offset())
-        return mine == (tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset())
+        mine = (self._shape, self._stride, self._dtype, flat.data_ptr(), self._version)  # alive, so nothing else can lie there
+        return mine == (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr(), tensor._version)
 
     def leave(self) -> None:
         """Frees the tensor's own memory, once the copy is made. It stays if no place is found for it."""

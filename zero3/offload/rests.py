@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -70,13 +71,13 @@ class InFile:
     def __init__(self, file: ScratchFile, flat: Tensor, lane: Lane) -> None:
         self._file, self._device, self._nbytes = file, flat.device, flat.nbytes
         self._place: int | None = None
-        self._host: Tensor | None = None
+        self._host = torch.empty(0)  # on the way back
         self._passing: tuple[Tensor, OnHost, Mark] | None = None  # the tensor, its copy, and the end of copying
         if has_streams(flat.device):
             with lane.issue():
                 self._passing = (flat, OnHost(flat), lane.complete(Done()))
         else:
-            self._job = file.submit(lambda: self._write(flat))
+            self._job = file.submit(partial(self._write, flat))
 
     def _write(self, host: Tensor) -> None:
         place = self._file.place(self._nbytes)
@@ -95,7 +96,7 @@ class InFile:
         """For a tensor of an accelerator, the host waits for its copy. So little pinned memory is in use at any time."""
         if (copy := self._settle()) is not None:
             host = copy.tensor()
-            self._job = self._file.submit(lambda: self._write(host))
+            self._job = self._file.submit(partial(self._write, host))
         try:
             self._job.result()
         except OSError as error:
@@ -103,15 +104,12 @@ class InFile:
         return self._place is not None
 
     def come(self) -> None:
-        place, host = self._place, torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=has_streams(self._device))
-        assert place is not None
-        self._host = host
-        self._job = self._file.submit(lambda: self._file.read(place, host))
+        self._host = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=has_streams(self._device))
+        self._job = self._file.submit(partial(self._file.read, self._place or 0, self._host))
 
     def arrived(self) -> Tensor:
         self._job.result()
-        host, self._host = self._host, None
-        assert host is not None
+        host, self._host = self._host, torch.empty(0)
         return host.to(self._device, non_blocking=True)
 
     def __del__(self) -> None:
