@@ -13,7 +13,7 @@ from .core.layer_state import LayerState
 from .core.parameters import named
 from .core.pinning import Pin, pin, unpin, write_back
 from .core.transforms import transformable
-from .layer import layers_of
+from .layer import layers_of, states_in
 
 __all__: list[str] = []
 
@@ -283,7 +283,7 @@ def states_of(module: nn.Module) -> list[LayerState]:
 def _states_in(module: nn.Module) -> list[LayerState]:
     if not isinstance(module, nn.Module):  # callers may pass parameters, as to torch's own clip_grad_norm_
         raise TypeError(f"expected the sharded model, an nn.Module, found a {type(module).__name__}: pass the model, not its parameters")
-    states = [layer._state for layer in layers_of(module)]
+    states = states_in(module)
     states += [root for inner in module.modules() if isinstance(root := vars(inner).get("_zero3_root"), LayerState)]
     for inner in module.modules():
         for value in [*vars(inner).values(), *inner._parameters.values()]:
