@@ -29,6 +29,8 @@ def choose(model: nn.Module, layers: Layers) -> list[tuple[Named, ...]]:
         TypeError: `layers` is neither a class, several classes or modules, nor a predicate.
     """
     inside = [Named(name, module) for name, module in model.named_modules() if module is not model]
+    # torch.compile's wrapper is called in place of the module in it, and calls what it has found there when it was made
+    wrappers = {id(inner): module for _, module in inside if (inner := module._modules.get("_orig_mod")) is not None}
     together: dict[int, tuple[nn.Module, ...]] = {}
     if layers is None:
         wanted = _automatic(model, inside)
@@ -36,8 +38,10 @@ def choose(model: nn.Module, layers: Layers) -> list[tuple[Named, ...]]:
         wanted = {id(module) for name, module in inside if layers(name, module)}
     else:
         items = _checked([layers] if isinstance(layers, (type, nn.Module)) else layers)
-        together = _together([item for item in items if isinstance(item, tuple)])
+        groups: list[tuple[nn.Module, ...]] = [item for item in items if isinstance(item, tuple)]
+        together = _together([tuple(wrappers.get(id(each), each) for each in group) for group in groups])
         wanted = _modules_named(inside, [each for item in items for each in (item if isinstance(item, tuple) else [item])])
+    wanted = {id(wrappers[module]) if module in wrappers else module for module in wanted}
     chosen = [each for each in inside if id(each.module) in wanted]
     if not chosen:
         kinds = dict.fromkeys(type(module).__name__ for _, module in inside if is_callable(module))

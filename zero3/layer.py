@@ -12,6 +12,7 @@ from torch import nn
 
 from .comm.plain_values import name_of
 from .core.autograd import attributes_of, mark_upstream, tensors_in, uncached_autocast
+from .core.compiled import ends_graphs
 from .core.construction import Request, all_but, build_state
 from .core.layer_state import LayerState
 from .core.module_overrides import Override, check_conversion, guard, guard_layer, refuse, refuse_load_state_dict, refuse_state_dict
@@ -117,6 +118,7 @@ class Zero3Layer(nn.Module):
 
     # -- one call
 
+    @ends_graphs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         runtime = self._runtime
         if runtime is None or (len(runtime.layers) == 1 and torch.is_grad_enabled()):
@@ -240,6 +242,7 @@ class RootEntry(Override):
         super().__init__(module, name, run_sharded)
         self.root, self.runtime = weakref.ref(root), weakref.ref(runtime)  # the model holds the root, its layers the runtime
 
+    @ends_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, root, runtime = self._module(), self.root(), self.runtime()
         if module is None or root is None or runtime is None:

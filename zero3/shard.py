@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from torch import nn
 
 from .access import pinned
 from .auto_wrap import Layers, Named, choose, tied_across
+from .core.compiled import check_compiled
 from .core.construction import Request, agree_on, build_state, device_of
 from .core.ignored import without_ignored
 from .core.layer_state import LayerState
@@ -134,9 +135,18 @@ def _plan(common: Request, layers: Layers) -> _Plan:
     everything = find_parameters(model, lambda module: False)  # all together, because parameters of two layers may overlap
     check_parameters(without_ignored(everything, common.policy), common.dtype, type(model).__name__)
     chosen = choose(model, layers)
+    check_compiled(_outside_or_around(model, {id(module) for part in chosen for _, module in part}))
     tied = tied_across(model, chosen)
     apart = replace(common, elsewhere=frozenset(tied))
     return _Plan([_part(apart, part) for part in chosen], replace(common, borrowed=tuple(tied.values())))
+
+
+def _outside_or_around(model: nn.Module, layers: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in no layer, and those around a layer."""
+    inside = {id(inner) for module in model.modules() if id(module) in layers for inner in module.modules()}
+    for name, module in model.named_modules():
+        if id(module) not in inside or any(id(inner) in layers for inner in module.modules() if inner is not module):
+            yield name, module
 
 
 def _part(common: Request, modules: tuple[Named, ...]) -> Request:
