@@ -218,6 +218,21 @@ def test_a_backward_that_ends_between_two_modules_of_a_layer_leaves_nothing_fetc
     run_ranks(2, body)
 
 
+def test_a_forward_that_calls_one_module_of_a_layer_alone_leaves_nothing_fetched() -> None:
+    models = [built(lambda: Odd(*[Block(7 + i) for i in range(3)])) for _ in range(2)]
+
+    def body(group: ThreadCommunicator) -> None:
+        model: Any = shard(models[group.rank], group, ShardingPolicy())
+        model.order = (0, 1)
+        with torch.no_grad():
+            loss_of(model, Turn(0, 0, 1))
+        assert_at_rest(model)
+        train(model, Turn(0, 0, 1))
+        assert_at_rest(model)
+
+    run_ranks(2, body)
+
+
 # -- everything else that knows layers
 
 
@@ -300,7 +315,7 @@ def test_policies_of_a_layer_of_several_modules_are_those_of_its_first() -> None
         (lambda m: [(m, m.head)], ValueError, "a Linear together with a module that it is inside of"),
         (lambda m: [(m, nn.Linear(2, 2))], ValueError, "a Stack that is no submodule of the model"),
         (lambda m: [()], ValueError, "matches no submodule"),
-        (lambda m: [{m.embed, m.head}], TypeError, "expected module classes, modules, or tuples of modules"),
+        (lambda m: [{m.embed, m.head}], TypeError, "expected module classes or modules, or tuples of modules"),
     ],
 )
 def test_what_can_be_no_layer_is_refused_by_name(layers: Any, error: type[Exception], message: str) -> None:

@@ -70,7 +70,7 @@ def _checked(layers: Any) -> list[Any]:
             found = wrong[0] if wrong else item
             raise TypeError(
                 f"layers holds {found!r} of type {type(found).__name__}, expected "
-                + ("modules alone in what becomes one layer" if wrong else "module classes, modules, or tuples of modules")
+                + ("modules alone in what becomes one layer" if wrong else "module classes or modules, or tuples of modules")
             )
     return items
 
