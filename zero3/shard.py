@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from .access import pinned
-from .auto_wrap import Layers, choose, tied_across
+from .auto_wrap import Layers, Named, choose, tied_across
+from .core.compiled import check_compiled
 from .core.construction import Request, agree_on, build_state, device_of
 from .core.ignored import without_ignored
 from .core.layer_state import LayerState
@@ -51,7 +52,9 @@ def shard(
     Args:
         model: Any module that is not sharded yet, with values or on the meta device.
         layers: The submodules that become layers: a class, several classes or modules, or a predicate `(name, module) -> bool`. A
-            match inside a match becomes an inner layer, which is released while the rest of the outer layer computes. None takes:
+            match inside a match becomes an inner layer, which is released while the rest of the outer layer computes. A tuple
+            among several, as `[*model.blocks, (model.embed, model.head)]`, is one layer of modules that need not stand together:
+            it is gathered when the first of them is called, and stays until each has been called. None takes:
 
             * blocks: the elements of each outermost `ModuleList` that holds at least a tenth of the parameters, or of the largest
               one if none does; then of every list with elements of a tenth of the largest block, such as a vision tower's. If an
@@ -89,17 +92,25 @@ def shard(
     common = Request(model, rank, world_size, device, dtype, one, process_group, label=f"the root ({type(model).__name__})")
     plan = _agreed_plan(common, layers, policy)
     for request in plan.layers:
-        _put(model, request.module, Zero3Layer._from_request(request))
+        for module, layer in zip(request.modules, Zero3Layer._from_request(request, plan.will_be_layer), strict=True):
+            _put(model, module, layer)
     root = build_state(plan.root, is_layer)
     _enter_through_root(root, model)
     _report(model, root)
     return model
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Plan:
-    layers: list[Request]  # inner before outer
+    layers: list[Request]
     root: Request
+
+    def will_be_layer(self, module: nn.Module) -> bool:
+        return is_layer(module) or id(module) in self._ids
+
+    @cached_property
+    def _ids(self) -> set[int]:
+        return {id(module) for request in self.layers for module in request.modules}
 
 
 def _agreed_plan(common: Request, layers: Layers, policy: ShardingPolicy | PolicyOf) -> _Plan:
@@ -110,8 +121,7 @@ def _agreed_plan(common: Request, layers: Layers, policy: ShardingPolicy | Polic
         plan = _with_policies(_plan(common, layers), policy)
     except Exception as caught:  # whatever a predicate raises: the other ranks wait to hear of it
         error = caught
-    own = {id(request.module) for request in plan.layers}
-    agree_on([plan.root, *plan.layers], lambda module: is_layer(module) or id(module) in own, error)
+    agree_on([plan.root, *plan.layers], plan.will_be_layer, error)
     return plan
 
 
@@ -125,13 +135,28 @@ def _plan(common: Request, layers: Layers) -> _Plan:
     everything = find_parameters(model, lambda module: False)  # all together, because parameters of two layers may overlap
     check_parameters(without_ignored(everything, common.policy), common.dtype, type(model).__name__)
     chosen = choose(model, layers)
-    ids = {id(module) for _, module in chosen}
+    check_compiled(_outside_or_around(model, {id(module) for part in chosen for _, module in part}))
     tied = tied_across(model, chosen)
-    elsewhere = frozenset(tied)
-    named = [(own_module_name(name), module) for name, module in chosen]
-    parts = [replace(common, module=m, label=f"{n!r} ({type(m).__name__})", prefix=f"{n}.", elsewhere=elsewhere) for n, m in named]
-    parts.sort(key=lambda part: sum(id(inner) in ids for inner in part.module.modules()))  # inner before outer
-    return _Plan(parts, replace(common, borrowed=tuple(tied.values())))
+    apart = replace(common, elsewhere=frozenset(tied))
+    return _Plan([_part(apart, part) for part in chosen], replace(common, borrowed=tuple(tied.values())))
+
+
+def _outside_or_around(model: nn.Module, layers: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in no layer, and those around a layer."""
+    inside = {id(inner) for module in model.modules() if id(module) in layers for inner in module.modules()}
+    for name, module in model.named_modules():
+        if id(module) not in inside or any(id(inner) in layers for inner in module.modules() if inner is not module):
+            yield name, module
+
+
+def _part(common: Request, modules: tuple[Named, ...]) -> Request:
+    named = [(own_module_name(name), module) for name, module in modules]
+    label = " and ".join(f"{name!r} ({type(module).__name__})" for name, module in named)
+    if len(named) == 1:
+        return replace(common, module=named[0][1], label=label, prefix=f"{named[0][0]}.")
+    holder = nn.Module()
+    holder._modules.update(named)
+    return replace(common, module=holder, label=label, together=tuple(module for _, module in named))
 
 
 def _with_policies(plan: _Plan, policy: ShardingPolicy | PolicyOf) -> _Plan:
@@ -142,7 +167,7 @@ def _with_policies(plan: _Plan, policy: ShardingPolicy | PolicyOf) -> _Plan:
         raise TypeError(f"policy must be a zero3.ShardingPolicy or (name, module) -> ShardingPolicy, found {type(policy).__name__}")
     names = {id(module): name for name, module in plan.root.module.named_modules()}
     return _Plan(
-        [replace(part, policy=policy(names[id(part.module)], part.module)) for part in plan.layers],
+        [replace(part, policy=policy(names[id(part.modules[0])], part.modules[0])) for part in plan.layers],
         replace(plan.root, policy=policy("", plan.root.module)),
     )
 
@@ -184,13 +209,16 @@ def _generate(root: weakref.ref[LayerState], module: nn.Module, generate: Callab
 def _report(model: nn.Module, root: LayerState) -> None:
     if root.communicator.rank != 0:
         return
-    kinds: dict[str, list[int]] = {}
+    of: dict[LayerState, list[str]] = {}
     for layer in layers_of(model):
-        kinds.setdefault(type(layer.module).__name__, []).append(layer._state.full_nbytes())
+        of.setdefault(layer._state, []).append(type(layer.module).__name__)
+    kinds: dict[str, list[int]] = {}
+    for state, names in of.items():
+        kinds.setdefault(" and ".join(names), []).append(state.full_nbytes())
     parts = ", ".join(f"{len(sizes)} x {kind} (each up to {megabytes(max(sizes))})" for kind, sizes in kinds.items())
     own, largest = root.full_nbytes(), max(max(sizes) for sizes in kinds.values())
-    names = [sharded.sites.name for sharded in root.parameters]
-    listed = ", ".join(names[:6]) + (" ..." if len(names) > 6 else "") if names else "nothing"
+    own_names = [sharded.sites.name for sharded in root.parameters]
+    listed = ", ".join(own_names[:6]) + (" ..." if len(own_names) > 6 else "") if own_names else "nothing"
     _log.info("%s: %s; in the root's own layer %s (%s)", type(model).__name__, parts, megabytes(own), listed)
     if own > largest:
         _log.warning(

@@ -45,7 +45,7 @@ class LayerState:
     kept      | hidden                           | all values     | release or finish_fetch
     """
 
-    def __init__(self, label: str, communicator: Communicator, device: torch.device, policy: ShardingPolicy) -> None:
+    def __init__(self, label: str, communicator: Communicator, device: torch.device, policy: ShardingPolicy, modules: int = 1) -> None:
         self.subject = Subject(f"layer {label}")
         self.identity = communicator.channel  # a random number, the same on all ranks; labels may differ between ranks
         self.communicator = communicator
@@ -60,6 +60,7 @@ class LayerState:
         self.presence = Presence.RELEASED
         self.stays_whole = not shards_parameters(policy)  # stages 1 and 2: the layer is kept from step to step
         self.keeps_until_backward = keeps_until_backward(policy)
+        self.modules, self.calls_left = modules, 0  # of a layer of several modules: for how many calls of this pass it stays fetched
         self.toggled = False  # whether a parameter's `requires_grad` may differ from its chunk's: see `requires_grad`
         self.resident = 0  # the number of `resident` contexts that the layer is in
         self.registry: dict[str, nn.Parameter | None] = {}  # the `_parameters` of the module that lists the chunks
@@ -210,8 +211,8 @@ class LayerState:
             self._invalidate_saved()
 
     def release_or_keep(self) -> None:
-        """Releases the layer, or keeps it if the policy keeps layers whole (stages 1 and 2)."""
-        if self.stays_whole and self.presence is not Presence.FETCHING:
+        """Releases the layer, or keeps it: for the calls of its other modules, and if the policy keeps layers whole (stages 1 and 2)."""
+        if (self.stays_whole or self.calls_left) and self.presence is not Presence.FETCHING:
             self.keep()
         else:
             self.release()
@@ -265,13 +266,11 @@ class LayerState:
         for reducer in self.gradients.reducers.values():
             if reducer.pending:
                 reducer.abandon()
+        self.calls_left = 0
         if self.presence is Presence.FETCHING:
             for chunk in self.chunks:
                 chunk.abandon_fetch()
-        if broken:
-            self.release()
-        else:
-            self.release_or_keep()
+        (self.release if broken else self.release_or_keep)()
 
     @property
     def pinned(self) -> bool:
