@@ -46,8 +46,10 @@ class Float8Codec(Codec):
 
     def widened(self, shape: Shape, start: int, stop: int) -> tuple[int, int]:
         rows, columns = _matrix(shape)
-        first, last = start // max(columns, 1), -(-stop // max(columns, 1))
-        above, end = first % max(rows, 1), (last - 1) % max(rows, 1) + 1  # rows of the same matrix before the first, and up to the last
+        if not rows * columns:
+            return 0, 0
+        first, last = start // columns, -(-stop // columns)
+        above, end = first % rows, (last - 1) % rows + 1  # rows of the same matrix before the first, and up to the last
         last += min(-(-end // self._height) * self._height, rows) - end
         return (first - above % self._height) * columns, last * columns
 
