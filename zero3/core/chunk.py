@@ -111,6 +111,11 @@ class Chunk:
         return isinstance(self.full, ResidentBuffer)
 
     @property
+    def stored_as(self) -> str:
+        """The dtype's name, for reports, or that of the format."""
+        return str(self.shard.dtype).removeprefix("torch.")
+
+    @property
     def casts(self) -> bool:
         return self.compute_dtype != self.shard.dtype
 

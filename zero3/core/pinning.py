@@ -88,7 +88,7 @@ class Pin:
         self.state = state
         self._trained = [sharded.sites.parameter.requires_grad for sharded in state.parameters]
         self._written = [chunk.shard._version for chunk in state.chunks]
-        self._samples = [_sample(sharded.sites.parameter.data) for sharded in state.parameters] if undone else []
+        self._samples = [_sample(sharded.sites.data()) for sharded in state.parameters] if undone else []
 
     def undo_toggles(self) -> list[str]:
         """The parameters whose `requires_grad` was changed meanwhile; it is again what it was."""
@@ -105,7 +105,7 @@ class Pin:
             return changed
         for sharded, before in zip(self.state.parameters, self._samples, strict=bool(self._samples)):
             stays = _sample(sharded.value) if sharded.chunk.resident else before  # on one rank the chunk itself may have been written
-            if not _but_for_rounding(_sample(sharded.sites.parameter.data), stays):
+            if not _but_for_rounding(_sample(sharded.sites.data()), stays):
                 changed.append(self._name(sharded))
         return changed
 

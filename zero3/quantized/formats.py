@@ -22,10 +22,10 @@ __all__: list[str] = []
 Select = Callable[[str, Any], bool]  # (name, ParamInfo) -> bool; the policy, which knows ParamInfo, stands a floor higher
 
 
-@dataclass(frozen=True)
 class Format(ABC):
     """How a tensor is quantised. What it needs on a device is its `codec`."""
 
+    select: Select | None
     _codes_in_byte = 1
 
     @abstractmethod
