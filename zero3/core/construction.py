@@ -141,7 +141,8 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
             parameters = without_ignored(found, request.policy, request.prefix)
             check_parameters(parameters, request.dtype, request.label or type(request.module).__name__)
             formats = formats_of(parameters, request.policy, request.prefix, request.model or request.module)
-            if request.policy.quantize is not None and not formats and request.label is None:  # `shard` looks at all layers together
+            alone = request.label is None and not any(is_layer(inner) for inner in request.module.modules())
+            if request.policy.quantize is not None and not formats and alone:  # `shard` looks at all layers together
                 raise nothing_selected(f"this {type(request.module).__name__}", request.policy, parameters)
             buffers = _buffers_of(request.module, is_layer)
             lines = _digest(request, device, parameters, formats, buffers)

@@ -75,6 +75,8 @@ class QuantizedSites(ParameterSites):
 class QuantizedChunk(Chunk):
     """The parameters show nothing of the full buffer, which holds bytes. Their weights read it."""
 
+    read_only = True
+
     def __init__(self, layout: ChunkLayout, shard: nn.Parameter, communicator: Communicator, sites: Sequence[QuantizedSites]) -> None:
         self._sites = sites  # in the order of slots
         self._seen: FullBuffer | ResidentBuffer | None = None
@@ -83,6 +85,8 @@ class QuantizedChunk(Chunk):
     @property
     def stored_as(self) -> str:
         return self._sites[0].format.name
+
+    gathered_as = stored_as
 
     @property
     def casts(self) -> bool:

@@ -148,7 +148,7 @@ def _indexed(func: Function, tensor: _Quantized, args: tuple[Any, ...], kwargs: 
     """A view by integers and slices. (Indices in a tensor would gather a copy, which the graph would save.)"""
     args = tuple(_as_integers(item) for item in args)
     if any(isinstance(item, Tensor) for index in args for item in (index if isinstance(index, tuple) else (index,))):
-        _refuse("indexing with a tensor of indices (transformers: experts_implementation='grouped_mm' or 'eager' do without)", (tensor,))
+        _refuse("indexing with a tensor of indices", (tensor,))
     with as_plain_tensors():
         made = func(tensor, *args, **kwargs)
     first = args[0] if func is Tensor.__getitem__ else args[1] if len(args) == 2 and args[0] == 0 else None

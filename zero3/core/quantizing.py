@@ -50,8 +50,8 @@ def formats_of(parameters: Sequence[ParameterSites], policy: ShardingPolicy, pre
 def nothing_selected(what: str, policy: ShardingPolicy, parameters: Iterable[ParameterSites]) -> ValueError:
     """The error of a policy that quantises nothing."""
     trained = [sites.name for sites in parameters if sites.parameter.requires_grad]
-    why = f"{named(trained)} train: freeze what is to be quantised before wrapping" if trained else "see select= of the format"
-    return ValueError(f"quantize={policy.quantize} selects no parameter of {what}. {why[0].upper()}{why[1:]}, or leave quantize out")
+    why = f"{named(trained)} train; freeze what is to be quantised before wrapping" if trained else "see select= of the format"
+    return ValueError(f"quantize={policy.quantize} selects no parameter of {what}: {why}, or leave quantize out")
 
 
 def _is_weight(sites: ParameterSites) -> bool:
