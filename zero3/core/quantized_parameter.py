@@ -56,7 +56,7 @@ class _Quantized(Tensor):
         kwargs = dict(kwargs or {})
         if func in _COMPUTING:
             return _computed(func, args, kwargs)
-        if func in _DESCRIBING or (func in _CASTING and not isinstance(args[0], _Quantized)):
+        if func in _DESCRIBING or _name_of(func).startswith(("is_", "_is_")) or (func in _CASTING and not isinstance(args[0], _Quantized)):
             with as_plain_tensors():
                 return func(*args, **kwargs)
         if func in (Tensor.__repr__, Tensor.__format__):

@@ -56,13 +56,15 @@ def nothing_selected(what: str, policy: ShardingPolicy, parameters: Iterable[Par
 
 def _is_weight(sites: ParameterSites) -> bool:
     """Whether it is the weight of a linear layer, or the weights of experts in one parameter."""
-    return sites.parameter.dim() >= 2 and all(_is_product(module, attribute, sites.parameter.dim()) for module, attribute in sites.places)
+    shape = tuple(sites.parameter.shape)
+    return all(_is_product(module, attribute, shape) for module, attribute in sites.places)
 
 
-def _is_product(module: nn.Module, attribute: str, dimensions: int) -> bool:
+def _is_product(module: nn.Module, attribute: str, shape: tuple[int, ...]) -> bool:
     if isinstance(module, nn.Linear):  # torch's attention reads its output layer's weight itself
         return attribute == "weight" and not isinstance(module, NonDynamicallyQuantizableLinear)
-    return dimensions == 3 and not type(module).__module__.startswith("torch.nn")
+    # Not convolutions, and not what is learned of positions: `[1, length, width]`.
+    return len(shape) == 3 and min(shape) > 1 and not type(module).__module__.startswith("torch.nn")
 
 
 def _heads(model: nn.Module) -> set[int]:
