@@ -140,14 +140,14 @@ def packed(codes: Tensor, *, first: int, filler: int = 0) -> Tensor:
 
 
 class PairTable:
-    """The numbers that two codes in a byte stand for. Both are looked up at once, as one complex number."""
+    """The numbers that two codes in a byte stand for. Both are looked up at once: their bits, as one integer of 64."""
 
     def __init__(self, values: Sequence[float], device: torch.device, *, first: int) -> None:
         table, byte = torch.tensor(values), torch.arange(256)
         pairs = torch.stack([table[(byte >> first) & 15], table[(byte >> (4 - first)) & 15]], 1)
-        self._pairs = torch.view_as_complex(pairs).to(device)
+        self._pairs = pairs.view(torch.int64).view(-1).to(device)
 
     def read(self, codes: Tensor, start: int, numel: int) -> Tensor:
         """The numbers of the elements `[start, start + numel)`, float32, 1-D. `start` is even."""
         pairs = self._pairs.index_select(0, codes[start // 2 : (start + numel + 1) // 2].int())
-        return torch.view_as_real(pairs).view(-1)[:numel]
+        return pairs.view(torch.float32)[:numel]
