@@ -33,12 +33,12 @@ from .zero1.optimizer import ZeroRedundancyOptimizer
 
 __version__ = "0.1.0"  # the one place: pyproject.toml reads it
 
-__all__ = [
-    "MXFP4",
-    "NF4",
+__all__ = [  # noqa: RUF022 (sorted as Python does)
     "Float8",
     "GradScaler",
     "Int8",
+    "MXFP4",
+    "NF4",
     "ParamInfo",
     "ShardingPolicy",
     "Zero3Layer",

@@ -11,7 +11,7 @@ from .comm.agreement import agree, all_go_on
 from .core.autograd import inside_backward
 from .core.layer_state import LayerState
 from .core.parameters import named
-from .core.pinning import Pin, pin, unpin, write_back
+from .core.pinning import Pin, pin, refuse_to_write, unpin, write_back
 from .core.transforms import transformable
 from .layer import layers_of
 
@@ -85,8 +85,7 @@ def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]
     Raises:
         ValueError: Nothing in `module` is sharded.
         RuntimeError: At the end, if the caller changed `requires_grad` of a parameter (only whole chunks can be frozen), or
-            replaced a parameter by another object. Both are undone. At the beginning, with `writeback`, if a layer has quantised
-            parameters: they are read-only.
+            replaced a parameter by another object. Both are undone. With `writeback`, if a parameter is quantised: it is read-only.
 
     Example::
 
@@ -95,24 +94,10 @@ def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]
         with zero3.full_params(model.head, writeback=True):
             model.head.weight.data.mul_(0.5)
     """
-    states = states_of(module)
     if writeback:
-        _refuse_quantized(states)
-    with pinned(states, f"full_params(writeback={writeback})", writeback=writeback):
+        refuse_to_write(states_of(module))
+    with pinned(states_of(module), f"full_params(writeback={writeback})", writeback=writeback):
         yield
-
-
-def _refuse_quantized(states: list[LayerState]) -> None:
-    """Raises on every rank, since all have the same parameters, if a layer has quantised ones."""
-    found = [
-        f"{p.sites.name!r} of layer {state.label} ({p.chunk.stored_as})" for state in states for p in state.parameters if p.chunk.read_only
-    ]
-    if found:
-        raise RuntimeError(
-            f"full_params(writeback=True): {named(found)} would have to be quantised again, which loses more. Quantised parameters are "
-            "read-only: call it for modules without them, load other values (zero3.load_full_state_dict), or merge adapters with "
-            "zero3.save_merged."
-        )
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from .chunk import Chunk
 from .layer_state import LayerState
-from .parameters import ShardedParameter, restore_order
+from .parameters import ShardedParameter, named, restore_order
 
 __all__: list[str] = []
 
@@ -78,6 +80,19 @@ def write_back(state: LayerState) -> None:
         if state.pins > 1:  # an outer context goes on showing the parameters, on all ranks
             chunk.start_fetch(state.lanes.fetch)
             chunk.finish_fetch()
+
+
+def refuse_to_write(states: Iterable[LayerState]) -> None:
+    """Raises on every rank, since all have the same parameters, if a layer has quantised ones."""
+    found = [
+        f"{p.sites.name!r} of layer {state.label} ({p.chunk.stored_as})" for state in states for p in state.parameters if p.chunk.read_only
+    ]
+    if found:
+        raise RuntimeError(
+            f"full_params(writeback=True): {named(found)} would have to be quantised again, which loses more. Quantised parameters are "
+            "read-only: call it for modules without them, load other values (zero3.load_full_state_dict), or merge adapters with "
+            "zero3.save_merged."
+        )
 
 
 class Pin:
