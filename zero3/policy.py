@@ -8,6 +8,8 @@ from typing import Literal
 
 import torch
 
+from .quantized.formats import Format
+
 __all__: list[str] = []
 
 
@@ -41,6 +43,21 @@ def info_of(name: str, parameter: torch.Tensor) -> ParamInfo:
 
 
 Select = Callable[[str, ParamInfo], bool]
+
+
+def chosen(what: str, select: Select, name: str, info: ParamInfo) -> bool:
+    """Returns what `select`, which the policy calls `what`, says of a parameter.
+
+    Raises:
+        ValueError, TypeError: It has raised, or returned something else than True or False.
+    """
+    try:
+        answer = select(name, info)
+    except Exception as error:  # whatever it raises: the other ranks have to hear of it
+        raise ValueError(f"{what}({name!r}) of the policy has raised {type(error).__name__}: {error}") from error
+    if not isinstance(answer, bool):
+        raise TypeError(f"{what}({name!r}) of the policy returned {answer!r}, expected True or False")
+    return answer
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -86,6 +103,9 @@ class ShardingPolicy:
         grad_dtype: The dtype of `chunk.grad`, in which micro-batches are added up. The optimizer has to take gradients of that dtype.
             With it autograd also hands over each parameter's gradient in `reduce_dtype`, and not rounded to `param_dtype`. None: the
             chunk's dtype.
+        quantize: The format in which frozen parameters are stored and gathered: `NF4`, `Int8`, `Float8` or `MXFP4`. Its `select` says which
+            parameters. Linear layers and experts compute with one full matrix at a time, in `param_dtype` or in the parameter's own
+            dtype. None: nothing is quantised.
 
     Raises:
         ValueError: A value is not allowed, or two options exclude each other.
@@ -111,6 +131,7 @@ class ShardingPolicy:
     compare_every: int = 1000
     ignored: Select | None = None
     grad_dtype: torch.dtype | None = None
+    quantize: Format | None = None
 
     def __post_init__(self) -> None:
         if repr(self.stage) not in ("1", "2", "3"):  # refuses True and 2.0 too
@@ -128,6 +149,8 @@ class ShardingPolicy:
                 raise TypeError(f"{name} must be True or False, found {getattr(self, name)!r}")
         if self.ignored is not None and not callable(self.ignored):
             raise TypeError(f"ignored must be a function (name, ParamInfo) -> bool or None, found {self.ignored!r}")
+        if self.quantize is not None and not isinstance(self.quantize, Format):
+            raise TypeError(f"quantize must be zero3.NF4(), Int8(), Float8(), MXFP4() or None, found {self.quantize!r}")
         if self.transactional and self.stage == 1:
             raise ValueError("transactional=True needs stage 2 or 3: with stage=1 gradients are reduced after backward")
         for name in ("prefetch_depth", "compare_every"):

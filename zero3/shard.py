@@ -137,7 +137,7 @@ def _plan(common: Request, layers: Layers) -> _Plan:
     chosen = choose(model, layers)
     check_compiled(_outside_or_around(model, {id(module) for part in chosen for _, module in part}))
     tied = tied_across(model, chosen)
-    apart = replace(common, elsewhere=frozenset(tied))
+    apart = replace(common, elsewhere=frozenset(tied), model=model)
     return _Plan([_part(apart, part) for part in chosen], replace(common, borrowed=tuple(tied.values())))
 
 

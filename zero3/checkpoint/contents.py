@@ -93,7 +93,11 @@ class Contents:
         return self.others[name].requires_grad
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.others[name].shape if name in self.others else self.parameters[name].stand_in.shape)
+        """The shape of what is stored: the parameter's own or, if it is quantised, `[bytes]`."""
+        if name in self.others:
+            return tuple(self.others[name].shape)
+        sharded = self.parameters[name]
+        return sharded.chunk.layout.slots[sharded.index].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype in which the tensor is stored. Layers may compute in another dtype."""
@@ -105,6 +109,9 @@ class Contents:
         for name, *aliases in self.names.values():
             described[name] = {"shape": list(self.shape(name)), "dtype": name_of(self.dtype(name))}
             described[name] |= {"also": aliases} if aliases else {}
+            if name in self.parameters and self.parameters[name].chunk.read_only:
+                quantized = self.parameters[name]
+                described[name]["quantized"] = f"{quantized.chunk.stored_as} of {list(quantized.stand_in.shape)}"
         return described
 
 
@@ -127,11 +134,11 @@ def names_apart(expected: Mapping[str, object], found: Mapping[str, object]) -> 
 def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """Returns in words how two descriptions differ, or [] if they are alike."""
     problems = names_apart(expected, found)
-    for what in ("shape", "dtype"):
-        other = [n for n in expected if n in found and found[n][what] != expected[n][what]]
+    for what, many in (("shape", "shapes"), ("dtype", "dtypes"), ("quantized", "formats")):
+        other = [n for n in expected if n in found and found[n].get(what) != expected[n].get(what)]
         if other:
-            each = "; ".join(f"{name} has {_shown(found[name][what])}, expected {_shown(expected[name][what])}" for name in other)
-            problems.append(f"other {what}s: {each}")
+            each = "; ".join(f"{name} has {_shown(found[name].get(what))}, expected {_shown(expected[name].get(what))}" for name in other)
+            problems.append(f"other {many}: {each}")
     return problems
 
 

@@ -21,6 +21,7 @@ from ..checkpoint.safetensors_files import STAGE_BYTES, bytes_of
 from ..checkpoint.safetensors_writing import header_of, write_text
 from ..comm.agreement import agreeing
 from ..comm.plain_values import unreadable
+from ..core.parameters import named
 from ..names import innermost
 from .outputs import Output, bytes_in, check_unmixed, index_of, outputs_of_adapter, outputs_of_model, shards_of
 
@@ -55,8 +56,8 @@ def save_pretrained(
 
     Raises:
         ValueError: Nothing in `model` is sharded, `max_shard_size` is no size, ranks save different things, or `path` holds adapters and
-            `model` is a whole model, or the other way round. (Adapters may stand beside the model that they belong to.) Every rank
-            raises it.
+            `model` is a whole model, or the other way round. (Adapters may stand beside the model that they belong to.) Or a whole model
+            has quantised parameters. Every rank raises it.
         TypeError: `path` is no path, or `dtype` is no dtype. Every rank raises it.
         RuntimeError: Parameters have no values, or the call is inside `full_params` or `resident`.
         OSError: A rank could not write. Every rank raises the same error.
@@ -85,6 +86,8 @@ def _plans(model: nn.Module, directory: Path, max_bytes: int, dtype: torch.dtype
     if not isinstance(adapters, dict) or not hasattr(model, "get_base_model"):
         contents.others |= extra
         check_unmixed(directory, None)
+        if quantized := [name for name, sharded in contents.parameters.items() if sharded.chunk.read_only]:
+            raise ValueError(f"save_pretrained of a quantised model would write codes for {named(quantized)}: use zero3.save_merged")
         yield _Plan(model, contents, directory, shards_of(outputs_of_model(model, contents, extra, dtype), max_bytes, "model"), None)
         return
     for adapter in adapters:
