@@ -46,6 +46,20 @@ def test_device_argument_alone_says_where_the_model_computes(policy: str, name: 
     assert_same(found, expected)
 
 
+def test_a_layer_around_layers_computes_where_they_do() -> None:
+    """It has no tensor of its own that could tell."""
+    from tests.device import simulated
+
+    simulated.schedule("random", 1)
+
+    def around(me: Me, device: torch.device | None) -> list[Tensor]:
+        inner = nn.Sequential(*[zero3.Zero3Layer(built(Block, number), device=me.device) for number in range(2)])
+        return on_host(train(zero3.Zero3Layer(inner, device=device), me))
+
+    found, expected = run(2, lambda me: around(me, None)), run(2, lambda me: around(me, me.device))
+    assert_same(found, expected)
+
+
 def test_profile_measures_on_the_device_of_the_model() -> None:
     from tests.device import simulated
 
