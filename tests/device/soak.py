@@ -20,24 +20,25 @@ from collections import Counter  # isort: skip
 import torch  # isort: skip
 from hypothesis import HealthCheck, settings  # isort: skip
 
+from tests.device.huggingface import HUGGING_FACE  # isort: skip
 from tests.device.lives import machines, models  # isort: skip
 from tests.device.scenarios import SCENARIOS  # isort: skip
-from tests.device.test_parity import assert_same, in_order, on_device  # isort: skip
+from tests.device.test_parity import Setting, assert_same, in_any_order, in_order  # isort: skip
 
+ALL = SCENARIOS | HUGGING_FACE
 AT_ONCE = 10  # in a turn
 drawn = settings(max_examples=AT_ONCE, stateful_step_count=20, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
 def scenarios(dice: random.Random) -> None:
     for _ in range(AT_ONCE):
-        name, policy, memory = dice.choice(list(SCENARIOS)), dice.choice(list(simulated.POLICIES)), dice.choice(["strict", "exact"])
-        number, progress = dice.randrange(10**6), dice.choice([0.0, 0.05, 0.3])
-        expected = in_order(name)
-        simulated.schedule(policy, number, progress=progress, memory=memory)
+        name, policy, memory = dice.choice(list(ALL)), dice.choice(list(simulated.POLICIES)), dice.choice(["strict", "exact"])
+        setting = Setting(policy, memory, dice.randrange(10**6), dice.choice([0.0, 0.05, 0.3]))
+        expected = in_order(ALL[name])
         try:
-            assert_same(on_device(name), expected)
+            assert_same(in_any_order(ALL[name], setting), expected)
         except BaseException as error:
-            error.add_note(f"{name}, schedule({policy!r}, {number}, progress={progress}, memory={memory!r})")
+            error.add_note(f"{name}, {setting!r}")
             raise
 
 

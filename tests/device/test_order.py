@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero3
+from tests.device.scenarios import SCENARIOS
 from tests.device.test_parity import assert_same, in_order
 from tests.device.training import Block, Me, Stack, built, in_sequence, loss_of, scratch, sgd, sharded, train
 
@@ -38,9 +39,8 @@ def on_host(tensors: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("name", ["shard", "prefetch_depth_2"])
 def test_device_argument_alone_says_where_the_model_computes(policy: str, name: str) -> None:
     from tests.device import simulated
-    from tests.device.scenarios import SCENARIOS
 
-    expected = in_order(name)
+    expected = in_order(SCENARIOS[name])
     simulated.schedule(policy, 1, progress=0.2)
     found = run(2, lambda me: on_host(list(SCENARIOS[name](me))), device_of=lambda rank: rank + 2, set_device=False)
     assert_same(found, expected)
@@ -181,7 +181,7 @@ def test_subgroup(bind: bool, separate: bool) -> None:
 
     found = run(3, body, bind=bind)
     if not (bind and separate):
-        assert_same(found[:2], in_order("shard"))
+        assert_same(found[:2], in_order(SCENARIOS["shard"]))
 
 
 def test_a_second_communicator_waits_as_long_as_the_first() -> None:
