@@ -121,5 +121,6 @@ def run_ranks(
             raise TimeoutError(f"ranks {[rank for rank, thread in enumerate(threads) if thread.is_alive()]} hang; errors so far: {errors}")
     for error in errors:
         if error is not None:
+            simulated.recover()  # what is queued still would stop whoever comes next
             raise error
     return results
