@@ -18,6 +18,7 @@ import traceback  # isort: skip
 from collections import Counter  # isort: skip
 
 import torch  # isort: skip
+import transformers  # isort: skip
 from hypothesis import HealthCheck, settings  # isort: skip
 
 from tests.device.huggingface import HUGGING_FACE  # isort: skip
@@ -49,6 +50,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable()
+    transformers.logging.disable_progress_bar()
     dice, turns, failed = random.Random(arguments.seed), Counter[str](), 0
     kinds = {"scenarios": lambda: scenarios(dice), "lives of the state machine": lambda: machines(drawn), "models": lambda: models(drawn)}
     end = time.monotonic() + 60 * arguments.minutes
