@@ -30,7 +30,7 @@ def test_a_split_of_a_bound_group_waits_for_ranks_that_are_not_in_it() -> None:
     try:
         assert all("waits for all 3 ranks" in text for text in run(3, body, bind=True)[:2])
     finally:
-        simulated.C.set_patience(20.0)
+        simulated.C.set_patience(60.0)
         simulated.recover()
 
 
