@@ -91,8 +91,8 @@ def made(python: Path, packages: list[str], seen: list[Path]) -> None:
         return
     print(f"installing into {python.parents[1].name}", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", python.parents[1]], check=True)
-    for folder in seen:
-        (site_packages(python) / "seen.pth").write_text(f"{folder}\n")
+    for folder in seen:  # relative, so that .versions may be moved
+        (site_packages(python) / "seen.pth").write_text(f"{os.path.relpath(folder, site_packages(python))}\n")
     subprocess.run([python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *packages], check=True)
     stamp.write_text(wanted)
 
