@@ -31,7 +31,6 @@ require("accelerate", __name__)
 
 from transformers import Trainer  # noqa: E402
 from transformers.trainer import TRAINING_ARGS_NAME  # noqa: E402
-from transformers.trainer_optimizer import is_optimizer_factory  # noqa: E402
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
 
 from .accelerate import Zero3Accelerator  # noqa: E402
@@ -158,7 +157,8 @@ class Zero3Mixin(_Base):
             return optimizer
         if self.optimizer is None:
             kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            if is_optimizer_factory(kind) or any(key in options for key in _OWN_PARAMETERS):
+            takes_the_model = not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer))
+            if takes_the_model or any(key in options for key in _OWN_PARAMETERS):
                 raise ValueError(f"optim={self.args.optim!r} divides whole parameters itself, and has chunks here: choose another one")
             decays = set(self.get_decay_parameter_names(twin(self.model)))
             decay = self.args.weight_decay
