@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 lightning = pytest.importorskip("lightning", reason="Lightning is not installed (pip install 'zero3[lightning]')")
 
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy  # noqa: E402
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging  # noqa: E402
 
 import zero3  # noqa: E402
 from tests.support.lightnings import Module, Net, Rows, launched, other_rows, train_rows, trainer  # noqa: E402
@@ -153,17 +154,51 @@ def test_checkpoints_of_the_trainer(tmp_path: Path) -> None:
     assert all(outcome.error == "ValueError" and "hold an optimizer's state by numbers" in outcome.text for outcome in outcomes)
 
 
-def early_optimizer(rank: Rank) -> None:
+class Early(Module):
+    """Its optimizer is made before the module is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = [torch.optim.SGD(self.parameters(), lr=0.1)]
+
+    def configure_optimizers(self) -> Any:
+        return self.made
+
+
+class ByNames(Module):
+    def configure_optimizers(self) -> Any:
+        named = list(self.named_parameters())
+        groups = [{"params": [p for n, p in named if n.endswith("bias")], "weight_decay": 0.0}, {"params": [p for _, p in named]}]
+        return torch.optim.AdamW(groups, lr=0.05)
+
+
+class ByShapes(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
+WRONG: dict[str, tuple[Callable[[], Module], str]] = {
+    "made too early": (Early, "SGD holds parameters that are no chunks of a sharded model: make it in configure_optimizers"),
+    "filtered by names": (ByNames, r"group 0 of the AdamW \(weight_decay=0\.0.*is empty.*zero3\.param_groups"),
+    "of shapes": (ByShapes, r"Adafactor .* does more than treat each element by itself"),
+}
+AVERAGES = (StochasticWeightAveraging(swa_lrs=0.1), WeightAveraging())
+
+
+def refused(rank: Rank) -> None:
     with launched(rank):
-        made = Module()
-        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
-        made.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
-        trainer(rank, "zero3", rank.scratch, max_steps=1).fit(made, train_rows())
+        for kind, told in WRONG.values():
+            with pytest.raises(ValueError, match=told):
+                trainer(rank, "zero3", rank.scratch, max_steps=1).fit(kind(), train_rows())
+        for callback in AVERAGES:
+            module = Module()
+            with pytest.raises(ValueError, match=rf"^{type(callback).__name__} would mix .*examples/ema\.py"):
+                trainer(rank, "zero3", rank.scratch, max_steps=1, callbacks=[callback]).fit(module, train_rows())
+            assert not zero3.is_sharded(module)
 
 
-def test_an_optimizer_of_parameters_that_are_gone() -> None:
-    for outcome in try_on_ranks(2, early_optimizer, debug="OFF"):
-        assert outcome.error == "ValueError" and "SGD holds parameters that are no chunks of this model" in outcome.text
+def test_optimizers_and_averages_that_would_train_otherwise_are_refused() -> None:
+    on_ranks(2, refused, debug="OFF")
 
 
 def fabric_of(rank: Rank, kind: str, precision: Any = "32-true") -> Any:
@@ -224,15 +259,25 @@ def test_fabric_in_bf16_and_its_checkpoints(tmp_path: Path) -> None:
     assert on_ranks(1, loop, "zero3", None, f"{tmp_path}/run", debug="OFF")[0] == pytest.approx(whole[3:], abs=1e-5)
 
 
-def together(rank: Rank) -> None:
+def refused_by_fabric(rank: Rank) -> None:
     with launched(rank):
-        net = Net()
-        fabric_of(rank, "zero3").setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        fabric, net = fabric_of(rank, "zero3"), Net()
+        early = torch.optim.SGD(net.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=r"fabric\.setup_module\(model\), make the optimizer from"):
+            fabric.setup(net, early)
+        model = fabric.setup_module(net)
+        for optimizer, told in (
+            (early, "SGD holds parameters that are no chunks of a sharded model: call fabric.setup_module first"),
+            (torch.optim.Adafactor(model.parameters()), "Adafactor .* does more than treat each element by itself"),
+            (torch.optim.SGD([{"params": []}, {"params": list(model.parameters())}], lr=0.1), "group 0 of the SGD .* is empty"),
+        ):
+            with pytest.raises(ValueError, match=told):
+                fabric.setup_optimizers(optimizer)
+        fabric.setup_optimizers(torch.optim.SGD(zero3.get_trainable_chunk(model)[:1], lr=0.1))  # a part is legal
 
 
-def test_fabric_sets_up_the_model_first() -> None:
-    for outcome in try_on_ranks(2, together, debug="OFF"):
-        assert outcome.error == "ValueError" and "fabric.setup_module(model), make the optimizer from" in outcome.text
+def test_fabric_sets_up_the_model_first_and_looks_at_optimizers() -> None:
+    on_ranks(2, refused_by_fabric, debug="OFF")
 
 
 def wrapped(rank: Rank) -> None:
