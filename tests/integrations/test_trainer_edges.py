@@ -76,12 +76,16 @@ def test_fp16_on_a_device_without_it_is_refused_by_name() -> None:
 
 def refuse_arguments(rank: Rank) -> None:
     with launched(rank):
-        for wrong, told in (("auto_find_batch_size", "^auto_find_batch_size=True"), ("fsdp", "^fsdp or deepspeed among the training")):
+        refused = {
+            "auto_find_batch_size": "^auto_find_batch_size=True",
+            "bf16_full_eval": "^bf16_full_eval or fp16_full_eval would convert",
+        }
+        for wrong, told in {**refused, "fsdp": "^fsdp or deepspeed among the training"}.items():
             with pytest.raises(ValueError, match=told):
                 trainer_of(True, llama(), rank.scratch, **{wrong: True})
 
 
-def test_arguments_that_would_part_ranks_or_shard_again_are_refused_by_name() -> None:
+def test_arguments_that_would_part_ranks_convert_or_shard_again_are_refused_by_name() -> None:
     on_ranks(1, refuse_arguments, fresh=True)  # transformers leaves `fsdp` in the process's environment
 
 
