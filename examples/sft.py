@@ -243,9 +243,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trainer = Trainer(model=model, args=config, callbacks=callbacks, **data)
     if not (len(trainer.train_dataset) and len(trainer.eval_dataset)):
         raise SystemExit(f"--max-length {options.max_length}: no chat has an answer within it")
-    checkpoints = list(Path(config.output_dir).glob("checkpoint-*")) if options.resume else []
-    before = trainer.evaluate()["eval_loss"] if not checkpoints else None
-    trainer.train(resume_from_checkpoint=bool(checkpoints))
+    saved = list(Path(config.output_dir).glob("checkpoint-*/trainer_state.json")) if options.resume else []  # it is written last
+    before = trainer.evaluate()["eval_loss"] if not saved else None
+    trainer.train(resume_from_checkpoint=bool(saved))
     after = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(options.output))
     first, alone = trainer.is_world_process_zero(), not dist.is_initialized()

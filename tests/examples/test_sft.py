@@ -33,9 +33,12 @@ def held_out(printed: str) -> tuple[float, float]:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The small model, after four steps of two processes; and what they printed."""
+    """The small model, after four steps of two processes; and what they printed. An earlier run was killed in its first save."""
     directory = tmp_path_factory.mktemp("sft") / "small"
-    return directory, launch_two(EXAMPLE, *FEW, "--output", directory)
+    killed = directory / "checkpoints" / "checkpoint-2"
+    killed.mkdir(parents=True)
+    (killed / "model.safetensors").write_bytes(bytes(100))
+    return directory, launch_two(EXAMPLE, *FEW, "--output", directory, "--resume")
 
 
 @pytest.mark.slow
