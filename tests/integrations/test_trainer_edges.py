@@ -62,12 +62,15 @@ def test_a_model_that_is_sharded_already_keeps_its_policy() -> None:
 
 
 def refused_precision(rank: Rank) -> str:
-    with launched(rank), pytest.raises(ValueError, match="fp16 on the device cpu") as caught:
-        trainer_of(True, llama(), rank.scratch, fp16=True)
+    with launched(rank):
+        with pytest.raises(ValueError, match="fp16 on the device cpu") as caught:
+            trainer_of(True, llama(), rank.scratch, fp16=True)
+        with pytest.raises(RuntimeError, match=r"^DistributedDataParallel around a sharded model"):
+            trainer_of(False, zero3.shard(llama()), rank.scratch).train()
     return str(caught.value)
 
 
-def test_fp16_on_a_device_without_it_is_refused_by_name() -> None:
+def test_fp16_on_a_device_without_it_and_the_stock_trainer_are_refused_by_name() -> None:
     on_ranks(2, refused_precision)
 
 

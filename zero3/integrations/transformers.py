@@ -70,7 +70,7 @@ class Zero3Mixin(_Base):
 
     Raises:
         ValueError: An unsharded model has no values; or the arguments ask for what can't be had: fp16 on the CPU,
-            `auto_find_batch_size`, FSDP or DeepSpeed, an optimizer that needs whole parameters.
+            `auto_find_batch_size`, `bf16_full_eval`, FSDP or DeepSpeed, an optimizer that needs whole parameters.
 
     Example::
 
