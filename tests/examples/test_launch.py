@@ -76,6 +76,53 @@ def test_the_task_of_skypilot_has_its_fields() -> None:
     assert any(word.startswith(target) for target in task["file_mounts"] for word in words)
 
 
+# -- what they start
+
+STAND_INS = {
+    "scontrol": '[ "$*" = "show hostnames node[7-8]" ] && printf "node7\\nnode8\\n"',
+    "srun": 'shift; exec "$@"',  # its one option; as on each host
+    "python": 'printf "%s\\n" "$OMP_NUM_THREADS" "$@"',
+}
+
+
+def started(shell: list[str], folder: Path, environment: dict[str, str]) -> tuple[str, Any]:
+    """OMP_NUM_THREADS, and the options of torchrun, as torchrun understands them: other programs have stand-ins."""
+    from torch.distributed.run import parse_args
+
+    folder.mkdir()
+    for name, does in STAND_INS.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
+        (folder / name).chmod(0o755)
+    plain = {"PATH": f"{folder}:/usr/bin:/bin", "HOME": str(folder)}
+    run = subprocess.run(shell, cwd=ROOT, env=plain | environment, capture_output=True, text=True, check=True)
+    threads, *arguments = run.stdout.splitlines()
+    assert arguments[:2] == ["-m", "torch.distributed.run"]
+    return threads, parse_args(arguments[2:])
+
+
+def test_slurm_starts_one_torchrun_on_each_host(tmp_path: Path) -> None:
+    here = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "23456", "SLURM_GPUS_ON_NODE": "4"}
+    shell = ["bash", str(FOLDER / "slurm.sbatch"), "--model", "a model", "--lora", "8"]
+    threads, options = started(shell, tmp_path / "bin", here | {"SLURM_CPUS_PER_TASK": "32"})
+    assert (threads, options.nnodes, options.nproc_per_node, options.rdzv_id) == ("8", "2", "4", "23456")
+    assert options.rdzv_endpoint == "node7:23456" and options.rdzv_backend == "c10d" and options.max_restarts == 3
+    assert options.training_script == "examples/sft.py"
+    assert options.training_script_args[-4:] == ["--model", "a model", "--lora", "8"] and "--resume" in options.training_script_args
+
+
+def test_skypilot_starts_one_torchrun_on_each_host(tmp_path: Path) -> None:
+    task: dict[str, Any] = yaml.safe_load((FOLDER / "skypilot.yaml").read_text())
+    here = {
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_TASK_ID": "t-3",
+    }
+    _, options = started(["bash", "-c", task["run"]], tmp_path / "bin", here)
+    assert (options.nnodes, options.nproc_per_node, options.rdzv_id, options.rdzv_endpoint) == ("2", "8", "t-3", "10.0.0.1:29400")
+    assert options.training_script_args[-2:] == ["--output", "/data/sft"]
+
+
 @pytest.mark.slow
 def test_two_hosts_train_together_with_torchrun_hosts(tmp_path: Path) -> None:
     """Two network namespaces, which see each other through one cable."""
