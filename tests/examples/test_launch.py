@@ -53,16 +53,20 @@ def test_the_train_job_has_what_the_trainer_of_kubeflow_asks_for() -> None:
     job: dict[str, Any] = yaml.safe_load((FOLDER / "kubernetes.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     spec = job["spec"]
-    assert spec.keys() == {"runtimeRef", "trainer", "podTemplateOverrides"}
+    assert spec.keys() == {"runtimeRef", "trainer", "runtimePatches"}, "which took the place of podTemplateOverrides in 2.2"
     trainer = spec["trainer"]
     assert trainer.keys() <= {"image", "command", "args", "env", "numNodes", "resourcesPerNode", "numProcPerNode"}
     assert all(isinstance(each["value"], str) for each in trainer["env"]) and isinstance(trainer["numNodes"], int)
     script, *options = trainer["args"]
     assert (ROOT / script.removeprefix("/workspace/")).is_file()
     assert {option.partition("=")[0] for option in options} <= known_options()
-    (override,) = spec["podTemplateOverrides"]
-    mounted = {mount["name"] for container in override["spec"]["containers"] for mount in container["volumeMounts"]}
-    assert mounted == {volume["name"] for volume in override["spec"]["volumes"]}
+    (patch,) = spec["runtimePatches"]
+    assert patch.keys() == {"manager", "trainingRuntimeSpec"}
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    assert node["name"] == pod["containers"][0]["name"] == "node" and pod.keys() == {"containers", "volumes"}
+    mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
     assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"]
 
 
