@@ -124,7 +124,7 @@ def test_skypilot_starts_one_torchrun_on_each_host(tmp_path: Path) -> None:
     }
     _, options = started(["bash", "-c", task["run"]], tmp_path / "bin", here)
     assert (options.nnodes, options.nproc_per_node, options.rdzv_id, options.rdzv_endpoint) == ("2", "8", "t-3", "10.0.0.1:29400")
-    assert options.training_script_args[-2:] == ["--output", "/data/sft"]
+    assert options.rdzv_conf.startswith("is_host=0,") and options.training_script_args[-2:] == ["--output", "/data/sft"]
 
 
 @pytest.mark.slow
