@@ -116,13 +116,8 @@ def test_slurm_starts_one_torchrun_on_each_host(tmp_path: Path) -> None:
 
 def test_skypilot_starts_one_torchrun_on_each_host(tmp_path: Path) -> None:
     task: dict[str, Any] = yaml.safe_load((FOLDER / "skypilot.yaml").read_text())
-    here = {
-        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
-        "SKYPILOT_NUM_GPUS_PER_NODE": "8",
-        "SKYPILOT_NUM_NODES": "2",
-        "SKYPILOT_TASK_ID": "t-3",
-    }
-    _, options = started(["bash", "-c", task["run"]], tmp_path / "bin", here)
+    here = {"NODE_IPS": "10.0.0.1\n10.0.0.2", "NUM_GPUS_PER_NODE": "8", "NUM_NODES": "2", "TASK_ID": "t-3", "NODE_RANK": "1"}
+    _, options = started(["bash", "-c", task["run"]], tmp_path / "bin", {f"SKYPILOT_{key}": value for key, value in here.items()})
     assert (options.nnodes, options.nproc_per_node, options.rdzv_id, options.rdzv_endpoint) == ("2", "8", "t-3", "10.0.0.1:29400")
     assert options.rdzv_conf.startswith("is_host=0,") and options.training_script_args[-2:] == ["--output", "/data/sft"]
 
