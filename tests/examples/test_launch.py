@@ -84,7 +84,7 @@ def test_the_task_of_skypilot_has_its_fields() -> None:
 
 STAND_INS = {
     "scontrol": '[ "$*" = "show hostnames node[7-8]" ] && printf "node7\\nnode8\\n"',
-    "srun": 'shift; exec "$@"',  # its one option; as on each host
+    "srun": '[ "$SRUN_CPUS_PER_TASK" = 32 ] && shift && exec "$@"',  # its one option; as on each host
     "python": 'printf "%s\\n" "$OMP_NUM_THREADS" "$@"',
 }
 
