@@ -92,6 +92,16 @@ def test_arguments_that_would_part_ranks_convert_or_shard_again_are_refused_by_n
     on_ranks(1, refuse_arguments, fresh=True)  # transformers leaves `fsdp` in the process's environment
 
 
+def test_the_mixin_comes_first() -> None:
+    from transformers import Seq2SeqTrainer
+
+    from zero3.integrations.transformers import Zero3Mixin
+
+    with pytest.raises(TypeError, match=r"class Wrong: Seq2SeqTrainer stands before Zero3Mixin"):
+        type("Wrong", (Seq2SeqTrainer, Zero3Mixin), {})
+    type("Again", (type("Right", (Zero3Mixin, Seq2SeqTrainer), {}),), {})
+
+
 def apart() -> Any:
     """The trainer's own random numbers stay as they were."""
     with torch.random.fork_rng(devices=[]):

@@ -84,6 +84,14 @@ class Zero3Mixin(_Base):
 
     optimizer: Any
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        before = [kind for kind in cls.__mro__[: cls.__mro__.index(Zero3Mixin)] if not issubclass(kind, Zero3Mixin)]
+        if before:
+            raise TypeError(
+                f"class {cls.__name__}: {before[0].__name__} stands before Zero3Mixin, which would change nothing. Put it first"
+            )
+
     def __init__(self, *args: Any, policy: Policy = None, layers: Layers = None, **kwargs: Any) -> None:
         if self._is_of_trl():
             require("trl", "Zero3Mixin before a trainer of TRL")
