@@ -87,6 +87,6 @@ $(VENV)/.%: $(VENV)/.torch pyproject.toml
 # In a folder of its own: accelerate and transformers would import it wherever they find it. It compiles nothing.
 $(VENV)/.deepspeed: $(VENV)/.tests
 	@echo "Installing DeepSpeed into $(VENV)/deepspeed"
-	@$(PIP) --no-build-isolation --upgrade --target $(VENV)/deepspeed --no-deps deepspeed einops hjson msgpack ninja py-cpuinfo psutil
+	@$(PIP) --no-build-isolation --upgrade --target $(VENV)/deepspeed --no-deps deepspeed einops hjson msgpack ninja py-cpuinfo
 	@$(BIN)/python -c 'import sys; sys.path.insert(0, "$(VENV)/deepspeed"); import deepspeed' > $@.log 2>&1 || { cat $@.log; exit 1; }
 	@touch $@
