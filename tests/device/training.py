@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3
+from tests.support.models import ONE_GENERATOR
 from zero3 import ShardingPolicy
 
 # With these sizes a chunk of a block is as large as its output, and its full buffer as its activations: they take each other's memory.
 WIDTH, ROWS = 16, 34
-_building = threading.Lock()  # ranks are threads, and torch has one generator
 
 
 @dataclass
@@ -100,7 +99,7 @@ class Stack(nn.Module):
 
 
 def built(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    with _building:
+    with ONE_GENERATOR:
         torch.manual_seed(seed)
         return make()
 
