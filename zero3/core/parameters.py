@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from .autograd import restore_versions
 from .chunk import Chunk
-from .flat import not_a_number
 from .released import ReleasedParameter
 
 __all__: list[str] = []
@@ -54,9 +53,9 @@ class ParameterSites:
         if values.data_ptr() != slot.data_ptr():
             slot.copy_(values)
 
-    def stand_in(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The parameter's data while it is released: a NaN, stretched to its shape."""
-        return not_a_number(dtype, device).expand(self.parameter.shape)
+    def stand_in(self, blank: Tensor) -> Tensor:
+        """The parameter's data while it is released: the 0-dim `blank`, stretched to its shape."""
+        return blank.expand(self.parameter.shape)
 
     def data(self) -> Tensor:
         """The shown parameter's data."""

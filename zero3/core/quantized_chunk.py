@@ -57,7 +57,7 @@ class QuantizedSites(ParameterSites):
         if not torch.equal(self.values_in(slot), values):
             self.format.store(self.weight.codec.quantize(values), slot)
 
-    def stand_in(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def stand_in(self, blank: Tensor) -> Tensor:
         return self.stretched
 
     def data(self) -> Tensor:
