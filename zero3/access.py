@@ -191,7 +191,7 @@ def resident(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
+def no_sync(model: nn.Module, *, replicas_only: bool = False) -> Iterator[None]:
     """Context for gradient accumulation, in which backwards do not reduce gradients.
 
     The first backward after it reduces the accumulated gradients. Every rank enters and leaves it. It saves all reductions except
@@ -201,6 +201,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     Args:
         model: Any model, or part of one, that contains zero3 layers.
+        replicas_only: On a mesh, only the sums over replicas wait: each backward reduces inside its replica. So a layer keeps `S`
+            elements, and not `W * S`. Without replicas it is no restriction at all.
 
     Raises:
         ValueError: Nothing in `model` is sharded.
@@ -218,12 +220,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     if any(each.holds for each in gradients):
         raise CallersMistake("zero3.no_sync inside zero3.step_guard: put no_sync around it (`with no_sync(model), step_guard(model):`)")
     for each in gradients:
-        each.deferrals += 1
+        each.defer(1, replicas_only=replicas_only)
     try:
         yield
     finally:
         for each in gradients:
-            each.deferrals -= 1
+            each.defer(-1, replicas_only=replicas_only)
 
 
 def agree_to_gather(states: list[LayerState], caller: str, error: Exception | None = None) -> None:

@@ -32,7 +32,7 @@ class Held(NamedTuple):
     parameter: Tensor
     group: int
     spans: tuple[Span, ...]
-    mine: bool  # whether this rank saves it; a parameter that every rank holds whole is saved by rank 0
+    mine: bool  # whether this rank saves it: the first replica does; a parameter that every rank holds whole is saved by rank 0
 
     @property
     def filled(self) -> tuple[Span, ...]:
@@ -84,7 +84,7 @@ def held_by(optimizer: Together, contents: Contents) -> list[Held]:
     for name, tensor in contents.others.items():
         known[id(tensor)] = ((Span(name, 0, tensor.numel(), 0),), contents.rank == 0)
     for chunk in contents.chunks():
-        known |= {id(part.parameter): (tuple(_covered(part, chunk, contents)), True) for part in chunk.parts}
+        known |= {id(part.parameter): (tuple(_covered(part, chunk, contents)), contents.writes) for part in chunk.parts}
     held = []
     for group, options in enumerate(optimizer.param_groups):
         options_of(options, optimizer.labels[group])  # raises for values that could only be pickled
@@ -103,7 +103,7 @@ def _covered(part: Part, chunk: Chunk, contents: Contents) -> list[Span]:
         return contents.spans(chunk)
     if part.start == part.stop:  # an empty parameter, or the placeholder of a rank that holds nothing
         empties = zip([other for other in chunk.parts if other.start == other.stop], contents.empties(chunk), strict=False)
-        return [span for other, span in empties if other is part and span is not None and contents.rank == chunk.layout.first_holder]
+        return [span for other, span in empties if other is part and span is not None and contents.communicator.shard_rank == chunk.layout.first_holder]
     inside = [span for span in contents.spans(chunk) if span.start < span.stop and part.start <= span.offset < part.stop]
     return [span._replace(offset=span.offset - part.start) for span in inside]
 

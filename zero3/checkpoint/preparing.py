@@ -86,7 +86,7 @@ class Prepared:
                 self.model_entries.append(Entry(f"other:{rank}:{name}", tensor.detach(), tuple(tensor.shape)))
         for chunk in contents.chunks():
             chunk.adopt_values()
-            for name, start, stop, offset in contents.spans(chunk):
+            for name, start, stop, offset in contents.spans(chunk) if contents.writes else ():
                 if self.stores(name) and start < stop:
                     self.model_entries.append(_entry(f"parameter:{name}", chunk.shard.data, start, stop, offset))
         generators, self.metadata["random"] = random_state.generators(contents.device)
@@ -110,7 +110,7 @@ class Prepared:
         """Returns the tensors and the metadata of each file that this rank writes."""
         suffix = f"{self.contents.rank:05}-of-{self.contents.world_size:05}.safetensors"
         files: dict[str, tuple[list[Entry], Mapping[str, str]]] = {f"model-{suffix}": (self.model_entries, self.metadata)}
-        if self.optimizer_entries is not None:
+        if self.optimizer_entries is not None and (self.contents.writes or self.optimizer_entries):
             files[f"optimizer-{suffix}"] = self.optimizer_entries, {}
         return files
 

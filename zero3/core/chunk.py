@@ -108,7 +108,7 @@ class Chunk:
         self._in_flight: Mark | None = None
         self._as_stored = False  # see `show_as_stored`
         self._computing: FullBuffer | ResidentBuffer | None = None  # the usual buffer, while `full` is another one
-        self._own = slice(*layout.chunk_range(communicator.rank))  # this rank's slice of the full buffer
+        self._own = slice(*layout.chunk_range(communicator.shard_rank))  # this rank's slice of the full buffer
         self.full = self._new_buffer()
         self.tracks_versions = not self.resident  # whether parameters' versions tell graphs that the full buffer was released
         self.left = False  # whether views of the buffer are in use outside: then release does not free it
@@ -251,7 +251,7 @@ class Chunk:
     def _new_buffer(self) -> FullBuffer | ResidentBuffer:
         with torch.inference_mode(False):  # training may use the same buffer later
             dtype = self.shard.dtype if self._as_stored else self.compute_dtype
-            if self._communicator.world_size == 1 and dtype == self.shard.dtype:
+            if self._communicator.shards == 1 and dtype == self.shard.dtype:
                 return ResidentBuffer(self.layout, self.shard)
             return FullBuffer(self.layout, dtype, self.shard.device)
 

@@ -22,6 +22,7 @@ from .gradient_reducer import GradientReducer, LayerGradients
 from .marks import mark
 from .parameters import ParameterSites, ShardedParameter, remember_order, show_all
 from .policy_facts import keeps_until_backward, shards_parameters
+from .replicas import ReplicatedGradients
 from .transactions import TransactionalReducer
 
 __all__: list[str] = []
@@ -54,7 +55,8 @@ class LayerState:
         self.chunks: list[Chunk] = []
         self.parameters: list[ShardedParameter] = []
         kind = TransactionalReducer if policy.transactional else GradientReducer
-        self.gradients = LayerGradients(communicator, policy, self.subject, kind)
+        replicated = communicator.shards < communicator.world_size
+        self.gradients = (ReplicatedGradients if replicated else LayerGradients)(communicator, policy, self.subject, kind)
         self.gate: Gate = gate_for(policy.compare_every)
         self.presence = Presence.RELEASED
         self.stays_whole = not shards_parameters(policy)  # stages 1 and 2: the layer is kept from step to step

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..access import states_of
-from ..comm.streams import Clock, Lane, Mark, Pending, clock_for
+from ..comm.streams import Clock, Lane, Lanes, Mark, Pending, clock_for
 from ..core.autograd import inside_backward
 from ..core.chunk import Chunk
 from ..core.layer_state import LayerState
@@ -187,10 +187,11 @@ class _Recorder:
         self._close()
         return prepare(communicator)
 
-    def _back_up(self, state: LayerState, back_up: Callable[..., Any], prepared: Any, lane: Lane, communicator: object) -> Any:
+    def _back_up(self, state: LayerState, back_up: Callable[..., Any], prepared: Any, lanes: Lanes, communicator: object) -> Any:
         trained = [chunk for chunk in state.chunks if chunk.shard.requires_grad]
         sizes = [_received(chunk, gradient_dtype(state.policy, chunk.shard.dtype).itemsize) for chunk in trained]
-        return back_up(prepared, _TimedLane(lane, self, state, "backup", iter(sizes)), communicator)
+        timed = _TimedLane(lanes.backup, self, state, "backup", iter(sizes))
+        return back_up(prepared, lanes._replace(backup=timed), communicator)
 
     # -- forward hooks
 
