@@ -243,9 +243,7 @@ class ThreadMesh(MeshCommunicator):
         return self._column
 
 
-def run_mesh(
-    replicas: int, shards: int, body: Callable[[ThreadMesh], Any], timeout: float = 60.0, *, parts: bool = False
-) -> list[Any]:
+def run_mesh(replicas: int, shards: int, body: Callable[[ThreadMesh], Any], timeout: float = 60.0, *, parts: bool = False) -> list[Any]:
     """Runs `body` on a mesh of threads, rows first; returns what each returned, or raises the first error."""
     rows, columns = [World(shards, timeout) for _ in range(replicas)], [World(replicas, timeout) for _ in range(shards)]
     kind = ThreadPartsCommunicator if parts else ThreadCommunicator

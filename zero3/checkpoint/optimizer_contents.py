@@ -103,7 +103,11 @@ def _covered(part: Part, chunk: Chunk, contents: Contents) -> list[Span]:
         return contents.spans(chunk)
     if part.start == part.stop:  # an empty parameter, or the placeholder of a rank that holds nothing
         empties = zip([other for other in chunk.parts if other.start == other.stop], contents.empties(chunk), strict=False)
-        return [span for other, span in empties if other is part and span is not None and contents.communicator.shard_rank == chunk.layout.first_holder]
+        return [
+            span
+            for other, span in empties
+            if other is part and span is not None and contents.communicator.shard_rank == chunk.layout.first_holder
+        ]
     inside = [span for span in contents.spans(chunk) if span.start < span.stop and part.start <= span.offset < part.stop]
     return [span._replace(offset=span.offset - part.start) for span in inside]
 

@@ -41,7 +41,9 @@ def communicator_for(process_group: Any, device: torch.device) -> Communicator:
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         if hasattr(process_group, "all_gather") and hasattr(process_group, "duplicate"):
             return process_group  # type: ignore[no-any-return]
-        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, a DeviceMesh or None, found {type(process_group).__name__}")
+        raise TypeError(
+            f"process_group must be a torch.distributed.ProcessGroup, a DeviceMesh or None, found {type(process_group).__name__}"
+        )
     if process_group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return _alone()
@@ -96,13 +98,15 @@ def _of_mesh(mesh: DeviceMesh, device: torch.device) -> Communicator:
     names = mesh.mesh_dim_names
     if mesh.ndim > 2 or (mesh.ndim == 2 and names != _MESH):
         raise WrongMesh(
-            f"process_group is a mesh of shape {tuple(mesh.mesh.shape)} with the dimensions {names}, expected a mesh of one dimension, over "
-            f"which chunks are cut, or of two named {_MESH}: chunks are cut over the second and repeated over the first. A larger mesh "
-            'is sliced: mesh["dp_replicate", "dp_shard"]'
+            f"process_group is a mesh of shape {tuple(mesh.mesh.shape)} with the dimensions {names}. Expected is a mesh of one dimension, "
+            f"over which chunks are cut, or of two named {_MESH}: chunks are cut over the second and repeated over the first. "
+            'Slice a larger mesh: mesh["dp_replicate", "dp_shard"]'
         )
     ranks = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1))
     if not all(bool((each.diff() > 0).all()) for each in (*ranks, *ranks.T)):
-        raise WrongMesh(f"process_group is a mesh of the ranks {ranks.tolist()}, expected ranks that rise along each dimension, as in groups")
+        raise WrongMesh(
+            f"process_group is a mesh of the ranks {ranks.tolist()}, expected ranks that rise along each dimension, as in groups"
+        )
     if mesh.get_coordinate() is None:
         raise ValueError(_NOT_A_MEMBER)
     row = communicator_for(mesh.get_group(mesh.ndim - 1), device)

@@ -1,8 +1,8 @@
 """Replicas of shards (HSDP): chunks are cut over one group of ranks, and repeated over another.
 
-         shard rank 0    shard rank 1
-    replica 0   rank 0          rank 1      each row is a group of shards: gathers and reductions
-    replica 1   rank 2          rank 3      each column holds the same chunk: a sum over replicas follows each reduction
+     shard rank 0    shard rank 1
+replica 0   rank 0          rank 1      each row is a group of shards: gathers and reductions
+replica 1   rank 2          rank 3      each column holds the same chunk: a sum over replicas follows each reduction
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ class MeshCommunicator:
         return [each[at : at + len(payload)] for each in self._column.exchange(row, device) for at in range(0, len(row), len(payload))]
 
     def exchange_later(self, payload: bytes, device: torch.device) -> Told:
-        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device, non_blocking=True)
-        row, everyone = mine.new_empty(self.shards * len(payload)), mine.new_empty(self.world_size * len(payload))
+        with torch.inference_mode(False):  # what is gathered may be written later, outside of it
+            mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device, non_blocking=True)
+            row, everyone = mine.new_empty(self.shards * len(payload)), mine.new_empty(self.world_size * len(payload))
         self._row.all_gather(row, mine).wait()  # on streams the host does not wait
         pending = self._column.all_gather(everyone, row)
         return Gathered(pending, OnHost(everyone) if has_streams(device) else None, everyone, len(payload))

@@ -85,7 +85,10 @@ class Backward:
         return self._stack.layers[0].gate
 
     def take_part_in_backup(self, state: LayerState) -> None:
-        """Takes part in a reduction of the other ranks, if this rank has no data, or its micro-batch has failed."""
+        """Takes part in a reduction of the other ranks, if this rank has no data, or its micro-batch has failed.
+
+        It does not wait for sums over replicas, because other ranks start them later. `drain_backups` does.
+        """
         prepared = state.gradients.prepare(self._backup_communicator)
         self._backups.extend(state.gradients.back_up(prepared, state.lanes, self._backup_communicator))
         while self._backups:
@@ -124,7 +127,7 @@ class Backward:
         broken_backward = self._ending.missed or self._outer_ending.missed
         while self._backups or self._later:
             try:
-                self._drain_backups()
+                self.drain_backups()
             except RuntimeError:  # after a failed transfer there is nothing more to wait for
                 broken_backward = True
         for trace in self._touched:
@@ -234,7 +237,7 @@ class Backward:
             with self.gate.reduce(state):
                 self._backups.extend(state.gradients.back_up(prepared, state.lanes, self._backup_communicator))
         if not self._depth:
-            self._drain_backups()
+            self.drain_backups()
 
     def reduce_deferred(self) -> None:
         """Reduces all kept gradients, on every rank. At stage 1, the first read of a gradient calls it."""
@@ -245,7 +248,7 @@ class Backward:
         for state in self._stack.layers:
             if state.gradients.owed():
                 self._back_up(state, whole=True)
-        self._drain_backups()
+        self.drain_backups()
         for reducer, total in tokens:  # the reduction adds no new gradients, so the number of tokens stays the same
             if total is not None:
                 reducer.note_tokens(total)
@@ -253,7 +256,8 @@ class Backward:
     def _await_oldest(self) -> None:
         self._later.extend(self._backups.popleft().wait())
 
-    def _drain_backups(self) -> None:
+    def drain_backups(self) -> None:
+        """Waits for all reductions under way."""
         while self._backups:
             self._await_oldest()
         while self._later:
@@ -267,7 +271,7 @@ class Backward:
             gradients = state.gradients
             if gradients.pending() or (self.owes and self._reduces and gradients.due()):
                 self._back_up(state)
-        self._drain_backups()
+        self.drain_backups()
         self._reduces = False
         for state in self._stack.layers:
             state.calls_left = 0

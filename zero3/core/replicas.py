@@ -15,13 +15,22 @@ from typing import cast
 from torch import Tensor
 
 from ..comm.communicator import Communicator
+from ..comm.errors import Subject
 from ..comm.mesh import MeshCommunicator
 from ..comm.streams import Lane, Lanes, Mark, Pending
+from ..policy import ShardingPolicy
 from .gradient_reducer import Backup, GradientReducer, LayerGradients, Sending
+from .transactions import TransactionalReducer
 
 __all__: list[str] = []
 
 Prepared = tuple[GradientReducer, Sending]
+
+
+def gradients_for(communicator: Communicator, policy: ShardingPolicy, subject: Subject) -> LayerGradients:
+    """The reducers of a new layer, as its communicator and its policy ask for."""
+    kind = ReplicatedGradients if communicator.shards < communicator.world_size else LayerGradients
+    return kind(communicator, policy, subject, TransactionalReducer if policy.transactional else GradientReducer)
 
 
 class ReplicatedGradients(LayerGradients):

@@ -147,7 +147,7 @@ class CollectiveReplay:
                 state.finish_fetch()
                 state.release()
             elif operation == "reduce":
-                runtimes[state].take_part_in_backup(state)
+                runtimes[state].backward.take_part_in_backup(state)
             elif operation == "agree":
                 agree(state.communicator, state.device, words[0], words[1:])
             else:

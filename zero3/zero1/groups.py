@@ -118,7 +118,9 @@ def communicators_of(process_group: Any, devices: Iterable[torch.device]) -> tup
     try:
         found = {device: communicator_for(process_group, device) for device in devices}
         if any(communicator.shards < communicator.world_size for communicator in found.values()):
-            raise TypeError("process_group is a mesh of two dimensions, expected a process group or a mesh of one: there are no replicas here")
+            raise TypeError(
+                "process_group is a mesh of two dimensions, expected a process group or a mesh of one: there are no replicas here"
+            )
         return found, None
     except (TypeError, WrongMesh) as mistake:
         return {device: communicator_for(None, device) for device in devices}, mistake
