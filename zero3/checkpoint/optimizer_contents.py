@@ -32,7 +32,7 @@ class Held(NamedTuple):
     parameter: Tensor
     group: int
     spans: tuple[Span, ...]
-    mine: bool  # whether this rank saves it: the first replica does; a parameter that every rank holds whole is saved by rank 0
+    mine: bool  # whether this rank's replica saves it here; a parameter that every rank holds whole is saved by rank 0
 
     @property
     def filled(self) -> tuple[Span, ...]:
@@ -84,7 +84,7 @@ def held_by(optimizer: Together, contents: Contents) -> list[Held]:
     for name, tensor in contents.others.items():
         known[id(tensor)] = ((Span(name, 0, tensor.numel(), 0),), contents.rank == 0)
     for chunk in contents.chunks():
-        known |= {id(part.parameter): (tuple(_covered(part, chunk, contents)), contents.writes) for part in chunk.parts}
+        known |= {id(part.parameter): (tuple(_covered(part, chunk, contents)), True) for part in chunk.parts}
     held = []
     for group, options in enumerate(optimizer.param_groups):
         options_of(options, optimizer.labels[group])  # raises for values that could only be pickled
@@ -151,7 +151,9 @@ def contents_of(optimizer: Together, held: list[Held], contents: Contents, *, wi
         options = [options_of(group, optimizer.labels[number]) for number, group in enumerate(optimizer.param_groups)]
         lines += [json.dumps(own, sort_keys=True) for own in options]
         for one in held:
-            names = [span.name for span in one.spans if span.start == 0 and one.mine]  # only the rank where a parameter begins
+            names = [
+                span.name for span in one.spans if span.start == 0 and one.mine and contents.writes
+            ]  # only the rank where a parameter begins
             groups[one.group] += names
             found = state_of(optimizer, one, contents) if with_state else NamedState()
             kept.append(found)

@@ -94,7 +94,7 @@ class Prepared:
         if optimizer is not None:
             merged = contents_of(optimizer, held, contents)
             self.content["optimizer"] = {"class": optimizer.name, **merged.to_json()}
-            self.optimizer_entries = _state_entries(optimizer, held)
+            self.optimizer_entries = _state_entries(optimizer, held) if contents.writes else None
 
     def make_directory(self) -> None:
         """Rank 0 makes the directory. Every rank calls it."""
@@ -110,7 +110,7 @@ class Prepared:
         """Returns the tensors and the metadata of each file that this rank writes."""
         suffix = f"{self.contents.rank:05}-of-{self.contents.world_size:05}.safetensors"
         files: dict[str, tuple[list[Entry], Mapping[str, str]]] = {f"model-{suffix}": (self.model_entries, self.metadata)}
-        if self.optimizer_entries is not None and (self.contents.writes or self.optimizer_entries):
+        if self.optimizer_entries is not None:
             files[f"optimizer-{suffix}"] = self.optimizer_entries, {}
         return files
 

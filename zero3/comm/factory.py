@@ -109,11 +109,12 @@ def _of_mesh(mesh: DeviceMesh, device: torch.device) -> Communicator:
         )
     if mesh.get_coordinate() is None:
         raise ValueError(_NOT_A_MEMBER)
-    row = communicator_for(mesh.get_group(mesh.ndim - 1), device)
-    if len(ranks) == 1:
-        return row
+    replicas, shards = ranks.shape
+    if replicas == 1:
+        return communicator_for(mesh.get_group(mesh.ndim - 1), device)
     column = communicator_for(mesh.get_group(0), device)
-    return MeshCommunicator(row, column)  # type: ignore[arg-type]  # a group of at least two ranks
+    row = communicator_for(mesh.get_group(1), device) if shards > 1 else SoloCommunicator()
+    return MeshCommunicator(row, column)  # type: ignore[arg-type]  # the column is a group
 
 
 def _alone() -> Communicator:

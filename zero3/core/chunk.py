@@ -251,7 +251,7 @@ class Chunk:
     def _new_buffer(self) -> FullBuffer | ResidentBuffer:
         with torch.inference_mode(False):  # training may use the same buffer later
             dtype = self.shard.dtype if self._as_stored else self.compute_dtype
-            if self._communicator.shards == 1 and dtype == self.shard.dtype:
+            if self._communicator.world_size == 1 and dtype == self.shard.dtype:
                 return ResidentBuffer(self.layout, self.shard)
             return FullBuffer(self.layout, dtype, self.shard.device)
 
