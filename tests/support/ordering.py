@@ -159,7 +159,7 @@ class EchoCommunicator:
     """Rank 0 of 2, the other being its echo: what matters here is which buffers are touched, on which stream."""
 
     rank, world_size = shard_rank, shards = 0, 2
-    replica = 0
+    replica = channel = 0
     takes_pieces, tags_messages = False, True
 
     def __init__(self, calls: list[tuple[EchoCommunicator, str]] | None = None) -> None:
@@ -184,7 +184,12 @@ class EchoCommunicator:
             shard.copy_(slices[self.rank])
         return Done()
 
-    def broadcast(self, tensor: Tensor) -> None: ...
+    def all_reduce_later(self, tensor: Tensor) -> Done:
+        self.calls.append((self, "all_reduce_later"))
+        tensor.mul_(2)
+        return Done()
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None: ...
 
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
         return [payload, payload]
