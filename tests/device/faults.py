@@ -91,7 +91,7 @@ FAULTS = [
     Fault(
         "an earlier reduction is dropped, not waited for",
         "core/backward.py",
-        "            self._await_oldest()\n        with state.backup_span",
+        "            self._later.extend(self._backups.popleft().wait())\n        with state.backup_span",
         "            self._backups.popleft()\n        with state.backup_span",
     ),
     Fault(

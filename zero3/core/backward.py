@@ -92,7 +92,7 @@ class Backward:
         prepared = state.gradients.prepare(self._backup_communicator)
         self._backups.extend(state.gradients.back_up(prepared, state.lanes, self._backup_communicator))
         while self._backups:
-            self._await_oldest()
+            self._later.extend(self._backups.popleft().wait())
 
     @property
     def running(self) -> bool:
@@ -231,7 +231,7 @@ class Backward:
             state.gradients.keep()
             return
         while len(self._backups) >= max(1, self._depth):
-            self._await_oldest()
+            self._later.extend(self._backups.popleft().wait())
         with state.backup_span:
             prepared = state.gradients.prepare(self._backup_communicator)
             with self.gate.reduce(state):
@@ -253,13 +253,10 @@ class Backward:
             if total is not None:
                 reducer.note_tokens(total)
 
-    def _await_oldest(self) -> None:
-        self._later.extend(self._backups.popleft().wait())
-
     def drain_backups(self) -> None:
         """Waits for all reductions under way."""
         while self._backups:
-            self._await_oldest()
+            self._later.extend(self._backups.popleft().wait())
         while self._later:
             self._later.popleft().wait()
 
@@ -297,4 +294,4 @@ def _reduction_of(state: LayerState) -> str:
     """What a backward does with the layer's gradients. All ranks have to do the same, so they compare this text."""
     if not any(chunk.shard.requires_grad for chunk in state.chunks):
         return "frozen"
-    return state.gradients.fate
+    return "gradients kept (as under no_sync)" if state.gradients.deferred else state.gradients.fate

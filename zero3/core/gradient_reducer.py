@@ -149,6 +149,8 @@ class LayerGradients:
     no cycles, and a deleted model is freed at once.
     """
 
+    fate = "gradients reduced"  # what a backward does with them, unless they are deferred: a text that ranks compare
+
     def __init__(
         self, communicator: Communicator, policy: ShardingPolicy, subject: Subject, reducer: type[GradientReducer] = GradientReducer
     ) -> None:
@@ -232,11 +234,6 @@ class LayerGradients:
     def may_reduce(self) -> bool:
         """Whether gradients may be reduced over all ranks now. Under `no_sync` they may not."""
         return not self.deferrals
-
-    @property
-    def fate(self) -> str:
-        """What a backward does with the gradients. All ranks have to do the same, so they compare this text."""
-        return "gradients kept (as under no_sync)" if self.deferred else "gradients reduced"
 
     def expected(self) -> bool:
         """Whether the present backward computes gradients of this layer's parameters."""

@@ -49,13 +49,14 @@ class ReplicatedGradients(LayerGradients):
         return not self._replica_deferrals and super().may_reduce
 
     @property
-    def fate(self) -> str:
-        kept = self._replica_deferrals and not self.deferred
-        return "gradients reduced in each replica (as under no_sync(replicas_only=True))" if kept else super().fate
+    def fate(self) -> str:  # type: ignore[override]
+        return (
+            "gradients reduced in each replica (as under no_sync(replicas_only=True))" if self._replica_deferrals else "gradients reduced"
+        )
 
     def back_up(self, prepared: list[Prepared], lanes: Lanes, communicator: Communicator) -> list[Backup]:
         onward = _Onward(lanes, cast(MeshCommunicator, communicator), iter(prepared), keeps=not self.may_reduce)
-        backups = super().back_up(prepared, lanes._replace(backup=onward), communicator)
+        backups = super().back_up(prepared, Lanes(lanes.fetch, onward, lanes.replicas), communicator)
         if not self.may_reduce:
             for reducer, _ in prepared:
                 reducer.keep(self)

@@ -92,7 +92,9 @@ class CollectiveReplay:
             raise ValueError(f"rank {self.rank}: zero3.step_guard inside another one: give each micro-batch one guard")
         self._done: list[_Operation] = []
         self._held: list[LayerState] = []
-        self._kind = tuple((s.gradients.fate, *(chunk.shard.requires_grad for chunk in s.chunks)) for s in self._states)
+        self._kind = tuple(
+            (s.gradients.deferred, s.gradients.fate, *(chunk.shard.requires_grad for chunk in s.chunks)) for s in self._states
+        )
         self._versions = self._chunk_versions()
         scripts: dict[object, _Script] = next((runtime.replays for runtime in self._runtimes()), {})
         self._script = scripts.get(self._kind)
