@@ -487,3 +487,22 @@ def test_rank_and_world_size_are_those_of_the_sharding_dimension(rank_and_size: 
 
     models = [mlp(1) for _ in range(4)]
     run_mesh(2, 2, body)
+
+
+def test_check_report_and_profile_on_a_mesh() -> None:
+    def body(mesh: ThreadMesh) -> None:
+        found = zero3.check(models[mesh.rank], batch(mesh.rank, 0), process_group=mesh, wrap=lambda model: in_sequence(model, mesh, policy))
+        assert found.first is None, str(found)
+        model = in_sequence(models[mesh.rank], mesh, policy)
+        report = zero3.report(model)
+        assert (report.rank, report.world_size, report.shards) == (mesh.rank, 4, 2)
+        assert f"rank {mesh.rank} of 4 (2 replicas of 2 shards)" in str(report)
+        loss_of(model, mesh, 0).backward()
+        with zero3.profile(model) as profile:
+            loss_of(model, mesh, 1).backward()
+        chunks = zero3.get_trainable_chunk(model)
+        backups = [transfer.nbytes for transfer in profile.transfers if transfer.kind == "backup"]
+        assert sorted(backups) == sorted(2 * [chunk.nbytes for chunk in chunks]), "a reduction, and a sum over two replicas, of S each"
+
+    models, policy = [mlp() for _ in range(4)], zero3.ShardingPolicy()
+    run_mesh(2, 2, body)

@@ -189,9 +189,14 @@ class _Recorder:
 
     def _back_up(self, state: LayerState, back_up: Callable[..., Any], prepared: Any, lanes: Lanes, communicator: object) -> Any:
         trained = [chunk for chunk in state.chunks if chunk.shard.requires_grad]
-        sizes = [_received(chunk, gradient_dtype(state.policy, chunk.shard.dtype).itemsize) for chunk in trained]
-        timed = _TimedLane(lanes.backup, self, state, "backup", iter(sizes))
-        return back_up(prepared, lanes._replace(backup=timed), communicator)
+        widths = [gradient_dtype(state.policy, chunk.shard.dtype).itemsize for chunk in trained]
+        sizes = [_received(chunk, width) for chunk, width in zip(trained, widths, strict=True)]
+        timed = lanes._replace(backup=_TimedLane(lanes.backup, self, state, "backup", iter(sizes)))
+        if lanes.replicas is not None:
+            replicas = state.communicator.world_size // state.communicator.shards
+            sums = [2 * chunk.shard.numel() * width * (replicas - 1) // replicas for chunk, width in zip(trained, widths, strict=True)]
+            timed = timed._replace(replicas=_TimedLane(lanes.replicas, self, state, "backup", iter(sums)))
+        return back_up(prepared, timed, communicator)
 
     # -- forward hooks
 
