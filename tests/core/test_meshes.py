@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import zero3
+from tests.support.footprint import BYTES, LAYERS, WIDTHS, Block, Formula
+from tests.support.live import LiveBytes, LonelyCommunicator
 from tests.support.models import WIDTH, mlp, step
 from tests.support.optimizers import Lamb
 from tests.support.ranks import ThreadMesh, run_mesh, run_ranks
@@ -31,6 +33,7 @@ from tests.support.reference import (
 )
 from zero3.access import states_of
 from zero3.comm.log import Transfer
+from zero3.comm.mesh import MeshCommunicator
 
 MESHES = pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (3, 2), (2, 1), (2, 3)])
 SHAPE = (2, 2)
@@ -506,3 +509,29 @@ def test_check_report_and_profile_on_a_mesh() -> None:
 
     models, policy = [mlp() for _ in range(4)], zero3.ShardingPolicy()
     run_mesh(2, 2, body)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_memory_of_a_mesh(depth: int) -> None:
+    """Sums over replicas are the gradients to come: they take more only where gradients are there already, `S` a layer at most."""
+
+    def layers(mesh: bool) -> zero3.Zero3Sequential:
+        group = MeshCommunicator(LonelyCommunicator(2), LonelyCommunicator(2)) if mesh else LonelyCommunicator(2)
+        policy = zero3.ShardingPolicy(prefetch_depth=depth)
+        return zero3.Zero3Sequential([zero3.Zero3Layer(Block(n, lambda name: None), process_group=group, policy=policy) for n in LAYERS])
+
+    formula, peaks = Formula(2, depth), {}
+    for mesh in (False, True):
+        with LiveBytes() as live:
+            model = layers(mesh)
+            first, second = (live.peak_of(lambda: model(torch.empty(0, WIDTHS[0])).sum().backward()) for _ in range(2))  # noqa: B023
+            peaks[mesh] = first, second
+            assert live.now == formula.chunks + sum(formula.S)
+            model.zero_grad()
+            for _ in range(2):
+                with zero3.no_sync(model, replicas_only=True):
+                    model(torch.empty(0, WIDTHS[0])).sum().backward()
+                awaited = len(LAYERS) * BYTES * mesh  # what stands for the gradients meanwhile: one element each
+                assert live.now == formula.chunks + sum(formula.S) + awaited
+    assert peaks[True][0] == peaks[False][0]
+    assert peaks[False][1] <= peaks[True][1] <= peaks[False][1] + sum(formula.S)

@@ -76,7 +76,7 @@ class LonelyCommunicator:
 
     def __init__(self, world_size: int, rank: int = 0) -> None:
         self.world_size, self.rank = self.shards, self.shard_rank = world_size, rank
-        self.replica = 0
+        self.replica = self.channel = 0
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Any = None) -> _Late:
         others = [place for place in full.view(self.world_size, -1) if place.data_ptr() != shard.data_ptr()]
@@ -87,6 +87,9 @@ class LonelyCommunicator:
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         return None
+
+    def all_reduce_later(self, tensor: Tensor) -> _Late:
+        return _Late(lambda: tensor.mul_(self.world_size))
 
     def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Any = None) -> _Late:
         return _Late(lambda: shard.copy_(slices[self.rank]) if slices is not None else shard.zero_())
