@@ -75,8 +75,7 @@ class LonelyCommunicator:
     takes_pieces, tags_messages = False, True
 
     def __init__(self, world_size: int, rank: int = 0) -> None:
-        self.world_size, self.rank = self.shards, self.shard_rank = world_size, rank
-        self.replica = self.channel = 0
+        self.world_size, self.rank = world_size, rank
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Any = None) -> _Late:
         others = [place for place in full.view(self.world_size, -1) if place.data_ptr() != shard.data_ptr()]

@@ -158,8 +158,7 @@ class FakeDevice(TorchDispatchMode):
 class EchoCommunicator:
     """Rank 0 of 2, the other being its echo: what matters here is which buffers are touched, on which stream."""
 
-    rank, world_size = shard_rank, shards = 0, 2
-    replica = channel = 0
+    rank, world_size = 0, 2
     takes_pieces, tags_messages = False, True
 
     def __init__(self, calls: list[tuple[EchoCommunicator, str]] | None = None) -> None:

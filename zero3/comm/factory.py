@@ -40,7 +40,7 @@ def communicator_for(process_group: Any, device: torch.device) -> Communicator:
         raise ValueError(_NOT_A_MEMBER)
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         if hasattr(process_group, "all_gather") and hasattr(process_group, "duplicate"):
-            return process_group  # type: ignore[no-any-return]
+            return _completed(process_group)
         raise TypeError(
             f"process_group must be a torch.distributed.ProcessGroup, a DeviceMesh or None, found {type(process_group).__name__}"
         )
@@ -92,6 +92,14 @@ def any_device_of(process_group: Any) -> torch.device:
         return torch.device("cpu")
     known = isinstance(process_group, dist.ProcessGroup)
     return torch.device(next(iter(_backends(process_group if known else dist.group.WORLD))))
+
+
+def _completed(communicator: Any) -> Communicator:
+    """A communicator of the caller's own. It need not know of replicas."""
+    for name, value in (("shard_rank", communicator.rank), ("shards", communicator.world_size), ("replica", 0)):
+        if not hasattr(communicator, name):
+            setattr(communicator, name, value)
+    return communicator  # type: ignore[no-any-return]
 
 
 def _of_mesh(mesh: DeviceMesh, device: torch.device) -> Communicator:

@@ -78,7 +78,7 @@ class GradientReducer(KeptGradients):
         pieces = self._buffer.pieces() if communicator.takes_pieces and self._divide_first == 1 else None
         full = self._buffer.complete() if pieces is None else None
         shard = self._chunk.shard
-        summed = full if full is not None and communicator.shards == 1 else torch.empty_like(shard.data, dtype=self._dtype)
+        summed = full if full is not None and self._chunk.layout.world_size == 1 else torch.empty_like(shard.data, dtype=self._dtype)
         landed = summed if self._lands_as == self._dtype else torch.empty_like(summed, dtype=self._lands_as)
         self._buffer, self._kept = GradientBuffer(self._chunk.layout, self._chunk.shard, self._dtype), []
         self.pending = self.owed = False
@@ -119,7 +119,7 @@ class GradientReducer(KeptGradients):
 
     def _typed(self, gradient: Tensor, part: Part) -> Tensor:
         kind = WholeGradient if part.whole else PieceGradient if self._chunk.divided else ShardGradient
-        return gradient if self.communicator.shards == 1 else kind.of(gradient, self.communicator)
+        return gradient if self._chunk.layout.world_size == 1 else kind.of(gradient, self.communicator)
 
     # -- the end of a backward, also of one that raised
 
