@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
@@ -191,16 +191,16 @@ def resident(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
+def no_sync(model: nn.Module, *, replicas_only: bool = False) -> Iterator[None]:
     """Context for gradient accumulation, in which backwards do not reduce gradients.
 
     The first backward after it reduces the accumulated gradients. Every rank enters and leaves it. It saves all reductions except
-    one, and costs memory: until that backward, every layer keeps its full gradient, `W * S` elements in `reduce_dtype`. (Without
-    it, micro-batches add up in the chunk's gradient.) The results differ only by the order of sums. If the gradients are zeroed, the
-    kept ones are dropped too. It may cover any module inside a model, and any part of a step. With one rank it does nothing.
+    one, and costs memory: until that backward, every layer keeps its full gradient, `W * S` elements in `reduce_dtype`. Results differ
+    only by the order of sums. If gradients are zeroed, kept ones are dropped. It may cover any module, and any part of a step.
 
     Args:
         model: Any model, or part of one, that contains zero3 layers.
+        replicas_only: Each backward reduces inside its replica; only sums over replicas wait. A layer keeps `S` elements, not `W * S`.
 
     Raises:
         ValueError: Nothing in `model` is sharded.
@@ -217,13 +217,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     gradients = [state.gradients for state in states_of(model)]
     if any(each.holds for each in gradients):
         raise CallersMistake("zero3.no_sync inside zero3.step_guard: put no_sync around it (`with no_sync(model), step_guard(model):`)")
-    for each in gradients:
-        each.deferrals += 1
-    try:
-        yield
-    finally:
+    with ExitStack() as left:
         for each in gradients:
-            each.deferrals -= 1
+            each.defer(1, replicas_only=replicas_only)
+            left.callback(each.defer, -1, replicas_only=replicas_only)
+        yield
 
 
 def agree_to_gather(states: list[LayerState], caller: str, error: Exception | None = None) -> None:

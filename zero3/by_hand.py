@@ -130,7 +130,7 @@ def reduce_gradients(model: nn.Module) -> None:
     """
     states = states_of(model)
     first = states[0]
-    inside = next((state for state in states if state.gradients.deferrals), None)
+    inside = next((state for state in states if not state.gradients.may_reduce), None)
     error = RuntimeError(f"reduce_gradients inside no_sync, which covers layer {inside.label}: leave it first") if inside else None
     backwards = {id(found): found for state in states if (found := state.gradients.backward()) is not None}
     for backward in backwards.values():

@@ -69,7 +69,9 @@ def shard(
         dtype: The dtype that every trainable parameter must have. It is only checked. None: any dtype.
         policy: One policy for all layers, where only the root casts outputs. Or a function `(name, module) -> ShardingPolicy`, which
             gets the name `""` for the root. The root's prefetch_depth and separate_backup_group count for all layers.
-        process_group: The ranks that share the model. None: the default group, or this process alone if there is no group.
+        process_group: The ranks that share the model: a process group, or a `DeviceMesh` of one dimension, or of two, named
+            `("dp_replicate", "dp_shard")`: chunks are cut over the second and repeated over the first. None: the default group, or
+            this process alone if there is no group.
 
     Returns:
         `model`, the same object.

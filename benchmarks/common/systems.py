@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,6 +26,7 @@ class Training:
 
     model: nn.Module
     optimizer: Any
+    accumulating: Callable[[], AbstractContextManager[object]] = nullcontext  # around all micro-batches of a step but the last
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -45,9 +48,14 @@ def optimizer_class(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, A
     return {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name], {"lr": RATES[name]}
 
 
-def _train(model: nn.Module, parameters: Iterable[nn.Parameter], optimizer: str) -> Training:
+def _train(
+    model: nn.Module,
+    parameters: Iterable[nn.Parameter],
+    optimizer: str,
+    accumulating: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Training:
     kind, options = optimizer_class(optimizer)
-    return Training(model, kind(parameters, **options))
+    return Training(model, kind(parameters, **options), accumulating)
 
 
 def plain(modules: list[nn.Module], optimizer: str, **_: Any) -> Training:
@@ -58,7 +66,7 @@ def plain(modules: list[nn.Module], optimizer: str, **_: Any) -> Training:
 
 def ddp(modules: list[nn.Module], optimizer: str, **_: Any) -> Training:
     model = nn.parallel.DistributedDataParallel(nn.Sequential(*modules))
-    return _train(model, model.parameters(), optimizer)
+    return _train(model, model.parameters(), optimizer, model.no_sync)
 
 
 def ddp_zero1(modules: list[nn.Module], optimizer: str, **_: Any) -> Training:
@@ -89,6 +97,26 @@ def fsdp2(modules: list[nn.Module], optimizer: str, *, param_dtype: torch.dtype 
     return _train(model, model.parameters(), optimizer)
 
 
+def _two_replicas() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def fsdp2_hsdp(modules: list[nn.Module], optimizer: str, **options: Any) -> Training:
+    training = fsdp2(modules, optimizer, mesh=_two_replicas(), **options)
+    model: Any = training.model
+
+    @contextmanager
+    def inside_replicas() -> Iterator[None]:
+        model.set_requires_all_reduce(False)
+        yield
+        model.set_requires_all_reduce(True)
+
+    training.accumulating = inside_replicas
+    return training
+
+
 def deepspeed3(modules: list[nn.Module], optimizer: str, **_: Any) -> Training:
     os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     import deepspeed
@@ -116,12 +144,16 @@ def deepspeed3(modules: list[nn.Module], optimizer: str, **_: Any) -> Training:
     return DeepSpeedTraining(engine, wrapped)
 
 
-def zero3(modules: list[nn.Module], optimizer: str, *, param_dtype: torch.dtype | None = None, **_: Any) -> Training:
-    from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
+def zero3(modules: list[nn.Module], optimizer: str, *, param_dtype: torch.dtype | None = None, mesh: Any = None, **_: Any) -> Training:
+    from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential, no_sync
 
     policy = ShardingPolicy(param_dtype=param_dtype)
-    model = Zero3Sequential([Zero3Layer(module, policy=policy) for module in modules])
-    return _train(model, model.get_trainable_chunk(), optimizer)
+    model = Zero3Sequential([Zero3Layer(module, policy=policy, process_group=mesh) for module in modules])
+    return _train(model, model.get_trainable_chunk(), optimizer, partial(no_sync, model, replicas_only=True))
+
+
+def zero3_hsdp(modules: list[nn.Module], optimizer: str, **options: Any) -> Training:
+    return zero3(modules, optimizer, mesh=_two_replicas(), **options)
 
 
 def zero3_by_sockets(modules: list[nn.Module], optimizer: str, **options: Any) -> Training:
@@ -161,6 +193,8 @@ SYSTEMS: dict[str, Callable[..., Training]] = {
     "DeepSpeed ZeRO-3": deepspeed3,
     "zero3": zero3,
     "zero3 by sockets": zero3_by_sockets,
+    "FSDP2 HSDP": fsdp2_hsdp,
+    "zero3 HSDP": zero3_hsdp,
 }
 
 

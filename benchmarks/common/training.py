@@ -14,7 +14,9 @@ from .model import Size, batch, layers, loss_of
 from .systems import COMPILED, SYSTEMS, plain
 
 
-def train(rank: int, world_size: int, system: str, size: Size, steps: int, warmup: int, interface: str = "lo") -> dict[str, Any]:
+def train(
+    rank: int, world_size: int, system: str, size: Size, steps: int, warmup: int, interface: str = "lo", micro_batches: int = 1
+) -> dict[str, Any]:
     """Timed, and nothing else in the way. A step is forward, backward, optimizer step and `zero_grad`, begun by all ranks at once."""
     for name in ("torch.distributed.fsdp", "zero3"):  # what an import takes is not the price of building
         import_module(name)
@@ -31,6 +33,9 @@ def train(rank: int, world_size: int, system: str, size: Size, steps: int, warmu
         ids, labels = batch(size, step, rank)
         dist.barrier()
         sent, begin, busy = sent_bytes(interface), time.perf_counter(), time.process_time()
+        for _ in range(micro_batches - 1):
+            with training.accumulating():
+                training.backward(loss_of(training.model, ids, labels))
         training.backward(loss_of(training.model, ids, labels))
         computed = time.perf_counter()
         training.update()

@@ -2,9 +2,10 @@
 
     sudo python benchmarks/fabric/main.py --help
 
-Two ranks in two network namespaces, joined by a rate-limited cable (veth, tbf): communication costs time and little CPU, as
-on a cluster and unlike the loopback. Computation is a step of two processes that never speak, communication what a
-system sends in a step divided by the link's rate. Every (repetition, rate, system) is a fresh group of processes.
+Ranks in two network namespaces, joined by a rate-limited cable (veth, tbf): communication costs time and little CPU, as
+on a cluster and unlike the loopback. With two ranks at each end, the link inside a pair has no limit. Computation is a step of
+processes that never speak, communication what an end sends in a step divided by the link's rate. Every (repetition, rate,
+system) is a fresh group of processes.
 """
 
 from __future__ import annotations
@@ -36,9 +37,12 @@ def measure(link: Cable, args: argparse.Namespace, size: Size) -> dict[str, dict
             link.set_rate(rate)
             for system in found:
                 progress(f"repetition {repetition + 1} of {args.repetitions}, {rate:g} Gbit/s: {system}")
-                options = {"namespaces": link.names, "timeout": args.timeout}
+                namespaces = [name for name in link.names for _ in range(args.ranks_at_an_end)]
+                options = {"namespaces": namespaces, "timeout": args.timeout}
                 try:
-                    reports = on_ranks(2, train, system, size, args.steps, args.warmup, INTERFACE, **options)
+                    reports = on_ranks(
+                        len(namespaces), train, system, size, args.steps, args.warmup, INTERFACE, args.micro_batches, **options
+                    )
                 except RanksFailed as error:
                     progress(f"failed: {error}")
                     continue
@@ -55,18 +59,20 @@ def ideal(found: dict[str, dict[float, Point]], system: str, rate: float) -> flo
 
 
 def table(found: dict[str, dict[float, Point]]) -> str:
-    rows = [["", NO_COMMUNICATION, spread(found[NO_COMMUNICATION][0.0]["seconds"]), "", "", "", "", ""]]
+    rows = [["", NO_COMMUNICATION, spread(found[NO_COMMUNICATION][0.0]["seconds"]), *[""] * 6]]
     rates = sorted({rate for by_rate in found.values() for rate in by_rate} - {0.0})
     for rate in rates:
         for system, by_rate in found.items():
             if rate not in by_rate:
                 continue
             own, best = median(by_rate[rate]["seconds"]), ideal(found, system, rate)
-            peers = [found[peer][rate]["seconds"] if rate in found.get(peer, {}) else [] for peer in ("DDP", "FSDP2")]
+            peers = [found[peer][rate]["seconds"] if rate in found.get(peer, {}) else [] for peer in ("DDP", "FSDP2", "FSDP2 HSDP")]
             ratios = [f"{own / median(peer):.2f}" if peer else "" for peer in peers]
             sent = f"{median(by_rate[rate]['sent']) / MEGABYTE:.1f}"
             rows.append([f"{rate:g}", system, spread(by_rate[rate]["seconds"]), sent, f"{best * 1e3:.0f}", f"{own / best:.2f}", *ratios])
-    return markdown(["Gbit/s", "system", "ms a step (spread)", "MB sent a rank", "ideal ms", "x ideal", "x DDP", "x FSDP2"], rows)
+    return markdown(
+        ["Gbit/s", "system", "ms a step (spread)", "MB sent an end", "ideal ms", "x ideal", "x DDP", "x FSDP2", "x FSDP2 HSDP"], rows
+    )
 
 
 def draw(found: dict[str, dict[float, Point]], path: Path) -> None:
@@ -97,6 +103,8 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=4, help="measured steps of each process; default: %(default)s")
     parser.add_argument("--warmup", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--ranks-at-an-end", type=int, default=1, help="2: fast inside a pair, slow between; default: %(default)s")
+    parser.add_argument("--micro-batches", type=int, default=1, help="in a step; default: %(default)s")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one group of processes; default: %(default)s")
     parser.add_argument("--output", type=Path, help="a folder for the table, all that was measured, and a picture")
     args = parser.parse_args()

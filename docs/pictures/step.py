@@ -189,7 +189,7 @@ class Moved(NamedTuple):
 class Ranks(SoloCommunicator):
     """Rank 0 of several."""
 
-    world_size = RANKS
+    world_size = shards = RANKS
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,13 +10,14 @@ import torch
 from torch import nn
 
 from tests.support.ordering import EchoCommunicator, FakeDevice, FakeEvent, FakeStream
-from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential, clip_grad_norm_
+from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential, clip_grad_norm_, no_sync
+from zero3.comm.mesh import MeshCommunicator
 from zero3.comm.streams import Done, StreamClock, StreamLane, lanes_for
 from zero3.core.gradient_reducer import Backup
 
 
 def train(
-    depth: int = 1, steps: int = 3, *, frozen: int | None = None, checkpoint: bool = False, micro_batches: int = 1
+    depth: int = 1, steps: int = 3, *, frozen: int | None = None, checkpoint: bool = False, micro_batches: int = 1, mesh: bool = False
 ) -> EchoCommunicator:
     """Steps of a model of four layers, as a user writes them."""
     communicator = EchoCommunicator()
@@ -23,18 +25,20 @@ def train(
     if frozen is not None:
         blocks[frozen].requires_grad_(False)
     policy = ShardingPolicy(prefetch_depth=depth)
-    layers = [Zero3Layer(block, policy=policy, process_group=communicator) for block in blocks]
+    group = MeshCommunicator(communicator, communicator) if mesh else communicator
+    layers = [Zero3Layer(block, policy=policy, process_group=group) for block in blocks]
     model = Zero3Sequential(layers)
     optimizer = torch.optim.SGD(model.get_trainable_chunk(), lr=0.1, momentum=0.9)
     for _ in range(steps):
-        for _ in range(micro_batches):
+        for number in range(micro_batches):
             x = torch.ones(2, 4)
             if checkpoint:
                 for layer in model:
                     x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
             else:
                 x = model(x)
-            x.pow(2).sum().backward()
+            with no_sync(model, replicas_only=True) if 0 < number < micro_batches - 1 else nullcontext():
+                x.pow(2).sum().backward()
         clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -44,16 +48,19 @@ def train(
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
-@pytest.mark.parametrize("case", [{}, {"frozen": 0}, {"frozen": 2}, {"checkpoint": True}, {"micro_batches": 2}])
+@pytest.mark.parametrize("case", [
+    {}, {"frozen": 0}, {"frozen": 2}, {"checkpoint": True}, {"micro_batches": 2}, {"mesh": True}, {"mesh": True, "micro_batches": 4}
+], ids=str)  # fmt: skip
 def test_a_step_has_no_race(fake_device: FakeDevice, depth: int, case: dict[str, object]) -> None:
     train(depth, **case)  # type: ignore[arg-type]
     fake_device.notice_freed()
     assert fake_device.races == []
 
 
-def test_everything_is_allocated_on_the_compute_stream(fake_device: FakeDevice) -> None:
+@pytest.mark.parametrize("mesh", [False, True])
+def test_everything_is_allocated_on_the_compute_stream(fake_device: FakeDevice, mesh: bool) -> None:
     """What a lane allocated could be handed out again in the lane's order, behind the back of compute."""
-    train()
+    train(mesh=mesh, micro_batches=4)
     assert fake_device.allocations_on_lanes == []
 
 

@@ -349,3 +349,19 @@ def test_a_root_with_parameters_of_its_own_sees_its_changed_chunks(stage: int) -
         return zero3.shard(model, layers=list(model), policy=policy, process_group=group)
 
     check_parity(Scaled, program_with_a_look, steps=4, shard=shard, policy=whole[stage])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_rank_that_casts_computes_with_the_values_after_the_step(stage: int) -> None:
+    """One rank without a cast has no full buffer; with one it has, and that buffer must not outlive a step."""
+    policy = ShardingPolicy(stage=stage, param_dtype=torch.bfloat16)  # type: ignore[arg-type]
+    model = in_sequence(mlp(), None, policy)
+    optimizer = torch.optim.SGD(zero3.get_trainable_chunk(model), lr=1.0)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.ones(2, 5)).float().pow(2).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert len(set(losses)) == 3, losses

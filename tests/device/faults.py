@@ -61,7 +61,7 @@ FAULTS = [
     Fault(
         "the optimizer steps without waiting for reductions",
         "core/backward.py",
-        "                self._back_up(state)\n        self._drain_backups()\n",
+        "                self._back_up(state)\n        self.drain_backups()\n",
         "                self._back_up(state)\n        self._backups.clear()\n",
     ),
     Fault(
@@ -91,7 +91,7 @@ FAULTS = [
     Fault(
         "an earlier reduction is dropped, not waited for",
         "core/backward.py",
-        "            self._backups.popleft().wait()\n        with state.backup_span",
+        "            self._later.extend(self._backups.popleft().wait())\n        with state.backup_span",
         "            self._backups.popleft()\n        with state.backup_span",
     ),
     Fault(
@@ -118,16 +118,45 @@ FAULTS = [
     Fault(
         "a reset does not wait for reductions",
         "core/backward.py",
-        "                self._backups.popleft().wait()\n            except",
-        "                self._backups.popleft()\n            except",
+        "                self.drain_backups()\n            except",
+        "                self._backups.clear()\n            except",
         "an_exception_and_on",
     ),
     Fault(
         "kept gradients are reduced without a wait at the end",
         "core/backward.py",
-        "                self._back_up(state, whole=True)\n        self._drain_backups()\n",
+        "                self._back_up(state, whole=True)\n        self.drain_backups()\n",
         "                self._back_up(state, whole=True)\n        self._backups.clear()\n",
         "stage_1",
+    ),
+    Fault(
+        "a sum over replicas does not wait for the reduction",
+        "core/replicas.py",
+        "            with lane.issue():",
+        "            with lane._stream:",
+        "mesh",
+    ),
+    Fault(
+        "the optimizer steps without waiting for sums over replicas",
+        "core/backward.py",
+        "        while self._later:\n            self._later.popleft().wait()\n",
+        "        self._later.clear()\n",
+        "mesh",
+    ),
+    Fault(
+        "the buffers of a sum over replicas are given back at once",
+        "core/gradient_reducer.py",
+        "Backup(later, self.held[1:],",
+        "Backup(later, (),",
+        "mesh_no_sync",
+    ),
+    Fault(
+        "what a replica has kept is given back while its lane reads it",
+        "core/replicas.py",
+        "        return self.later\n",
+        "        return self.later\n\n    def __setattr__(self, name: str, value: object) -> None:\n        if name != 'earlier':\n"
+        "            object.__setattr__(self, name, value)\n",
+        "mesh_no_sync",
     ),
     Fault(
         "the ranks' hashes are read before they have come",
@@ -211,14 +240,14 @@ def broken(fault: Fault) -> Iterator[Any]:
 
 def values(scenarios: Any, name: str) -> list[list[torch.Tensor]]:
     elsewhere = name == ELSEWHERE
-    directory = scratch()
+    directory, ranks = scratch(), 4 if name in real_scenarios.ON_MESHES else 2
 
     def body(rank: int) -> list[torch.Tensor]:
         device = torch.device("cuda", rank + 2 * elsewhere)
-        me = scenarios.Me(rank, 2, device, None, directory)
+        me = scenarios.Me(rank, ranks, device, None, directory)
         return [each.cpu() for each in scenarios.SCENARIOS["shard" if elsewhere else name](me)]
 
-    return run_ranks(2, body, device_of=lambda rank: rank + 2 * elsewhere, set_device=not elsewhere)
+    return run_ranks(ranks, body, device_of=lambda rank: rank + 2 * elsewhere, set_device=not elsewhere)
 
 
 @functools.cache

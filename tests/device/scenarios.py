@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
 
 import zero3
 from tests.device.training import ROWS, WIDTH, Adapted, Block, Caching, Me, Stack, in_sequence, loss_of, sgd, sharded, train, values
@@ -57,6 +59,37 @@ _add(
     "lora_on_a_quantized_base_with_prefetch",
     lambda me: sharded(me, lambda: Stack(Adapted), quantize=zero3.NF4(), prefetch_depth=2, param_dtype=torch.bfloat16),
 )
+
+
+def on_mesh(me: Me) -> Me:
+    """The rank in a mesh of two replicas."""
+    names = ("dp_replicate", "dp_shard")
+    mesh = me.group or init_device_mesh(me.device.type, (2, me.world_size // 2), mesh_dim_names=names)
+    return replace(me, group=mesh)
+
+
+ON_MESHES = {"mesh", "mesh_bf16_depth_2", "mesh_no_sync", "mesh_an_exception_and_on"}  # they need four ranks
+_add("mesh", lambda me: sharded(on_mesh(me)))
+_add("mesh_bf16_depth_2", lambda me: sharded(on_mesh(me), param_dtype=torch.bfloat16, reduce_dtype=torch.float32, prefetch_depth=2))
+
+
+@scenario
+def mesh_no_sync(me: Me) -> list[Tensor]:
+    """Each step: a micro-batch over all ranks, two inside replicas, and one that brings these to all ranks."""
+    model = sharded(on_mesh(me))
+    optimizer = sgd(model)
+    for step in range(2):
+        for micro in range(4):
+            with zero3.no_sync(model, replicas_only=True) if micro in (1, 2) else nullcontext():
+                loss_of(model, me, 10 * step + micro).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+@scenario
+def mesh_an_exception_and_on(me: Me) -> list[Tensor]:
+    return an_exception_and_on(on_mesh(me))
 
 
 @scenario

@@ -16,6 +16,10 @@ NAMES = [
     "the sum lands beside its lane",
     "compute waits on the current device, not on the model's",
     "a lane waits for the current device, not for the model's",
+    "a sum over replicas does not wait for the reduction",
+    "the optimizer steps without waiting for sums over replicas",
+    "the buffers of a sum over replicas are given back at once",
+    "what a replica has kept is given back while its lane reads it",
 ]
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import shutil
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.device.scenarios import SCENARIOS, Scenario
+from tests.device.scenarios import ON_MESHES, SCENARIOS, Scenario
 from tests.device.training import Me, scratch
 from tests.support import ranks as cpu
 
-WORLD = 2
+MESHES = {SCENARIOS[name] for name in ON_MESHES}  # on four ranks, all others on two
+# Two communicators are at work at once in these, so they need room for two: see test_communicators.py.
+TWO_COMMUNICATORS = MESHES | {SCENARIOS["separate_backup_group"]}
 
 
 class Setting(NamedTuple):
@@ -42,14 +44,14 @@ NEEDS_A_GROUP = {"uneven_inputs"}  # torch's Join does not work on threads of th
 def on_device(scenario: Scenario) -> list[list[Tensor]]:
     from tests.device.ranks import run_ranks
 
-    directory = scratch()
+    directory, world = scratch(), 4 if scenario in MESHES else 2
 
     def body(rank: int) -> list[Tensor]:
-        me = Me(rank, WORLD, torch.device("cuda", rank), None, directory)
+        me = Me(rank, world, torch.device("cuda", rank), None, directory)
         return [each.cpu() for each in scenario(me)]
 
     try:
-        return run_ranks(WORLD, body)
+        return run_ranks(world, body)
     finally:
         shutil.rmtree(directory)
 
@@ -64,11 +66,11 @@ def _first_bf16() -> None:
 def on_cpu(scenario: Scenario) -> list[list[Tensor]]:
     directory = scratch()
 
-    def body(group: cpu.ThreadCommunicator) -> list[Tensor]:
-        return list(scenario(Me(group.rank, WORLD, torch.device("cpu"), group, directory)))
+    def body(group: Any) -> list[Tensor]:
+        return list(scenario(Me(group.rank, group.world_size, torch.device("cpu"), group, directory)))
 
     try:
-        return cpu.run_ranks(WORLD, body)
+        return cpu.run_mesh(2, 2, body) if scenario in MESHES else cpu.run_ranks(2, body)
     finally:
         shutil.rmtree(directory)
 
@@ -86,7 +88,7 @@ def in_any_order(scenario: Scenario, setting: Setting) -> list[list[Tensor]]:
     from tests.device import simulated
 
     simulated.schedule(setting.policy, setting.seed, progress=setting.progress, memory=setting.memory)
-    simulated.C.set_room(0 if scenario is SCENARIOS["separate_backup_group"] else setting.room)  # see test_communicators.py
+    simulated.C.set_room(0 if scenario in TWO_COMMUNICATORS else setting.room)
     try:
         return on_device(scenario)
     finally:

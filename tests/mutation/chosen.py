@@ -29,7 +29,7 @@ FAULTS = [
     Fault(
         "no wait for reductions at the end",
         "core/backward.py",
-        "        self._drain_backups()\n        self._reduces",
+        "        self.drain_backups()\n        self._reduces",
         "        self._reduces",
         "core/no_sync",
     ),
@@ -152,7 +152,7 @@ FAULTS = [
     Fault(
         "a transaction that is not taken back",
         "core/transactions.py",
-        "        self._buffer, self._kept, self.owed = before.buffer, before.kept, before.owed\n",
+        "        self._buffer, self._kept, self.owed, self.partial = before.buffer, before.kept, before.owed, before.partial\n",
         "",
         "resilience/step_guard",
     ),

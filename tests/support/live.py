@@ -87,6 +87,9 @@ class LonelyCommunicator:
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         return None
 
+    def all_reduce_later(self, tensor: Tensor) -> _Late:
+        return _Late(lambda: tensor.mul_(self.world_size))
+
     def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Any = None) -> _Late:
         return _Late(lambda: shard.copy_(slices[self.rank]) if slices is not None else shard.zero_())
 

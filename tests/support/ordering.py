@@ -183,7 +183,12 @@ class EchoCommunicator:
             shard.copy_(slices[self.rank])
         return Done()
 
-    def broadcast(self, tensor: Tensor) -> None: ...
+    def all_reduce_later(self, tensor: Tensor) -> Done:
+        self.calls.append((self, "all_reduce_later"))
+        tensor.mul_(2)
+        return Done()
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None: ...
 
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
         return [payload, payload]

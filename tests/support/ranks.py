@@ -8,6 +8,7 @@ doing at every collective; one that does something else is an error on all of th
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zero3.comm.mesh import MeshCommunicator
 from zero3.comm.streams import Lanes, lanes_for
 
 
@@ -101,9 +103,11 @@ class ThreadCommunicator:
 
     def __init__(self, world: World, rank: int, place: str = "main") -> None:
         self.world, self.rank, self.world_size = world, rank, world.size
+        self.shard_rank, self.shards, self.replica, self.channel = rank, world.size, 0, 0
         self.log: list[Collective] = []
         self.before: Callable[[str], None] = lambda kind: None
         self._place, self._count, self._twins = place, 0, 0
+        self._sums: Counter[int] = Counter()  # by channel: sums that were only started
         self.told = 0  # payloads that were sent to be read later
 
     def _meet(self, kind: str, value: Any, numel: int, dtype: torch.dtype) -> list[Any]:
@@ -149,6 +153,19 @@ class ThreadCommunicator:
         self.log.append(Collective("all_reduce", tensor.numel(), tensor.dtype))
         values = torch.stack(self._meet("all_reduce", tensor.clone(), tensor.numel(), tensor.dtype))
         tensor.copy_(values.amax(0) if maximum else values.sum(0))
+
+    def all_reduce_later(self, tensor: Tensor) -> _Late:
+        """Carries its layer's number, as gloo's messages do: a rank that stands in for its layers may start it earlier."""
+        self.before("all_reduce_later")
+        self.log.append(Collective("all_reduce_later", tensor.numel(), tensor.dtype))
+        self._sums[self.channel] += 1
+        place, number = f"{self._place} sum {self.channel}", self._sums[self.channel]
+        collective, sent = self.log[-1], tensor.detach().clone()
+        with self.world._condition:
+            self.world._rounds.setdefault((place, number), _Round()).values[self.rank] = (collective, sent)
+            self.world._condition.notify_all()
+        poison(tensor)
+        return _Late(lambda: tensor.copy_(torch.stack(self.world.meet(place, number, self.rank, collective, sent)).sum(0)))
 
     def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Any = None) -> _Late:
         numel = bounds[-1] if bounds is not None else shard.numel() * self.world_size
@@ -210,18 +227,51 @@ class ThreadPartsCommunicator(ThreadCommunicator):
         return _Late(land)
 
 
+class ThreadMesh(MeshCommunicator):
+    """A mesh of threads."""
+
+    @property
+    def log(self) -> list[Collective]:
+        return self._row.log + self._column.log
+
+    @property
+    def row(self) -> ThreadCommunicator:
+        return self._row
+
+    @property
+    def column(self) -> ThreadCommunicator:
+        return self._column
+
+
+def run_mesh(replicas: int, shards: int, body: Callable[[ThreadMesh], Any], timeout: float = 60.0, *, parts: bool = False) -> list[Any]:
+    """Runs `body` on a mesh of threads, rows first; returns what each returned, or raises the first error."""
+    rows, columns = [World(shards, timeout) for _ in range(replicas)], [World(replicas, timeout) for _ in range(shards)]
+    kind = ThreadPartsCommunicator if parts else ThreadCommunicator
+
+    def mesh(rank: int) -> ThreadMesh:
+        replica, shard_rank = divmod(rank, shards)
+        return ThreadMesh(kind(rows[replica], shard_rank, f"row {replica}"), kind(columns[shard_rank], replica, f"column {shard_rank}"))
+
+    return _run(replicas * shards, lambda rank: body(mesh(rank)), [*rows, *columns], timeout)
+
+
 def run_ranks(size: int, body: Callable[[ThreadCommunicator], Any], timeout: float = 60.0, *, parts: bool = False) -> list[Any]:
     """Runs `body` on `size` threads, each with its communicator; returns what each returned, or raises the first error."""
     world = World(size, timeout)
+    return _run(size, lambda rank: body((ThreadPartsCommunicator if parts else ThreadCommunicator)(world, rank)), [world], timeout)
+
+
+def _run(size: int, body: Callable[[int], Any], worlds: list[World], timeout: float) -> list[Any]:
     results: list[Any] = [None] * size
     errors: list[BaseException | None] = [None] * size
 
     def thread(rank: int) -> None:
         try:
-            results[rank] = body((ThreadPartsCommunicator if parts else ThreadCommunicator)(world, rank))
+            results[rank] = body(rank)
         except BaseException as error:
             errors[rank] = error
-            world.fail(error)
+            for world in worlds:
+                world.fail(error)
 
     threads = [threading.Thread(target=thread, args=(rank,), daemon=True) for rank in range(size)]
     for each in threads:

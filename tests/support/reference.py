@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
 from zero3.access import states_of
 from zero3.core.autograd import tensors_in
 from zero3.core.layer_state import Presence
@@ -96,6 +96,7 @@ def check_parity(
     tolerance: float = TOLERANCE,
     same_bits_on_one_rank: bool = True,
     parts: bool = False,  # gradients travel from where they are
+    replicas: int = 1,  # of `world_size` ranks in all
 ) -> None:
     tolerance = tolerance if world_size > 1 or not same_bits_on_one_rank else 0
     expected = train_plain(build, program, world_size, steps, policy, optimizer)
@@ -107,9 +108,10 @@ def check_parity(
         model = shard(copies[group.rank], process_group(group), policy)
         return train_sharded(model, program, group, steps, optimizer), group.log
 
-    results = run_ranks(world_size, body, parts=parts)
+    results = run_mesh(replicas, world_size // replicas, body, parts=parts) if replicas > 1 else run_ranks(world_size, body, parts=parts)
     for rank, (found, log) in enumerate(results):
-        assert log == results[0][1], f"rank {rank} made other collectives than rank 0"
+        first = rank - rank % (world_size // replicas)  # of its replica: only the first one scatters rank 0's values
+        assert log == results[first][1], f"rank {rank} made other collectives than rank {first}"
         for step in range(steps):
             assert_close(found.outputs[step][0], expected.outputs[step][rank], tolerance, f"outputs of step {step}, rank {rank}")
             assert_close(found.gradients[step], expected.gradients[step], tolerance, f"gradients of step {step}, rank {rank}")
@@ -200,9 +202,9 @@ def assert_at_rest(model: nn.Module) -> None:
     for state in states_of(model):
         assert state.presence is Presence.RELEASED, state.label
         for chunk in state.chunks:
-            if state.communicator.world_size > 1:
+            if state.communicator.shards > 1:
                 assert chunk.full.tensor.untyped_storage().nbytes() == 0, state.label
-            own = chunk.layout.numel - chunk.layout.chunk_range(state.communicator.rank)[0]
+            own = chunk.layout.numel - chunk.layout.chunk_range(state.communicator.shard_rank)[0]
             assert not chunk.shard.detach()[max(0, own) :].any(), "padding of a chunk must stay zero"
     chunks = [chunk.shard for state in states_of(model) for chunk in state.chunks]
     assert {id(p) for p in model.parameters()} == {id(chunk) for chunk in chunks}

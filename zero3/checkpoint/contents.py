@@ -38,6 +38,7 @@ class Contents:
         self.states: list[LayerState] = states_of(model)
         self.communicator = self.states[0].communicator
         self.rank, self.world_size, self.device = self.communicator.rank, self.communicator.world_size, self.states[0].device
+        self.writes = self.communicator.replica == 0  # whether this rank's chunks are saved: other replicas hold the same
         check_released(self.states, doing)
         self.names: dict[int, list[str]] = {}  # by the tensor's id; a tied tensor has several names
         self.others: dict[str, Tensor] = {}
@@ -56,7 +57,7 @@ class Contents:
 
     def spans(self, chunk: Chunk, rank: int | None = None) -> list[Span]:
         """Returns the spans of a rank's chunk in order (None: of this rank). Empty parameters belong to the chunk's first holder."""
-        rank = self.rank if rank is None else rank
+        rank = self.communicator.shard_rank if rank is None else rank
         names = self._chunk_names.get(chunk, {})
         pieces = [piece for piece in chunk.layout.pieces(rank) if piece.slot.name in names]
         found = [Span(names[piece.slot.name], piece.start, piece.stop, piece.offset) for piece in pieces]

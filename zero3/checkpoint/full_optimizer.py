@@ -53,7 +53,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizers, *, rank0_
     keeps = not rank0_only or contents.rank == 0
     parts: dict[str, list[tuple[Tensor, Span]]] = {}
     for one in held:
-        for span in one.spans if one.mine else ():
+        for span in one.spans if one.mine and contents.writes else ():
             parts.setdefault(span.name, []).append((one.parameter, span))
     state = {}
     for name, named in own.state.items():

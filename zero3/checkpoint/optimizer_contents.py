@@ -32,7 +32,7 @@ class Held(NamedTuple):
     parameter: Tensor
     group: int
     spans: tuple[Span, ...]
-    mine: bool  # whether this rank saves it; a parameter that every rank holds whole is saved by rank 0
+    mine: bool  # whether this rank's replica saves it here; a parameter that every rank holds whole is saved by rank 0
 
     @property
     def filled(self) -> tuple[Span, ...]:
@@ -103,7 +103,11 @@ def _covered(part: Part, chunk: Chunk, contents: Contents) -> list[Span]:
         return contents.spans(chunk)
     if part.start == part.stop:  # an empty parameter, or the placeholder of a rank that holds nothing
         empties = zip([other for other in chunk.parts if other.start == other.stop], contents.empties(chunk), strict=False)
-        return [span for other, span in empties if other is part and span is not None and contents.rank == chunk.layout.first_holder]
+        return [
+            span
+            for other, span in empties
+            if other is part and span is not None and contents.communicator.shard_rank == chunk.layout.first_holder
+        ]
     inside = [span for span in contents.spans(chunk) if span.start < span.stop and part.start <= span.offset < part.stop]
     return [span._replace(offset=span.offset - part.start) for span in inside]
 
@@ -147,7 +151,9 @@ def contents_of(optimizer: Together, held: list[Held], contents: Contents, *, wi
         options = [options_of(group, optimizer.labels[number]) for number, group in enumerate(optimizer.param_groups)]
         lines += [json.dumps(own, sort_keys=True) for own in options]
         for one in held:
-            names = [span.name for span in one.spans if span.start == 0 and one.mine]  # only the rank where a parameter begins
+            names = [
+                span.name for span in one.spans if span.start == 0 and one.mine and contents.writes
+            ]  # only the rank where a parameter begins
             groups[one.group] += names
             found = state_of(optimizer, one, contents) if with_state else NamedState()
             kept.append(found)

@@ -86,7 +86,7 @@ class Prepared:
                 self.model_entries.append(Entry(f"other:{rank}:{name}", tensor.detach(), tuple(tensor.shape)))
         for chunk in contents.chunks():
             chunk.adopt_values()
-            for name, start, stop, offset in contents.spans(chunk):
+            for name, start, stop, offset in contents.spans(chunk) if contents.writes else ():
                 if self.stores(name) and start < stop:
                     self.model_entries.append(_entry(f"parameter:{name}", chunk.shard.data, start, stop, offset))
         generators, self.metadata["random"] = random_state.generators(contents.device)
@@ -94,7 +94,7 @@ class Prepared:
         if optimizer is not None:
             merged = contents_of(optimizer, held, contents)
             self.content["optimizer"] = {"class": optimizer.name, **merged.to_json()}
-            self.optimizer_entries = _state_entries(optimizer, held)
+            self.optimizer_entries = _state_entries(optimizer, held) if contents.writes else None
 
     def make_directory(self) -> None:
         """Rank 0 makes the directory. Every rank calls it."""

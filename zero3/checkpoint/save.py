@@ -36,9 +36,9 @@ def save_checkpoint(
     """Saves model, optimizer and `extra` in the directory `path`. Every rank writes its own part, and nothing is gathered.
 
     A checkpoint holds parameters, buffers, modules' extra state (rank 0's `get_extra_state`), the optimizer's groups and state by
-    parameter name, and every rank's random generators. It appears by one rename, when all files are on the disk. If a rank fails
-    before that (a crash, a full disk), the earlier checkpoint under `path` is still complete, and the next save cleans up. Files
-    are hashed while they are written.
+    parameter name, and every rank's random generators. On a mesh with replicas the first one writes what they share. A checkpoint
+    appears by one rename, when all files are on the disk. If a rank fails before that (a crash, a full disk), the earlier checkpoint
+    under `path` is still complete, and the next save cleans up. Files are hashed while they are written.
 
     Args:
         path: A directory of a file system that all ranks see. Parents are created. A checkpoint in it is replaced, and other files

@@ -30,11 +30,15 @@ class Told(Protocol):
 class Communicator(Protocol):
     """The collectives of the ranks that share a model. Users pass a process group; tests may pass their own object.
 
-    The slices of a full buffer `[W*S]` are equal, `[S]` each, unless `bounds` (of a `ChunkLayout`) gives other cuts.
+    The slices of a full buffer `[W*S]` are equal, `[S]` each, unless `bounds` (of a `ChunkLayout`) gives other cuts. On a mesh (see
+    `mesh`) slices are those of one replica, and everything else is among all ranks.
     """
 
-    rank: int
-    world_size: int
+    rank: int  # among all ranks
+    world_size: int  # the number of all ranks
+    shard_rank: int  # which slice is this rank's
+    shards: int  # W, the number of slices: fewer than ranks if there are replicas
+    replica: int  # which replica of the slices this rank belongs to; replica 0 speaks where all hold the same
     channel: int  # the number of the layer that uses this communicator; messages carry it as a tag
     takes_pieces: bool  # whether `reduce_pieces` works; then gradients need no flat buffer
     tags_messages: bool  # whether messages carry that tag, so that no rank takes one layer's data for another layer's
@@ -84,8 +88,8 @@ class Communicator(Protocol):
 class SoloCommunicator:
     """One rank without a process group. The chunk is the full buffer, so nothing is transferred."""
 
-    rank = 0
-    world_size = 1
+    rank = shard_rank = replica = 0
+    world_size = shards = 1
     channel = 0
     takes_pieces = False
     tags_messages = True

@@ -7,33 +7,43 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from .communicator import Communicator, SoloCommunicator
 from .gloo import IDENTITY_BYTES as IDENTITY_BYTES
 from .gloo import GlooCommunicator
+from .mesh import MeshCommunicator
 from .process_group import GroupCommunicator
 
 __all__: list[str] = []
 
+_MESH = ("dp_replicate", "dp_shard")
 _NOT_A_MEMBER = "this process is not a member of the process_group it passed: only members may build the layer"
 
 
+class WrongMesh(ValueError):
+    """A mesh that is no mesh of replicas and shards. Every rank has made it, so every rank finds it."""
+
+
 def communicator_for(process_group: Any, device: torch.device) -> Communicator:
-    """The communicator for a process group. None: the default group, or this process alone if there is no default group.
+    """The communicator for a process group or a mesh. None: the default group, or this process alone if there is no default group.
 
     Raises:
         RuntimeError: There is no process group, but a launcher has started several processes.
-        TypeError: `process_group` is not a process group.
+        TypeError: `process_group` is neither a process group nor a mesh.
+        WrongMesh: The mesh has other dimensions than are expected.
         ValueError: This process is not a member of the group, or the group does not support `device`.
     """
+    if isinstance(process_group, DeviceMesh):
+        return _of_mesh(process_group, device)
     if process_group is not None and process_group is dist.GroupMember.NON_GROUP_MEMBER:  # new_group returns it on other ranks
         raise ValueError(_NOT_A_MEMBER)
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         if hasattr(process_group, "all_gather") and hasattr(process_group, "duplicate"):
-            return process_group  # type: ignore[no-any-return]
-        kind = type(process_group).__name__
-        mesh = " (of a mesh of one dimension, pass mesh.get_group())" if kind == "DeviceMesh" else ""
-        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup or None, found {kind}{mesh}")
+            return _completed(process_group)
+        raise TypeError(
+            f"process_group must be a torch.distributed.ProcessGroup, a DeviceMesh or None, found {type(process_group).__name__}"
+        )
     if process_group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return _alone()
@@ -53,7 +63,9 @@ def communicator_for(process_group: Any, device: torch.device) -> Communicator:
 
 
 def process_group_of(communicator: Communicator) -> Any:
-    """The process group of a communicator, for torch's own tools. None if it has no group."""
+    """The process group of a communicator's ranks, for torch's own tools. None if it has no group."""
+    if isinstance(communicator, MeshCommunicator) and communicator.world_size == dist.get_world_size():
+        return dist.group.WORLD
     return communicator._group if isinstance(communicator, GroupCommunicator) else None
 
 
@@ -80,6 +92,37 @@ def any_device_of(process_group: Any) -> torch.device:
         return torch.device("cpu")
     known = isinstance(process_group, dist.ProcessGroup)
     return torch.device(next(iter(_backends(process_group if known else dist.group.WORLD))))
+
+
+def _completed(communicator: Any) -> Communicator:
+    """A communicator of the caller's own. It need not know of replicas."""
+    for name, value in (("shard_rank", communicator.rank), ("shards", communicator.world_size), ("replica", 0)):
+        if not hasattr(communicator, name):
+            setattr(communicator, name, value)
+    return communicator  # type: ignore[no-any-return]
+
+
+def _of_mesh(mesh: DeviceMesh, device: torch.device) -> Communicator:
+    names = mesh.mesh_dim_names
+    if mesh.ndim > 2 or (mesh.ndim == 2 and names != _MESH):
+        raise WrongMesh(
+            f"process_group is a mesh of shape {tuple(mesh.mesh.shape)} with the dimensions {names}. Expected is a mesh of one dimension, "
+            f"over which chunks are cut, or of two named {_MESH}: chunks are cut over the second and repeated over the first. "
+            'Slice a larger mesh: mesh["dp_replicate", "dp_shard"]'
+        )
+    ranks = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1))
+    if not all(bool((each.diff() > 0).all()) for each in (*ranks, *ranks.T)):
+        raise WrongMesh(
+            f"process_group is a mesh of the ranks {ranks.tolist()}, expected ranks that rise along each dimension, as in groups"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(_NOT_A_MEMBER)
+    replicas, shards = ranks.shape
+    if replicas == 1:
+        return communicator_for(mesh.get_group(mesh.ndim - 1), device)
+    column = communicator_for(mesh.get_group(0), device)
+    row = communicator_for(mesh.get_group(1), device) if shards > 1 else SoloCommunicator()
+    return MeshCommunicator(row, column)  # type: ignore[arg-type]  # the column is a group
 
 
 def _alone() -> Communicator:

@@ -103,6 +103,22 @@ class GlooCommunicator(GroupCommunicator):
         incoming = dict.fromkeys(others, shard) | dict(zip(far, room, strict=True))
         return self._swap(_REDUCE, incoming, {rank: parts[rank] for rank in others}, sum_up)
 
+    def all_reduce_later(self, tensor: Tensor) -> Pending:
+        """Works as `all_reduce` for a sum, but only starts it. It adds in rank order."""
+        if tensor.device.type != "cpu":
+            return super().all_reduce_later(tensor)
+        if self.world_size > 2:
+            bounds = tuple(tensor.numel() * rank // self.world_size for rank in range(self.world_size + 1))
+            own = torch.empty_like(tensor[bounds[self.rank] : bounds[self.rank + 1]])
+            return _Transfers([self.reduce_scatter(own, tensor, bounds)], lambda: self.all_gather(tensor, own, bounds).wait())
+        other = 1 - self.rank  # each sends all: as many bytes, and no second message that waits for the first
+
+        def add(received: dict[int, Tensor]) -> None:
+            first, second = (tensor if rank == self.rank else received[rank] for rank in range(2))
+            torch.add(first, second, out=tensor)
+
+        return self._swap(_REDUCE, {other: tensor if self.shares_memory else torch.empty_like(tensor)}, {other: (tensor,)}, add)
+
     def _slices(self, full: Tensor, bounds: Bounds) -> list[Tensor]:
         return cut(full, bounds) if bounds is not None else list(full.view(self.world_size, -1))
 

@@ -36,8 +36,9 @@ class GroupCommunicator:
         self._reference = weakref.ref(group)
         self._backend = backend
         self._device = device
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+        self.rank = self.shard_rank = dist.get_rank(group)
+        self.world_size = self.shards = dist.get_world_size(group)
+        self.replica = 0
         self.channel = 0
         self._on_streams = has_streams(device) and backend not in _ON_HOST
         # torch 2.13 deprecates the old names; torch 2.11 has only the old names
@@ -78,6 +79,10 @@ class GroupCommunicator:
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self._group)
 
+    def all_reduce_later(self, tensor: Tensor) -> Pending:
+        """Works as `all_reduce` for a sum, but only starts it. The order of the sum depends on the backend."""
+        return dist.all_reduce(tensor, group=self._group, async_op=not self._on_streams) or Done()
+
     def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
         if bounds is not None:
             self._scatter_padded(shard, slices, bounds)
@@ -107,7 +112,7 @@ class GroupCommunicator:
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device, non_blocking=True)
         all_ranks = torch.empty(self.world_size * len(payload), dtype=torch.uint8, device=device)
         pending = self._all_gather(all_ranks, mine, group=self._group, async_op=not self._on_streams) or Done()
-        return _Told(pending, OnHost(all_ranks) if self._on_streams else None, all_ranks, len(payload))
+        return Gathered(pending, OnHost(all_ranks) if self._on_streams else None, all_ranks, len(payload))
 
     def duplicate(self) -> Communicator:
         if not self._on_streams:
@@ -142,7 +147,9 @@ def _destroy(reference: weakref.ref[Any]) -> None:
             dist.destroy_process_group(group)
 
 
-class _Told:
+class Gathered:
+    """The result of an exchange: `all_ranks` holds every rank's bytes when `pending` is over, and `copied` is a copy for the host."""
+
     def __init__(self, pending: Pending, copied: OnHost | None, all_ranks: Tensor, length: int) -> None:
         self._pending, self._copied, self._all_ranks, self._length = pending, copied, all_ranks, length
 

@@ -33,7 +33,9 @@ class Done:
 class Mark(Protocol):
     """A point in a lane's work that compute can wait for."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> Mark | None:
+        """Waits. If the work goes on in another lane, returns the mark of that lane."""
+        ...
 
 
 class Lane(Protocol):
@@ -51,6 +53,7 @@ class Lane(Protocol):
 class Lanes(NamedTuple):
     fetch: Lane
     backup: Lane
+    replicas: Lane | None = None  # where chunks have replicas: sums over these
 
 
 class _HostMark:

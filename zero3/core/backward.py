@@ -49,8 +49,9 @@ class Backward:
         self._depth = depth
         self._touched: list[LayerTrace] = []  # the traces that this backward has reached
         self._backups: deque[Backup] = deque()
+        self._later: deque[Backup] = deque()  # what goes on after a backup, and is waited for at the end: sums over replicas
         self._reduces = False  # whether this backward reduces gradients; `autograd.grad` does not
-        self._owes = False  # whether gradients were ever kept for later (`no_sync`, stage 1)
+        self.owes = False  # whether gradients were ever kept for later (`no_sync`, stage 1)
         self._activity: AbstractContextManager[Any] | None = None  # the gate's context for this backward, entered
         self._ending = EndOfBackward()  # the end of the present backward
         self._outer_ending = EndOfBackward()  # the end of a backward that runs others inside (reentrant checkpointing)
@@ -84,10 +85,14 @@ class Backward:
         return self._stack.layers[0].gate
 
     def take_part_in_backup(self, state: LayerState) -> None:
-        """Takes part in a reduction of the other ranks, if this rank has no data, or its micro-batch has failed."""
+        """Takes part in a reduction of the other ranks, if this rank has no data, or its micro-batch has failed.
+
+        It does not wait for sums over replicas, because other ranks start them later. `drain_backups` does.
+        """
         prepared = state.gradients.prepare(self._backup_communicator)
-        for backup in state.gradients.back_up(prepared, state.lanes.backup, self._backup_communicator):
-            backup.wait()
+        self._backups.extend(state.gradients.back_up(prepared, state.lanes, self._backup_communicator))
+        while self._backups:
+            self._later.extend(self._backups.popleft().wait())
 
     @property
     def running(self) -> bool:
@@ -120,9 +125,9 @@ class Backward:
     def reset(self, *, broken: bool = False) -> None:
         """Releases all layers. If the last backward raised, all gradients are dropped; in a transaction, only that backward's."""
         broken_backward = self._ending.missed or self._outer_ending.missed
-        while self._backups:
+        while self._backups or self._later:
             try:
-                self._backups.popleft().wait()
+                self.drain_backups()
             except RuntimeError:  # after a failed transfer there is nothing more to wait for
                 broken_backward = True
         for trace in self._touched:
@@ -145,7 +150,7 @@ class Backward:
 
         A rank without any part of a chunk can't see this for that chunk. It goes by the other chunks.
         """
-        if not self._owes:
+        if not self.owes:
             return
         reducers = reducers_of(self._stack.layers)
         zeroed = [reducer for reducer in reducers if reducer.forget_zeroed()]
@@ -222,17 +227,17 @@ class Backward:
     def _back_up(self, state: LayerState, *, whole: bool = False) -> None:
         """[B5] Reduces a layer's gradients, or keeps them if reductions are deferred. `whole`: reduces kept ones even then."""
         if state.gradients.deferred and not whole:
-            self._owes = True
+            self.owes = True
             state.gradients.keep()
             return
         while len(self._backups) >= max(1, self._depth):
-            self._backups.popleft().wait()
+            self._later.extend(self._backups.popleft().wait())
         with state.backup_span:
             prepared = state.gradients.prepare(self._backup_communicator)
             with self.gate.reduce(state):
-                self._backups.extend(state.gradients.back_up(prepared, state.lanes.backup, self._backup_communicator))
+                self._backups.extend(state.gradients.back_up(prepared, state.lanes, self._backup_communicator))
         if not self._depth:
-            self._drain_backups()
+            self.drain_backups()
 
     def reduce_deferred(self) -> None:
         """Reduces all kept gradients, on every rank. At stage 1, the first read of a gradient calls it."""
@@ -243,14 +248,17 @@ class Backward:
         for state in self._stack.layers:
             if state.gradients.owed():
                 self._back_up(state, whole=True)
-        self._drain_backups()
+        self.drain_backups()
         for reducer, total in tokens:  # the reduction adds no new gradients, so the number of tokens stays the same
             if total is not None:
                 reducer.note_tokens(total)
 
-    def _drain_backups(self) -> None:
+    def drain_backups(self) -> None:
+        """Waits for all reductions under way."""
         while self._backups:
-            self._backups.popleft().wait()
+            self._later.extend(self._backups.popleft().wait())
+        while self._later:
+            self._later.popleft().wait()
 
     def _end(self) -> None:
         """[B6] Every layer's gradients are reduced, every layer is released, nothing is in flight."""
@@ -258,9 +266,9 @@ class Backward:
             self._finish(trace)
         for state in self._stack.layers:
             gradients = state.gradients
-            if gradients.pending() or (self._owes and self._reduces and not gradients.deferred and gradients.owed()):
+            if gradients.pending() or (self.owes and self._reduces and gradients.due()):
                 self._back_up(state)
-        self._drain_backups()
+        self.drain_backups()
         self._reduces = False
         for state in self._stack.layers:
             state.calls_left = 0
@@ -286,4 +294,4 @@ def _reduction_of(state: LayerState) -> str:
     """What a backward does with the layer's gradients. All ranks have to do the same, so they compare this text."""
     if not any(chunk.shard.requires_grad for chunk in state.chunks):
         return "frozen"
-    return "gradients kept (as under no_sync)" if state.gradients.deferred else "gradients reduced"
+    return "gradients kept (as under no_sync)" if state.gradients.deferred else state.gradients.fate

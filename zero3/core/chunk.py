@@ -108,7 +108,7 @@ class Chunk:
         self._in_flight: Mark | None = None
         self._as_stored = False  # see `show_as_stored`
         self._computing: FullBuffer | ResidentBuffer | None = None  # the usual buffer, while `full` is another one
-        self._own = slice(*layout.chunk_range(communicator.rank))  # this rank's slice of the full buffer
+        self._own = slice(*layout.chunk_range(communicator.shard_rank))  # this rank's slice of the full buffer
         self.full = self._new_buffer()
         self.tracks_versions = not self.resident  # whether parameters' versions tell graphs that the full buffer was released
         self.left = False  # whether views of the buffer are in use outside: then release does not free it

@@ -42,8 +42,8 @@ def compare_logs(communicator: Communicator, first: LayerState, every: int) -> N
 
 def drop_stale(communicator: Communicator, layers: Sequence[LayerState]) -> None:
     """Releases kept layers (stages 1 and 2) whose chunk has changed on any rank, so that they are gathered again."""
-    whole = [state for state in layers if state.chunks and state.stays_whole and not state.resident]
-    if not whole or communicator.world_size == 1:
+    whole = [state for state in layers if state.stays_whole and not state.resident and not all(chunk.resident for chunk in state.chunks)]
+    if not whole:
         return
     stale = torch.stack([state.is_stale() for state in whole]).to(torch.uint8)
     naming = NamingFailures(communicator, "comparing", Subject("which layers have changed"))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..comm.agreement import agree
 from ..comm.communicator import Communicator
-from ..comm.factory import IDENTITY_BYTES, any_device_of, communicator_for
+from ..comm.factory import IDENTITY_BYTES, WrongMesh, any_device_of, communicator_for
 from ..policy import ShardingPolicy
 from ..quantized.formats import Format
 from .ignored import without_ignored
@@ -136,7 +136,7 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
         device, error = any_device_of(request.process_group), caught  # a device is needed to send the error to the other ranks
     try:
         communicator = communicator_for(request.process_group, device)
-    except TypeError as caught:  # the argument is no group; the other ranks most likely use the default group
+    except (TypeError, WrongMesh) as caught:  # the argument is no group; the other ranks most likely use the default group
         communicator, error = communicator_for(None, device), error or caught
     parameters: list[ParameterSites] = []
     formats: dict[str, Format] = {}
@@ -201,8 +201,8 @@ def _check_request(request: Request, communicator: Communicator, is_layer: Calla
     if request.dtype is not None and not isinstance(request.dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype or None, found {request.dtype!r}")
     for name, given, actual in (
-        ("rank", request.rank, communicator.rank),
-        ("world_size", request.world_size, communicator.world_size),
+        ("rank", request.rank, communicator.shard_rank),
+        ("world_size", request.world_size, communicator.shards),
     ):
         if given is None:
             continue

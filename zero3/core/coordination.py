@@ -98,6 +98,7 @@ class GatedCommunicator:
         self.inner = inner
         self._gate = gate
         self.rank, self.world_size, self.channel = inner.rank, inner.world_size, inner.channel
+        self.shard_rank, self.shards, self.replica = inner.shard_rank, inner.shards, inner.replica
         self.takes_pieces, self.tags_messages = False, inner.tags_messages
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:

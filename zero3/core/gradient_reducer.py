@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from ..comm.log import Transfer, TransferLog
-from ..comm.streams import Done, Lane, Mark, Pending
+from ..comm.streams import Done, Lane, Lanes, Mark, Pending
 from ..policy import ShardingPolicy
 from .autograd import accumulates_into, as_plain_tensors
 from .chunk import Chunk, Part
@@ -32,12 +32,14 @@ class Backup(NamedTuple):
     held: tuple[Tensor | None, ...]
     naming: NamingFailures
 
-    def wait(self) -> None:
+    def wait(self) -> Sequence[Backup]:
+        """Waits, and returns what goes on. It is waited for at the end of the backward, and holds only what it needs."""
         try:
-            self.mark.wait()
+            later = self.mark.wait()
         except RuntimeError as failure:
             self.naming.explain(failure)
             raise
+        return () if later is None else (Backup(later, self.held[1:], self.naming),)
 
 
 class Sending(NamedTuple):
@@ -76,7 +78,7 @@ class GradientReducer(KeptGradients):
         pieces = self._buffer.pieces() if communicator.takes_pieces and self._divide_first == 1 else None
         full = self._buffer.complete() if pieces is None else None
         shard = self._chunk.shard
-        summed = full if full is not None and communicator.world_size == 1 else torch.empty_like(shard.data, dtype=self._dtype)
+        summed = full if full is not None and self._chunk.layout.world_size == 1 else torch.empty_like(shard.data, dtype=self._dtype)
         landed = summed if self._lands_as == self._dtype else torch.empty_like(summed, dtype=self._lands_as)
         self._buffer, self._kept = GradientBuffer(self._chunk.layout, self._chunk.shard, self._dtype), []
         self.pending = self.owed = False
@@ -117,7 +119,7 @@ class GradientReducer(KeptGradients):
 
     def _typed(self, gradient: Tensor, part: Part) -> Tensor:
         kind = WholeGradient if part.whole else PieceGradient if self._chunk.divided else ShardGradient
-        return gradient if self.communicator.world_size == 1 else kind.of(gradient, self.communicator)
+        return gradient if self._chunk.layout.world_size == 1 else kind.of(gradient, self.communicator)
 
     # -- the end of a backward, also of one that raised
 
@@ -146,6 +148,8 @@ class LayerGradients:
     Hooks and deferred gradients refer to this object weakly, and this object refers weakly to the model's `Backward`. So there are
     no cycles, and a deleted model is freed at once.
     """
+
+    fate = "gradients reduced"  # what a backward does with them, unless they are deferred: a text that ranks compare
 
     def __init__(
         self, communicator: Communicator, policy: ShardingPolicy, subject: Subject, reducer: type[GradientReducer] = GradientReducer
@@ -217,6 +221,20 @@ class LayerGradients:
         """Whether an earlier backward has kept gradients that are not reduced yet."""
         return any(reducer.owed for reducer in self.reducers.values())
 
+    def due(self) -> bool:
+        """Whether such gradients are to be reduced by the present backward."""
+        return self.may_reduce and not self._stay_whole and self.owed()
+
+    def defer(self, contexts: int, *, replicas_only: bool) -> None:
+        """Enters (1) or leaves (-1) a `no_sync`. Where there are no replicas, `replicas_only` restricts nothing."""
+        if not replicas_only:
+            self.deferrals += contexts
+
+    @property
+    def may_reduce(self) -> bool:
+        """Whether gradients may be reduced over all ranks now. Under `no_sync` they may not."""
+        return not self.deferrals
+
     def expected(self) -> bool:
         """Whether the present backward computes gradients of this layer's parameters."""
         return accumulates_into(sharded.sites.parameter for sharded in self._hooked.values())
@@ -225,11 +243,11 @@ class LayerGradients:
         """Allocates what the reductions of all trainable chunks need, before ranks rely on them: memory may run out on one rank alone."""
         return [(reducer, reducer.prepare(communicator)) for chunk, reducer in self.reducers.items() if chunk.shard.requires_grad]
 
-    def back_up(self, prepared: list[tuple[GradientReducer, Sending]], lane: Lane, communicator: Communicator) -> list[Backup]:
+    def back_up(self, prepared: list[tuple[GradientReducer, Sending]], lanes: Lanes, communicator: Communicator) -> list[Backup]:
         """Starts to reduce the gradients of all trainable chunks."""
         self.log.entries.append(self._entry)
         try:
-            return [reducer.back_up(sending, lane, communicator) for reducer, sending in prepared]
+            return [reducer.back_up(sending, lanes.backup, communicator) for reducer, sending in prepared]
         except RuntimeError as failure:
             self._naming.explain(failure)
             raise
@@ -242,7 +260,7 @@ class LayerGradients:
     def reduce_deferred(self) -> bool:
         """Reduces all deferred gradients of the model (stage 1). Returns False if that is not allowed yet, under `no_sync`."""
         backward = self.backward()
-        if not self._stay_whole or self.deferrals or backward is None:
+        if not self._stay_whole or not self.may_reduce or backward is None:
             return False
         backward.reduce_deferred()
         return True

@@ -25,6 +25,7 @@ class KeptGradients:
         self._chunk = chunk
         self._dtype = dtype  # the dtype of sums
         self._buffer = self._new_buffer()
+        self.partial: Tensor | None = None  # 1-D [S], where chunks have replicas: the sum of one replica, not yet summed over all
         self._kept: list[tuple[Part, Tensor]] = []  # parts, and the gradients that the last `keep` left with them
         self._accumulators: dict[int, Node | None] = {}  # by id of the part's parameter, if its gradient was ever deferred
 
@@ -67,7 +68,12 @@ class KeptGradients:
 
     def scale(self, factor: Tensor) -> None:
         """Multiplies the chunk's gradient, and the kept gradients, by the 0-dim `factor`."""
+        self._scale_partial(factor)
         self._scale(factor, self._buffer.full)
+
+    def _scale_partial(self, factor: Tensor) -> None:
+        if self.partial is not None:
+            self.partial = self.partial * factor  # another tensor: a transaction may go back to this one
 
     def _scale(self, factor: Tensor, kept: Tensor | None) -> None:
         if kept is not None:
@@ -96,7 +102,7 @@ class KeptGradients:
 
     def drop(self) -> None:
         """Drops all gradients that are not reduced yet."""
-        self._buffer, self._kept = self._new_buffer(), []
+        self._buffer, self._kept, self.partial = self._new_buffer(), [], None
         self.pending = self.owed = False
         for part in self._chunk.parts:
             if isinstance(deferred := part.parameter.grad, DeferredGradient):

@@ -19,11 +19,11 @@ from .casting import caller_for
 from .chunk import Chunk, registered
 from .coordination import Gate, gate_for
 from .flat import not_a_number
-from .gradient_reducer import GradientReducer, LayerGradients
+from .gradient_reducer import GradientReducer
 from .marks import mark
 from .parameters import ParameterSites, ShardedParameter, remember_order, show_all
 from .policy_facts import keeps_until_backward, shards_parameters
-from .transactions import TransactionalReducer
+from .replicas import gradients_for
 
 __all__: list[str] = []
 
@@ -54,8 +54,7 @@ class LayerState:
         self.call = caller_for(policy)  # calls the layer's module
         self.chunks: list[Chunk] = []
         self.parameters: list[ShardedParameter] = []
-        kind = TransactionalReducer if policy.transactional else GradientReducer
-        self.gradients = LayerGradients(communicator, policy, self.subject, kind)
+        self.gradients = gradients_for(communicator, policy, self.subject)
         self.gate: Gate = gate_for(policy.compare_every)
         self.presence = Presence.RELEASED
         self.stays_whole = not shards_parameters(policy)  # stages 1 and 2: the layer is kept from step to step

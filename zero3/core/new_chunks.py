@@ -41,13 +41,13 @@ def new_chunk(
 
     Parameters in `unloaded` have no values on rank 0, and are loaded later. If all are unloaded, nothing is sent.
     """
-    layout = ChunkLayout.build([(b.name, b.stored_shape) for b in group], communicator.world_size)
+    layout = ChunkLayout.build([(b.name, b.stored_shape) for b in group], communicator.shards)
     by_name = {sites.name: sites for sites in group}
     ordered = [by_name[slot.name] for slot in layout.slots]
     dtype, trainable = group[0].stored_dtype, group[0].parameter.requires_grad
     shard = torch.empty(layout.shard_numel, dtype=dtype, device=device)
     if unloaded.issuperset(by_name):  # the loader will write everything except the padding
-        shard[max(0, layout.numel - communicator.rank * layout.shard_numel) :].zero_()
+        shard[max(0, layout.numel - communicator.shard_rank * layout.shard_numel) :].zero_()
     else:
         blank = torch.zeros((), dtype=dtype)
 

@@ -48,7 +48,7 @@ class Runtime:
         self._compare_every = 0 if policy.dynamic else policy.compare_every
         self._due = self._compare_every or FOLD_EVERY  # the number of transfers at which the log is folded or compared
         backups = first.communicator.duplicate() if policy.separate_backup_group else first.communicator
-        self._backward = Backward(self._stack, first.communicator, backups, first.device, policy.prefetch_depth)
+        self.backward = Backward(self._stack, first.communicator, backups, first.device, policy.prefetch_depth)
         self._trace: LayerTrace | None = None  # the trace of the forward under way
         self._open_trace: LayerTrace | None = None  # the trace of the last pass, which another outermost module may continue
         self._pass_is_over = False  # whether no module may continue that pass, because ranks ran inside `resident` since
@@ -66,7 +66,7 @@ class Runtime:
     @property
     def orders(self) -> tuple[ForwardOrder[Any], ForwardOrder[Any]]:
         """The learned orders of forwards and of backwards."""
-        return self._order.calls, self._backward.order
+        return self._order.calls, self.backward.order
 
     @property
     def awaits_backward(self) -> bool:
@@ -92,13 +92,10 @@ class Runtime:
         self._watch(state)
 
     def _watch(self, state: LayerState) -> None:
-        self._backward.watch(state)
+        self.backward.watch(state)
         self.any_stays_whole = self.any_stays_whole or state.stays_whole
         state.lanes = self.layers[0].lanes
         state.log = self.layers[0].log
-
-    def take_part_in_backup(self, state: LayerState) -> None:
-        self._backward.take_part_in_backup(state)
 
     # -- the call of an outermost module
 
@@ -127,7 +124,7 @@ class Runtime:
         module was called in the last pass already, or if a backward has ended since.
         """
         if inside_backward():
-            self._backward.recompute()
+            self.backward.recompute()
             self._trace = self._new_trace()
             return None
         activity = self.layers[0].gate.doing(Activity.FORWARD)
@@ -197,7 +194,7 @@ class Runtime:
             if state in kept:
                 state.keep()
             elif state.presence is not Presence.RELEASED:
-                self._backward.release(state)
+                self.backward.release(state)
 
     def _fail_pass(self, error: BaseException) -> None:
         if not inside_backward() and not self._own_pace:
@@ -223,13 +220,13 @@ class Runtime:
         self._order.forget_pass()
         self._trace = self._open_trace = None
         self._pass_is_over = False
-        self._backward.reset(broken=broken)
+        self.backward.reset(broken=broken)
 
     # -- the call of a layer
 
     def pre_forward(self, state: LayerState) -> None:
         """[F2] Releases the layer of the last call, waits for this layer's parameters, and starts to fetch the next layers."""
-        if state.resident or transforms_under_way() or self._backward.is_recomputing(state):  # ranks do not compare: they may differ here
+        if state.resident or transforms_under_way() or self.backward.is_recomputing(state):  # ranks do not compare: they may differ here
             refuse_transforms(state)
             gone = state.presence not in (Presence.FETCHED, Presence.KEPT) and not state.resident
             state.fetch()
@@ -254,7 +251,7 @@ class Runtime:
         frame = self._stack.frames.pop()
         if state.resident:
             if not transforms_under_way():  # their graphs end at their own arguments
-                self._backward.forbid(state, nodes_since(frame.clock, tensors_in((output, kept))))
+                self.backward.forbid(state, nodes_since(frame.clock, tensors_in((output, kept))))
             return output
         outputs = tensors_in(output)
         seen = outputs + tensors_in(kept)
@@ -263,16 +260,16 @@ class Runtime:
         nodes = nodes_since(frame.clock, seen)
         if frame.recomputes:
             if frame.fetched_here:
-                self._backward.release(state)
+                self.backward.release(state)
             return output
         self._order.leave(state, self)
         state.calls_left = (state.calls_left or state.modules) - 1
         # All ranks must record the same calls. A layer's output may be its input on one rank only, so `nodes` can't decide alone.
         takes_part = nodes or self._order.counts_every_call or any(t.requires_grad for t in [*outputs, *(c.shard for c in state.chunks)])
         if not takes_part:
-            self._backward.release(state)
+            self.backward.release(state)
         elif (call := self.end_call(state, frame.start)) is not None and self._trace is not None:
-            self._backward.follow(self._trace, call, nodes, mark=self)
+            self.backward.follow(self._trace, call, nodes, mark=self)
         return output
 
     def begin_call(self, state: LayerState) -> int:
@@ -285,7 +282,7 @@ class Runtime:
     def end_call(self, state: LayerState, start: int) -> LayerCall | None:
         """Records a call for the backward. Without gradients it releases the layer and returns None."""
         if self._trace is None or not torch.is_grad_enabled():
-            self._backward.release(state)
+            self.backward.release(state)
             return None
         self._lingering.append(state)
         return self._trace.record(state, start)
@@ -294,7 +291,7 @@ class Runtime:
         kept = set(keep)
         for state in self._lingering:
             if state not in kept and not state.keeps_until_backward:
-                self._backward.release(state)
+                self.backward.release(state)
             elif state not in kept and not self._stack.is_under_way(state) and not inside_backward():
                 state.keep()  # hidden, so that another layer's use of its parameters is an error here too
         self._lingering = [state for state in self._lingering if state.presence is not Presence.RELEASED]

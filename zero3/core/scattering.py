@@ -35,7 +35,7 @@ def scatter_parameters(shard: Tensor, layout: ChunkLayout, communicator: Communi
      rank 1                  | b | c         |
      cuts     |   |      |   |                   three scatters, of (a, b), (a, c), (b, c)
     """
-    size, ranks = layout.shard_numel, range(communicator.world_size)
+    size, ranks = layout.shard_numel, range(communicator.shards)
     cuts = sorted({border % size for border in _borders(layout)} | {*range(0, size, _LARGE_NUMEL), size}) if size else []
     source = _Source(layout, values, shard) if values is not None else None
     under_way: deque[Pending] = deque()

@@ -25,6 +25,7 @@ class _Before:
     kept: list[tuple[Part, Tensor]]
     owed: bool
     gradients: list[Tensor | None]  # one for each part
+    partial: Tensor | None
     factor: Tensor | None = None  # the argument of `scale`, applied at the commit
     total: Tensor | None = None  # the argument of `note_tokens`, noted at the commit
     merged: bool = False  # whether `buffer` has been added to the transaction's own sum
@@ -83,7 +84,7 @@ class TransactionalReducer(GradientReducer):
     def _begin(self) -> None:
         if self._before is None:
             gradients = [part.parameter.grad for part in self._chunk.parts]
-            self._before = _Before(self._buffer, self._kept, self.owed, gradients)
+            self._before = _Before(self._buffer, self._kept, self.owed, gradients, self.partial)
             self._buffer = self._new_buffer()
 
     def _merge_earlier(self) -> None:
@@ -111,6 +112,7 @@ class TransactionalReducer(GradientReducer):
 
     def scale(self, factor: Tensor) -> None:
         self._begin()
+        self._scale_partial(factor)
         if self._before is not None:
             self._before.factor = factor if self._before.factor is None else self._before.factor * factor
 
@@ -169,7 +171,7 @@ class TransactionalReducer(GradientReducer):
         if before is None:
             return
         self.pending = False
-        self._buffer, self._kept, self.owed = before.buffer, before.kept, before.owed
+        self._buffer, self._kept, self.owed, self.partial = before.buffer, before.kept, before.owed, before.partial
         for part, gradient in zip(self._chunk.parts, before.gradients, strict=True):
             found = part.parameter.grad
             zeroed = isinstance(found, DeferredGradient) and found.zeroed and not guarded

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..access import states_of
-from ..comm.streams import Clock, Lane, Mark, Pending, clock_for
+from ..comm.streams import Clock, Lane, Lanes, Mark, Pending, clock_for
 from ..core.autograd import inside_backward
 from ..core.chunk import Chunk
 from ..core.layer_state import LayerState
@@ -187,10 +187,16 @@ class _Recorder:
         self._close()
         return prepare(communicator)
 
-    def _back_up(self, state: LayerState, back_up: Callable[..., Any], prepared: Any, lane: Lane, communicator: object) -> Any:
+    def _back_up(self, state: LayerState, back_up: Callable[..., Any], prepared: Any, lanes: Lanes, communicator: object) -> Any:
         trained = [chunk for chunk in state.chunks if chunk.shard.requires_grad]
-        sizes = [_received(chunk, gradient_dtype(state.policy, chunk.shard.dtype).itemsize) for chunk in trained]
-        return back_up(prepared, _TimedLane(lane, self, state, "backup", iter(sizes)), communicator)
+        widths = [gradient_dtype(state.policy, chunk.shard.dtype).itemsize for chunk in trained]
+        sizes = [_received(chunk, width) for chunk, width in zip(trained, widths, strict=True)]
+        timed = lanes._replace(backup=_TimedLane(lanes.backup, self, state, "backup", iter(sizes)))
+        if lanes.replicas is not None:
+            replicas = state.communicator.world_size // state.communicator.shards
+            sums = [2 * chunk.shard.numel() * width * (replicas - 1) // replicas for chunk, width in zip(trained, widths, strict=True)]
+            timed = timed._replace(replicas=_TimedLane(lanes.replicas, self, state, "backup", iter(sums)))
+        return back_up(prepared, timed, communicator)
 
     # -- forward hooks
 

@@ -24,6 +24,7 @@ class Report:
     Attributes:
         rank: The rank that made the report.
         world_size: The number of ranks.
+        shards: The number of ranks over which a chunk is cut: on a mesh with replicas fewer than `world_size`.
         layers: The number of layers, the root's own included.
         parameters: Elements of the whole model, trainable and frozen.
         chunks: Bytes by kind and dtype or format, such as `"trainable float32"` and `"frozen nf4(64, double)"`.
@@ -41,6 +42,7 @@ class Report:
 
     rank: int
     world_size: int
+    shards: int
     layers: int
     parameters: int
     chunks: dict[str, int]
@@ -55,9 +57,10 @@ class Report:
 
     def __str__(self) -> str:
         root = f", the root's own holds {megabytes(self.root_bytes)}" if self.root_bytes is not None else ""
+        mesh = f" ({self.world_size // self.shards} replicas of {self.shards} shards)" if self.shards < self.world_size else ""
         stored = ", ".join(f"{kind} {megabytes(nbytes)}" for kind, nbytes in self.chunks.items())
         return (
-            f"zero3: rank {self.rank} of {self.world_size}, {self.parameters / 1e6:.1f} M parameters in {self.layers} layers. "
+            f"zero3: rank {self.rank} of {self.world_size}{mesh}, {self.parameters / 1e6:.1f} M parameters in {self.layers} layers. "
             f"Chunks: {stored or 'none'}; gradients: {megabytes(self.gradients)}. "
             f"Computes in {', '.join(self.gathered) or 'nothing'}; a step holds up to {megabytes(self.full_parameters)} of full parameters "
             f"and {megabytes(self.full_gradients)} of full gradients. The largest layer is {self.largest_layer} with "
@@ -96,6 +99,7 @@ def report(model: nn.Module) -> Report:
     return Report(
         rank=first.communicator.rank,
         world_size=first.communicator.world_size,
+        shards=first.communicator.shards,
         layers=len(states),
         parameters=sum(sharded.stand_in.numel() for state in states for sharded in state.parameters),
         chunks=chunks,

@@ -127,7 +127,7 @@ def _fill_chunks(state: LayerState, reader: SliceReader, found: Fit) -> None:
 def _pieces(state: LayerState) -> Iterator[tuple[ShardedParameter, Piece]]:
     """Yields the layer's parameters that this rank's chunks hold pieces of, each with its piece."""
     for chunk in state.chunks:
-        pieces = {piece.slot.name: piece for piece in chunk.layout.pieces(state.communicator.rank)}
+        pieces = {piece.slot.name: piece for piece in chunk.layout.pieces(state.communicator.shard_rank)}
         for sharded in state.parameters:
             if sharded.chunk is chunk and sharded.sites.name in pieces:
                 yield sharded, pieces[sharded.sites.name]

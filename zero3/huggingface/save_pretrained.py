@@ -151,7 +151,7 @@ class _Plan:
         held: dict[str, list[tuple[int, Tensor]]] = {}
         for chunk in self.contents.chunks():
             chunk.adopt_values()
-            for name, start, stop, offset in self.contents.spans(chunk):
+            for name, start, stop, offset in self.contents.spans(chunk) if self.contents.writes else ():
                 held.setdefault(name, []).append((start, chunk.shard.data[offset : offset + stop - start]))
         if self.contents.rank == 0:
             held |= {name: [(0, tensor.detach().reshape(-1))] for name, tensor in self.contents.others.items()}

@@ -44,7 +44,7 @@ class Owned(NamedTuple):
 
     def pieces(self) -> Iterator[tuple[Piece, slice]]:
         """Yields the pieces of slots that the parameter covers, each with its place in the flattened parameter. Padding has no piece."""
-        for piece in self.chunk.layout.pieces(self.state.communicator.rank):
+        for piece in self.chunk.layout.pieces(self.state.communicator.shard_rank):
             if self.part.start <= piece.offset < self.part.stop:
                 start = piece.offset - self.part.start
                 yield piece, slice(start, start + piece.stop - piece.start)
@@ -167,7 +167,7 @@ def _check_held(model: nn.Module, states: list[LayerState], optimizers: list[tor
 
 
 def _check_maths(first: LayerState, found: dict[int, Owned], optimizer: torch.optim.Optimizer, strict: bool) -> None:
-    ranks = min(2, first.communicator.world_size)
+    ranks = min(2, first.communicator.shards)
     for group in optimizer.param_groups:
         parts = [found[id(p)].part for p in group["params"] if id(p) in found and p.numel()]
         ndims = sorted({part.parameter.ndim for part in parts if part.whole})

@@ -74,6 +74,8 @@ def _over_ranks(first: LayerState, local: Tensor, norm_type: float, error: Excep
     """The norm over all ranks, from each rank's `local` norm."""
     communicator, maximum = first.communicator, math.isinf(norm_type)
     total = local if maximum else local**norm_type
+    if communicator.replica and error is None:
+        total = torch.zeros_like(total)  # replicas have the same gradients, which count once
     with NamingFailures(communicator, "summing up", Subject("the norm of the gradients")):
         if maximum:
             # Read as integers, positive numbers keep their order, and nan is the largest. A maximum of floats may lose nan.

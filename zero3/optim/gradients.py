@@ -127,7 +127,7 @@ def _trainable(model: nn.Module, states: list[LayerState]) -> Iterator[tuple[str
 def _own_slice(state: LayerState, sharded: ShardedParameter) -> Tensor | None:
     """This rank's elements of the parameter's gradient, 1-D. None if they have no gradient, or this rank has no elements."""
     slot = sharded.chunk.layout.slots[sharded.index]
-    for piece in sharded.chunk.layout.pieces(state.communicator.rank):
+    for piece in sharded.chunk.layout.pieces(state.communicator.shard_rank):
         if piece.slot == slot:
             return slice_of(sharded.chunk, piece.offset, piece.offset + piece.stop - piece.start, "grad")
     return None
@@ -141,7 +141,7 @@ def _is_present(state: LayerState, sharded: ShardedParameter) -> bool:
 
 def _lies_elsewhere(state: LayerState, sharded: ShardedParameter) -> bool:
     slot = sharded.chunk.layout.slots[sharded.index]
-    return all(piece.slot != slot for piece in sharded.chunk.layout.pieces(state.communicator.rank))
+    return all(piece.slot != slot for piece in sharded.chunk.layout.pieces(state.communicator.shard_rank))
 
 
 def _has_gradients(state: LayerState) -> bool:

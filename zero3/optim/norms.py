@@ -57,8 +57,8 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
             raise
     named = [(name, sharded) for name, _, sharded in named_parameters(model, states)]  # for any `of`, so that ranks add up equally many
     values = torch.full((len(named),), 0.0 if error is None else math.nan, dtype=torch.float64, device=states[0].device)
-    if error is None:
-        _add_own(values, [sharded for _, sharded in named], communicator.rank, of, norm_type)
+    if error is None and not communicator.replica:  # replicas hold the same values, which count once
+        _add_own(values, [sharded for _, sharded in named], communicator.shard_rank, of, norm_type)
     with NamingFailures(communicator, "summing up", Subject("the norms of the parameters")):
         if maximum:
             communicator.all_reduce(values.view(torch.int64), maximum=True)  # read as integers, see clip_grad_norm_

@@ -80,7 +80,7 @@ def divide(state: LayerState, chunk: Chunk, choice_of: Callable[[Slot], Choice])
             parts = [Part(chunk.shard, 0, chunk.shard.numel())]
             numbered = [(only.group, chunk.shard)]
         else:
-            parts, numbered = _parts_of(chunk, state.communicator.rank, choices)
+            parts, numbered = _parts_of(chunk, state.communicator.shard_rank, choices)
     _install(state, chunk, parts)
     return numbered
 

@@ -118,7 +118,7 @@ def _families(state: LayerState, wanted: Trains) -> list[Family]:
 
 def _layouts(family: Family) -> list[ChunkLayout]:
     kinds = ([slot for slot in family.slots if (slot.name in (family.frozen or ())) == frozen] for frozen in (False, True))
-    return [ChunkLayout.build([(slot.name, slot.shape) for slot in slots], family.state.communicator.world_size) for slots in kinds]
+    return [ChunkLayout.build([(slot.name, slot.shape) for slot in slots], family.state.communicator.shards) for slots in kinds]
 
 
 @torch.no_grad()

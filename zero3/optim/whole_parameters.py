@@ -56,7 +56,7 @@ def families(states: Sequence[LayerState], place: Callable[[LayerState, Slot], i
 
 def new_cuts(found: Sequence[Family], is_whole: Callable[[LayerState, Slot], bool]) -> list[tuple[Family, list[ChunkLayout]]]:
     """Returns the families whose layouts have to change, with the new layouts. Owners are balanced over the whole model."""
-    world_size = found[0].state.communicator.world_size if found else 1
+    world_size = found[0].state.communicator.shards if found else 1
     if world_size == 1:
         return []  # a single rank has every parameter whole
     whole = [_dealt(family, is_whole) for family in found]
@@ -104,14 +104,14 @@ def _empty_chunks(family: Family, layouts: list[ChunkLayout]) -> list[Chunk]:
     with torch.inference_mode(False):
         for layout in layouts:
             trains = family.frozen is None or layout.slots[0].name not in family.frozen
-            shard = nn.Parameter(old.shard.data.new_zeros(layout.chunk_numel(communicator.rank)), requires_grad=trains)
+            shard = nn.Parameter(old.shard.data.new_zeros(layout.chunk_numel(communicator.shard_rank)), requires_grad=trains)
             made.append(Chunk(layout, shard, communicator, old.compute_dtype))
     return made
 
 
 @torch.no_grad()
 def _fill(family: Family, chunks: list[Chunk]) -> None:
-    rank = family.state.communicator.rank
+    rank = family.state.communicator.shard_rank
     for old in family.chunks:
         old.show_as_stored()
         old.make_room()

@@ -92,7 +92,9 @@ class CollectiveReplay:
             raise ValueError(f"rank {self.rank}: zero3.step_guard inside another one: give each micro-batch one guard")
         self._done: list[_Operation] = []
         self._held: list[LayerState] = []
-        self._kind = tuple((s.gradients.deferred, *(chunk.shard.requires_grad for chunk in s.chunks)) for s in self._states)
+        self._kind = tuple(
+            (s.gradients.deferred, s.gradients.fate, *(chunk.shard.requires_grad for chunk in s.chunks)) for s in self._states
+        )
         self._versions = self._chunk_versions()
         scripts: dict[object, _Script] = next((runtime.replays for runtime in self._runtimes()), {})
         self._script = scripts.get(self._kind)
@@ -147,7 +149,7 @@ class CollectiveReplay:
                 state.finish_fetch()
                 state.release()
             elif operation == "reduce":
-                runtimes[state].take_part_in_backup(state)
+                runtimes[state].backward.take_part_in_backup(state)
             elif operation == "agree":
                 agree(state.communicator, state.device, words[0], words[1:])
             else:

@@ -190,6 +190,8 @@ class JoinCoordinator:
                 raise
             if action is Action.END:
                 self._announces = False
+                for runtime in dict.fromkeys(self._runtimes.values()):
+                    runtime.backward.drain_backups()
                 if together is Activity.BACKWARD and self._tokens is not None:
                     note(self._states, self._tokens)
                     self._tokens = None

@@ -69,7 +69,10 @@ class JoinableModel(Joinable):
         first, *others = states_of(model)
         group = process_group_of(ungated(first.communicator))
         if group is None:
-            raise RuntimeError("torch's Join needs a process group: call torch.distributed.init_process_group() before sharding the model")
+            raise RuntimeError(
+                "torch's Join needs a process group: call torch.distributed.init_process_group() before sharding the model. A mesh with "
+                "replicas has one if it holds all ranks, and is no slice of a larger mesh."
+            )
         if not all(first.communicator.same_ranks(other.communicator) for other in others):
             raise ValueError("the model's layers are on different process groups: Join needs one")
         if first.policy.dynamic:

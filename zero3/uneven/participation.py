@@ -20,7 +20,7 @@ def help_with(action: Action, state: LayerState, runtime: Runtime) -> None:
     if action is Action.GATHER:
         state.take_part_in_fetch()
     elif action is Action.REDUCE:
-        runtime.take_part_in_backup(state)
+        runtime.backward.take_part_in_backup(state)
     elif action is Action.LOOK:
         drop_stale(runtime.communicator, runtime.layers)
     elif action is Action.AGREE:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..comm.agreement import agree
 from ..comm.communicator import Communicator
-from ..comm.factory import any_device_of, communicator_for
+from ..comm.factory import WrongMesh, any_device_of, communicator_for
 from .buckets import Entry
 from .shards import NOT_OPTIONS, Shards
 
@@ -116,8 +116,13 @@ def communicators_of(process_group: Any, devices: Iterable[torch.device]) -> tup
     """
     devices = list(devices) or [any_device_of(process_group)]
     try:
-        return {device: communicator_for(process_group, device) for device in devices}, None
-    except TypeError as mistake:
+        found = {device: communicator_for(process_group, device) for device in devices}
+        if any(communicator.shards < communicator.world_size for communicator in found.values()):
+            raise TypeError(
+                "process_group is a mesh of two dimensions, expected a process group or a mesh of one: there are no replicas here"
+            )
+        return found, None
+    except (TypeError, WrongMesh) as mistake:
         return {device: communicator_for(None, device) for device in devices}, mistake
 
 

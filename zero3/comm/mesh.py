@@ -1,0 +1,114 @@
+"""Replicas of shards (HSDP): chunks are cut over one group of ranks, and repeated over another.
+
+     shard rank 0    shard rank 1
+replica 0   rank 0          rank 1      each row is a group of shards: gathers and reductions
+replica 1   rank 2          rank 3      each column holds the same chunk: a sum over replicas follows each reduction
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .communicator import Bounds, Communicator, Told
+from .process_group import Gathered
+from .streams import Done, Lanes, OnHost, Pending, has_streams
+
+__all__: list[str] = []
+
+
+class Replicas(Communicator, Protocol):
+    """The ranks that hold the same chunk."""
+
+    def all_reduce_later(self, tensor: Tensor) -> Pending:
+        """Sums `tensor` over ranks, with the same bits on all of them, but only starts it."""
+        ...
+
+
+class MeshCommunicator:
+    """The collectives of a mesh, made of those of its rows and columns. So no rank needs a third group.
+
+    Gathers and reductions are those of this rank's row. All other collectives are among all ranks: first in the row, then in the
+    column. `sum_replicas` is the second half of a reduction.
+    """
+
+    def __init__(self, row: Communicator, column: Replicas) -> None:
+        self._row, self._column = row, column
+        self.shard_rank, self.shards, self.replica = row.rank, row.world_size, column.rank
+        self.rank = self.replica * self.shards + self.shard_rank
+        self.world_size = self.shards * column.world_size
+        self.takes_pieces = row.takes_pieces
+        self.tags_messages = row.tags_messages and column.tags_messages
+
+    @property
+    def channel(self) -> int:
+        return self._row.channel
+
+    @channel.setter
+    def channel(self, number: int) -> None:
+        self._row.channel = self._column.channel = number
+
+    def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
+        return self._row.all_gather(full, shard, bounds)
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
+        return self._row.reduce_scatter(shard, full, bounds)
+
+    def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
+        return self._row.reduce_pieces(shard, pieces)
+
+    def sum_replicas(self, shard: Tensor) -> Pending:
+        """Sums `shard` `[S]` over the ranks that hold the same chunk, in place. It only starts it."""
+        return self._column.all_reduce_later(shard) if shard.numel() else Done()
+
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
+        self._row.all_reduce(tensor, maximum=maximum)
+        self._column.all_reduce(tensor, maximum=maximum)
+
+    def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
+        pending = self._row.scatter(shard, slices, bounds) if self.replica == 0 else Done()
+        return _Then(pending, lambda: self._column.broadcast(shard)) if shard.numel() else pending
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        replica, shard_rank = divmod(source, self.shards)
+        if self.replica == replica:
+            self._row.broadcast(tensor, shard_rank)
+        self._column.broadcast(tensor, replica)
+
+    def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
+        row = b"".join(self._row.exchange(payload, device))
+        return [each[at : at + len(payload)] for each in self._column.exchange(row, device) for at in range(0, len(row), len(payload))]
+
+    def exchange_later(self, payload: bytes, device: torch.device) -> Told:
+        with torch.inference_mode(False):  # what is gathered may be written later, outside of it
+            mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device, non_blocking=True)
+            row, everyone = mine.new_empty(self.shards * len(payload)), mine.new_empty(self.world_size * len(payload))
+        self._row.all_gather(row, mine).wait()  # on streams the host does not wait
+        pending = self._column.all_gather(everyone, row)
+        return Gathered(pending, OnHost(everyone) if has_streams(device) else None, everyone, len(payload))
+
+    def duplicate(self) -> Communicator:
+        return MeshCommunicator(self._row.duplicate(), self._column.duplicate())  # type: ignore[arg-type]  # of the same class
+
+    def lanes(self, device: torch.device) -> Lanes:
+        return self._row.lanes(device)._replace(replicas=self._column.lanes(device).backup)
+
+    def same_ranks(self, other: Communicator) -> bool:
+        return isinstance(other, MeshCommunicator) and self._row.same_ranks(other._row) and self._column.same_ranks(other._column)
+
+
+class _Then:
+    """Work of the host that follows a transfer, in the order of waits, which is the same on all ranks."""
+
+    def __init__(self, pending: Pending, then: Callable[[], object]) -> None:
+        self._pending = pending
+        self._then: Callable[[], object] | None = then
+
+    def wait(self) -> None:
+        self._pending.wait()
+        if self._then is not None:
+            self._then()
+        self._then = None
