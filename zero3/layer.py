@@ -45,9 +45,7 @@ class Zero3Layer(nn.Module):
         dtype: The dtype that every trainable parameter must have, because the optimizer updates in it. It is only checked; nothing
             is converted. None: any dtype.
         policy: Every choice about sharding, see `ShardingPolicy`.
-        process_group: The ranks that share the layer: a process group, or a `DeviceMesh` of one dimension, or of two, named
-            `("dp_replicate", "dp_shard")`: chunks are cut over the second and repeated over the first. None: the default group, or
-            this process alone if there is no group.
+        process_group: The ranks that share the layer: a process group or a `DeviceMesh`, see `shard`. None: as there.
 
     Raises:
         ValueError: A value is wrong, or ranks have different modules or policies. All ranks raise the same error, which names the
