@@ -24,6 +24,7 @@ from .optim.norms import parameter_norms
 from .optim.param_groups import param_groups
 from .optim.set_trainable import set_trainable
 from .optim.token_mean import backward
+from .planning.plan import plan
 from .policy import ParamInfo, ShardingPolicy
 from .quantized.formats import MXFP4, NF4, Float8, Int8
 from .resilience.step_guard import step_guard
@@ -68,6 +69,7 @@ __all__ = [  # noqa: RUF022 (sorted as Python does)
     "offload_activations",
     "param_groups",
     "parameter_norms",
+    "plan",
     "profile",
     "reduce_gradients",
     "register_forward_method",

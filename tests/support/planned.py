@@ -22,6 +22,7 @@ from transformers import (
 import zero3
 from tests.support.live import LiveBytes
 from tests.support.processes import Rank
+from zero3.planning.result import Plan
 
 WIDTH, WORDS = 64, 320
 COMMON: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": WORDS}
@@ -62,6 +63,13 @@ def model_of(case: Case) -> nn.Module:
     config = FAMILIES[case.family]()
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     return kind.from_config(config, dtype=case.master_dtype)
+
+
+def plan_of(case: Case, ranks: int, **more: Any) -> Plan:
+    return zero3.plan(
+        model_of(case), ranks=ranks, batch=case.batch, sequence=case.sequence, policy=policy_of(case), checkpointing=case.checkpointing,
+        optimizer=getattr(torch.optim, case.optimizer), accumulation=case.accumulation, lora=case.lora, device="cpu", **more,
+    )  # fmt: skip
 
 
 def peak_on(rank: Rank, case: Case) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..comm.communicator import Bounds, Communicator, Told
-from ..comm.streams import Done, Lane, Lanes, Mark, Pending
+from ..comm.streams import Done, Lanes, Mark, Pending
 
 __all__: list[str] = []
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 __all__: list[str] = []
@@ -33,11 +32,11 @@ class DeviceKernels(TorchFunctionMode):
         on_cuda = device == "cuda"
         self._choose = _chosen_by_cuda if on_cuda else _chosen_by_cpu
         self._run = _attend_on_cuda if on_cuda else _attend_on_cpu
-        self._instead: dict[Any, Callable[..., Any]] = {F.scaled_dot_product_attention: self._attend, Tensor.__bool__: _assume}
+        self._instead: dict[Any, Callable[..., Any]] = {nn.functional.scaled_dot_product_attention: self._attend, Tensor.__bool__: _assume}
         self._instead[torch._grouped_mm] = _multiply_groups
         self._instead[Tensor.tolist] = lambda flags: [int(self.chunks_changed)] * flags.numel()
         if on_cuda:
-            self._instead[F.dropout] = _dropout_on_cuda
+            self._instead[nn.functional.dropout] = _dropout_on_cuda
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -62,9 +61,8 @@ class DeviceKernels(TorchFunctionMode):
         kernel, why = self._choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         self.attention[f"{kernel} ({why})" if why else kernel] += 1
         if kernel == _MATH:
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+            attend = nn.functional.scaled_dot_product_attention
+            return attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
         return self._run(kernel, query, key, value, attn_mask, dropout_p, is_causal, scale)
@@ -105,7 +103,7 @@ def _assume(condition: Tensor) -> bool:
 def _dropout_on_cuda(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
     """One kernel, which saves a mask of bytes. Elsewhere dropout is several operations, and saves factors."""
     if not training or p == 0.0 or inplace:
-        return F.dropout(input, p, training, inplace)
+        return nn.functional.dropout(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]
 
 
@@ -140,10 +138,13 @@ def _chosen_by_cuda(
     fewer = grouped and key.shape[1] != query.shape[1]
     if half and mask is None and one_size and query.shape[-1] <= 256:
         return _FLASH, ""
-    why = "an attention mask" if mask is not None else f"{str(query.dtype).removeprefix('torch.')}" if not half else "the heads' size"
-    if query.dtype != torch.float64 and not fewer and not (mask is not None and mask.requires_grad and not half and False):
-        return _EFFICIENT, why
-    return _MATH, f"{why} and grouped heads" if fewer else why
+    name = str(query.dtype).removeprefix("torch.")
+    why = "an attention mask" if mask is not None else "the heads' size" if half else name
+    if fewer:
+        return _MATH, f"{why} and grouped heads"
+    if query.dtype == torch.float64 or query.shape[-1] % (_ALIGNED if half else _ALIGNED // 2):
+        return _MATH, f"{name} and heads of {query.shape[-1]}"
+    return _EFFICIENT, why
 
 
 def _attend_on_cuda(
@@ -158,7 +159,7 @@ def _attend_on_cuda(
         return result
     size = query.shape[-1]
     if size % _ALIGNED:
-        query, key, value = (F.pad(each, (0, _ALIGNED - size % _ALIGNED)) for each in (query, key, value))
+        query, key, value = (nn.functional.pad(each, (0, _ALIGNED - size % _ALIGNED)) for each in (query, key, value))
     scale = scale if scale is not None else size**-0.5
     result = _FLASH_CUDA(query, key, value, dropout, causal, False, scale=scale)[0]
     return result[..., :size]

@@ -30,6 +30,11 @@ class Moment:
     by_cause: Counter[str] = field(default_factory=Counter)
     at: int = 0  # the ledger's clock at its peak
 
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.phase} of {self.layer}" if self.layer else self.phase
+
 
 @dataclass(slots=True)
 class _Held:
@@ -41,7 +46,7 @@ class _Held:
     reference: weakref.ref[torch.UntypedStorage]
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, every tensor that is made is written down, with its cause. A storage leaves the ledger when it dies.
 
     `unit`: the allocator's, to which each storage is rounded up. `logits`: the size of the vocabulary; floating tensors whose last
@@ -49,7 +54,7 @@ class Ledger(TorchDispatchMode):
     """
 
     def __init__(self, unit: int, logits: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._unit, self._logits = unit, logits
         self._held: dict[int, _Held] = {}  # by the storage's address
         self._cause: str | None = None  # the cause of what is made now; None: an activation, or logits

@@ -19,7 +19,7 @@ __all__: list[str] = []
 Source = nn.Module | str | PathLike[str]
 
 
-def on_paper(source: Source, master_dtype: torch.dtype | None) -> nn.Module:
+def on_paper(source: Source, master_dtype: torch.dtype | None = None) -> nn.Module:
     """The model with every tensor on the meta device. A model at hand is copied, and not changed.
 
     Raises:
@@ -36,7 +36,9 @@ def on_paper(source: Source, master_dtype: torch.dtype | None) -> nn.Module:
     if master_dtype is not None:
         model.to(master_dtype)
     if getattr(model, "config", None) is None:
-        raise ValueError(f"a {type(model).__name__} has no config: only models of transformers (and of peft around them) can be planned for")
+        raise ValueError(
+            f"a {type(model).__name__} has no config: only models of transformers (and of peft around them) can be planned for"
+        )
     return model
 
 

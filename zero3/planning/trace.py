@@ -45,6 +45,9 @@ class Trace:
         gc.collect()  # what construction left
         for state in states_of(self.model):
             self._watch(state)
+        layouts = [(chunk.layout.numel, chunk.trains) for state in states_of(self.model) for chunk in state.chunks]
+        self.parameters = sum(numel for numel, _ in layouts)
+        self.trainable = sum(numel for numel, trains in layouts if trains)
         chunks = get_trainable_chunk(self.model)
         if not chunks:
             raise ValueError("nothing in this model trains, so there is no step to plan for")
@@ -66,11 +69,11 @@ class Trace:
         return list(self.ledger.moments)
 
     def _step(self, batch: int, sequence: int, micro_batches: int) -> None:
-        self.ledger.begin("", "forward")
+        self.ledger.begin("", "beginning of forward")
         for _ in range(micro_batches):
             backward(loss_of(self.model, batch, sequence))
             self.kernels.chunks_changed = False
-        self.ledger.begin("", "step")
+        self.ledger.begin("", "optimizer's step")
         with self.ledger.because("optimizer"):
             self.optimizer.step()
         self.kernels.chunks_changed = True
@@ -105,7 +108,7 @@ class Trace:
             vars(chunk)["release"] = partial(self._release, chunk, chunk.release)
 
     def _fetch(self, state: LayerState, fetch: Callable[[], None]) -> None:
-        self.ledger.begin(state.label, "backward" if inside_backward() else "forward")
+        self.ledger.begin(state.label.split("'")[1] if "'" in state.label else "the root", "backward" if inside_backward() else "forward")
         fetch()
 
     def _make_room(self, chunk: Chunk, make_room: Callable[..., None], *, as_stored: bool = False) -> None:

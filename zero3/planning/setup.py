@@ -1,0 +1,66 @@
+"""What is planned: every choice of a plan in one object, checked; and the trace of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from torch import nn
+
+from ..policy import ShardingPolicy
+from .models import on_paper, prepare
+from .trace import OptimizerClass, Trace
+
+__all__: list[str] = []
+
+DEVICES = ("cpu", "cuda")
+
+# The fields of a policy that a trace was held against real ranks with. Another one that is set is refused by name.
+FOLLOWED = frozenset(
+    {
+        "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", "stage", "dynamic", "gradient_reduction", "ignored",
+        "reshard_after_forward", "prefetch_depth", "separate_backup_group", "transactional", "compare_every", "grad_dtype",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A model and how it is trained. Values are checked when it is made."""
+
+    source: nn.Module  # on the meta device; each trace takes a copy
+    ranks: int
+    batch: int
+    sequence: int
+    policy: ShardingPolicy
+    checkpointing: bool
+    optimizer: OptimizerClass
+    accumulation: int
+    lora: Any
+    device: str
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "batch", "sequence", "accumulation"):
+            number = getattr(self, name)
+            if not isinstance(number, int) or isinstance(number, bool):
+                raise TypeError(f"{name} must be an integer, found {number!r}")
+            if number < 1:
+                raise ValueError(f"{name} must be 1 or more, found {number}")
+        if not isinstance(self.policy, ShardingPolicy):
+            raise TypeError(f"policy must be a zero3.ShardingPolicy, found {type(self.policy).__name__}")
+        unknown = [f.name for f in fields(self.policy) if f.name not in FOLLOWED and getattr(self.policy, f.name) != f.default]
+        if unknown:
+            raise NotImplementedError(f"plans do not know {', '.join(f'ShardingPolicy({name}=...)' for name in unknown)} yet")
+        if self.device not in DEVICES:
+            raise ValueError(f"device must be one of {', '.join(DEVICES)}, found {self.device!r}")
+        if isinstance(self.lora, bool | float | str) or (isinstance(self.lora, int) and self.lora < 1):
+            raise ValueError(f"lora must be a rank of 1 or more, a configuration of peft's or None, found {self.lora!r}")
+
+    def trace(self) -> Trace:
+        """Builds the model on the meta device, and shards it."""
+        model = prepare(on_paper(self.source), lora=self.lora, checkpointing=self.checkpointing)
+        return Trace(model, ranks=self.ranks, policy=self.policy, device=self.device, optimizer=self.optimizer)
+
+    def but(self, **changes: Any) -> Setup:
+        """The same with other choices."""
+        return replace(self, **changes)
