@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,8 +40,8 @@ Event = Issued | Awaited
 class AbsentRanks:
     """Rank 0 of `world_size`. The others are thought to do as it does, and at once.
 
-    `pieces`: gradients travel from where autograd made them, as on gloo between processes of one host. Otherwise they travel in a
-    flat buffer, and land as soon as they are on their lane, as with NCCL.
+    `pieces`: gradients travel from where autograd made them, and what is sent is written into memory of the host, as on gloo between
+    processes of one host. Otherwise they travel in a flat buffer, and land as soon as they are on their lane, as with NCCL.
     """
 
     on_paper = True  # the layers may compute on the meta device
@@ -53,6 +53,7 @@ class AbsentRanks:
         self.takes_pieces = pieces and world_size > 1
         self.tags_messages = pieces or world_size == 1
         self.on_event: Callable[[Event], None] = lambda event: None
+        self.making: Callable[[], AbstractContextManager[object]] = nullcontext  # around what is made for a transfer alone
         self._moving = 0  # bytes of the transfer that was asked for last
         self._lands_at_once = not pieces
         self._lanes: Lanes | None = None
@@ -61,16 +62,22 @@ class AbsentRanks:
     # -- layers' transfers
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
-        self._moving = full.nbytes - shard.nbytes
-        return Done()
+        return self._move(full.nbytes - shard.nbytes, shard)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
-        self._moving = full.nbytes - shard.nbytes
-        return Done()
+        moving = self._move(full.nbytes - shard.nbytes, shard)
+        return _Adding(self, shard, [full]) if self.takes_pieces else moving
 
     def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
-        self._moving = shard.nbytes * (self.world_size - 1)
-        return _Holding(pieces[self.rank])
+        self._move(shard.nbytes * (self.world_size - 1), shard)
+        return _Adding(self, shard, pieces[self.rank])
+
+    def _move(self, nbytes: int, sent: Tensor) -> Pending:
+        self._moving = nbytes
+        if self.takes_pieces:
+            with self.making():
+                torch.empty_like(sent)  # written, and read by the other ranks, while no tensor of this rank shows it
+        return Done()
 
     def lanes(self, device: torch.device) -> Lanes:
         self._lanes = self._lanes or Lanes(_PaperLane(self, "fetch"), _PaperLane(self, "backup"))
@@ -125,13 +132,17 @@ class _Said:
         return self._payloads
 
 
-class _Holding:
-    """A reduction that holds this rank's own summands until it is waited for."""
+class _Adding:
+    """A reduction that adds up when it is waited for: the rank's own summands, and those of the others in the host's memory."""
 
-    def __init__(self, own: Sequence[Tensor]) -> None:
+    def __init__(self, ranks: AbsentRanks, shard: Tensor, own: Sequence[Tensor]) -> None:
+        self._ranks, self._shard = ranks, shard
         self._own: Sequence[Tensor] | None = own
 
     def wait(self) -> None:
+        if self._own is not None:
+            with self._ranks.making():
+                self._shard.new_empty(self._ranks.world_size - 1, self._shard.numel())
         self._own = None
 
 

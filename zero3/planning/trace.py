@@ -36,6 +36,7 @@ class Trace:
         self.kernels = DeviceKernels(device)
         self.ledger = Ledger(ALLOCATION if device == "cuda" else 1, vocabulary_of(model))
         self.ranks = AbsentRanks(ranks, pieces=device == "cpu")
+        self.ranks.making = partial(self.ledger.because, "transfers")
         with self._counting(), self.ledger.because("chunks"):
             self.model = shard(model, device="meta", policy=policy, process_group=self.ranks)
             for parameter in self.model.parameters():
