@@ -107,7 +107,7 @@ def _command(options: argparse.Namespace, found: Plan) -> str:
     """The command line with the advice in it."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    advised = parser.parse_args([str(options.model), *found.advice], argparse.Namespace(**vars(options)))
+    advised = parser.parse_args([str(options.model), "--ranks", str(options.ranks), *found.advice], argparse.Namespace(**vars(options)))
     words: list[Any] = [options.model]
     for action in parser._actions:
         value = getattr(advised, action.dest, None)

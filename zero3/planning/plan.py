@@ -92,7 +92,7 @@ def _planned(setup: Setup, memory: int | None) -> Plan:
     moments = trace.measure(setup.batch, setup.sequence, setup.accumulation)
     peak, by_cause = peak_of(moments)
     highest = max(moments, key=lambda moment: moment.peak)
-    attention = dict(trace.kernels.attention)
+    attention = {kernel: count // min(setup.accumulation, 2) for kernel, count in trace.kernels.attention.items()}
     fits = batch = sequence = advised = None
     advice: tuple[str, ...] = ()
     policy = setup.policy

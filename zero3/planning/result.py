@@ -30,14 +30,15 @@ class Plan:
         memory: The bytes that a rank has. None: not given.
         fits: Whether the peak and the upper end of `unknown` fit into `memory`. None without `memory`.
         largest_batch: The most sequences that a micro-batch may have; 0 if not even one fits. None without `memory`.
-        largest_sequence: The most tokens that a sequence may have at this batch, in blocks of 128. None without `memory`.
+        largest_sequence: The most tokens that a sequence may have at this batch, in blocks of 128; 0 if not even one
+            block fits. None without `memory`.
         advice: If it does not fit: the command line's options that make it fit with the least change. `()` if it fits, if
             nothing that was tried does, and without `memory`.
         advised_bytes: The peak with `advice`. None without advice.
         policy: The policy to train with. It is the given one, or where `memory` has room for it, the same with
             `reshard_after_forward=False`, which gathers once in a step and not twice.
         seconds: The time of a step. None without a cluster.
-        attention: The kernels of attention, and the number of their calls in a forward.
+        attention: The kernels of attention, and the number of their calls in a micro-batch, recomputation included.
         parameters: The number of the model's elements.
         trainable: The number of those that train.
         moments: What a rank holds at most in each part of the step, in order.
@@ -115,7 +116,7 @@ def _fitting(plan: Plan) -> list[str]:
     left = plan.memory - plan.peak_bytes - plan.unknown[1]
     verdict = f"fits, and leaves {gib(left)}" if plan.fits else f"does not fit: {gib(-left)} too much"
     lines = [_row("memory", gib(plan.memory), verdict)]
-    batch, sequence = plan.largest_batch or "none fits", plan.largest_sequence or "none fits"
+    batch, sequence = plan.largest_batch or "none fits", plan.largest_sequence or "less than 128"
     lines.append(_row("largest batch", f"{batch}", f"at this sequence; largest sequence at this batch: {sequence}"))
     if plan.advice and plan.advised_bytes is not None:
         lines.append(_row("it fits with", " ".join(plan.advice), f"peak {gib(plan.advised_bytes)}"))

@@ -27,7 +27,7 @@ def parse_rate(text: str) -> float:
     Raises:
         ValueError: It is none of these.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)(bit|B)(?:/s|ps)?\s*", text)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)(bit|B)(?:/s)?\s*", text)
     if found is None or not float(found[1]):
         raise ValueError(f"expected a rate such as 400Gbit or 50GB (a second), found {text!r}")
     scale: float = 10.0 ** (3 * _PREFIXES.index(found[2]))
