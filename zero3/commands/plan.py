@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 
+from ..planning.cluster import cluster_of
 from ..planning.plan import plan
 from ..planning.result import Plan
+from ..planning.units import parse_rate
 from ..policy import ShardingPolicy
 
 __all__: list[str] = []
@@ -74,11 +76,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    for name in ("quantize", "offload", "mesh", "gpu", "link"):
+    for name in ("quantize", "offload", "mesh"):
         if getattr(options, name) is not None:
             raise NotImplementedError(f"plans do not know --{name} yet")
+    if (options.gpu is None) is not (options.link is None):
+        raise ValueError("--gpu and --link go together: the time of a step needs both")
+    cluster = None if options.gpu is None else cluster_of(options.gpu, parse_rate(options.link))
     return plan(
         options.model,
+        cluster=cluster,
         ranks=options.ranks,
         batch=options.batch,
         sequence=options.sequence,

@@ -52,7 +52,7 @@ class AbsentRanks:
         self.world_size = world_size
         self.takes_pieces = pieces and world_size > 1
         self.tags_messages = pieces or world_size == 1
-        self.on_event: Callable[[Event], None] = lambda event: None
+        self.on_event: Callable[[Event], object] = lambda event: None
         self.making: Callable[[], AbstractContextManager[object]] = nullcontext  # around what is made for a transfer alone
         self._moving = 0  # bytes of the transfer that was asked for last
         self._lands_at_once = not pieces

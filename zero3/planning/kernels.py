@@ -81,13 +81,15 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, ends)
-        return rows.new_empty(rows.shape[0], weights.shape[-1])
+        return torch.mm(rows, weights[0])  # as large as all the groups' products together, and as much work
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights, _ = ctx.saved_tensors
         of_rows, of_weights, _ = ctx.needs_input_grad
-        return torch.empty_like(rows) if of_rows else None, torch.empty_like(weights) if of_weights else None, None
+        if of_weights:
+            torch.mm(rows.t(), gradient)  # the work; the result is that of one expert
+        return torch.mm(gradient, weights[0].t()) if of_rows else None, torch.empty_like(weights) if of_weights else None, None
 
 
 def _multiply_groups(rows: Tensor, weights: Tensor, offs: Tensor, **more: Any) -> Tensor:

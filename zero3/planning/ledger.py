@@ -21,18 +21,27 @@ CAUSES = ("chunks", "full_buffers", "gradients", "optimizer", "activations", "lo
 
 @dataclass(slots=True)
 class Moment:
-    """A stretch of a step, such as the forward of one layer, and what was alive when it held most."""
+    """A part of a step, such as the forward of one layer, and what was alive when it held most.
+
+    Attributes:
+        layer: The layer's name in the model. Empty where no layer is fetched.
+        phase: "forward", "backward", or another word for where the step is.
+        begun: The number of operations before it.
+        peak: The most bytes of tensors that were alive in it.
+        by_cause: What they were for.
+        at: The number of operations before that.
+    """
 
     layer: str
     phase: str
-    begun: int = 0  # the ledger's clock at its beginning
+    begun: int = 0
     peak: int = 0
     by_cause: Counter[str] = field(default_factory=Counter)
-    at: int = 0  # the ledger's clock at its peak
+    at: int = 0
 
     @property
     def name(self) -> str:
-        """For people."""
+        """What people call it, such as "backward of model.layers.31"."""
         return f"{self.phase} of {self.layer}" if self.layer else self.phase
 
 
@@ -62,7 +71,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now = 0
         self._totals: Counter[str] = Counter()
         self.moments: list[Moment] = []
-        self.ran: Callable[..., None] = lambda func, args, result: None
+        self.ran: Callable[..., None] = lambda *_: None
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

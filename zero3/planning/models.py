@@ -79,13 +79,15 @@ def prepare(model: nn.Module, *, lora: Any, checkpointing: bool) -> nn.Module:
 
 
 def _with_adapters(model: nn.Module, lora: Any) -> nn.Module:
-    """`lora`: the rank of adapters where peft puts them by default, or a configuration of peft's."""
+    """`lora`: a configuration of peft's; or the rank of adapters where peft puts them by default, or in all linear maps if it has none."""
     if find_spec("peft") is None:
         raise RuntimeError("a plan with adapters needs peft: pip install peft")
     peft = import_module("peft")
-    config = peft.LoraConfig(r=lora) if isinstance(lora, int) else lora
+    if isinstance(lora, int):
+        known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+        lora = peft.LoraConfig(r=lora, target_modules=None if vars(model)["config"].model_type in known else "all-linear")
     with torch.device("meta"):
-        adapted: nn.Module = peft.get_peft_model(model, config)
+        adapted: nn.Module = peft.get_peft_model(model, lora)
     return adapted
 
 

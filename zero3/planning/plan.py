@@ -9,6 +9,7 @@ import torch
 
 from ..policy import ShardingPolicy
 from . import limits
+from .cluster import Cluster
 from .models import Source, on_paper
 from .result import Plan
 from .setup import Setup
@@ -16,11 +17,6 @@ from .trace import OptimizerClass, peak_of
 from .units import parse_bytes
 
 __all__: list[str] = []
-
-# What no tensor tells, on a GPU: the least and the most, in bytes. Estimates, which docs/plan.md explains; we have not measured them.
-_CONTEXT = (300 * 2**20, 700 * 2**20)  # CUDA's context and the kernels that it loads
-_NCCL = (100 * 2**20, 600 * 2**20)  # buffers of a communicator
-_FRAGMENTED = (0.0, 0.06)  # of the tensors' bytes, in the caching allocator
 
 
 def plan(
@@ -36,7 +32,7 @@ def plan(
     accumulation: int = 1,
     lora: Any = None,
     device: str = "cuda",
-    cluster: Any = None,
+    cluster: Cluster | None = None,
     master_dtype: torch.dtype | None = None,
 ) -> Plan:
     """Tells what a training step of a Hugging Face model will hold on each rank, before anything is loaded or bought.
@@ -56,7 +52,8 @@ def plan(
         checkpointing: Each block keeps its inputs alone and computes again in backward, without reentrance.
         optimizer: A function that makes the optimizer from a list of parameters, such as a class.
         accumulation: Micro-batches in a step.
-        lora: The rank of adapters where peft puts them by default, or a `peft.LoraConfig`. None: no adapters.
+        lora: The rank of adapters, which stand where peft puts them by default, or in all linear maps if it has no default for the
+            model. Or a `peft.LoraConfig`. None: no adapters.
         device: `"cuda"` plans for NCCL, and rounds as CUDA's allocator does. `"cpu"` plans for gloo between processes of one host.
         cluster: The machines, as a `Cluster`, for the time of a step.
         master_dtype: The dtype of the model's parameters. None: as the model has it, or config.json says.
@@ -73,31 +70,32 @@ def plan(
 
     Example::
 
-        plan = zero3.plan("Llama-3.1-8B", ranks=8, memory="24GiB", sequence=4096)
+        plan = zero3.plan(directory, ranks=8, memory="24GiB", sequence=4096)
         print(plan)
-        model = zero3.shard(model, policy=plan.policy)
+        model = zero3.shard(plain_model, policy=plan.policy)
     """
-    if cluster is not None:
-        raise NotImplementedError("plans do not know the time of a step yet: cluster must be None")
+    if not isinstance(cluster, Cluster | None):
+        raise TypeError(f"cluster must be a zero3.Cluster or None, found {type(cluster).__name__}")
     room = None if memory is None else parse_bytes(memory)
     setup = Setup(
         source=on_paper(model_or_directory, master_dtype), ranks=ranks, batch=batch, sequence=sequence, policy=policy,
         checkpointing=checkpointing, optimizer=optimizer, accumulation=accumulation, lora=lora, device=device,
     )  # fmt: skip
-    return _planned(setup, room)
+    return _planned(setup, room, cluster)
 
 
-def _planned(setup: Setup, memory: int | None) -> Plan:
+def _planned(setup: Setup, memory: int | None, cluster: Cluster | None) -> Plan:
     trace = setup.trace()
     moments = trace.measure(setup.batch, setup.sequence, setup.accumulation)
     peak, by_cause = peak_of(moments)
     highest = max(moments, key=lambda moment: moment.peak)
     attention = {kernel: count // min(setup.accumulation, 2) for kernel, count in trace.kernels.attention.items()}
+    seconds = None if cluster is None else setup.seconds(trace, cluster)
     fits = batch = sequence = advised = None
     advice: tuple[str, ...] = ()
     policy = setup.policy
     if memory is not None:
-        room = _room(memory, setup)
+        room = setup.room(memory)
         fits = peak <= room
         batch = limits.largest_batch(trace, setup, room)
         sequence = limits.largest_sequence(trace, setup, room)
@@ -107,23 +105,10 @@ def _planned(setup: Setup, memory: int | None) -> Plan:
             state = int(by_cause["chunks"] * (1 + trace.trainable / trace.parameters)) + by_cause["optimizer"]
             advice, advised = _advised(setup, room, batch, state)
     return Plan(
-        peak_bytes=peak, by_cause=by_cause, unknown=_unknown(peak, setup), where=highest.name, memory=memory, fits=fits,
-        largest_batch=batch, largest_sequence=sequence, advice=advice, advised_bytes=advised, policy=policy, seconds=None,
-        attention=attention, parameters=trace.parameters, trainable=trace.trainable, moments=tuple(moments), _setup=setup,
+        peak_bytes=peak, by_cause=by_cause, unknown=setup.unknown(peak), where=highest.name, memory=memory, fits=fits,
+        largest_batch=batch, largest_sequence=sequence, advice=advice, advised_bytes=advised, policy=policy, seconds=seconds,
+        attention=attention, parameters=trace.parameters, trainable=trace.trainable, moments=tuple(moments), setup=setup, cluster=cluster,
     )  # fmt: skip
-
-
-def _unknown(peak: int, setup: Setup) -> tuple[int, int]:
-    if setup.device == "cpu":
-        return 0, 0
-    low, high = (_CONTEXT[end] + (_NCCL[end] if setup.ranks > 1 else 0) + int(_FRAGMENTED[end] * peak) for end in (0, 1))
-    return low, high
-
-
-def _room(memory: int, setup: Setup) -> int:
-    """The highest peak that fits into `memory`."""
-    constant = _unknown(0, setup)[1]
-    return int((memory - constant) / (1 + _FRAGMENTED[1])) if setup.device == "cuda" else memory
 
 
 def _roomier(setup: Setup, room: int) -> ShardingPolicy:

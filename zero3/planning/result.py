@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
 from ..policy import ShardingPolicy
+from .cluster import Cluster
 from .ledger import CAUSES, Moment
 from .picture import draw
 from .setup import Setup
+from .trace import peak_of
 from .units import gib
 
 __all__: list[str] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One policy of `Plan.compare`.
+
+    Attributes:
+        policy: The policy.
+        peak_bytes: The most bytes of tensors that a rank holds in a step.
+        seconds: The time of a step. None without a cluster.
+        fits: Whether it fits into the plan's memory. None without.
+    """
+
+    policy: ShardingPolicy
+    peak_bytes: int
+    seconds: float | None
+    fits: bool | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +60,9 @@ class Plan:
         attention: The kernels of attention, and the number of their calls in a micro-batch, recomputation included.
         parameters: The number of the model's elements.
         trainable: The number of those that train.
-        moments: What a rank holds at most in each part of the step, in order.
+        moments: A `Moment` for each part of the step, in order: what a rank holds in it at most.
+        setup: What was planned: the model without values, and the arguments.
+        cluster: The cluster that was given.
     """
 
     peak_bytes: int
@@ -60,7 +81,8 @@ class Plan:
     parameters: int
     trainable: int
     moments: tuple[Moment, ...] = field(repr=False)
-    _setup: Setup = field(repr=False)
+    setup: Setup = field(repr=False)
+    cluster: Cluster | None = field(repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what `--json` prints: the attributes under their names, without `moments`."""
@@ -70,6 +92,30 @@ class Plan:
             "advice": list(self.advice), "advised_bytes": self.advised_bytes, "policy": repr(self.policy), "seconds": self.seconds,
             "attention": dict(self.attention), "parameters": self.parameters, "trainable": self.trainable,
         }  # fmt: skip
+
+    def compare(self, policies: Iterable[ShardingPolicy]) -> list[Comparison]:
+        """Plans the same with other policies, and ranks them: what fits before what does not, the fastest first.
+
+        Args:
+            policies: The policies to compare.
+
+        Returns:
+            A `Comparison` for each policy. Without a cluster, those that hold least come first.
+
+        Example::
+
+            for found in plan.compare([zero3.ShardingPolicy(prefetch_depth=depth) for depth in (0, 1, 2)]):
+                print(found.policy, found.seconds, found.peak_bytes)
+        """
+        found = []
+        for policy in policies:
+            setup = self.setup.but(policy=policy)
+            trace = setup.trace()
+            peak, _ = peak_of(trace.measure(setup.batch, setup.sequence, setup.accumulation))
+            seconds = None if self.cluster is None else setup.seconds(trace, self.cluster)
+            fits = None if self.memory is None else peak + setup.unknown(peak)[1] <= self.memory
+            found.append(Comparison(policy, peak, seconds, fits))
+        return sorted(found, key=lambda each: (each.fits is False, each.seconds or 0.0, each.peak_bytes))
 
     def draw(self, path: str | PathLike[str]) -> None:
         """Draws the memory of a step, part by part, by cause.
@@ -83,7 +129,7 @@ class Plan:
         draw(self.moments, self.memory, path)
 
     def __str__(self) -> str:
-        return _table(self, self._setup)
+        return _table(self, self.setup)
 
 
 def _table(plan: Plan, setup: Setup) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..policy import ShardingPolicy
+from .cluster import Cluster, replay
 from .models import on_paper, prepare
 from .trace import OptimizerClass, Trace
 
@@ -22,6 +23,11 @@ FOLLOWED = frozenset(
         "reshard_after_forward", "prefetch_depth", "separate_backup_group", "transactional", "compare_every", "grad_dtype",
     }
 )  # fmt: skip
+
+# What no tensor tells, on a GPU: the least and the most, in bytes. Estimates, which docs/plan.md explains; we have not measured them.
+_CONTEXT = (300 * 2**20, 700 * 2**20)  # CUDA's context and the kernels that it loads
+_NCCL = (100 * 2**20, 600 * 2**20)  # buffers of a communicator
+_FRAGMENTED = (0.0, 0.06)  # of the tensors' bytes, in the caching allocator
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,22 @@ class Setup:
         """Builds the model on the meta device, and shards it."""
         model = prepare(on_paper(self.source), lora=self.lora, checkpointing=self.checkpointing)
         return Trace(model, ranks=self.ranks, policy=self.policy, device=self.device, optimizer=self.optimizer)
+
+    def seconds(self, trace: Trace, cluster: Cluster) -> float:
+        """The time of a step of `trace` on `cluster`."""
+        events = trace.events(self.batch, self.sequence, self.accumulation)
+        return replay(events, cluster, self.ranks, one_queue=not self.policy.separate_backup_group)
+
+    def unknown(self, peak: int) -> tuple[int, int]:
+        """The least and the most bytes that come on top of a peak of tensors."""
+        if self.device == "cpu":
+            return 0, 0
+        low, high = (_CONTEXT[end] + (_NCCL[end] if self.ranks > 1 else 0) + int(_FRAGMENTED[end] * peak) for end in (0, 1))
+        return low, high
+
+    def room(self, memory: int) -> int:
+        """The highest peak that fits into `memory`."""
+        return int((memory - self.unknown(0)[1]) / (1 + _FRAGMENTED[1])) if self.device == "cuda" else memory
 
     def but(self, **changes: Any) -> Setup:
         """The same with other choices."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..access import get_trainable_chunk, states_of
+from ..auto_wrap import Layers
 from ..core.autograd import inside_backward
 from ..core.chunk import Chunk
 from ..core.gradient_reducer import GradientReducer, Sending
@@ -22,6 +23,7 @@ from .absent import AbsentRanks
 from .kernels import DeviceKernels, backward
 from .ledger import CAUSES, Ledger, Moment
 from .models import loss_of, vocabulary_of
+from .work import merged, work_of
 
 __all__: list[str] = []
 
@@ -32,13 +34,23 @@ OptimizerClass = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 class Trace:
     """A sharded model without values, and its optimizer, on rank 0 of `ranks`."""
 
-    def __init__(self, model: nn.Module, *, ranks: int, policy: ShardingPolicy, device: str, optimizer: OptimizerClass) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        ranks: int,
+        policy: ShardingPolicy,
+        device: str,
+        optimizer: OptimizerClass,
+        layers: Layers = None,
+        loss: Callable[[nn.Module, int, int], Tensor] = loss_of,
+    ) -> None:
         self.kernels = DeviceKernels(device)
         self.ledger = Ledger(ALLOCATION if device == "cuda" else 1, vocabulary_of(model))
         self.ranks = AbsentRanks(ranks, pieces=device == "cpu")
         self.ranks.making = partial(self.ledger.because, "transfers")
         with self._counting(), self.ledger.because("chunks"):
-            self.model = shard(model, device="meta", policy=policy, process_group=self.ranks)
+            self.model = shard(model, layers, device="meta", policy=policy, process_group=self.ranks)
             for parameter in self.model.parameters():
                 self.ledger.note(parameter)  # what the model was given and keeps, such as parameters that are left alone
             for buffer in self.model.buffers():
@@ -55,6 +67,7 @@ class Trace:
         self.optimizer = optimizer(chunks)
         if device == "cuda":
             self._step_as_on_cuda()
+        self._loss = loss
         self._learned = False
 
     def measure(self, batch: int, sequence: int, accumulation: int = 1) -> list[Moment]:
@@ -69,10 +82,28 @@ class Trace:
             self._step(batch, sequence, micro_batches)
         return list(self.ledger.moments)
 
+    def events(self, batch: int, sequence: int, accumulation: int = 1) -> list[Any]:
+        """What a step after the first does, in order: `Work` of compute, and transfers that are issued and awaited."""
+        if not self._learned:
+            self.measure(batch, sequence)
+        found: list[Any] = []
+
+        def ran(func: Any, args: Sequence[Any], result: Any) -> None:
+            if (work := work_of(func, args, result)) is not None:
+                merged(found, work)
+
+        self.ledger.ran, self.ranks.on_event = ran, found.append
+        try:
+            with self._counting():
+                self._step(batch, sequence, accumulation)
+        finally:
+            self.ledger.ran, self.ranks.on_event = _ignore, _ignore
+        return found
+
     def _step(self, batch: int, sequence: int, micro_batches: int) -> None:
         self.ledger.begin("", "beginning of forward")
         for _ in range(micro_batches):
-            backward(loss_of(self.model, batch, sequence))
+            backward(self._loss(self.model, batch, sequence))
             self.kernels.chunks_changed = False
         self.ledger.begin("", "optimizer's step")
         with self.ledger.because("optimizer"):
@@ -139,6 +170,10 @@ class Trace:
         for _, sending in prepared:
             self.ledger.note(sending.landed, "gradients")
         return prepared
+
+
+def _ignore(*_: object) -> None:
+    return None
 
 
 def peak_of(moments: list[Moment]) -> tuple[int, dict[str, int]]:
