@@ -1,4 +1,4 @@
-"""Predicts the steps that benchmarks/fabric measured: two constants, fitted at two rates, tell the steps at the others.
+"""Predicts the steps that benchmarks/fabric measured: one constant, fitted at two rates, tells the steps at the others.
 
     python -m benchmarks.plan.fabric
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,8 @@ from zero3.planning.work import Work
 
 MEASURED = Path(__file__).parents[1] / "fabric" / "README.md"
 FITTED = (1.0, 5.0)  # Gbit/s: one of each of the two runs, whose computation differs by a twentieth
-SHARES = [number / 100 for number in range(80, 101)]  # of a link's rate that arrives
-HOST_COSTS = [number * 1e-10 for number in range(21)]  # seconds of processor time a byte
+SHARE = 1448 / 1514  # of a link's rate is data: the rest of a frame is headers of Ethernet, IP and TCP
+HOST_COSTS = [number * 1e-10 for number in range(31)]  # seconds of processor time a byte
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,8 @@ def host(computing: float) -> Cluster:
     return found
 
 
-def predicted(step: list[Any], each: Measured, share: float, host_cost: float) -> float:
-    link = share * each.gbits * 1e9 / 8 / LINK
+def predicted(step: list[Any], each: Measured, host_cost: float) -> float:
+    link = SHARE * each.gbits * 1e9 / 8 / LINK
     return replay(step, replace(host(each.computing), link=link, host_cost=host_cost), 2)
 
 
@@ -90,25 +89,25 @@ def null(step: list[Any], each: Measured) -> float:
     return max(each.computing, 8 * moved / (each.gbits * 1e9))
 
 
-def fit(step: list[Any], steps: list[Measured]) -> tuple[float, float]:
-    """The share of the rate and the processor's time a byte that are nearest to what was measured at `FITTED`."""
+def fit(step: list[Any], steps: list[Measured]) -> float:
+    """The processor's seconds a byte that are nearest to what was measured at `FITTED`."""
     fitted = [each for each in steps if each.gbits in FITTED]
 
-    def missed(constants: tuple[float, float]) -> float:
-        return sum((predicted(step, each, *constants) / each.seconds - 1) ** 2 for each in fitted)
+    def missed(host_cost: float) -> float:
+        return sum((predicted(step, each, host_cost) / each.seconds - 1) ** 2 for each in fitted)
 
-    return min(product(SHARES, HOST_COSTS), key=missed)
+    return min(HOST_COSTS, key=missed)
 
 
 def main() -> None:
     step, steps = events(), sorted(measured(), key=lambda each: each.gbits)
-    share, host_cost = fit(step, steps)
+    host_cost = fit(step, steps)
     rows = []
     for each in steps:
-        told, plain = predicted(step, each, share, host_cost), null(step, each)
+        told, plain = predicted(step, each, host_cost), null(step, each)
         errors = [f"{1e3 * value:.0f} ({value / each.seconds - 1:+.1%})" for value in (told, plain)]
         rows.append([f"{each.gbits:g}", f"{1e3 * each.seconds:.0f}", *errors, "fitted" if each.gbits in FITTED else ""])
-    print(f"share of the rate {share:.2f}, processor time {1e3 * host_cost * 1e6:.2f} ms a MB\n")
+    print(f"processor time {1e3 * host_cost * 1e6:.2f} ms a MB\n")
     print(markdown(["Gbit/s", "measured ms", "predicted", "null", ""], rows))
 
 

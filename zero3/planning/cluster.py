@@ -33,6 +33,8 @@ class Cluster:
         ranks_per_node: GPUs in a node.
         node_link: Bytes a second that one GPU sends inside its node. None: as `link`.
         host_cost: Seconds that computation loses for each byte that moves, where the processor that computes moves it: sockets on CPUs.
+        spread: The standard deviation of a rank's step, as a share of it. A step takes as long as its slowest rank, so many ranks
+            take longer than few.
 
     Raises:
         ValueError: A number is not positive.
@@ -50,6 +52,7 @@ class Cluster:
     ranks_per_node: int = 8
     node_link: float | None = None
     host_cost: float = 0.0
+    spread: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -69,6 +72,10 @@ class Cluster:
         between = nbytes * outside / (self.ranks_per_node * self.link)
         inside = nbytes / (self.node_link or self.link) if self.ranks_per_node > 1 else 0.0
         return self.latency * (1 + math.log2(ranks / self.ranks_per_node)) + max(between, inside) / LINK
+
+    def slowest(self, ranks: int) -> float:
+        """How much longer the slowest of `ranks` takes than their mean: the largest of so many deviations of a normal distribution."""
+        return 1 + self.spread * math.sqrt(2 * math.log(ranks))
 
     def computing(self, work: Work) -> float:
         """The seconds that a GPU takes for it."""
@@ -112,4 +119,4 @@ def replay(events: Iterable[Any], cluster: Cluster, ranks: int, *, one_queue: bo
             free[event.lane] = ends[event.number] = begin + cluster.moving(event.nbytes, ranks)
         elif isinstance(event, Awaited):
             now = max(now, ends[event.number])
-    return max(now, *free.values())
+    return max(now, *free.values()) * cluster.slowest(ranks)
