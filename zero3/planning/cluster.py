@@ -62,7 +62,7 @@ class Cluster:
                 raise ValueError(f"{field.name} must be a number above 0, found {number!r}")
 
     def moving(self, nbytes: int, ranks: int) -> float:
-        """The seconds in which every rank receives `nbytes` from the others, in slices of equal size."""
+        """The seconds in which each of so many `ranks` receives `nbytes` from the others, in slices of equal size."""
         if ranks == 1:
             return 0.0
         if ranks <= self.ranks_per_node:
@@ -78,7 +78,7 @@ class Cluster:
         return 1 + self.spread * math.sqrt(2 * math.log(ranks))
 
     def computing(self, work: Work) -> float:
-        """The seconds that a GPU takes for it."""
+        """The seconds that a GPU takes for `work`, as a trace has it."""
         moved = work.nbytes / (STREAM * self.memory_bandwidth)
         efficiency = PRODUCT * work.narrow / (work.narrow + HALF) if work.narrow else PRODUCT
         return max(work.flops / (self.flops * efficiency), moved, START * work.kernels)

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils import flop_counter
+
+from ..core.autograd import tensors_in
 
 __all__: list[str] = []
 
@@ -26,10 +26,9 @@ def work_of(func: Any, args: Sequence[Any], result: Any) -> Work | None:
     """The work of an operation on meta tensors. None: it only looks at memory in another way, or allocates."""
     if func.is_view or "empty" in func.__name__ or "detach" in func.__name__:
         return None
-    read = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.is_meta]
-    written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_meta]
+    read, written = ([tensor for tensor in tensors_in(each) if tensor.is_meta] for each in (args, result))
     nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in [*read, *written])
-    count: Callable[..., int] | None = flop_registry.get(func.overloadpacket)
+    count: Callable[..., int] | None = flop_counter.flop_registry.get(func.overloadpacket)
     if count is None and "flash_attention_for_cpu" in func.__name__:
         return Work(_attention(args, backward="backward" in func.__name__), nbytes, 0, 1)
     if count is None:
