@@ -59,6 +59,16 @@ def test_plan_that_cannot_tell_ends_with_2(directory: str, tmp_path: Path, capsy
         assert f"do not know {option[0]} yet" in capsys.readouterr().err
 
 
+def test_plan_of_a_model_that_raises_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """1 would say that it does not fit."""
+    config = FAMILIES["T5"]()
+    config.pad_token_id = None  # then the decoder's inputs can't be made from labels
+    config.save_pretrained(tmp_path)
+    assert main(["plan", str(tmp_path), *ARGUMENTS, "--memory", "1GiB"]) == 2
+    told = capsys.readouterr()
+    assert "pad_token_id" in told.err and not told.out
+
+
 def test_plan_follows_its_options(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--dtype", "bf16", "--reduce-dtype", "fp32", "--stage", "2", "--prefetch-depth", "0", "--keep", "--accumulation", "2"]
     assert main(["plan", directory, "--ranks", "4", "--sequence", "32", *options, "--checkpointing", "--lora", "4", "--json"]) == 2

@@ -63,8 +63,9 @@ def run(options: argparse.Namespace) -> int:
         found = _plan(options)
         if options.picture is not None:
             found.draw(options.picture)
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
-        print(f"zero3: {error}", file=sys.stderr)
+    except Exception as error:  # whatever a model's code raises: 1 would say that it does not fit
+        kind = "" if isinstance(error, OSError | ValueError | NotImplementedError) else f"{type(error).__name__}: "
+        print(f"zero3: {kind}{error}", file=sys.stderr)
         return 2
     if options.json:
         print(json.dumps(found.as_dict(), indent=2))
