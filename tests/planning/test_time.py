@@ -113,6 +113,7 @@ def test_collectives_cross_nodes_once() -> None:
     assert replace(nodes, spread=0.05).slowest(64) > replace(nodes, spread=0.05).slowest(2) > nodes.slowest(64) == 1.0
 
 
+@pytest.mark.slow
 def test_the_fabric_benchmarks_steps_are_told_within_8_percent() -> None:
     """Those of the rates that were not used for fitting too. The null hypothesis misses most by more."""
     from benchmarks.plan import fabric
