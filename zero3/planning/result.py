@@ -81,7 +81,7 @@ class Plan:
     parameters: int
     trainable: int
     moments: tuple[Moment, ...] = field(repr=False)
-    setup: Setup = field(repr=False)
+    setup: Any = field(repr=False)
     cluster: Cluster | None = field(repr=False)
 
     def as_dict(self) -> dict[str, Any]:
