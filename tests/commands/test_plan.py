@@ -54,7 +54,7 @@ def test_plan_that_cannot_tell_ends_with_2(directory: str, tmp_path: Path, capsy
     assert "peak" in told.out and "largest batch" not in told.out and not told.err
     assert main(["plan", str(tmp_path), "--ranks", "2"]) == 2
     assert "has no config.json" in capsys.readouterr().err
-    for option in (["--quantize", "nf4"], ["--offload", "cpu"], ["--mesh", "2x4"]):
+    for option in (["--offload", "cpu"], ["--mesh", "2x4"]):
         assert main(["plan", directory, "--ranks", "2", *option]) == 2
         assert f"do not know {option[0]} yet" in capsys.readouterr().err
 

@@ -22,6 +22,7 @@ from ..planning.plan import plan
 from ..planning.result import Plan
 from ..planning.units import parse_rate
 from ..policy import ShardingPolicy
+from ..quantized.formats import MXFP4, NF4, Float8, Int8
 
 __all__: list[str] = []
 
@@ -29,6 +30,7 @@ NAME = "plan"
 SUMMARY = "tell whether a training step will fit, and what takes its memory"
 
 _DTYPES = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32})
+_FORMATS = MappingProxyType({"nf4": NF4, "int8": Int8, "float8": Float8, "mxfp4": MXFP4})
 _OPTIMIZERS = MappingProxyType({name: getattr(torch.optim, name) for name in ("AdamW", "Adam", "SGD", "Adagrad", "RMSprop")})
 
 
@@ -41,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches in a step (%(default)s)")
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing in each block")
     parser.add_argument("--lora", type=int, metavar="RANK", help="adapters of this rank, where peft puts them by default")
-    parser.add_argument("--quantize", metavar="FORMAT", help="frozen weights are stored in this format, such as nf4")
+    parser.add_argument("--quantize", choices=_FORMATS, help="frozen weights are stored in this format")
     parser.add_argument("--offload", metavar="WHERE", help="chunks rest in host memory (cpu) or in files")
     parser.add_argument("--dtype", choices=_DTYPES, help="param_dtype: what parameters are gathered and computed in")
     parser.add_argument("--reduce-dtype", choices=_DTYPES, help="reduce_dtype: what gradients are added up in")
@@ -77,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    for name in ("quantize", "offload", "mesh"):
+    for name in ("offload", "mesh"):
         if getattr(options, name) is not None:
             raise NotImplementedError(f"plans do not know --{name} yet")
     if (options.gpu is None) is not (options.link is None):
@@ -102,6 +104,7 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 def _policy(options: argparse.Namespace) -> ShardingPolicy:
     return ShardingPolicy(
+        quantize=None if options.quantize is None else _FORMATS[options.quantize](),
         param_dtype=_DTYPES.get(options.dtype),
         reduce_dtype=_DTYPES.get(options.reduce_dtype),
         stage=options.stage,

@@ -20,7 +20,7 @@ DEVICES = ("cpu", "cuda")
 FOLLOWED = frozenset(
     {
         "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", "stage", "dynamic", "gradient_reduction", "ignored",
-        "reshard_after_forward", "prefetch_depth", "separate_backup_group", "transactional", "compare_every", "grad_dtype",
+        "reshard_after_forward", "prefetch_depth", "separate_backup_group", "transactional", "compare_every", "grad_dtype", "quantize",
     }
 )  # fmt: skip
 

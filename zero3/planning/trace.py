@@ -49,6 +49,8 @@ class Trace:
         self.ledger = Ledger(ALLOCATION if device == "cuda" else 1, vocabulary_of(model))
         self.ranks = AbsentRanks(ranks, pieces=device == "cpu")
         self.ranks.making = partial(self.ledger.because, "transfers")
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         with self._counting(), self.ledger.because("chunks"):
             self.model = shard(model, layers, device="meta", policy=policy, process_group=self.ranks)
             for parameter in self.model.parameters():
@@ -58,9 +60,6 @@ class Trace:
         gc.collect()  # what construction left
         for state in states_of(self.model):
             self._watch(state)
-        layouts = [(chunk.layout.numel, chunk.trains) for state in states_of(self.model) for chunk in state.chunks]
-        self.parameters = sum(numel for numel, _ in layouts)
-        self.trainable = sum(numel for numel, trains in layouts if trains)
         chunks = get_trainable_chunk(self.model)
         if not chunks:
             raise ValueError("nothing in this model trains, so there is no step to plan for")
