@@ -41,7 +41,10 @@ napoleon_use_ivar = False
 # Only our own public names can be looked up: a build fetches nothing from other projects' sites. (M is a model's class.)
 nitpick_ignore_regex = [("py:.*", r"(?!zero3\b).*"), ("py:class", r"zero3\.(shard\.M|comm\..*)")]
 
-RESULTS = ("CheckReport", "Difference", "GuardedStep", "JoinableModel", "LayerProfile", "Profile", "Report", "Saving", "Span", "Transfer")
+RESULTS = (
+    "CheckReport", "Comparison", "Difference", "GuardedStep", "JoinableModel", "LayerProfile", "Moment", "Plan", "Profile", "Report",
+    "Saving", "Span", "Transfer",
+)  # fmt: skip
 
 
 def name_role(_: str, rawtext: str, text: str, *__: Any, **___: Any) -> tuple[list[nodes.Node], list[nodes.system_message]]:

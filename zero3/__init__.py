@@ -24,6 +24,8 @@ from .optim.norms import parameter_norms
 from .optim.param_groups import param_groups
 from .optim.set_trainable import set_trainable
 from .optim.token_mean import backward
+from .planning.cluster import Cluster
+from .planning.plan import plan
 from .policy import ParamInfo, ShardingPolicy
 from .quantized.formats import MXFP4, NF4, Float8, Int8
 from .resilience.step_guard import step_guard
@@ -35,6 +37,7 @@ from .zero1.optimizer import ZeroRedundancyOptimizer
 __version__ = "0.1.0"  # the one place: pyproject.toml reads it
 
 __all__ = [  # noqa: RUF022 (sorted as Python does)
+    "Cluster",
     "Float8",
     "GradScaler",
     "Int8",
@@ -68,6 +71,7 @@ __all__ = [  # noqa: RUF022 (sorted as Python does)
     "offload_activations",
     "param_groups",
     "parameter_norms",
+    "plan",
     "profile",
     "reduce_gradients",
     "register_forward_method",

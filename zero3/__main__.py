@@ -1,4 +1,4 @@
-"""`python -m zero3`: shows checkpoints and converts them to other formats. Each subcommand is a file in `commands/`."""
+"""`python -m zero3`: shows checkpoints, converts them to other formats, and plans. Each subcommand is a file in `commands/`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .commands import convert, export, inspect
+from .commands import convert, export, inspect, plan
 
 __all__: list[str] = []
 
-_COMMANDS = (inspect, export, convert)
+_COMMANDS = (inspect, export, convert, plan)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code. 0: done. 1: failed, with the reason on stderr. 2: the command line is wrong."""
+    """Returns the exit code. 0: done. 1: failed, with the reason on stderr. 2: the command line is wrong. `plan` has codes of its own."""
     parser = argparse.ArgumentParser(
-        prog="python -m zero3", description="Sharded checkpoints, looked into, exported and converted. One process, no GPU."
+        prog="python -m zero3", description="Sharded checkpoints, looked into, exported and converted; plans. One process, no GPU."
     )
     parser.add_argument("--version", action="version", version=f"zero3 {__version__}")
     subcommands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -29,13 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subparser.set_defaults(run=command.run)
     options = parser.parse_args(arguments)
     try:
-        options.run(options)
+        return int(options.run(options) or 0)
     except (OSError, ValueError) as error:
         print(f"zero3: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 if __name__ == "__main__":

@@ -192,7 +192,12 @@ def test_export_names_extra_state_that_files_of_tensors_can_not_hold(tmp_path: P
     assert list(contents(tmp_path / "out")) == ["0.bias", "0.weight"]
 
 
-HELP = {"": "Sharded checkpoints, looked into, exported and converted.", "inspect": "a checkpoint", "export": "safetensors"}
+HELP = {
+    "": "Sharded checkpoints, looked into, exported and converted; plans.",
+    "plan": "config.json",
+    "inspect": "a checkpoint",
+    "export": "safetensors",
+}
 
 
 @pytest.mark.parametrize("command", HELP)

@@ -22,13 +22,16 @@ from zero3.checkpoint.save import Saving
 from zero3.diagnose.check import CheckReport, Difference
 from zero3.diagnose.report import Report
 from zero3.diagnose.timeline import LayerProfile, Profile, Span, Transfer
+from zero3.planning.ledger import Moment
+from zero3.planning.result import Comparison, Plan
 from zero3.quantized.sections import QuantizedTensor
 from zero3.resilience.step_guard import GuardedStep
 from zero3.uneven.joinable import JoinableModel
 
 REFERENCE = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
 RESULTS = (
-    CheckReport, Difference, GuardedStep, JoinableModel, LayerProfile, Profile, QuantizedTensor, Report, Saving, Span, Transfer,
+    CheckReport, Comparison, Difference, GuardedStep, JoinableModel, LayerProfile, Moment, Plan, Profile, QuantizedTensor, Report,
+    Saving, Span, Transfer,
 )  # fmt: skip
 PUBLIC: dict[str, Any] = {name: getattr(zero3, name) for name in zero3.__all__}
 FUNCTIONS = [name for name, value in PUBLIC.items() if not isinstance(value, type)]
@@ -152,7 +155,7 @@ def given(rank: Rank, directory: Path, name: str) -> dict[str, Any]:
         "weight": torch.randn(8, 8),
         "print": lambda *told: None,
     }  # fmt: skip
-    if name in ("shard", "load_pretrained", "materialize"):
+    if name in ("shard", "load_pretrained", "materialize", "plan", "Cluster"):
         from transformers import AutoModelForCausalLM, LlamaConfig
 
         sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 11}

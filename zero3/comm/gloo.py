@@ -50,8 +50,11 @@ class GlooCommunicator(GroupCommunicator):
     takes one layer's weights for another's.
     """
 
-    takes_pieces = True
     tags_messages = True
+
+    def __init__(self, group: Any, backend: str, device: torch.device) -> None:
+        super().__init__(group, backend, device)
+        self.takes_pieces = device.type == "cpu"  # from a GPU, a buffer is copied to the host
 
     @cached_property
     def _memory(self) -> HostMemory:

@@ -167,7 +167,7 @@ def device_of(request: Request, is_layer: Callable[[nn.Module], bool]) -> torch.
     if request.device is not None:
         try:
             device = torch.device(request.device)
-            return _not_meta(torch.empty(0, device=device).device)  # a tensor's device has an index, and exists
+            return _not_meta(torch.empty(0, device=device).device, request)  # a tensor's device has an index, and exists
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"device={request.device!r} is not to be had here: {error}") from None
     found: dict[torch.device, str] = {}
@@ -179,11 +179,11 @@ def device_of(request: Request, is_layer: Callable[[nn.Module], bool]) -> torch.
         places = ", ".join(f"{name!r} on {device}" for device, name in found.items())
         raise ValueError(f"the module's tensors are on several devices ({places}): pass device= to say where the layer computes")
     inside = (parameter.device for parameter in request.module.parameters() if not parameter.is_meta)  # a layer around layers
-    return _not_meta(next(iter(found), None) or next(inside, torch.get_default_device()))
+    return _not_meta(next(iter(found), None) or next(inside, torch.get_default_device()), request)
 
 
-def _not_meta(device: torch.device) -> torch.device:
-    if device.type == "meta":
+def _not_meta(device: torch.device, request: Request) -> torch.device:
+    if device.type == "meta" and not getattr(request.process_group, "on_paper", False):  # a plan is made there: see `planning`
         raise ValueError(
             "a layer can't compute on the meta device: its module may be built there, but wrap it outside of "
             '`with torch.device("meta")`, or pass the device= on which it computes'

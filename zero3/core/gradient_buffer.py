@@ -51,9 +51,9 @@ class GradientBuffer:
     def pieces(self) -> list[list[Tensor]] | None:
         """For each rank the 1-D pieces of its slice `[S]`, as views of autograd's gradients.
 
-        None if a buffer exists or is needed. A transfer on a GPU needs one.
+        None if a buffer exists or is needed.
         """
-        if self.full is not None or self._like.device.type != "cpu" or not all(map(self._fits, self._came.values())):
+        if self.full is not None or not all(map(self._fits, self._came.values())):
             return None
         flat = {index: gradient.reshape(-1) for index, gradient in self._came.items()}
         return [
@@ -63,7 +63,7 @@ class GradientBuffer:
 
     def _fits(self, gradient: Tensor) -> bool:
         lazy = gradient.is_conj() or gradient.is_neg()  # then the bytes in memory are not the values
-        return gradient.dtype == self._dtype and gradient.layout == torch.strided and gradient.device.type == "cpu" and not lazy
+        return gradient.dtype == self._dtype and gradient.layout == torch.strided and gradient.device == self._like.device and not lazy
 
     def _zeros(self, numel: int) -> Tensor:
         return self._like.new_zeros(numel, dtype=self._dtype)

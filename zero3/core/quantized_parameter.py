@@ -102,7 +102,7 @@ def _computed(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
             return item
         recipe = item.zero3_recipe
         device = item.device.type
-        if func in _PRODUCTS and torch.is_autocast_enabled(device) and item.dtype != torch.float64:
+        if func in _PRODUCTS and device != "meta" and torch.is_autocast_enabled(device) and item.dtype != torch.float64:
             recipe = replace(recipe, dtype=torch.get_autocast_dtype(device))  # autocast's own copy would be saved
         return in_use.add(recipe)
 

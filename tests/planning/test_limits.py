@@ -1,0 +1,146 @@
+"""What fits: the largest batch, the advice, the policy. And who may not plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import zero3
+from tests.support.planned import Case, model_of, peak_on, plan_of
+from tests.support.processes import on_ranks
+from zero3.planning.absent import AbsentRanks
+from zero3.planning.limits import largest
+from zero3.planning.units import gib, parse_bytes, parse_rate
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning")  # transformers' of what peft asks it
+
+lines = st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 10**4)), min_size=1, max_size=4)
+
+
+@given(lines, st.integers(0, 10**7))
+@settings(max_examples=200, deadline=None)
+def test_the_largest_is_found_with_few_tries(parts: list[tuple[int, int]], room: int) -> None:
+    tried: list[int] = []
+
+    def peak(number: int) -> int:
+        tried.append(number)
+        return max(constant + slope * number for constant, slope in parts)
+
+    found = largest(peak, room)
+    assert found == 0 or peak(found) <= room
+    assert found == 1 << 16 or peak(found + 1) > room
+    assert len(tried) <= 40
+
+
+@pytest.mark.slow
+def test_plan_finds_the_largest_batch_that_ranks_can_hold() -> None:
+    """And one sequence more does not fit, on ranks either."""
+    memory = 6_000_000
+    plan = plan_of(Case(optimizer="SGD"), 2, memory=memory)
+    assert plan.fits and plan.largest_batch is not None and plan.largest_batch > Case().batch
+    for batch, fits in ((plan.largest_batch, True), (plan.largest_batch + 1, False)):
+        assert (max(on_ranks(2, peak_on, Case(optimizer="SGD", batch=batch))) <= memory) is fits
+
+
+def test_plan_without_memory_does_not_say_what_fits() -> None:
+    plan = plan_of(Case(), 2)
+    assert (plan.fits, plan.largest_batch, plan.largest_sequence, plan.advice, plan.memory) == (None, None, None, (), None)
+    assert plan.policy == zero3.ShardingPolicy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("memory", "advice"),
+    [
+        (3_700_000, ("--batch", "2")),  # the same numbers, in more micro-batches
+        (1_700_000, ("--batch", "1", "--checkpointing")),
+        (1_000_000, ("--batch", "1", "--checkpointing", "--dtype", "bf16", "--ranks", "4")),
+        (10_000, ()),
+    ],
+)  # fmt: skip
+def test_plan_advises_what_was_tried_and_fits(memory: int, advice: tuple[str, ...]) -> None:
+    plan = plan_of(Case(optimizer="SGD", batch=3), 2, memory=memory)
+    assert plan.fits is False and plan.advice == advice
+    assert (plan.advised_bytes is None) is (not advice)
+    assert plan.advised_bytes is None or plan.advised_bytes <= memory < plan.peak_bytes
+    assert f"{plan}".count("does not fit") == 1
+
+
+@pytest.mark.slow
+def test_plan_with_room_gathers_once() -> None:
+    """The policy that it proposes fits, and is not proposed where it would not."""
+    roomy = plan_of(Case(), 2, memory="1GiB")
+    assert roomy.policy == zero3.ShardingPolicy(reshard_after_forward=False)
+    kept = plan_of(Case(policy=(("reshard_after_forward", False),)), 2)
+    narrow = plan_of(Case(), 2, memory=kept.peak_bytes - 1)
+    assert narrow.fits and narrow.policy == zero3.ShardingPolicy() and narrow.peak_bytes < kept.peak_bytes
+    assert plan_of(Case(), 2, memory=kept.peak_bytes).policy == roomy.policy
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+
+def sharded() -> nn.Module:
+    return zero3.shard(model_of(Case()), device="meta", process_group=AbsentRanks(2, pieces=False))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"ranks": 0}, ValueError, "ranks must be 1 or more, found 0"),
+        ({"ranks": 2.0}, TypeError, "ranks must be an integer"),
+        ({"ranks": (2, 4)}, TypeError, "ranks must be an integer"),
+        ({"batch": 0}, ValueError, "batch"),
+        ({"sequence": True}, TypeError, "sequence"),
+        ({"device": "tpu"}, ValueError, "cpu, cuda"),
+        ({"memory": "24 apples"}, ValueError, "24GiB"),
+        ({"lora": 0}, ValueError, "lora"),
+        ({"policy": {"stage": 2}}, TypeError, "ShardingPolicy"),
+    ],
+)
+def test_plan_refuses_by_name(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        zero3.plan(model_of(Case()), **{"ranks": 2, **arguments})
+
+
+def test_plan_refuses_models_by_name() -> None:
+    with pytest.raises(ValueError, match="sharded already"):
+        zero3.plan(sharded(), ranks=2)
+    with pytest.raises(ValueError, match="Plain has no config"):
+        zero3.plan(Plain(), ranks=2)
+    with pytest.raises(ValueError, match="nothing in this model trains"):
+        zero3.plan(model_of(Case()).requires_grad_(False), ranks=2)
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        zero3.plan("nowhere", ranks=2)
+
+
+def test_a_layer_computes_on_meta_for_plans_alone() -> None:
+    with pytest.raises(ValueError, match="can't compute on the meta device"):
+        zero3.shard(model_of(Case()), device="meta")
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("24GiB", 24 * 2**30), ("80GB", 80 * 10**9), ("1.5 MiB", 3 * 2**19), (512, 512), ("512", 512), ("7kB", 7000)]
+)
+def test_bytes_are_read_as_people_write_them(text: str | int, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize(("text", "rate"), [("400Gbit", 50e9), ("400Gbit/s", 50e9), ("50GB", 50e9), ("1.6Tbit", 200e9), ("100Mbps", 0)])
+def test_rates_are_read_as_people_write_them(text: str, rate: float) -> None:
+    if rate:
+        assert parse_rate(text) == rate
+    else:
+        with pytest.raises(ValueError, match="400Gbit"):
+            parse_rate(text)
+
+
+def test_bytes_are_shown_as_people_read_them() -> None:
+    assert [gib(n) for n in (0, 2000, 3 * 2**20, 5 * 2**29)] == ["0 B", "1.95 KiB", "3.00 MiB", "2.50 GiB"]

@@ -1,0 +1,99 @@
+"""Small models of several families, and what a rank of a real group holds at most in a step of theirs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+    T5Config,
+)
+
+import zero3
+from tests.support.live import LiveBytes
+from tests.support.processes import Rank
+from zero3.planning.result import Plan
+
+WIDTH, WORDS = 64, 320
+COMMON: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": WORDS}
+FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
+    "Llama": lambda: LlamaConfig(**COMMON, intermediate_size=172, num_key_value_heads=2, tie_word_embeddings=False),
+    "Llama, tied": lambda: LlamaConfig(**COMMON, intermediate_size=172, num_key_value_heads=4, tie_word_embeddings=True),
+    "NeoX": lambda: GPTNeoXConfig(**COMMON, intermediate_size=256),
+    "Qwen2Moe": lambda: Qwen2MoeConfig(
+        **COMMON, intermediate_size=128, moe_intermediate_size=48, shared_expert_intermediate_size=64, num_experts=6, num_experts_per_tok=2,
+        num_key_value_heads=2,
+    ),
+    "Qwen3Moe": lambda: Qwen3MoeConfig(
+        **COMMON, intermediate_size=128, moe_intermediate_size=48, num_experts=6, num_experts_per_tok=2, num_key_value_heads=2, head_dim=16,
+    ),
+    "T5": lambda: T5Config(d_model=WIDTH, d_kv=16, d_ff=192, num_layers=3, num_heads=4, vocab_size=WORDS, decoder_start_token_id=0),
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """What a plan is made for, and what ranks do. Plain values, which travel to other processes."""
+
+    family: str = "Llama"
+    batch: int = 2
+    sequence: int = 48
+    checkpointing: bool = False
+    lora: int | None = None
+    accumulation: int = 1
+    optimizer: str = "AdamW"
+    master_dtype: torch.dtype = torch.float32
+    policy: tuple[tuple[str, Any], ...] = ()
+
+
+def policy_of(case: Case) -> zero3.ShardingPolicy:
+    return zero3.ShardingPolicy(**dict(case.policy))
+
+
+def model_of(case: Case) -> nn.Module:
+    config = FAMILIES[case.family]()
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    return kind.from_config(config, dtype=case.master_dtype)
+
+
+def plan_of(case: Case, ranks: int, **more: Any) -> Plan:
+    return zero3.plan(
+        model_of(case), ranks=ranks, batch=case.batch, sequence=case.sequence, policy=policy_of(case), checkpointing=case.checkpointing,
+        optimizer=getattr(torch.optim, case.optimizer), accumulation=case.accumulation, lora=case.lora, device="cpu", **more,
+    )  # fmt: skip
+
+
+def peak_on(rank: Rank, case: Case) -> int:
+    """The most bytes of this rank's living tensors in the second step."""
+    warnings.filterwarnings("ignore", ".* is deprecated and will be removed", FutureWarning)  # transformers' of what peft asks it
+    with LiveBytes() as live:
+        torch.manual_seed(0)
+        model = model_of(case)
+        model.train()
+        if case.lora is not None:
+            import peft
+
+            model = peft.get_peft_model(model, peft.LoraConfig(r=case.lora))
+        if case.checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        zero3.shard(model, policy=policy_of(case))
+        optimizer = getattr(torch.optim, case.optimizer)(zero3.get_trainable_chunk(model))
+
+        def step() -> None:
+            for _ in range(case.accumulation):
+                ids = torch.randint(WORDS, (case.batch, case.sequence))
+                model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        return live.peak_of(step)

@@ -1,0 +1,183 @@
+"""A rank of a world that is not there: its communicator, which moves nothing and writes down what it was asked to move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..comm.communicator import Bounds, Communicator, Told
+from ..comm.streams import Done, Lanes, Mark, Pending
+
+__all__: list[str] = []
+
+Kind = Literal["fetch", "backup"]
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A transfer begins on its lane."""
+
+    number: int
+    lane: Kind
+    nbytes: int  # that the rank receives, and sends, if all goes straight to where it belongs
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """Compute waits for a transfer."""
+
+    number: int
+
+
+Event = Issued | Awaited
+
+
+class AbsentRanks:
+    """Rank 0 of `world_size`. The others are thought to do as it does, and at once.
+
+    `pieces`: gradients travel from where autograd made them, and what is sent is written into memory of the host, as on gloo between
+    processes of one host. Otherwise they travel in a flat buffer, and land as soon as they are on their lane, as with NCCL.
+    """
+
+    on_paper = True  # the layers may compute on the meta device
+    rank = 0
+    channel = 0
+
+    def __init__(self, world_size: int, *, pieces: bool) -> None:
+        self.world_size = world_size
+        self.takes_pieces = pieces and world_size > 1
+        self.tags_messages = pieces or world_size == 1
+        self.on_event: Callable[[Event], object] = lambda event: None
+        self.making: Callable[[], AbstractContextManager[object]] = nullcontext  # around what is made for a transfer alone
+        self._moving = 0  # bytes of the transfer that was asked for last
+        self._lands_at_once = not pieces
+        self._lanes: Lanes | None = None
+        self._count = 0
+
+    # -- layers' transfers
+
+    def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
+        return self._move(full.nbytes - shard.nbytes, shard)
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
+        moving = self._move(full.nbytes - shard.nbytes, shard)
+        return _Adding(self, shard, [full]) if self.takes_pieces else moving
+
+    def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
+        self._move(shard.nbytes * (self.world_size - 1), shard)
+        return _Adding(self, shard, pieces[self.rank])
+
+    def _move(self, nbytes: int, sent: Tensor) -> Pending:
+        self._moving = nbytes
+        if self.takes_pieces:
+            with self.making():
+                torch.empty_like(sent)  # written, and read by the other ranks, while no tensor of this rank shows it
+        return Done()
+
+    def lanes(self, device: torch.device) -> Lanes:
+        self._lanes = self._lanes or Lanes(_PaperLane(self, "fetch"), _PaperLane(self, "backup"))
+        return self._lanes
+
+    def issued(self, lane: Kind) -> int:
+        """Writes down the transfer that was asked for last. Returns its number."""
+        self._count += 1
+        self.on_event(Issued(self._count, lane, self._moving))
+        self._moving = 0
+        return self._count
+
+    @property
+    def lands_at_once(self) -> bool:
+        """Whether what follows a transfer is given to its lane with it, as on a device with streams."""
+        return self._lands_at_once
+
+    # -- what ranks tell each other
+
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
+        return None
+
+    def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
+        return Done()
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        return None
+
+    def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
+        return [payload] * self.world_size
+
+    def exchange_later(self, payload: bytes, device: torch.device) -> Told:
+        return _Said([payload] * self.world_size, torch.empty(self.world_size * len(payload), dtype=torch.uint8, device=device))
+
+    def duplicate(self) -> Communicator:
+        return self
+
+    def same_ranks(self, other: Communicator) -> bool:
+        return self is other
+
+
+class _Said:
+    """What all ranks said, if all said the same. Holds the memory that it would come to."""
+
+    def __init__(self, payloads: list[bytes], room: Tensor) -> None:
+        self._payloads, self._room = payloads, room
+
+    def ready(self) -> bool:
+        return True
+
+    def read(self) -> list[bytes]:
+        return self._payloads
+
+
+class _Adding:
+    """A reduction that adds up when it is waited for: the rank's own summands, and those of the others in the host's memory."""
+
+    def __init__(self, ranks: AbsentRanks, shard: Tensor, own: Sequence[Tensor]) -> None:
+        self._ranks, self._shard = ranks, shard
+        self._own: Sequence[Tensor] | None = own
+
+    def wait(self) -> None:
+        if self._own is not None:
+            with self._ranks.making():
+                self._shard.new_empty(self._ranks.world_size - 1, self._shard.numel())
+        self._own = None
+
+
+class _PaperLane:
+    """A lane without a stream, whose order of events is that of the planned device."""
+
+    def __init__(self, ranks: AbsentRanks, kind: Kind) -> None:
+        self._ranks, self._kind = ranks, kind
+
+    @contextmanager
+    def _issue(self) -> Iterator[None]:
+        yield
+
+    def issue(self) -> AbstractContextManager[object]:
+        return self._issue()
+
+    def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Mark:
+        number = self._ranks.issued(self._kind)
+        if self._ranks.lands_at_once and then is not None:
+            then()
+            then = None
+        return _PaperMark(self._ranks, number, pending, then)
+
+
+class _PaperMark:
+    def __init__(self, ranks: AbsentRanks, number: int, pending: Pending, then: Callable[[], None] | None) -> None:
+        self._ranks, self._number = ranks, number
+        self._pending: Pending | None = pending
+        self._then = then
+
+    def wait(self) -> None:
+        if self._pending is None:
+            return
+        self._ranks.on_event(Awaited(self._number))
+        self._pending.wait()
+        if self._then is not None:
+            self._then()
+        self._pending = self._then = None

@@ -1,0 +1,122 @@
+"""Machines, and how long a step takes on them: the events of a traced step, replayed over a compute lane and the transfers' lanes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any
+
+from .absent import Awaited, Issued
+from .work import Work
+
+__all__: list[str] = []
+
+# The constants of the model of time; docs/plan.md says where they come from.
+PRODUCT = 0.75  # of `flops`, that large matrix products reach
+HALF = 64  # the smallest dimension of a product at which it is half as efficient as a large one
+STREAM = 0.8  # of `memory_bandwidth`, that operations reach which only move bytes
+START = 4e-6  # seconds, that a kernel takes at least
+LINK = 0.85  # of a link's bandwidth, that collectives reach
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The machines that a plan is for. All ranks are alike.
+
+    Attributes:
+        flops: Floating-point operations a second of one GPU in the dtype of computation, by its data sheet, without sparsity.
+        memory_bandwidth: Bytes a second between a GPU and its memory.
+        link: Bytes a second that one GPU sends to other nodes, and receives at the same time.
+        latency: Seconds that a collective takes at least.
+        ranks_per_node: GPUs in a node.
+        node_link: Bytes a second that one GPU sends inside its node. None: as `link`.
+        host_cost: Seconds that computation loses for each byte that moves, where the processor that computes moves it: sockets on CPUs.
+        spread: The standard deviation of a rank's step, as a share of it. A step takes as long as its slowest rank, so many ranks
+            take longer than few.
+
+    Raises:
+        ValueError: A number is not positive.
+
+    Example::
+
+        cluster = zero3.Cluster(flops=989e12, memory_bandwidth=3.35e12, link=50e9, ranks_per_node=8, node_link=450e9)
+        print(zero3.plan(directory, ranks=16, cluster=cluster).seconds)
+    """
+
+    flops: float
+    memory_bandwidth: float
+    link: float
+    latency: float = 20e-6
+    ranks_per_node: int = 8
+    node_link: float | None = None
+    host_cost: float = 0.0
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            number = getattr(self, field.name)
+            wrong = isinstance(number, bool) or not isinstance(number, int | float)
+            if number != field.default and (wrong or number <= 0):
+                raise ValueError(f"{field.name} must be a number above 0, found {number!r}")
+
+    def moving(self, nbytes: int, ranks: int) -> float:
+        """The seconds in which each of so many `ranks` receives `nbytes` from the others, in slices of equal size."""
+        if ranks == 1:
+            return 0.0
+        if ranks <= self.ranks_per_node:
+            return self.latency + nbytes / (LINK * (self.node_link or self.link))
+        # Between nodes, each byte enters a node once, over the links of all its GPUs. Inside, it goes on to the others.
+        outside = 1 - (self.ranks_per_node - 1) / (ranks - 1)
+        between = nbytes * outside / (self.ranks_per_node * self.link)
+        inside = nbytes / (self.node_link or self.link) if self.ranks_per_node > 1 else 0.0
+        return self.latency * (1 + math.log2(ranks / self.ranks_per_node)) + max(between, inside) / LINK
+
+    def slowest(self, ranks: int) -> float:
+        """How much longer the slowest of `ranks` takes than their mean: the largest of so many deviations of a normal distribution."""
+        return 1 + self.spread * math.sqrt(2 * math.log(ranks))
+
+    def computing(self, work: Work) -> float:
+        """The seconds that a GPU takes for `work`, as a trace has it."""
+        moved = work.nbytes / (STREAM * self.memory_bandwidth)
+        efficiency = PRODUCT * work.narrow / (work.narrow + HALF) if work.narrow else PRODUCT
+        return max(work.flops / (self.flops * efficiency), moved, START * work.kernels)
+
+
+# By data sheets: dense bf16, memory, NVLink in one direction.
+GPUS = MappingProxyType(
+    {
+        "a100": (312e12, 2.04e12, 300e9),
+        "h100": (989e12, 3.35e12, 450e9),
+        "h200": (989e12, 4.8e12, 450e9),
+        "b200": (2250e12, 8.0e12, 900e9),
+        "4090": (165e12, 1.01e12, 32e9),
+        "l40s": (362e12, 0.86e12, 32e9),
+    }
+)
+
+
+def cluster_of(gpu: str, link: float) -> Cluster:
+    """The cluster of GPUs of a known kind, eight to a node, with a `link` in bytes a second each."""
+    if gpu.lower() not in GPUS:
+        raise ValueError(f"--gpu must be one of {', '.join(GPUS)}, found {gpu!r}")
+    flops, memory_bandwidth, node_link = GPUS[gpu.lower()]
+    return Cluster(flops=flops, memory_bandwidth=memory_bandwidth, link=link, node_link=node_link)
+
+
+def replay(events: Iterable[Any], cluster: Cluster, ranks: int, *, one_queue: bool = True) -> float:
+    """The seconds of a step. `one_queue`: one communicator makes all transfers, one after another."""
+    now = 0.0
+    free = {"fetch": 0.0, "backup": 0.0}  # when each lane is done with what it has
+    ends: dict[int, float] = {}
+    for event in events:
+        if isinstance(event, Work):
+            now += cluster.computing(event)
+        elif isinstance(event, Issued):
+            now += cluster.host_cost * event.nbytes
+            begin = max(now, *free.values()) if one_queue else max(now, free[event.lane])
+            free[event.lane] = ends[event.number] = begin + cluster.moving(event.nbytes, ranks)
+        elif isinstance(event, Awaited):
+            now = max(now, ends[event.number])
+    return max(now, *free.values()) * cluster.slowest(ranks)

@@ -1,0 +1,167 @@
+"""What the planned device would run, where the meta device runs something else: attention, dropout, and answers to the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+__all__: list[str] = []
+
+_FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_CUDA = torch.ops.aten._scaled_dot_product_flash_attention
+_EFFICIENT_CUDA = torch.ops.aten._scaled_dot_product_efficient_attention
+_FLASH, _EFFICIENT, _MATH = "flash", "memory-efficient", "math"
+_ALIGNED = 8  # elements of a head that CUDA's flash attention takes; other heads are padded
+
+
+class DeviceKernels(TorchFunctionMode):
+    """Inside, functions of torch act on meta tensors as on `device`, "cpu" or "cuda".
+
+    `attention` counts the kernels that were chosen, by name and why.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.attention: Counter[str] = Counter()
+        self.chunks_changed = True  # whether the optimizer has stepped since the last micro-batch: stages 1 and 2 ask for it
+        on_cuda = device == "cuda"
+        self._choose = _chosen_by_cuda if on_cuda else _chosen_by_cpu
+        self._run = _attend_on_cuda if on_cuda else _attend_on_cpu
+        self._instead: dict[Any, Callable[..., Any]] = {nn.functional.scaled_dot_product_attention: self._attend, Tensor.__bool__: _assume}
+        self._instead[torch._grouped_mm] = _multiply_groups
+        self._instead[Tensor.tolist] = lambda flags: [int(self.chunks_changed)] * flags.numel()
+        if on_cuda:
+            self._instead[nn.functional.dropout] = _dropout_on_cuda
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        instead = self._instead.get(func)
+        if instead is None or not (isinstance(args[0] if args else None, Tensor) and args[0].is_meta):
+            return func(*args, **(kwargs or {}))
+        return instead(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        kernel, why = self._choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        self.attention[f"{kernel} ({why})" if why else kernel] += 1
+        if kernel == _MATH:
+            attend = nn.functional.scaled_dot_product_attention
+            return attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
+        return self._run(kernel, query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+
+def backward(loss: Tensor) -> None:
+    """As `loss.backward()`, which would leave a `TorchFunctionMode` for its time, and recompute checkpoints without it."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """What torch's grouped product allocates and saves. Its own, on meta, takes only what GPUs take: bf16 in certain strides."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, ends)
+        return torch.mm(rows, weights[0])  # as large as all the groups' products together, and as much work
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weights, _ = ctx.saved_tensors
+        of_rows, of_weights, _ = ctx.needs_input_grad
+        if of_weights:
+            torch.mm(rows.t(), gradient)  # the work; the result is that of one expert
+        return torch.mm(gradient, weights[0].t()) if of_rows else None, torch.empty_like(weights) if of_weights else None, None
+
+
+def _multiply_groups(rows: Tensor, weights: Tensor, offs: Tensor, **more: Any) -> Tensor:
+    result: Tensor = _GroupedProduct.apply(rows, weights, offs)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _assume(condition: Tensor) -> bool:
+    """Models ask for values in order to leave something out: no padding, one sequence a row. Plans assume that they may."""
+    return True
+
+
+def _dropout_on_cuda(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
+    """One kernel, which saves a mask of bytes. Elsewhere dropout is several operations, and saves factors."""
+    if not training or p == 0.0 or inplace:
+        return nn.functional.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _chosen_by_cpu(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, grouped: bool
+) -> tuple[str, str]:
+    """Asks torch, with tensors of the same shapes that take one row of memory."""
+
+    def like(tensor: Tensor) -> Tensor:
+        row = torch.empty(tensor.shape[-1:], dtype=tensor.dtype)
+        return row.requires_grad_(tensor.requires_grad).expand(tensor.shape)
+
+    choice = torch._fused_sdp_choice(
+        like(query), like(key), like(value), None if mask is None else like(mask), dropout, causal, enable_gqa=grouped
+    )
+    return (_MATH, "as torch chooses on the CPU") if choice == 0 else (_FLASH, "")
+
+
+def _attend_on_cpu(
+    kernel: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
+) -> Tensor:
+    result: Tensor = _FLASH_CPU(query, key, value, dropout, causal, attn_mask=mask, scale=scale)[0]
+    return result
+
+
+def _chosen_by_cuda(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, grouped: bool
+) -> tuple[str, str]:
+    """torch's rules for GPUs since Ampere, in the order in which it tries its kernels."""
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    one_size = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    fewer = grouped and key.shape[1] != query.shape[1]
+    if half and mask is None and one_size and query.shape[-1] <= 256:
+        return _FLASH, ""
+    name = str(query.dtype).removeprefix("torch.")
+    why = "an attention mask" if mask is not None else "the heads' size" if half else name
+    if fewer:
+        return _MATH, f"{why} and grouped heads"
+    if query.dtype == torch.float64 or query.shape[-1] % (_ALIGNED if half else _ALIGNED // 2):
+        return _MATH, f"{name} and heads of {query.shape[-1]}"
+    return _EFFICIENT, why
+
+
+def _attend_on_cuda(
+    kernel: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
+) -> Tensor:
+    result: Tensor
+    if kernel == _EFFICIENT:
+        if mask is not None:
+            mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        needs_gradient = any(each.requires_grad for each in (query, key, value))
+        result = _EFFICIENT_CUDA(query, key, value, mask, needs_gradient, dropout, causal, scale=scale)[0]
+        return result
+    size = query.shape[-1]
+    if size % _ALIGNED:
+        query, key, value = (nn.functional.pad(each, (0, _ALIGNED - size % _ALIGNED)) for each in (query, key, value))
+    scale = scale if scale is not None else size**-0.5
+    result = _FLASH_CUDA(query, key, value, dropout, causal, False, scale=scale)[0]
+    return result[..., :size]

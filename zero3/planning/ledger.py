@@ -1,0 +1,144 @@
+"""Counts the bytes of all living tensors by cause, at each operation of a step that runs on the meta device."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__: list[str] = []
+
+CAUSES = ("chunks", "full_buffers", "gradients", "optimizer", "activations", "logits", "transfers")
+
+
+@dataclass(slots=True)
+class Moment:
+    """A part of a step, such as the forward of one layer, and what was alive when it held most.
+
+    Attributes:
+        layer: The layer's name in the model. Empty where no layer is fetched.
+        phase: "forward", "backward", or another word for where the step is.
+        begun: The number of operations before it.
+        peak: The most bytes of tensors that were alive in it.
+        by_cause: What they were for.
+        at: The number of operations before that.
+    """
+
+    layer: str
+    phase: str
+    begun: int = 0
+    peak: int = 0
+    by_cause: Counter[str] = field(default_factory=Counter)
+    at: int = 0
+
+    @property
+    def name(self) -> str:
+        """What people call it, such as "backward of model.layers.31"."""
+        return f"{self.phase} of {self.layer}" if self.layer else self.phase
+
+
+@dataclass(slots=True)
+class _Held:
+    """One storage."""
+
+    nbytes: int
+    cause: str
+    born: int  # the ledger's clock when it was made, or last resized
+    reference: weakref.ref[torch.UntypedStorage]
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, every tensor that is made is written down, with its cause. A storage leaves the ledger when it dies.
+
+    `unit`: the allocator's, to which each storage is rounded up. `logits`: the size of the vocabulary; floating tensors whose last
+    dimension has it are logits. `ran`: called with each operation, its arguments and its result.
+    """
+
+    def __init__(self, unit: int, logits: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._unit, self._logits = unit, logits
+        self._held: dict[int, _Held] = {}  # by the storage's address
+        self._cause: str | None = None  # the cause of what is made now; None: an activation, or logits
+        self._clock = 0
+        self._now = 0
+        self._totals: Counter[str] = Counter()
+        self.moments: list[Moment] = []
+        self.ran: Callable[..., None] = lambda *_: None
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._clock += 1
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.note(leaf)
+        self.ran(func, args, result)
+        return result
+
+    def begin(self, layer: str, phase: str) -> None:
+        """A new moment begins, with what is alive now."""
+        self._clock += 1
+        self.moments.append(Moment(layer, phase, self._clock, self._now, self._totals.copy(), self._clock))
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """The bytes that are alive now, by cause."""
+        return {cause: self._totals[cause] for cause in CAUSES}
+
+    @contextmanager
+    def because(self, cause: str) -> Iterator[None]:
+        """Context in which what is made has this cause."""
+        before, self._cause = self._cause, cause
+        try:
+            yield
+        finally:
+            self._cause = before
+
+    def note(self, tensor: Tensor, cause: str | None = None) -> None:
+        """Writes down the tensor's storage, if it is new or has another size now. `cause`: its cause from now on."""
+        storage = tensor.untyped_storage()
+        address, size = storage._cdata, -(-storage.nbytes() // self._unit) * self._unit
+        held = self._held.get(address)
+        if held is None:
+            reference = weakref.ref(storage, lambda _: self._forget(address))  # lives as long as the memory, whoever holds it
+            held = self._held[address] = _Held(0, cause or self._cause or self._kind_of(tensor), self._clock, reference)
+        if cause is not None and held.cause != cause:
+            self._move(held, cause)
+        if held.nbytes != size:
+            self._count(held.cause, size - held.nbytes)
+            held.nbytes, held.born = size, self._clock
+
+    def _kind_of(self, tensor: Tensor) -> str:
+        is_logits = tensor.dim() > 1 and tensor.shape[-1] == self._logits and tensor.is_floating_point()
+        return "logits" if is_logits else "activations"
+
+    def _count(self, cause: str, nbytes: int) -> None:
+        self._totals[cause] += nbytes
+        self._now += nbytes
+        if self.moments and self._now > self.moments[-1].peak:
+            moment = self.moments[-1]
+            moment.peak, moment.by_cause, moment.at = self._now, self._totals.copy(), self._clock
+
+    def _move(self, held: _Held, cause: str) -> None:
+        """What a storage is for may be known only after it was made: the moment's peak learns it too."""
+        counts = [self._totals]
+        if self.moments and held.born <= self.moments[-1].at:
+            counts.append(self.moments[-1].by_cause)
+        for count in counts:
+            count[held.cause] -= held.nbytes
+            count[cause] += held.nbytes
+        held.cause = cause
+
+    def _forget(self, address: int) -> None:
+        held = self._held.pop(address)
+        self._totals[held.cause] -= held.nbytes
+        self._now -= held.nbytes

@@ -1,0 +1,105 @@
+"""The model to plan for, on the meta device: from a directory's config.json alone, or the shapes of a model at hand."""
+
+from __future__ import annotations
+
+import copy
+from importlib import import_module
+from importlib.util import find_spec
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..access import is_sharded
+
+__all__: list[str] = []
+
+Source = nn.Module | str | PathLike[str]
+
+
+def on_paper(source: Source, master_dtype: torch.dtype | None = None) -> nn.Module:
+    """The model with every tensor on the meta device. A model at hand is copied, and not changed.
+
+    Raises:
+        FileNotFoundError: The directory has no config.json.
+        ValueError: The model is sharded already, or there is no class for it.
+        RuntimeError: transformers is not installed.
+    """
+    if isinstance(source, nn.Module):
+        if is_sharded(source):
+            raise ValueError("this model is sharded already: plan for the model before zero3.shard, or for its directory")
+        model = _without_values(source)
+    else:
+        model = _from_config(Path(fspath(source)), master_dtype)
+    if master_dtype is not None:
+        model.to(master_dtype)
+    if getattr(model, "config", None) is None:
+        raise ValueError(
+            f"a {type(model).__name__} has no config: only models of transformers (and of peft around them) can be planned for"
+        )
+    return model
+
+
+def _without_values(model: nn.Module) -> nn.Module:
+    """A copy with every tensor on meta; what is tied in the model is tied in the copy."""
+    tensors: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        empty = torch.empty_like(tensor, device="meta")
+        tensors[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, tensors)
+
+
+def _from_config(directory: Path, dtype: torch.dtype | None) -> nn.Module:
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(f"{directory} has no config.json: expected a directory of a Hugging Face model, with or without weights")
+    if find_spec("transformers") is None:
+        raise RuntimeError("a plan from config.json needs transformers: pip install transformers")
+    transformers = import_module("transformers")
+    config = transformers.AutoConfig.from_pretrained(directory)
+    kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model: nn.Module = kind.from_config(config, **({} if dtype is None else {"dtype": dtype}))
+    return model
+
+
+def prepare(model: nn.Module, *, lora: Any, checkpointing: bool) -> nn.Module:
+    """The model as it would be given to `shard`: in training mode, with adapters, and with checkpoints in its blocks."""
+    model.train()
+    if lora is not None:
+        model = _with_adapters(model, lora)
+    if checkpointing:
+        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # today's name, and that of before transformers 5.23
+        enable = next((method for name in names if callable(method := getattr(model, name, None))), None)
+        if enable is None:
+            raise ValueError(f"{type(model).__name__} has no {names[1]}: it can't be planned for with checkpointing")
+        enable({"use_reentrant": False})
+    return model
+
+
+def _with_adapters(model: nn.Module, lora: Any) -> nn.Module:
+    """`lora`: a configuration of peft's; or the rank of adapters where peft puts them by default, or in all linear maps if it has none."""
+    if find_spec("peft") is None:
+        raise RuntimeError("a plan with adapters needs peft: pip install peft")
+    peft = import_module("peft")
+    if isinstance(lora, int):
+        known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+        lora = peft.LoraConfig(r=lora, target_modules=None if vars(model)["config"].model_type in known else "all-linear")
+    with torch.device("meta"):
+        adapted: nn.Module = peft.get_peft_model(model, lora)
+    return adapted
+
+
+def vocabulary_of(model: nn.Module) -> int:
+    """The last dimension of the model's logits. 0: not known."""
+    head = model.get_output_embeddings() if callable(getattr(model, "get_output_embeddings", None)) else None  # type: ignore[operator]
+    weight = getattr(head, "weight", None)
+    return int(weight.shape[0]) if isinstance(weight, Tensor) else 0
+
+
+def loss_of(model: nn.Module, batch: int, sequence: int) -> Tensor:
+    """The loss of one micro-batch of token numbers, as a trainer computes it."""
+    ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
+    loss: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+    return loss

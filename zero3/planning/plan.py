@@ -1,0 +1,137 @@
+"""plan(): will a training step fit, and what takes its memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..policy import ShardingPolicy
+from . import limits
+from .cluster import Cluster
+from .models import Source, on_paper
+from .result import Plan
+from .setup import Setup
+from .trace import OptimizerClass, peak_of
+from .units import parse_bytes
+
+__all__: list[str] = []
+
+
+def plan(
+    model_or_directory: Source,
+    *,
+    ranks: int,
+    batch: int = 1,
+    sequence: int = 2048,
+    policy: ShardingPolicy = ShardingPolicy(),  # noqa: B008 (frozen)
+    memory: int | str | None = None,
+    checkpointing: bool = False,
+    optimizer: OptimizerClass = torch.optim.AdamW,
+    accumulation: int = 1,
+    lora: Any = None,
+    device: str = "cuda",
+    cluster: Cluster | None = None,
+    master_dtype: torch.dtype | None = None,
+) -> Plan:
+    """Tells what a training step of a Hugging Face model will hold on each rank, before anything is loaded or bought.
+
+    The step itself runs: `shard`, the model's forward with `labels=` and without a cache, backward, and the optimizer, on the meta
+    device, where tensors have shapes and no values. So no weights are read, and no GPU is needed. One process does it, and makes no
+    collective; `torch.manual_seed` and the model at hand are left alone.
+
+    Args:
+        model_or_directory: A model that is not sharded yet, or a directory with a config.json. A model at hand is planned for as it is:
+            frozen parameters stay frozen, adapters stay.
+        ranks: The number of ranks that share the model.
+        batch: Sequences in a rank's micro-batch.
+        sequence: Tokens in a sequence.
+        policy: As `shard` takes it.
+        memory: The bytes that a rank has, a number or text such as `"24GiB"`. None: what fits is not asked.
+        checkpointing: Each block keeps its inputs alone and computes again in backward, without reentrance.
+        optimizer: A function that makes the optimizer from a list of parameters, such as a class.
+        accumulation: Micro-batches in a step.
+        lora: The rank of adapters, which stand where peft puts them by default, or in all linear maps if it has no default for the
+            model. Or a `peft.LoraConfig`. None: no adapters.
+        device: `"cuda"` plans for NCCL, and rounds as CUDA's allocator does. `"cpu"` plans for gloo between processes of one host.
+        cluster: The machines, as a `Cluster`, for the time of a step.
+        master_dtype: The dtype of the model's parameters. None: as the model has it, or config.json says.
+
+    Returns:
+        A `Plan`.
+
+    Raises:
+        FileNotFoundError: The directory has no config.json.
+        ValueError: An argument is out of range, nothing trains, or the model is sharded or no model of transformers.
+        TypeError: An argument has the wrong type.
+        NotImplementedError: The policy has an option that plans do not know.
+        RuntimeError: transformers, or peft for `lora`, is not installed; or the model's forward asks for values.
+
+    Example::
+
+        plan = zero3.plan(directory, ranks=8, memory="24GiB", sequence=4096)
+        print(plan)
+        model = zero3.shard(plain_model, policy=plan.policy)
+    """
+    if not isinstance(cluster, Cluster | None):
+        raise TypeError(f"cluster must be a zero3.Cluster or None, found {type(cluster).__name__}")
+    room = None if memory is None else parse_bytes(memory)
+    setup = Setup(
+        source=on_paper(model_or_directory, master_dtype), ranks=ranks, batch=batch, sequence=sequence, policy=policy,
+        checkpointing=checkpointing, optimizer=optimizer, accumulation=accumulation, lora=lora, device=device,
+    )  # fmt: skip
+    return _planned(setup, room, cluster)
+
+
+def _planned(setup: Setup, memory: int | None, cluster: Cluster | None) -> Plan:
+    trace = setup.trace()
+    moments = trace.measure(setup.batch, setup.sequence, setup.accumulation)
+    peak, by_cause = peak_of(moments)
+    highest = max(moments, key=lambda moment: moment.peak)
+    attention = {kernel: count // min(setup.accumulation, 2) for kernel, count in trace.kernels.attention.items()}
+    seconds = None if cluster is None else setup.seconds(trace, cluster)
+    fits = batch = sequence = advised = None
+    advice: tuple[str, ...] = ()
+    policy = setup.policy
+    if memory is not None:
+        room = setup.room(memory)
+        fits = peak <= room
+        batch = limits.largest_batch(trace, setup, room)
+        sequence = limits.largest_sequence(trace, setup, room)
+        if fits:
+            policy = _roomier(setup, room)
+        else:
+            state = int(by_cause["chunks"] * (1 + trace.trainable / trace.parameters)) + by_cause["optimizer"]
+            advice, advised = _advised(setup, room, batch, state)
+    return Plan(
+        peak_bytes=peak, by_cause=by_cause, unknown=setup.unknown(peak), where=highest.name, memory=memory, fits=fits,
+        largest_batch=batch, largest_sequence=sequence, advice=advice, advised_bytes=advised, policy=policy, seconds=seconds,
+        attention=attention, parameters=trace.parameters, trainable=trace.trainable, moments=tuple(moments), setup=setup, cluster=cluster,
+    )  # fmt: skip
+
+
+def _roomier(setup: Setup, room: int) -> ShardingPolicy:
+    """The policy that keeps full parameters from forward to backward, if that fits; else the setup's own."""
+    if setup.ranks == 1 or setup.policy.stage != 3 or not setup.policy.reshard_after_forward:
+        return setup.policy
+    kept = replace(setup.policy, reshard_after_forward=False)
+    return kept if _peak_of(setup.but(policy=kept)) <= room else setup.policy
+
+
+def _advised(setup: Setup, room: int, fitting: int, state: int) -> tuple[tuple[str, ...], int | None]:
+    """The first change that fits. `state`: the bytes of chunks, their gradients and the optimizer's state: more ranks alone make
+    them less."""
+    tries = 0
+    for change in limits.changes(setup, fitting):
+        if change.setup.lora == setup.lora and state * setup.ranks // change.setup.ranks > room:
+            continue
+        if (tries := tries + 1) > limits.TRIES:
+            break
+        if (peak := _peak_of(change.setup)) <= room:
+            return change.options, peak
+    return (), None
+
+
+def _peak_of(setup: Setup) -> int:
+    return peak_of(setup.trace().measure(setup.batch, setup.sequence, setup.accumulation))[0]

@@ -1,0 +1,180 @@
+"""The result of a plan: its numbers, a table that people read, and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+from ..policy import ShardingPolicy
+from .cluster import Cluster
+from .ledger import CAUSES, Moment
+from .picture import draw
+from .setup import Setup
+from .trace import peak_of
+from .units import gib
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One policy of `Plan.compare`.
+
+    Attributes:
+        policy: The policy.
+        peak_bytes: The most bytes of tensors that a rank holds in a step.
+        seconds: The time of a step. None without a cluster.
+        fits: Whether it fits into the plan's memory. None without.
+    """
+
+    policy: ShardingPolicy
+    peak_bytes: int
+    seconds: float | None
+    fits: bool | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What `plan` found. `str(plan)` is a table.
+
+    Attributes:
+        peak_bytes: The most bytes of tensors that a rank holds in a step after the first.
+        by_cause: What they are for. Keys: `chunks` (with buffers, and the few bytes that released parameters show), `full_buffers`,
+            `gradients`, `optimizer`, `activations`, `logits`, `transfers`. The values add up to `peak_bytes`.
+        unknown: The least and the most that comes on top and is no tensor's: CUDA's context, NCCL, fragmentation. In bytes; (0, 0) on
+            the CPU.
+        where: The moment of the peak, such as "backward of model.layers.31".
+        memory: The bytes that a rank has. None: not given.
+        fits: Whether the peak and the upper end of `unknown` fit into `memory`. None without `memory`.
+        largest_batch: The most sequences that a micro-batch may have; 0 if not even one fits. None without `memory`.
+        largest_sequence: The most tokens that a sequence may have at this batch, in blocks of 128; 0 if not even one
+            block fits. None without `memory`.
+        advice: If it does not fit: the command line's options that make it fit with the least change. `()` if it fits, if
+            nothing that was tried does, and without `memory`.
+        advised_bytes: The peak with `advice`. None without advice.
+        policy: The policy to train with. It is the given one, or where `memory` has room for it, the same with
+            `reshard_after_forward=False`, which gathers once in a step and not twice.
+        seconds: The time of a step. None without a cluster.
+        attention: The kernels of attention, and the number of their calls in a micro-batch, recomputation included.
+        parameters: The number of the model's elements.
+        trainable: The number of those that train.
+        moments: A `Moment` for each part of the step, in order: what a rank holds in it at most.
+        setup: What was planned: the model without values, and the arguments.
+        cluster: The cluster that was given.
+    """
+
+    peak_bytes: int
+    by_cause: Mapping[str, int]
+    unknown: tuple[int, int]
+    where: str
+    memory: int | None
+    fits: bool | None
+    largest_batch: int | None
+    largest_sequence: int | None
+    advice: tuple[str, ...]
+    advised_bytes: int | None
+    policy: ShardingPolicy
+    seconds: float | None
+    attention: Mapping[str, int]
+    parameters: int
+    trainable: int
+    moments: tuple[Moment, ...] = field(repr=False)
+    setup: Any = field(repr=False)
+    cluster: Cluster | None = field(repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns what `--json` prints: the attributes under their names, without `moments`."""
+        return {
+            "peak_bytes": self.peak_bytes, "by_cause": dict(self.by_cause), "unknown": list(self.unknown), "where": self.where,
+            "memory": self.memory, "fits": self.fits, "largest_batch": self.largest_batch, "largest_sequence": self.largest_sequence,
+            "advice": list(self.advice), "advised_bytes": self.advised_bytes, "policy": repr(self.policy), "seconds": self.seconds,
+            "attention": dict(self.attention), "parameters": self.parameters, "trainable": self.trainable,
+        }  # fmt: skip
+
+    def compare(self, policies: Iterable[ShardingPolicy]) -> list[Comparison]:
+        """Plans the same with other policies, and ranks them: what fits before what does not, the fastest first.
+
+        Args:
+            policies: The policies to compare.
+
+        Returns:
+            A `Comparison` for each policy. Without a cluster, those that hold least come first.
+
+        Example::
+
+            for found in plan.compare([zero3.ShardingPolicy(prefetch_depth=depth) for depth in (0, 1, 2)]):
+                print(found.policy, found.seconds, found.peak_bytes)
+        """
+        found = []
+        for policy in policies:
+            setup = self.setup.but(policy=policy)
+            trace = setup.trace()
+            peak, _ = peak_of(trace.measure(setup.batch, setup.sequence, setup.accumulation))
+            seconds = None if self.cluster is None else setup.seconds(trace, self.cluster)
+            fits = None if self.memory is None else peak + setup.unknown(peak)[1] <= self.memory
+            found.append(Comparison(policy, peak, seconds, fits))
+        return sorted(found, key=lambda each: (each.fits is False, each.seconds or 0.0, each.peak_bytes))
+
+    def draw(self, path: str | PathLike[str]) -> None:
+        """Draws the memory of a step, part by part, by cause.
+
+        Args:
+            path: The picture's file; its suffix says the format.
+
+        Raises:
+            RuntimeError: matplotlib is not installed.
+        """
+        draw(self.moments, self.memory, path)
+
+    def __str__(self) -> str:
+        return _table(self, self.setup)
+
+
+def _table(plan: Plan, setup: Setup) -> str:
+    """One line for each cause, then what limits, what fits, and what would."""
+    train = "all of them train" if plan.trainable == plan.parameters else f"{plan.trainable:,} train"
+    micro = f", {setup.accumulation} micro-batches a step" if setup.accumulation > 1 else ""
+    lines = [
+        f"{plan.parameters:,} parameters, {train}; rank 0 of {setup.ranks} on {setup.device}; "
+        f"a micro-batch is {setup.batch} x {setup.sequence} tokens{micro}",
+        *(_row(cause.replace("_", " "), gib(plan.by_cause[cause])) for cause in CAUSES if plan.by_cause[cause]),
+        _row("peak", gib(plan.peak_bytes), f"in the {plan.where}; most of it {_most(plan)}"),
+    ]
+    if plan.unknown[1]:
+        low, high = (gib(end) for end in plan.unknown)
+        lines.append(_row("and on top", f"{low} to {high}", "CUDA's context, NCCL, fragmentation: estimates"))
+    lines += _fitting(plan)
+    if plan.attention:
+        lines.append(_row("attention", ", ".join(f"{name}, {count} calls" for name, count in plan.attention.items())))
+    if plan.policy != setup.policy:
+        lines.append(_row("faster", repr(plan.policy), "fits too, and gathers once a step"))
+    if plan.seconds is not None:
+        tokens = setup.batch * setup.sequence * setup.accumulation / plan.seconds
+        lines.append(_row("a step", f"{plan.seconds:.3f} s", f"{tokens:,.0f} tokens a second and rank"))
+    return "\n".join(lines)
+
+
+def _fitting(plan: Plan) -> list[str]:
+    if plan.memory is None:
+        return []
+    left = plan.memory - plan.peak_bytes - plan.unknown[1]
+    verdict = f"fits, and leaves {gib(left)}" if plan.fits else f"does not fit: {gib(-left)} too much"
+    lines = [_row("memory", gib(plan.memory), verdict)]
+    batch, sequence = plan.largest_batch or "none fits", plan.largest_sequence or "less than 128"
+    lines.append(_row("largest batch", f"{batch}", f"at this sequence; largest sequence at this batch: {sequence}"))
+    if plan.advice and plan.advised_bytes is not None:
+        lines.append(_row("it fits with", " ".join(plan.advice), f"peak {gib(plan.advised_bytes)}"))
+    elif not plan.fits:
+        lines.append(_row("it fits with", "nothing that was tried", "smaller batches, checkpoints, bf16, more ranks, adapters"))
+    return lines
+
+
+def _most(plan: Plan) -> str:
+    cause = max(CAUSES, key=lambda cause: plan.by_cause[cause])
+    return f"{cause.replace('_', ' ')} ({plan.by_cause[cause] / plan.peak_bytes:.0%})"
+
+
+def _row(name: str, value: str, remark: str = "") -> str:
+    return f"  {name:<14} {value:>12}" + (f"  {remark}" if remark else "")

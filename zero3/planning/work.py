@@ -1,0 +1,54 @@
+"""What compute does between a step's transfers: floating-point operations and bytes of each operation, as torch's dispatcher sees it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch.utils import flop_counter
+
+from ..core.autograd import tensors_in
+
+__all__: list[str] = []
+
+
+class Work(NamedTuple):
+    """One operation, or several that only move bytes."""
+
+    flops: int
+    nbytes: int  # read and written
+    narrow: int  # the smallest dimension of a matrix product; 0: it is none
+    kernels: int  # how many kernels a device starts for it
+
+
+def work_of(func: Any, args: Sequence[Any], result: Any) -> Work | None:
+    """The work of an operation on meta tensors. None: it only looks at memory in another way, or allocates."""
+    if func.is_view or "empty" in func.__name__ or "detach" in func.__name__:
+        return None
+    read, written = ([tensor for tensor in tensors_in(each) if tensor.is_meta] for each in (args, result))
+    nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in [*read, *written])
+    count: Callable[..., int] | None = flop_counter.flop_registry.get(func.overloadpacket)
+    if count is None and "flash_attention_for_cpu" in func.__name__:
+        return Work(_attention(args, backward="backward" in func.__name__), nbytes, 0, 1)
+    if count is None:
+        return Work(0, nbytes, 0, 1)
+    matrices = [leaf for leaf in read if leaf.dim() >= 2]
+    narrow = min((size for leaf in matrices for size in leaf.shape[-2:]), default=0)
+    return Work(count(*args, out_val=result), nbytes, narrow, 1)
+
+
+def _attention(args: Sequence[Any], *, backward: bool) -> int:
+    """As torch counts that of other devices: two products in forward, five in backward, without regard to causal masks."""
+    query, key = args[1:3] if backward else args[0:2]
+    product = 2 * math.prod(query.shape[:-1]) * key.shape[-2] * query.shape[-1]
+    return int(product * (5 if backward else 2))
+
+
+def merged(works: list[Any], work: Work) -> None:
+    """Appends `work`; what only moves bytes is added to what did so before."""
+    last = works[-1] if works else None
+    if isinstance(last, Work) and not work.flops and not last.flops:
+        works[-1] = Work(0, last.nbytes + work.nbytes, 0, last.kernels + work.kernels)
+    else:
+        works.append(work)
