@@ -20,6 +20,7 @@ from .core.layer_state import LayerState
 from .core.layout import megabytes
 from .core.module_overrides import Override, guard
 from .core.parameters import ParameterSites, check_parameters, find_parameters, is_callable, own_module_name, own_modules
+from .input_gradients import watch_input_gradients
 from .layer import RootEntry, Zero3Layer, adopt, is_layer, layers_of
 from .policy import ShardingPolicy
 
@@ -196,6 +197,8 @@ def _enter_through_root(state: LayerState, model: nn.Module) -> None:
             RootEntry(module, state, runtime)
         if callable(getattr(type(module), "generate", None)):
             Override(module, "generate", generate)
+        if state.communicator.rank == 0:
+            watch_input_gradients(module, is_root=module is model)
 
 
 def _generate(root: weakref.ref[LayerState], module: nn.Module, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -273,3 +273,41 @@ def test_merging_and_unmerging_inside_resident_is_no_change() -> None:
         assert torch.equal(loss(model, Turn(0, 0, 1)), expected)
 
     on_two(lora, body)
+
+
+# -- gradients that nobody uses
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("how", ["by itself", "checkpointing", "reentrant", "trained embeddings"])
+def test_enable_input_require_grads_is_warned_of_where_it_costs_and_is_not_needed(
+    when: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = lora()
+    if how == "trained embeddings":
+        model.get_input_embeddings().weight.requires_grad_(True)
+    model = zero3.shard(model) if when == "after" else model
+    assert "need" not in caplog.text
+    if how in ("checkpointing", "reentrant"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": how == "reentrant"})
+    else:
+        model.enable_input_require_grads()
+    model = zero3.shard(model) if when == "before" else model
+    warned = "frozen embeddings needs gradients (enable_input_require_grads)" in caplog.text
+    assert warned == (how in ("by itself", "checkpointing"))
+
+
+def test_without_enable_input_require_grads_backward_gathers_nothing_below_the_first_adapter() -> None:
+    def body(model: Any, group: ThreadCommunicator) -> tuple[int, int]:
+        found = []
+        for enable in (model.disable_input_require_grads, model.enable_input_require_grads):
+            enable()
+            loss(model, Turn(group.rank, 0, 2)).backward()  # the way is known from here on
+            forward = loss(model, Turn(group.rank, 0, 2))
+            group.log.clear()
+            forward.backward()
+            found.append(sum(entry.kind == "all_gather" for entry in group.log))
+        return found[0], found[1]
+
+    for below, all_layers in on_two(lambda: lora(targets=r".*layers\.1\..*q_proj"), body):
+        assert (below, all_layers) == (1, 2), "the block with adapters; with it the block below too"
