@@ -155,7 +155,7 @@ def _with_adapters(plan: _Plan) -> _Plan:
     """Gives the trainable parameters of layers to the root, if they are few. So one gather and one reduction serve all of them."""
     policy, inner = plan.root.policy, {id(part.module) for part in plan.layers}
     tied = {id(sites.parameter) for sites in plan.root.borrowed}
-    if not policy.group_adapters:
+    if not isinstance(policy, ShardingPolicy) or not policy.group_adapters:  # the former is refused later
         return plan
     everything = without_ignored(find_parameters(plan.root.module, lambda module: False), policy)
     adapters = {id(sites.parameter): sites for sites in few_that_train(everything) if id(sites.parameter) not in tied}

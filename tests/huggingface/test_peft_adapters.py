@@ -311,3 +311,62 @@ def test_without_enable_input_require_grads_backward_gathers_nothing_below_the_f
 
     for below, all_layers in on_two(lambda: lora(targets=r".*layers\.1\..*q_proj"), body):
         assert (below, all_layers) == (1, 2), "the block with adapters; with it the block below too"
+
+
+# -- peft's own files
+
+
+@pytest.mark.parametrize("adapters", [("default",), ("default", "ref"), ("mine",)])
+def test_load_pretrained_fills_adapters_from_peft_files(tmp_path: Path, adapters: tuple[str, ...]) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        source = lora(adapters=adapters) if adapters != ("mine",) else named_mine(lora())
+        for key, parameter in source.named_parameters():
+            if "lora_" in key:
+                parameter.data.normal_()
+    source.save_pretrained(str(tmp_path / "saved"))
+    expected = {key: value.clone() for key, value in source.state_dict().items()}
+
+    def body(model: Any, group: ThreadCommunicator) -> dict[str, Tensor]:
+        zero3.load_pretrained(model, tmp_path / "saved")
+        zero3.save_pretrained(model, tmp_path / "again")
+        return zero3.full_state_dict(model, rank0_only=False)
+
+    for found in on_two(lambda: lora(adapters=adapters) if adapters != ("mine",) else named_mine(lora()), body):
+        assert_close(found, expected, 0, "values")
+    for file in (tmp_path / "saved").rglob("*.safetensors"):
+        assert (tmp_path / "again" / file.relative_to(tmp_path / "saved")).read_bytes()[-64:] == file.read_bytes()[-64:]
+
+
+def named_mine(model: Any) -> Any:
+    """Its only adapter has another name than peft's own choice."""
+    config = model.peft_config["default"]
+    model.add_adapter("mine", config)
+    model.set_adapter("mine")
+    model.delete_adapter("default")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"r": 3}, r"other shapes: .*lora_A\.weight has \(3, 16\), expected \(2, 16\)"),
+        ({"lora_alpha": 3}, "other options: lora_alpha is 3, expected 8"),
+        ({"target_modules": ["q_proj"]}, r"missing: .*v_proj\.lora_A\.weight"),
+        ({"target_modules": ["q_proj", "v_proj", "k_proj"]}, r"unknown: .*k_proj\.lora_A\.weight"),
+    ],
+    ids=str,
+)
+def test_load_pretrained_refuses_other_adapters_on_all_ranks_before_anything_changes(
+    tmp_path: Path, change: dict[str, Any], text: str
+) -> None:
+    config = peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj", "v_proj"], **change})
+    peft.get_peft_model(ARCHITECTURES["Llama"]._replace(dtype=torch.float32).build(), config).save_pretrained(str(tmp_path))
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        before = [chunk.detach().clone() for chunk in model.parameters()]
+        with pytest.raises(ValueError, match=text):
+            zero3.load_pretrained(model, tmp_path)
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+    on_two(lora, body)

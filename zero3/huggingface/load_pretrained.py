@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from ..comm.agreement import agreeing
 from ..core.layer_state import LayerState
 from ..core.layout import Piece
 from ..core.parameters import ShardedParameter
+from .adapters import FILE, fit_adapter, places_of_adapters
 from .index_maps import IndexMap
 from .key_mapping import Fit, fit
 from .left_out import compute, fill
@@ -35,14 +37,15 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
 
     Names are those of the unwrapped model, with or without its `base_model_prefix`. A tied parameter may have any of its names. The
     conversions that transformers has for this model (renaming, stacking, joining, cutting, rearranging, as for experts) are made too,
-    if they only move elements. In a peft model the base is filled, and the adapters are left alone. Persistent buffers are read from
-    the files. Other buffers on the meta device (rotary frequencies) are computed by `_init_weights` or `reset_parameters`.
+    if they only move elements. In a peft model the base is filled, and the adapters are left alone. If `path` holds adapters and no
+    model, as peft's `save_pretrained` writes them, the adapters are filled instead. Persistent buffers are read from the files. Other
+    buffers on the meta device (rotary frequencies) are computed by `_init_weights` or `reset_parameters`.
 
     Args:
         model: Sharded by `shard`, `Zero3Layer` or `Zero3Sequential`; built on the meta device, or with values to replace.
-        path: The directory, with the same files for every rank.
-        strict: Missing and unexpected names are an error. Otherwise they are left alone, and the first forward names parameters
-            that have no values.
+        path: The directory, with the same files for every rank. The files of adapters are in it, or in directories of their names.
+        strict: Missing and unexpected names are an error; of adapters they always are. Otherwise they are left alone, and the first
+            forward names parameters that have no values.
 
     Raises:
         ValueError: There are no safetensors; a file is corrupt or truncated; files differ between ranks; names are missing or
@@ -66,15 +69,27 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
         with agreeing(first.communicator, first.device, "the files that load_pretrained found") as lines:
             check_released(states, "load_pretrained")
             try:
-                files = opened.enter_context(closing(SafetensorsFiles(path)))
-                found = fit(model, files.tensors, strict)
-                _check_repeated(states, files, found)
+                sources = list(_sources(model, path, strict, opened))
+                for files, found in sources:
+                    _check_repeated(states, files, found)
             except OSError as error:
                 raise ValueError(f"{path} can't be read: {error}") from error
-            computed = compute(model, states, {key: found.names[key][0] for key in found.names if key in found.left_out}, strict)
-            lines += files.listing
-        _load(model, states, files, found)
+            left_out = {key: found.names[key][0] for _, found in sources for key in found.names if key in found.left_out}
+            computed = compute(model, states, left_out, strict)
+            lines += [line for files, _ in sources for line in files.listing]
+        for files, found in sources:
+            _load(model, states, files, found)
         fill(model, states, computed)
+
+
+def _sources(model: nn.Module, path: str | os.PathLike[str], strict: bool, opened: ExitStack) -> Iterator[tuple[SafetensorsFiles, Fit]]:
+    """Yields the files of the model, or those of each of its adapters, with what they fit."""
+    for adapter, place in (places := places_of_adapters(model, Path(path))).items():
+        files = opened.enter_context(closing(SafetensorsFiles(place, [FILE])))
+        yield files, fit_adapter(model, adapter, place, files.tensors)
+    if not places:
+        files = opened.enter_context(closing(SafetensorsFiles(path)))
+        yield files, fit(model, files.tensors, strict)
 
 
 def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, found: Fit) -> None:
