@@ -41,7 +41,7 @@ def compare_logs(communicator: Communicator, first: LayerState, every: int) -> N
 
 
 def drop_stale(communicator: Communicator, layers: Sequence[LayerState]) -> None:
-    """Frees full buffers that stay from step to step, but whose chunk has changed on any rank, so that they are gathered again."""
+    """Finds full buffers that stay from step to step, but whose chunk has changed on any rank: they are gathered again."""
     staying = [
         (state, chunk) for state in layers if not state.resident for chunk in state.chunks if state.stays(chunk) and not chunk.resident
     ]
@@ -52,9 +52,10 @@ def drop_stale(communicator: Communicator, layers: Sequence[LayerState]) -> None
         naming = NamingFailures(communicator, "comparing", Subject("which layers have changed"))
         with layers[0].gate.passing(Action.LOOK, layers[0]), naming:
             communicator.all_reduce(stale, maximum=True)
-    changed = [chunk for (_, chunk), flag in zip(staying, stale.tolist(), strict=True) if flag]
-    for state in dict.fromkeys(state for state, chunk in staying if chunk in changed):
-        state.release([chunk for chunk in state.chunks if state.stays(chunk) and chunk not in changed])
+    for (state, chunk), flag in zip(staying, stale.tolist(), strict=True):
+        if flag:
+            chunk.filled = False
+            state.release_or_keep()
 
 
 def choose_residents(state: LayerState, room: int) -> int:

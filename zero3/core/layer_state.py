@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 
 import torch
@@ -213,22 +213,21 @@ class LayerState:
 
     def release_or_keep(self) -> None:
         """Releases the layer, except for full buffers that stay filled from step to step (stages 1 and 2, `resident_bytes`)."""
-        if self.presence is not Presence.RELEASED:
-            self.release([chunk for chunk in self.chunks if chunk.filled and self.stays(chunk) and not chunk.left])
+        self.release(everything=False)
 
     def stays(self, chunk: Chunk) -> bool:
         """Whether the chunk's full buffer stays filled from step to step, and is gathered again only after a change."""
         return self.stays_whole or chunk.stays
 
-    def release(self, keep: Collection[Chunk] = ()) -> None:
-        """Releases the layer. The full buffers of the chunks in `keep` stay as they are."""
-        if self.pins or (self.presence is Presence.RELEASED and not any(chunk.filled for chunk in self.chunks)):
+    def release(self, *, everything: bool = True) -> None:
+        """Releases the layer. `everything`: also the full buffers that stay from step to step."""
+        if self.pins or (self.presence is Presence.RELEASED and not (everything and any(chunk.filled for chunk in self.chunks))):
             return
         with self.release_span:
             if self.presence is Presence.FETCHED:
                 self._hide()
             for chunk in self.chunks:
-                if chunk not in keep:
+                if everything or chunk.left or not (chunk.filled and (self.stays_whole or chunk.stays)):
                     chunk.release()
             self.presence = Presence.RELEASED
             self._invalidate_saved()
