@@ -24,7 +24,8 @@ PACKAGE = ROOT / "zero3"
 
 # The house from the ground up. A room is a folder, or a file at the package's top; it imports from rooms on lower floors alone.
 FLOORS = (
-    {"policy", "comm"},
+    {"comm", "quantized"},
+    {"policy"},
     {"core"},
     {"layer", "auto_wrap"},
     {"sequential", "access", "input_gradients"},

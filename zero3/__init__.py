@@ -24,6 +24,7 @@ from .optim.param_groups import param_groups
 from .optim.set_trainable import set_trainable
 from .optim.token_mean import backward
 from .policy import ParamInfo, ShardingPolicy
+from .quantized.formats import MXFP4, NF4, Float8, Int8
 from .resilience.step_guard import step_guard
 from .sequential import Zero3Sequential
 from .shard import shard
@@ -32,8 +33,12 @@ from .zero1.optimizer import ZeroRedundancyOptimizer
 
 __version__ = "0.1.0"  # the one place: pyproject.toml reads it
 
-__all__ = [
+__all__ = [  # noqa: RUF022 (sorted as Python does)
+    "Float8",
     "GradScaler",
+    "Int8",
+    "MXFP4",
+    "NF4",
     "ParamInfo",
     "ShardingPolicy",
     "Zero3Layer",

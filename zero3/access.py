@@ -11,7 +11,7 @@ from .comm.agreement import agree, all_go_on
 from .core.autograd import inside_backward
 from .core.layer_state import LayerState
 from .core.parameters import named
-from .core.pinning import Pin, pin, unpin, write_back
+from .core.pinning import Pin, pin, refuse_to_write, unpin, write_back
 from .core.transforms import transformable
 from .layer import layers_of
 
@@ -85,7 +85,7 @@ def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]
     Raises:
         ValueError: Nothing in `module` is sharded.
         RuntimeError: At the end, if the caller changed `requires_grad` of a parameter (only whole chunks can be frozen), or
-            replaced a parameter by another object. Both are undone.
+            replaced a parameter by another object. Both are undone. With `writeback`, if a parameter is quantised: it is read-only.
 
     Example::
 
@@ -94,6 +94,8 @@ def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]
         with zero3.full_params(model.head, writeback=True):
             model.head.weight.data.mul_(0.5)
     """
+    if writeback:
+        refuse_to_write(states_of(module))
     with pinned(states_of(module), f"full_params(writeback={writeback})", writeback=writeback):
         yield
 

@@ -8,6 +8,8 @@ from typing import Literal
 
 import torch
 
+from .quantized.formats import Format
+
 __all__: list[str] = []
 
 
@@ -41,6 +43,21 @@ def info_of(name: str, parameter: torch.Tensor) -> ParamInfo:
 
 
 Select = Callable[[str, ParamInfo], bool]
+
+
+def chosen(what: str, select: Select, name: str, info: ParamInfo) -> bool:
+    """Returns what `select`, which the policy calls `what`, says of a parameter.
+
+    Raises:
+        ValueError, TypeError: It has raised, or returned something else than True or False.
+    """
+    try:
+        answer = select(name, info)
+    except Exception as error:  # whatever it raises: the other ranks have to hear of it
+        raise ValueError(f"{what}({name!r}) of the policy has raised {type(error).__name__}: {error}") from error
+    if not isinstance(answer, bool):
+        raise TypeError(f"{what}({name!r}) of the policy returned {answer!r}, expected True or False")
+    return answer
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -95,6 +112,9 @@ class ShardingPolicy:
             first. A changed chunk is gathered again. To find that out, each forward compares one byte for each of them between
             ranks, and the host waits, as with `stage=2`. Results are the same to the bit. The layers of `shard` or of a
             `Zero3Sequential` share the number; a layer that a plain module calls may have its own. 0: none.
+        quantize: The format in which frozen parameters are stored and gathered: `NF4`, `Int8`, `Float8` or `MXFP4`. Its `select` says which
+            parameters. Linear layers and experts compute with one full matrix at a time, in `param_dtype` or in the parameter's own
+            dtype. None: nothing is quantised.
 
     Raises:
         ValueError: A value is not allowed, or two options exclude each other.
@@ -122,6 +142,7 @@ class ShardingPolicy:
     grad_dtype: torch.dtype | None = None
     group_adapters: bool = True
     resident_bytes: int = 0
+    quantize: Format | None = None
 
     def __post_init__(self) -> None:
         if repr(self.stage) not in ("1", "2", "3"):  # refuses True and 2.0 too
@@ -141,6 +162,8 @@ class ShardingPolicy:
                 raise TypeError(f"{name} must be True or False, found {getattr(self, name)!r}")
         if self.ignored is not None and not callable(self.ignored):
             raise TypeError(f"ignored must be a function (name, ParamInfo) -> bool or None, found {self.ignored!r}")
+        if self.quantize is not None and not isinstance(self.quantize, Format):
+            raise TypeError(f"quantize must be zero3.NF4(), Int8(), Float8(), MXFP4() or None, found {self.quantize!r}")
         if self.transactional and self.stage == 1:
             raise ValueError("transactional=True needs stage 2 or 3: with stage=1 gradients are reduced after backward")
         for name in ("prefetch_depth", "compare_every", "resident_bytes"):

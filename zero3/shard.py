@@ -133,7 +133,9 @@ def _plan(common: Request, layers: Layers) -> _Plan:
     tied = tied_across(model, chosen)
     elsewhere = frozenset(tied)
     named = [(own_module_name(name), module) for name, module in chosen]
-    parts = [replace(common, module=m, label=f"{n!r} ({type(m).__name__})", prefix=f"{n}.", elsewhere=elsewhere) for n, m in named]
+    parts = [
+        replace(common, module=m, label=f"{n!r} ({type(m).__name__})", prefix=f"{n}.", elsewhere=elsewhere, model=model) for n, m in named
+    ]
     parts.sort(key=lambda part: sum(id(inner) in ids for inner in part.module.modules()))  # inner before outer
     return _Plan(parts, replace(common, borrowed=tuple(tied.values())))
 

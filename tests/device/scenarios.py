@@ -49,6 +49,12 @@ _add("transactional", lambda me: sharded(me, transactional=True))
 _add("compare_every_transfer", lambda me: sharded(me, compare_every=1))
 _add("separate_backup_group", lambda me: sharded(me, separate_backup_group=True))
 _add("lora_on_a_bf16_base", lambda me: sharded(me, lambda: Stack(Adapted)))
+for _kind in (zero3.NF4(), zero3.Int8(), zero3.Float8(block=(8, 8)), zero3.MXFP4()):
+    _add(f"lora_on_a_base_in_{type(_kind).__name__}", lambda me, kind=_kind: sharded(me, lambda: Stack(Adapted), quantize=kind))
+_add(
+    "lora_on_a_quantized_base_with_prefetch",
+    lambda me: sharded(me, lambda: Stack(Adapted), quantize=zero3.NF4(), prefetch_depth=2, param_dtype=torch.bfloat16),
+)
 
 
 @scenario

@@ -22,11 +22,14 @@ from zero3.checkpoint.save import Saving
 from zero3.diagnose.check import CheckReport, Difference
 from zero3.diagnose.report import Report
 from zero3.diagnose.timeline import LayerProfile, Profile, Span, Transfer
+from zero3.quantized.sections import QuantizedTensor
 from zero3.resilience.step_guard import GuardedStep
 from zero3.uneven.joinable import JoinableModel
 
 REFERENCE = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
-RESULTS = (CheckReport, Difference, GuardedStep, JoinableModel, LayerProfile, Profile, Report, Saving, Span, Transfer)
+RESULTS = (
+    CheckReport, Difference, GuardedStep, JoinableModel, LayerProfile, Profile, QuantizedTensor, Report, Saving, Span, Transfer,
+)  # fmt: skip
 PUBLIC: dict[str, Any] = {name: getattr(zero3, name) for name in zero3.__all__}
 FUNCTIONS = [name for name, value in PUBLIC.items() if not isinstance(value, type)]
 CLASSES = {name: value for name, value in PUBLIC.items() if isinstance(value, type)} | {value.__name__: value for value in RESULTS}
@@ -146,6 +149,7 @@ def given(rank: Rank, directory: Path, name: str) -> dict[str, Any]:
         "device": torch.device("cpu"), "directory": str(directory / name), "blocks": blocks, "model": model, "plain_model": Words(),
         "optimizer": optimizer, "schedule": torch.optim.lr_scheduler.ConstantLR(optimizer), "loss_of": loss_of, "batches": batches,
         "batch": batches[0], "micro_batches": batches, "token_batches": [(ids, ids) for ids in batches], "prompt": {"ids": batches[0]},
+        "weight": torch.randn(8, 8),
         "print": lambda *told: None,
     }  # fmt: skip
     if name in ("shard", "load_pretrained", "materialize"):

@@ -41,6 +41,11 @@ def backward_task() -> int:
 transforms_under_way: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
 
+def grouped_products() -> tuple[Callable[..., Any], ...]:
+    """The functions that multiply groups of rows by a matrix each, as far as this version of torch has them."""
+    return tuple(f for f in (getattr(torch.nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f is not None)
+
+
 def leave_untraced(package: str) -> None:
     """Tells torch.compile, if it is in use, that it traces no function of `package`: its graphs end there."""
     rules = sys.modules.get("torch._dynamo.trace_rules")

@@ -112,6 +112,18 @@ class Chunk:
         """Whether the full buffer is the chunk itself."""
         return isinstance(self.full, ResidentBuffer)
 
+    read_only = False  # whether its values can't be written, only loaded
+
+    @property
+    def stored_as(self) -> str:
+        """What reports call the numbers of the chunk: by their dtype, or by their format."""
+        return str(self.shard.dtype).removeprefix("torch.")
+
+    @property
+    def gathered_as(self) -> str:
+        """What reports call the numbers of the full buffer."""
+        return str(self.compute_dtype).removeprefix("torch.")
+
     @property
     def casts(self) -> bool:
         return self.compute_dtype != self.shard.dtype

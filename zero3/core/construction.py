@@ -13,14 +13,13 @@ from ..comm.agreement import agree
 from ..comm.communicator import Communicator
 from ..comm.factory import IDENTITY_BYTES, any_device_of, communicator_for
 from ..policy import ShardingPolicy
-from .chunk import Chunk
+from ..quantized.formats import Format
 from .ignored import without_ignored
 from .layer_state import LayerState
-from .layout import ChunkLayout
 from .marks import mark_sharded
+from .new_chunks import chunk_groups, new_chunk
 from .parameters import CONTAINERS, ParameterSites, check_parameters, find_parameters, is_callable, own_modules
-from .policy_facts import compute_dtype
-from .scattering import scatter_parameters
+from .quantizing import formats_of, nothing_selected
 from .wrappers import wrapper_in
 
 __all__: list[str] = []
@@ -41,6 +40,7 @@ class Request:
     prefix: str = ""  # what stands before the parameters' names in the model
     elsewhere: frozenset[int] = frozenset()  # ids of parameters that another layer owns
     borrowed: tuple[ParameterSites, ...] = ()  # parameters inside other layers that this one owns
+    model: nn.Module | None = None  # the model that the module is a part of; None: it is the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,7 @@ class _Examined:
     device: torch.device
     communicator: Communicator
     parameters: list[ParameterSites]
+    formats: dict[str, Format]  # of quantised parameters
     buffers: list[_Buffer]
     lines: list[str]  # what the ranks compare
     error: Exception | None
@@ -79,6 +80,10 @@ def agree_on(requests: Sequence[Request], is_layer: Callable[[nn.Module], bool],
     examined = [_examine(request, _all_but(request.module, is_layer)) for request in requests]
     first = examined[0]
     error = error or next((each.error for each in examined if each.error is not None), None)
+    quantizing = [each for each in examined if each.request.policy.quantize is not None]
+    if error is None and quantizing and not any(each.formats for each in quantizing):
+        parameters = [sites for each in quantizing for sites in each.parameters]
+        error = nothing_selected(f"this {type(requests[0].module).__name__}", quantizing[0].request.policy, parameters)
     lines = [f"{each.label}: {line}" for each in examined for line in each.lines]
     agree(first.communicator, first.device, "what becomes a layer", lines, error)
 
@@ -105,8 +110,8 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     if note[IDENTITY_BYTES]:
         empty_on_rank_0 = communicator.exchange(bytes(examined.on_meta.values()), device)[0]
         unloaded = {name for name, empty in zip(examined.on_meta, empty_on_rank_0, strict=True) if empty}
-    for group in _chunk_groups(examined.parameters):
-        state.add_chunk(*_scatter(group, communicator, device, unloaded, request.policy))
+    for group in chunk_groups(examined.parameters, examined.formats, request.policy, device):
+        state.add_chunk(*new_chunk(group, communicator, device, unloaded, request.policy))
     for sharded in state.parameters:
         mark_sharded(sharded.sites.parameter, f"{sharded.sites.name!r} of layer {label}", state)
     for buffer in examined.buffers:
@@ -126,6 +131,7 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
     except TypeError as caught:  # the argument is no group; the other ranks most likely use the default group
         communicator, error = communicator_for(None, device), error or caught
     parameters: list[ParameterSites] = []
+    formats: dict[str, Format] = {}
     buffers: list[_Buffer] = []
     lines: list[str] = []
     if error is None:
@@ -134,13 +140,17 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
             found = find_parameters(request.module, is_layer, request.elsewhere, request.borrowed)
             parameters = without_ignored(found, request.policy, request.prefix)
             check_parameters(parameters, request.dtype, request.label or type(request.module).__name__)
+            formats = formats_of(parameters, request.policy, request.prefix, request.model or request.module)
+            alone = request.label is None and not any(is_layer(inner) for inner in request.module.modules())
+            if request.policy.quantize is not None and not formats and alone:  # `shard` looks at all layers together
+                raise nothing_selected(f"this {type(request.module).__name__}", request.policy, parameters)
             buffers = _buffers_of(request.module, is_layer)
-            lines = _digest(request, device, parameters, buffers)
+            lines = _digest(request, device, parameters, formats, buffers)
             if parameters and request.label is None:  # `shard` chooses modules that are called; its root need not be one
                 _check_called(request.module)
         except (TypeError, ValueError) as caught:
             error = caught
-    return _Examined(request, device, communicator, parameters, buffers, lines, error)
+    return _Examined(request, device, communicator, parameters, formats, buffers, lines, error)
 
 
 def device_of(request: Request, is_layer: Callable[[nn.Module], bool]) -> torch.device:
@@ -204,51 +214,19 @@ def _check_called(module: nn.Module) -> None:
         )
 
 
-def _digest(request: Request, device: torch.device, parameters: list[ParameterSites], buffers: list[_Buffer]) -> list[str]:
-    chosen = {f.name: getattr(request.policy, f.name) for f in fields(request.policy) if f.name != "ignored"}  # the parameters tell that
+def _digest(
+    request: Request, device: torch.device, parameters: list[ParameterSites], formats: dict[str, Format], buffers: list[_Buffer]
+) -> list[str]:
+    told_by_parameters = ("ignored", "quantize")
+    chosen = {f.name: getattr(request.policy, f.name) for f in fields(request.policy) if f.name not in told_by_parameters}
     lines = [f"policy {chosen}", f"device type {device.type}"]
     lines += [
         f"parameter {b.name}: shape {tuple(b.parameter.shape)}, {b.parameter.dtype}, requires_grad={b.parameter.requires_grad}"
+        + (f", quantised as {formats[b.name].name}" if b.name in formats else "")
         for b in parameters
     ]
     lines += [f"buffer {b.name}: shape {tuple(b.tensor.shape)}, {b.tensor.dtype}" for b in buffers]
     return lines
-
-
-def _chunk_groups(parameters: list[ParameterSites]) -> list[list[ParameterSites]]:
-    """Groups parameters by (trainable or frozen, dtype): one chunk for each group, in the order of the groups' first parameters."""
-    groups: dict[tuple[bool, torch.dtype], list[ParameterSites]] = {}
-    for sites in parameters:
-        groups.setdefault((sites.parameter.requires_grad, sites.parameter.dtype), []).append(sites)
-    return list(groups.values())
-
-
-@torch.no_grad()
-def _scatter(
-    group: list[ParameterSites], communicator: Communicator, device: torch.device, unloaded: set[str], policy: ShardingPolicy
-) -> tuple[Chunk, list[ParameterSites]]:
-    """Makes one group's chunk from rank 0's values. A rank holds no more memory than its module and this chunk.
-
-    Parameters in `unloaded` have no values on rank 0, and are loaded later. If all are unloaded, nothing is sent.
-    """
-    layout = ChunkLayout.build([(b.name, tuple(b.parameter.shape)) for b in group], communicator.world_size)
-    by_name = {sites.name: sites for sites in group}
-    ordered = [by_name[slot.name] for slot in layout.slots]
-    dtype, trainable = group[0].parameter.dtype, group[0].parameter.requires_grad
-    shard = torch.empty(layout.shard_numel, dtype=dtype, device=device)
-    if unloaded.issuperset(by_name):  # the loader will write everything except the padding
-        shard[max(0, layout.numel - communicator.rank * layout.shard_numel) :].zero_()
-    else:
-        blank = torch.zeros((), dtype=dtype)
-
-        def value(index: int) -> Tensor:
-            sites = ordered[index]
-            return blank.expand(sites.parameter.shape) if sites.name in unloaded else sites.parameter
-
-        scatter_parameters(shard, layout, communicator, value if communicator.rank == 0 else None)
-    chunk = Chunk(layout, nn.Parameter(shard, requires_grad=trainable), communicator, compute_dtype(policy, dtype))
-    chunk.unloaded = {index for index, sites in enumerate(ordered) if sites.name in unloaded}
-    return chunk, ordered
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from .autograd import as_plain_tensors, can_show, profiler_label
 from .casting import caller_for
 from .chunk import Chunk, registered
 from .coordination import Gate, gate_for
-from .flat import not_a_number
 from .gradient_reducer import GradientReducer, LayerGradients
 from .marks import mark
 from .parameters import ParameterSites, ShardedParameter, remember_order, show_all
@@ -81,10 +80,9 @@ class LayerState:
         self.chunks.append(chunk)
         mark(chunk.shard, self)
         self.gradients.add_chunk(chunk)
-        empty = not_a_number(chunk.compute_dtype, chunk.shard.device)
         remember_order(parameters)
         for index, sites in enumerate(parameters):
-            stand_in = empty.expand(sites.parameter.shape)
+            stand_in = sites.stand_in(chunk.compute_dtype, chunk.shard.device)
             if not can_show(sites.parameter, stand_in):
                 sites.replace(nn.Parameter(stand_in, sites.parameter.requires_grad))
             self.parameters.append(ShardedParameter(sites, chunk, index, stand_in))

@@ -75,5 +75,5 @@ def _set_unless_itself(parameter: nn.Parameter, *source: Any, **options: Any) ->
 
 def _own_attributes(parameter: nn.Parameter) -> dict[str, Any]:
     """Returns the attributes that a pickle of the parameter keeps: those that the caller has set."""
-    ours = ("zero3_name", "zero3_state", "set_", "__getstate__")
+    ours = ("zero3_name", "zero3_state", "zero3_recipe", "set_", "__getstate__")
     return {name: value for name, value in vars(parameter).items() if name not in ours}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .autograd import restore_versions
 from .chunk import Chunk
+from .flat import not_a_number
 from .released import ReleasedParameter
 
 __all__: list[str] = []
@@ -29,6 +30,28 @@ class ParameterSites:
     name: str
     parameter: nn.Parameter
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the parameter's slot."""
+        return tuple(self.parameter.shape)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of the chunk."""
+        return self.parameter.dtype
+
+    def to_store(self, device: torch.device) -> Tensor:
+        """What is written into the slot, before the parameter is hidden for the first time. The chunk is on `device`."""
+        return self.parameter
+
+    def stand_in(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The parameter's data while it is released: a NaN, stretched to its shape."""
+        return not_a_number(dtype, device).expand(self.parameter.shape)
+
+    def data(self) -> Tensor:
+        """The shown parameter's data."""
+        return self.parameter.data
 
     def show(self, value: Tensor) -> None:
         """Makes the parameter an ordinary one whose data is `value`, its slot of the full buffer. Nothing is copied."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from .chunk import Chunk
 from .layer_state import LayerState
-from .parameters import ShardedParameter, restore_order
+from .parameters import ShardedParameter, named, restore_order
 
 __all__: list[str] = []
 
@@ -81,6 +83,19 @@ def write_back(state: LayerState) -> None:
             chunk.finish_fetch()
 
 
+def refuse_to_write(states: Iterable[LayerState]) -> None:
+    """Raises on every rank, since all have the same parameters, if a layer has quantised ones."""
+    found = [
+        f"{p.sites.name!r} of layer {state.label} ({p.chunk.stored_as})" for state in states for p in state.parameters if p.chunk.read_only
+    ]
+    if found:
+        raise RuntimeError(
+            f"full_params(writeback=True): {named(found)} would have to be quantised again, which loses more. Quantised parameters are "
+            "read-only: call it for modules without them, load other values (zero3.load_full_state_dict), or merge adapters with "
+            "zero3.save_merged."
+        )
+
+
 class Pin:
     """A layer that has just been pinned, and what its parameters were like then."""
 
@@ -89,7 +104,7 @@ class Pin:
         self.state = state
         self._trained = [sharded.sites.parameter.requires_grad for sharded in state.parameters]
         self._written = [chunk.shard._version for chunk in state.chunks]
-        self._samples = [_sample(sharded.sites.parameter.data) for sharded in state.parameters] if undone else []
+        self._samples = [_sample(sharded.sites.data()) for sharded in state.parameters] if undone else []
 
     def undo_toggles(self) -> list[str]:
         """The parameters whose `requires_grad` was changed meanwhile; it is again what it was."""
@@ -106,7 +121,7 @@ class Pin:
             return changed
         for sharded, before in zip(self.state.parameters, self._samples, strict=bool(self._samples)):
             stays = _sample(sharded.value) if sharded.chunk.resident else before  # on one rank the chunk itself may have been written
-            if not _but_for_rounding(_sample(sharded.sites.parameter.data), stays):
+            if not _but_for_rounding(_sample(sharded.sites.data()), stays):
                 changed.append(self._name(sharded))
         return changed
 

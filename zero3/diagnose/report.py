@@ -1,4 +1,4 @@
-"""report(): how much memory a sharded model takes, by dtype, in one line."""
+"""report(): how much memory a sharded model takes, by dtype or format, in one line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress
 
-import torch
 from torch import nn
 
 from ..access import states_of
@@ -27,9 +26,9 @@ class Report:
         world_size: The number of ranks.
         layers: The number of layers, the root's own included.
         parameters: Elements of the whole model, trainable and frozen.
-        chunks: Bytes by kind and dtype, such as `"trainable float32"`.
+        chunks: Bytes by kind and dtype or format, such as `"trainable float32"` and `"frozen nf4(64, double)"`.
         gradients: Bytes of the trainable chunks' gradients.
-        gathered: Bytes of all layers' full buffers by dtype. A step holds only `full_parameters` of them at once.
+        gathered: Bytes of all layers' full buffers by dtype or format. A step holds only `full_parameters` of them at once.
         full_parameters: The most bytes of full buffers that a step may hold at once. It assumes that the largest layers follow
             each other.
         full_gradients: The most bytes of full gradients that a step may hold at once.
@@ -90,15 +89,15 @@ def report(model: nn.Module) -> Report:
     gathered: dict[str, int] = {}
     for state in states:
         for chunk in state.chunks:
-            kind = f"{'trainable' if chunk.shard.requires_grad else 'frozen'} {_name(chunk.shard.dtype)}"
+            kind = f"{'trainable' if chunk.shard.requires_grad else 'frozen'} {chunk.stored_as}"
             chunks[kind] = chunks.get(kind, 0) + chunk.shard.nbytes
             full = chunk.layout.padded_numel * chunk.compute_dtype.itemsize
-            gathered[_name(chunk.compute_dtype)] = gathered.get(_name(chunk.compute_dtype), 0) + full
+            gathered[chunk.gathered_as] = gathered.get(chunk.gathered_as, 0) + full
     return Report(
         rank=first.communicator.rank,
         world_size=first.communicator.world_size,
         layers=len(states),
-        parameters=sum(chunk.layout.numel for state in states for chunk in state.chunks),
+        parameters=sum(sharded.stand_in.numel() for state in states for sharded in state.parameters),
         chunks=chunks,
         gradients=sum(part.numel() * landed_dtype(s.policy, part.dtype).itemsize for s in states for part in s.trainable()),
         gathered=gathered,
@@ -126,7 +125,3 @@ def _at_once(states: list[LayerState], sizes: list[int], sharded: Callable[[Shar
     whole = [not sharded(state.policy) for state in states]
     moving = sorted(size for size, stays in zip(sizes, whole, strict=True) if not stays)
     return sum(moving[-(states[0].policy.prefetch_depth + 1) :]) + sum(compress(sizes, whole))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

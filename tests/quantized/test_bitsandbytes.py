@@ -1,0 +1,60 @@
+"""NF4 against bitsandbytes' kernels for the CPU: the same bytes, and the same numbers from them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zero3 import NF4
+from zero3.quantized.nf4 import dynamic_values
+
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+functional = pytest.importorskip("bitsandbytes.functional")
+
+SHAPES = [(256, 256), (10, 100), (3, 6), (1000,), (33, 128), (2, 7, 66), (64, 16384 // 64 * 3), (300, 70)]
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))) * 0.02).to(dtype)
+
+
+@pytest.mark.parametrize("double", [False, True], ids=["single", "double"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("block_size", [64, 256])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_nf4_has_the_bytes_and_numbers_of_bitsandbytes(shape: tuple[int, ...], block_size: int, dtype: torch.dtype, double: bool) -> None:
+    values, ours = drawn(shape, dtype), NF4(block_size, double)
+    codes, state = functional.quantize_4bit(values, blocksize=block_size, quant_type="nf4", compress_statistics=double)
+    quantized = ours.quantize(values)
+    assert quantized.codes.equal(codes.view(-1))
+    assert quantized.scales.equal(state.absmax)
+    if double:
+        assert quantized.scale_scales is not None
+        assert quantized.offset is not None
+        assert quantized.scale_scales.equal(state.state2.absmax)
+        assert quantized.offset.equal(state.offset.view(1))
+    state.shape = torch.Size([values.numel()])  # as one row: bitsandbytes 0.50.2 reads wrong scales where a row is shorter than a block
+    assert ours.dequantize(quantized, dtype).equal(functional.dequantize_4bit(codes, state).view(shape))
+
+
+@pytest.mark.parametrize("values", [torch.zeros(130), torch.ones(1024), torch.full((77,), -3.0)], ids=["zeros", "ones", "short"])
+def test_nf4_of_constant_tensors(values: torch.Tensor) -> None:
+    """All scales are their mean, so the second level divides zero by zero."""
+    codes, state = functional.quantize_4bit(values, blocksize=64, quant_type="nf4", compress_statistics=True)
+    quantized = NF4().quantize(values)
+    assert quantized.codes.equal(codes.view(-1))
+    assert quantized.scales.equal(state.absmax)
+    assert NF4().dequantize(quantized, torch.float32).equal(values)
+
+
+def test_nf4_second_level_at_every_point() -> None:
+    """Scales at all points between the two ends, and next to the borders between them."""
+    assert dynamic_values().equal(functional.create_dynamic_map())
+    points = torch.arange(65536) * 2 / 65535 - 1
+    for shift in (0.0, 1e-6, -1e-6, 0.4 / 65535, -0.4 / 65535):
+        statistics = (points + shift).clamp(-1, 1)
+        statistics[::256], statistics[1::256] = 1, -1  # so that every group's scale is one
+        codes = NF4().codec(statistics.device).scales(statistics)
+        expected, state = functional.quantize_blockwise(statistics - statistics.mean(), blocksize=256)
+        assert codes["scales"].equal(expected)
+        assert codes["scale_scales"].equal(state.absmax)

@@ -1,0 +1,67 @@
+"""A layer's parameters in groups, and the chunk of each group, with rank 0's values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.communicator import Communicator
+from ..policy import ShardingPolicy
+from ..quantized.formats import Format
+from .chunk import Chunk
+from .layout import ChunkLayout
+from .parameters import ParameterSites
+from .policy_facts import compute_dtype
+from .quantized_chunk import QuantizedChunk, QuantizedSites
+from .scattering import scatter_parameters
+
+__all__: list[str] = []
+
+
+def chunk_groups(
+    parameters: Sequence[ParameterSites], formats: Mapping[str, Format], policy: ShardingPolicy, device: torch.device
+) -> list[list[ParameterSites]]:
+    """Groups parameters by (trainable or frozen, dtype or quantised): a chunk for each group, in the order of groups' first parameters."""
+    groups: dict[tuple[bool, torch.dtype | str], list[ParameterSites]] = {}
+    for sites in parameters:
+        if (kind := formats.get(sites.name)) is not None:
+            groups.setdefault((False, kind.name), []).append(QuantizedSites(sites, kind, policy, device))
+        else:
+            groups.setdefault((sites.parameter.requires_grad, sites.parameter.dtype), []).append(sites)
+    return list(groups.values())
+
+
+@torch.no_grad()
+def new_chunk(
+    group: list[ParameterSites], communicator: Communicator, device: torch.device, unloaded: set[str], policy: ShardingPolicy
+) -> tuple[Chunk, list[ParameterSites]]:
+    """Makes one group's chunk from rank 0's values. A rank holds no more memory than its module and this chunk.
+
+    Parameters in `unloaded` have no values on rank 0, and are loaded later. If all are unloaded, nothing is sent.
+    """
+    layout = ChunkLayout.build([(b.name, b.stored_shape) for b in group], communicator.world_size)
+    by_name = {sites.name: sites for sites in group}
+    ordered = [by_name[slot.name] for slot in layout.slots]
+    dtype, trainable = group[0].stored_dtype, group[0].parameter.requires_grad
+    shard = torch.empty(layout.shard_numel, dtype=dtype, device=device)
+    if unloaded.issuperset(by_name):  # the loader will write everything except the padding
+        shard[max(0, layout.numel - communicator.rank * layout.shard_numel) :].zero_()
+    else:
+        blank = torch.zeros((), dtype=dtype)
+
+        def value(index: int) -> Tensor:
+            sites = ordered[index]
+            return blank.expand(sites.stored_shape) if sites.name in unloaded else sites.to_store(device)
+
+        scatter_parameters(shard, layout, communicator, value if communicator.rank == 0 else None)
+    parameter = nn.Parameter(shard, requires_grad=trainable)
+    quantized = [sites for sites in ordered if isinstance(sites, QuantizedSites)]  # all of them, or none
+    chunk = (
+        QuantizedChunk(layout, parameter, communicator, quantized)
+        if quantized
+        else Chunk(layout, parameter, communicator, compute_dtype(policy, dtype))
+    )
+    chunk.unloaded = {index for index, sites in enumerate(ordered) if sites.name in unloaded}
+    return chunk, ordered

@@ -1,0 +1,279 @@
+"""The formats that users choose: NF4, Int8, Float8 and MXFP4."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .codec import Codec, Shape
+from .eight_bit import Float8Codec, Int8Codec
+from .mxfp4 import BLOCK_NUMEL, MXFP4Codec
+from .nf4 import SCALES_NUMEL, DoubleNF4Codec, NF4Codec
+from .sections import QuantizedTensor, Section, aligned, placed, seen_as
+
+__all__: list[str] = []
+
+Select = Callable[[str, Any], bool]  # (name, ParamInfo) -> bool; the policy, which knows ParamInfo, stands a floor higher
+
+
+class Format(ABC):
+    """How a tensor is quantised. What it needs on a device is its `codec`."""
+
+    select: Select | None
+    _codes_in_byte = 1
+
+    @abstractmethod
+    def _name(self) -> str: ...
+
+    @abstractmethod
+    def _codec(self, device: torch.device) -> Codec: ...
+
+    @abstractmethod
+    def _parts(self, shape: Shape) -> list[tuple[str, torch.dtype, int]]:
+        """The sections as (name, dtype, numel)."""
+
+    @property
+    def name(self) -> str:
+        """What reports call it. The same name means the same bytes."""
+        return self._name()
+
+    def codec(self, device: torch.device) -> Codec:
+        """The tables and functions of this format on `device`. Making it may wait for the device."""
+        return self._codec(device)
+
+    def sections(self, shape: Shape) -> tuple[Section, ...]:
+        """Where the parts of a tensor of this shape lie in its bytes."""
+        return placed(self._parts(shape))
+
+    def nbytes(self, shape: Shape) -> int:
+        """The bytes of a tensor of this shape: a multiple of 64."""
+        return aligned(self.sections(shape)[-1].stop)
+
+    def elements_between(self, shape: Shape, low: int, high: int) -> tuple[int, int]:
+        """The elements `[start, stop)` that have codes among the bytes `[low, high)` of a tensor of this shape. They may be none."""
+        codes = self.sections(shape)[0].stop
+        start, stop = (min(max(at, 0), codes) * self._codes_in_byte for at in (low, high))
+        return min(start, math.prod(shape)), min(stop, math.prod(shape))
+
+    def seen(self, raw: Tensor, shape: Shape) -> QuantizedTensor:
+        """The bytes `raw` `[nbytes]` as a quantised tensor, without a copy."""
+        return seen_as(raw, shape, self.sections(shape))
+
+    def store(self, quantized: QuantizedTensor, raw: Tensor) -> None:
+        """Copies a quantised tensor into the bytes `raw` `[nbytes]`. What lies between its sections is 0."""
+        raw.zero_()
+        for place, section in zip(self.seen(raw, quantized.shape).sections.values(), quantized.sections.values(), strict=True):
+            place.copy_(section)
+
+    def quantize(self, tensor: Tensor) -> QuantizedTensor:
+        """Quantises a tensor.
+
+        Args:
+            tensor: A floating tensor of any shape, on any device.
+
+        Returns:
+            Its codes and scales on the same device: sections that are contiguous and 1-D.
+
+        Raises:
+            TypeError: `tensor` is no floating tensor.
+        """
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{self.name} quantises floating tensors, found {found}")
+        return self.codec(tensor.device).quantize(tensor)
+
+    def dequantize(self, quantized: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        """Computes the tensor that a quantised one stands for.
+
+        Args:
+            quantized: What `quantize` of the same format has returned.
+            dtype: The floating dtype of the result. Numbers are computed in float32, and rounded once.
+
+        Returns:
+            A contiguous tensor in the original shape, on the same device.
+
+        Raises:
+            ValueError: The sections are not those of this format for this shape.
+        """
+        expected = [(s.name, s.dtype, s.numel) for s in self.sections(quantized.shape)]
+        found = [(name, tensor.dtype, tensor.numel()) for name, tensor in quantized.sections.items()]
+        if found != expected:
+            raise ValueError(f"{self.name} of shape {quantized.shape} has the sections {expected}, found {found}")
+        return self.codec(quantized.codes.device).dequantize(quantized, dtype)
+
+
+@dataclass(frozen=True)
+class NF4(Format):
+    """Four bits for each element: one of 16 quantiles of a normal distribution, times the largest absolute value of its block (QLoRA).
+
+    Codes and scales are those of bitsandbytes on a CPU, to the bit. With `double_quant` an element takes 4.127 bits, without it 4.5.
+
+    Attributes:
+        block_size: The elements of a block, a power of two from 32 to 4096.
+        double_quant: The blocks' scales are quantised too, less their mean: to eight bits, with one float32 for each 256 of them.
+        select: A function `(name, ParamInfo) -> bool` that says which parameters a policy quantises. None: the weights of frozen
+            `nn.Linear`s but for the output embeddings', and frozen experts that are one 3-D parameter.
+
+    Raises:
+        ValueError: `block_size` is not allowed.
+        TypeError: An attribute has the wrong type.
+
+    Example::
+
+        policy = zero3.ShardingPolicy(quantize=zero3.NF4(), param_dtype=torch.bfloat16)
+        quantized = zero3.NF4().quantize(weight)
+    """
+
+    block_size: int = 64
+    double_quant: bool = True
+    select: Select | None = None
+
+    _codes_in_byte = 2
+
+    def __post_init__(self) -> None:
+        _check_size("block_size", self.block_size)
+        if not 32 <= self.block_size <= 4096 or self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size must be a power of two from 32 to 4096, found {self.block_size}")
+        if not isinstance(self.double_quant, bool):
+            raise TypeError(f"double_quant must be True or False, found {self.double_quant!r}")
+        _check_select(self.select)
+
+    def _name(self) -> str:
+        return f"nf4({self.block_size}{', double' if self.double_quant else ''})"
+
+    def _codec(self, device: torch.device) -> Codec:
+        return (DoubleNF4Codec if self.double_quant else NF4Codec)(self.block_size, device)
+
+    def _parts(self, shape: Shape) -> list[tuple[str, torch.dtype, int]]:
+        numel = math.prod(shape)
+        blocks = -(-numel // self.block_size)
+        codes = ("codes", torch.uint8, -(-numel // 2))
+        if not self.double_quant:
+            return [codes, ("scales", torch.float32, blocks)]
+        second = ("scale_scales", torch.float32, -(-blocks // SCALES_NUMEL))
+        return [codes, ("scales", torch.uint8, blocks), second, ("offset", torch.float32, 1)]
+
+
+@dataclass(frozen=True)
+class Int8(Format):
+    """Eight bits for each element: an integer from -127 to 127, times a 127th of the largest absolute value of its block.
+
+    Attributes:
+        block_size: The elements of a block. Each block has one float32, its scale.
+        select: A function `(name, ParamInfo) -> bool` that says which parameters a policy quantises. None: as for `NF4`.
+
+    Raises:
+        ValueError: `block_size` is not allowed.
+        TypeError: An attribute has the wrong type.
+
+    Example::
+
+        policy = zero3.ShardingPolicy(quantize=zero3.Int8(), param_dtype=torch.bfloat16)
+    """
+
+    block_size: int = 256
+    select: Select | None = None
+
+    def __post_init__(self) -> None:
+        _check_size("block_size", self.block_size)
+        _check_select(self.select)
+
+    def _name(self) -> str:
+        return f"int8({self.block_size})"
+
+    def _codec(self, device: torch.device) -> Codec:
+        return Int8Codec(self.block_size)
+
+    def _parts(self, shape: Shape) -> list[tuple[str, torch.dtype, int]]:
+        numel = math.prod(shape)
+        return [("codes", torch.int8, numel), ("scales", torch.float32, -(-numel // self.block_size))]
+
+
+@dataclass(frozen=True)
+class Float8(Format):
+    """Eight bits for each element: a float8_e4m3fn, times one float32 for its tile of a matrix. The format of DeepSeek-V3.
+
+    Attributes:
+        block: The rows and columns of a tile. The last two dimensions of a parameter are its matrices'; tiles at the edges may be smaller.
+        select: A function `(name, ParamInfo) -> bool` that says which parameters a policy quantises. None: as for `NF4`.
+
+    Raises:
+        ValueError: `block` is not allowed.
+        TypeError: An attribute has the wrong type.
+
+    Example::
+
+        policy = zero3.ShardingPolicy(quantize=zero3.Float8(), param_dtype=torch.bfloat16)
+    """
+
+    block: tuple[int, int] = (128, 128)
+    select: Select | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.block, tuple) or len(self.block) != 2:
+            raise TypeError(f"block must be (rows, columns), found {self.block!r}")
+        for size in self.block:
+            _check_size("block", size)
+        _check_select(self.select)
+
+    def _name(self) -> str:
+        return f"float8({self.block[0]} x {self.block[1]})"
+
+    def _codec(self, device: torch.device) -> Codec:
+        return Float8Codec(*self.block, device)
+
+    def _parts(self, shape: Shape) -> list[tuple[str, torch.dtype, int]]:
+        rows, columns = (1, *shape)[-2:] if shape else (1, 1)
+        tiles = math.prod(shape[:-2]) * -(-rows // self.block[0]) * -(-columns // self.block[1])
+        return [("codes", torch.float8_e4m3fn, math.prod(shape)), ("scales", torch.float32, tiles)]
+
+
+@dataclass(frozen=True)
+class MXFP4(Format):
+    """Four bits for each element: a sign and one of 8 magnitudes, times a power of two for each 32 elements. The format of gpt-oss.
+
+    Attributes:
+        select: A function `(name, ParamInfo) -> bool` that says which parameters a policy quantises. None: as for `NF4`.
+
+    Raises:
+        TypeError: `select` is no function.
+
+    Example::
+
+        policy = zero3.ShardingPolicy(quantize=zero3.MXFP4(), param_dtype=torch.bfloat16)
+    """
+
+    select: Select | None = None
+
+    _codes_in_byte = 2
+
+    def __post_init__(self) -> None:
+        _check_select(self.select)
+
+    def _name(self) -> str:
+        return "mxfp4"
+
+    def _codec(self, device: torch.device) -> Codec:
+        return MXFP4Codec(device)
+
+    def _parts(self, shape: Shape) -> list[tuple[str, torch.dtype, int]]:
+        numel = math.prod(shape)
+        return [("codes", torch.uint8, -(-numel // 2)), ("scales", torch.uint8, -(-numel // BLOCK_NUMEL))]
+
+
+def _check_size(name: str, size: object) -> None:
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise TypeError(f"{name} must be an integer, found {size!r}")
+    if size < 1:
+        raise ValueError(f"{name} must be 1 or more, found {size}")
+
+
+def _check_select(select: object) -> None:
+    if select is not None and not callable(select):
+        raise TypeError(f"select must be a function (name, ParamInfo) -> bool or None, found {select!r}")
