@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,10 +20,12 @@ from ..comm.agreement import agreeing
 from ..core.layer_state import LayerState
 from ..core.layout import Piece
 from ..core.parameters import ShardedParameter
+from ..core.quantized_chunk import QuantizedSites
 from .adapters import FILE, fit_adapter, places_of_adapters
 from .index_maps import IndexMap
 from .key_mapping import Fit, fit
 from .left_out import compute, fill
+from .quantizing import fill_quantized
 from .reading import SliceReader
 
 __all__: list[str] = []
@@ -100,9 +103,7 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
     try:
         with agreeing(first.communicator, first.device, "what load_pretrained filled") as lines:
             try:
-                for state in states:
-                    state.release()  # a full buffer that a forward has left would hold old values
-                    _fill_chunks(state, reader, found)
+                _fill_layers(states, reader, found)
                 values = _new_values(states, reader, found)
                 for name, stored in found.extra.items():
                     extra[name] = torch.empty(stored.shape, dtype=stored.dtype)
@@ -129,8 +130,25 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
         found.owner._weight_conversions = found.used  # type: ignore[assignment]
 
 
+def _fill_layers(states: list[LayerState], reader: SliceReader, found: Fit) -> None:
+    reads = {key: partial(reader.read, index_map) for key, index_map in found.maps.items()}
+    error: Exception | None = None
+    for state in states:
+        state.release()  # a full buffer that a forward has left would hold old values
+        try:
+            if error is None:
+                _fill_chunks(state, reader, found)
+        except Exception as caught:  # this rank goes on, because the others need it where they quantise
+            error = caught
+        error = fill_quantized(state, reads, error)
+    if error is not None:
+        raise error
+
+
 def _fill_chunks(state: LayerState, reader: SliceReader, found: Fit) -> None:
     for sharded, piece in _pieces(state):
+        if isinstance(sharded.sites, QuantizedSites):
+            continue
         if (index_map := found.maps.get(id(sharded.sites.parameter))) is not None:
             reader.read(index_map, piece.start, sharded.chunk.shard.data[piece.place])
     for sharded in state.parameters:
