@@ -20,9 +20,11 @@ from .core.layer_state import LayerState
 from .core.layout import megabytes
 from .core.module_overrides import Override, guard
 from .core.parameters import ParameterSites, check_parameters, find_parameters, is_callable, own_module_name, own_modules
+from .core.quantizing import formats_of
 from .input_gradients import watch_input_gradients
 from .layer import RootEntry, Zero3Layer, adopt, is_layer, layers_of
 from .policy import ShardingPolicy
+from .quantized.configured import configured_in
 
 __all__: list[str] = []
 
@@ -111,7 +113,7 @@ def _agreed_plan(common: Request, layers: Layers, policy: ShardingPolicy | Polic
     error: Exception | None = None
     plan = _Plan([], common)
     try:
-        plan = _with_adapters(_with_policies(_plan(common, layers), policy))
+        plan = _with_adapters(_with_policies(_plan(common, layers), _as_configured(common.module, policy)))
     except Exception as caught:  # whatever a predicate raises: the other ranks wait to hear of it
         error = caught
     own = {id(request.module) for request in plan.layers}
@@ -138,6 +140,20 @@ def _plan(common: Request, layers: Layers) -> _Plan:
     ]
     parts.sort(key=lambda part: sum(id(inner) in ids for inner in part.module.modules()))  # inner before outer
     return _Plan(parts, replace(common, borrowed=tuple(tied.values())))
+
+
+def _as_configured(model: nn.Module, policy: ShardingPolicy | PolicyOf) -> ShardingPolicy | PolicyOf:
+    """Adds the format that the model's configuration asks for, if the policy has none, and the model has weights for it."""
+    asked = configured_in(getattr(model, "config", None))
+    if asked is None or not isinstance(policy, ShardingPolicy) or policy.quantize is not None:
+        return policy
+    everything = without_ignored(find_parameters(model, lambda module: False), policy)
+    base = "base_model.model." if hasattr(model, "peft_config") else ""
+    names = formats_of(everything, replace(policy, quantize=asked.format), "", model)
+    modules = {name: name.removeprefix(base).removesuffix(".weight").removesuffix(".base_layer") for name in names}
+    kept = frozenset(name for name, module in modules.items() if asked.covers(module))
+    kind: Any = asked.format
+    return replace(policy, quantize=replace(kind, select=lambda name, info: name in kept)) if kept else policy
 
 
 def _with_policies(plan: _Plan, policy: ShardingPolicy | PolicyOf) -> _Plan:

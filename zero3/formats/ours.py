@@ -58,6 +58,8 @@ class _Reader:
         run = Run("zero3", {}, config=content.get("config"), ranks=content["world_size"])
         if lacking := [name for name, described in content["tensors"].items() if not described["stored"]]:
             raise ValueError(f"{self._path} was saved with frozen=False, without {len(lacking)} parameters ({lacking[0]}, ...)")
+        if quantised := [name for name, described in content["tensors"].items() if "format" in described]:
+            raise ValueError(f"{self._path} holds quantised parameters, such as {quantised[0]}, which no other system's checkpoint has")
         for key, described in content["tensors"].items():
             name, shape = own_name(key), tuple(described["shape"])
             if f"other:0:{name}" in self._stored:

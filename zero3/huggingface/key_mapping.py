@@ -35,6 +35,7 @@ class Fit:
     again: dict[int, list[IndexMap[Stored]]] = field(default_factory=dict)  # further copies of tied tensors, under other names
     left_out: set[int] = field(default_factory=set)  # tensors that no file holds, because the model computes them
     extra: dict[str, Stored] = field(default_factory=dict)  # the extra state of modules that take it as a tensor, by name
+    packed: dict[int, Any] = field(default_factory=dict)  # readers of the tensors that the files hold quantised, see `packed`
     used: list[Any] | None = None  # see `Conversions.used`
 
 

@@ -25,6 +25,7 @@ from .adapters import FILE, fit_adapter, places_of_adapters
 from .index_maps import IndexMap
 from .key_mapping import Fit, fit
 from .left_out import compute, fill
+from .packed import find_packed, match_packed
 from .quantizing import fill_quantized
 from .reading import SliceReader
 
@@ -92,7 +93,10 @@ def _sources(model: nn.Module, path: str | os.PathLike[str], strict: bool, opene
         yield files, fit_adapter(model, adapter, place, files.tensors)
     if not places:
         files = opened.enter_context(closing(SafetensorsFiles(path)))
-        yield files, fit(model, files.tensors, strict)
+        tensors, packed = find_packed(files)
+        found = fit(model, tensors, strict)
+        found.packed.update(match_packed(states_of(model), found, packed))
+        yield files, found
 
 
 def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, found: Fit) -> None:
@@ -101,17 +105,18 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
     extra: dict[str, Tensor] = {}
     reader = SliceReader(files)
     try:
-        with agreeing(first.communicator, first.device, "what load_pretrained filled") as lines:
+        with agreeing(first.communicator, first.device, "what load_pretrained filled"):
             try:
                 _fill_layers(states, reader, found)
                 values = _new_values(states, reader, found)
                 for name, stored in found.extra.items():
                     extra[name] = torch.empty(stored.shape, dtype=stored.dtype)
                     files.read(stored, 0, extra[name].view(-1))
-                computed = initialise(model, states)
             except Exception as error:
                 remedy = "What it was to fill is unloaded now: load again."
                 raise RuntimeError(f"reading {files.directory} failed: {error}. {remedy}") from error
+        with agreeing(first.communicator, first.device, "the buffers that load_pretrained computes") as lines:
+            computed = initialise(model, states)
             lines += [name for name, _ in computed]
     except Exception:
         for state in states:
@@ -131,7 +136,7 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
 
 
 def _fill_layers(states: list[LayerState], reader: SliceReader, found: Fit) -> None:
-    reads = {key: partial(reader.read, index_map) for key, index_map in found.maps.items()}
+    reads = {key: partial(reader.read, index_map) for key, index_map in found.maps.items() if key not in found.packed}
     error: Exception | None = None
     for state in states:
         state.release()  # a full buffer that a forward has left would hold old values
@@ -148,6 +153,8 @@ def _fill_layers(states: list[LayerState], reader: SliceReader, found: Fit) -> N
 def _fill_chunks(state: LayerState, reader: SliceReader, found: Fit) -> None:
     for sharded, piece in _pieces(state):
         if isinstance(sharded.sites, QuantizedSites):
+            if (packed := found.packed.get(id(sharded.sites.parameter))) is not None:
+                packed.fill(reader, sharded.sites, piece, sharded.chunk.shard.data[piece.place])
             continue
         if (index_map := found.maps.get(id(sharded.sites.parameter))) is not None:
             reader.read(index_map, piece.start, sharded.chunk.shard.data[piece.place])

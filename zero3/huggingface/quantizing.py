@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from ..comm.communicator import Communicator
+from ..core.layer_state import LayerState
 from ..core.layout import Piece
 from ..core.quantized_chunk import QuantizedSites
 from ..quantized.codec import SLICE_NUMEL, Codec
@@ -65,7 +65,7 @@ class Slot:
             self._kept[first:last] = raw[first - at : last - at]
 
 
-def fill_quantized(state: Any, found: dict[int, Read], error: Exception | None) -> Exception | None:
+def fill_quantized(state: LayerState, found: Mapping[int, Read], error: Exception | None) -> Exception | None:
     """Quantises the layer's parameters that `found` has, by id. Every rank calls it, also after an `error`, which it returns."""
     for sharded in state.parameters:
         sites, chunk = sharded.sites, sharded.chunk

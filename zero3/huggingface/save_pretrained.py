@@ -21,6 +21,7 @@ from ..checkpoint.safetensors_files import STAGE_BYTES, bytes_of
 from ..checkpoint.safetensors_writing import header_of, write_text
 from ..comm.agreement import agreeing
 from ..comm.plain_values import unreadable
+from ..core.parameters import named
 from ..names import innermost
 from .outputs import Output, bytes_in, check_unmixed, index_of, outputs_of_adapter, outputs_of_model, shards_of
 
@@ -83,6 +84,8 @@ def _plans(model: nn.Module, directory: Path, max_bytes: int, dtype: torch.dtype
     model = innermost(model)
     adapters = getattr(model, "peft_config", None)
     if not isinstance(adapters, dict) or not hasattr(model, "get_base_model"):
+        if quantised := [name for name in contents.parameters if contents.format(name) is not None]:
+            raise ValueError(f"save_pretrained of a quantised model ({named(quantised)}): zero3.save_merged writes the values of its codes")
         contents.others |= extra
         check_unmixed(directory, None)
         yield _Plan(model, contents, directory, shards_of(outputs_of_model(model, contents, extra, dtype), max_bytes, "model"), None)
