@@ -18,7 +18,7 @@ from .core.construction import Request, agree_on, build_state, device_of
 from .core.ignored import without_ignored
 from .core.layer_state import LayerState
 from .core.layout import megabytes
-from .core.module_overrides import Override, guard
+from .core.module_overrides import Override, guard, refuse_merges
 from .core.parameters import ParameterSites, check_parameters, find_parameters, is_callable, own_module_name, own_modules
 from .core.quantizing import formats_of
 from .input_gradients import watch_input_gradients
@@ -97,6 +97,7 @@ def shard(
         _put(model, request.module, Zero3Layer._from_request(request))
     root = build_state(plan.root, is_layer)
     _enter_through_root(root, model)
+    refuse_merges(model)
     _report(model, root, plan.adapters)
     return model
 
