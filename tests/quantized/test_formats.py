@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from itertools import pairwise
 
@@ -189,6 +190,32 @@ def test_nf4_is_the_nearest_number_of_the_format(kind: NF4, shape: tuple[int, ..
         distances = (block[:, None] - table * block.abs().max()).abs()
         chosen = (block - found[start : start + kind.block_size]).abs()
         assert bool((chosen <= distances.amin(1) + 1e-6 * block.abs().max()).all())
+
+
+# What bitsandbytes 0.50.2 made of `told()` on a CPU: of the stored bytes, and of the numbers that they stand for.
+BITSANDBYTES = {
+    (torch.float32, False): ("c235d0a54a16a8a8", "f746a1b5b89ff280"),
+    (torch.float32, True): ("af6afa5948382514", "b1bbc35539c23268"),
+    (torch.bfloat16, False): ("ef710be5aa715a1e", "dfede06c8729d418"),
+    (torch.bfloat16, True): ("9913dc8e0bea8784", "ff92321b64b9ff32"),
+}
+
+
+def told() -> Tensor:
+    """Numbers whose sums are exact, so that their mean does not depend on a processor's order of additions."""
+    return ((torch.arange(512 * 128) * 40503) % 65521 - 32760).float() / 32768
+
+
+def digest(*tensors: Tensor) -> str:
+    return hashlib.sha256(b"".join(tensor.view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)).hexdigest()[:16]
+
+
+@pytest.mark.parametrize(("dtype", "double"), BITSANDBYTES)
+def test_nf4_has_the_bytes_that_bitsandbytes_made(dtype: torch.dtype, double: bool) -> None:
+    """Without bitsandbytes; `test_bitsandbytes` compares with more of it where it is installed."""
+    kind = NF4(double_quant=double)
+    quantized = kind.quantize(told().to(dtype))
+    assert (digest(*quantized.sections.values()), digest(kind.dequantize(quantized, dtype))) == BITSANDBYTES[dtype, double]
 
 
 @pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)

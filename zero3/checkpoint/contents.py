@@ -13,7 +13,6 @@ from ..comm.plain_values import name_of
 from ..core.chunk import Chunk
 from ..core.layer_state import LayerState
 from ..core.parameters import ShardedParameter
-from ..core.quantized_chunk import QuantizedSites
 from ..names import named_tensors
 
 __all__: list[str] = []
@@ -94,16 +93,11 @@ class Contents:
         return self.others[name].requires_grad
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.others[name].shape if name in self.others else self.parameters[name].stand_in.shape)
-
-    def format(self, name: str) -> str | None:
-        """The format of a parameter that is stored quantised."""
-        sites = self.parameters[name].sites if name in self.parameters else None
-        return sites.format.name if isinstance(sites, QuantizedSites) else None
-
-    def stored_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of what chunks hold: of a quantised parameter its bytes."""
-        return self.parameters[name].sites.stored_shape if self.format(name) is not None else self.shape(name)
+        """The shape of what is stored: the parameter's own or, if it is quantised, `[bytes]`."""
+        if name in self.others:
+            return tuple(self.others[name].shape)
+        sharded = self.parameters[name]
+        return sharded.chunk.layout.slots[sharded.index].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype in which the tensor is stored. Layers may compute in another dtype."""
@@ -113,10 +107,11 @@ class Contents:
         """Returns each tensor's shape, dtype and, if it is tied, other names, for the manifest. It is the same on every rank."""
         described: dict[str, Any] = {}
         for name, *aliases in self.names.values():
-            described[name] = {"shape": list(self.stored_shape(name)), "dtype": name_of(self.dtype(name))}
+            described[name] = {"shape": list(self.shape(name)), "dtype": name_of(self.dtype(name))}
             described[name] |= {"also": aliases} if aliases else {}
-            if (kind := self.format(name)) is not None:
-                described[name] |= {"format": kind, "values": list(self.shape(name))}
+            if name in self.parameters and self.parameters[name].chunk.read_only:
+                quantized = self.parameters[name]
+                described[name]["quantized"] = f"{quantized.chunk.stored_as} of {list(quantized.stand_in.shape)}"
         return described
 
 
@@ -139,14 +134,11 @@ def names_apart(expected: Mapping[str, object], found: Mapping[str, object]) -> 
 def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """Returns in words how two descriptions differ, or [] if they are alike."""
     problems = names_apart(expected, found)
-    formats = {name: (described.get("format"), found[name].get("format")) for name, described in expected.items() if name in found}
-    if apart := [f"{name} has {there or 'none'}, expected {here or 'none'}" for name, (here, there) in formats.items() if here != there]:
-        return [*problems, f"other formats: {'; '.join(apart)}"]
-    for what in ("shape", "dtype"):
-        other = [n for n in expected if n in found and found[n][what] != expected[n][what]]
+    for what, many in (("shape", "shapes"), ("dtype", "dtypes"), ("quantized", "formats")):
+        other = [n for n in expected if n in found and found[n].get(what) != expected[n].get(what)]
         if other:
-            each = "; ".join(f"{name} has {_shown(found[name][what])}, expected {_shown(expected[name][what])}" for name in other)
-            problems.append(f"other {what}s: {each}")
+            each = "; ".join(f"{name} has {_shown(found[name].get(what))}, expected {_shown(expected[name].get(what))}" for name in other)
+            problems.append(f"other {many}: {each}")
     return problems
 
 

@@ -53,6 +53,21 @@ class Manifest:
         """Returns the names of the files of one kind ("model" or "optimizer"), in the order of the ranks that wrote them."""
         return [name for name in self.files if name.startswith(kind)]
 
+    def check_values(self) -> None:
+        """
+        Raises:
+            ValueError: It does not hold the values of all parameters, or not as numbers.
+        """
+        tensors = self.content["tensors"]
+        if lacking := [name for name, described in tensors.items() if not described["stored"]]:
+            raise ValueError(f"{self.directory} was saved with frozen=False, without {len(lacking)} parameters ({lacking[0]}, ...)")
+        if quantized := {name: described["quantized"] for name, described in tensors.items() if "quantized" in described}:
+            first, kind = next(iter(quantized.items()))
+            raise ValueError(
+                f"{self.directory} holds {len(quantized)} quantised parameters ({first} as {kind}, ...), which other programs can't read: "
+                "load it into a sharded model, and save zero3.full_state_dict(model)"
+            )
+
 
 def write(directory: Path, content: dict[str, Any], files: dict[str, Written], token: str) -> None:
     """Commits a save: all other files are on the disk already, and the rename makes them the checkpoint in `directory`."""

@@ -87,13 +87,7 @@ def _check_places(options: argparse.Namespace) -> None:
 
 def _planned(found: manifest.Manifest, options: argparse.Namespace) -> dict[str, list[Output]]:
     """Returns the tensors of each file that the options ask for."""
-    if left_out := [name for name, described in found.content["tensors"].items() if not described["stored"]]:
-        raise ValueError(f"{options.checkpoint} was saved with frozen=False, without {len(left_out)} parameters ({left_out[0]}, ...)")
-    if quantised := [name for name, described in found.content["tensors"].items() if "format" in described]:
-        raise ValueError(
-            f"{options.checkpoint} holds quantised parameters ({quantised[0]} and {len(quantised) - 1} more), which export does not read: "
-            "load it, and call zero3.save_merged(model, OUT)"
-        )
+    found.check_values()
     dtype = dtype_named(options.dtype) if options.dtype is not None else None
     if (wrong := not_a_dtype(dtype)) is not None:
         raise ValueError(f"--dtype {options.dtype}: {wrong}")

@@ -45,6 +45,15 @@ class ParameterSites:
         """What is written into the slot, before the parameter is hidden for the first time. The chunk is on `device`."""
         return self.parameter
 
+    def values_in(self, slot: Tensor) -> Tensor:
+        """The parameter's values, from what its slot in a full buffer holds."""
+        return slot
+
+    def write(self, values: Tensor, slot: Tensor) -> None:
+        """Puts values, in the parameter's shape, into its slot in a full buffer."""
+        if values.data_ptr() != slot.data_ptr():
+            slot.copy_(values)
+
     def stand_in(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The parameter's data while it is released: a NaN, stretched to its shape."""
         return not_a_number(dtype, device).expand(self.parameter.shape)

@@ -49,6 +49,14 @@ class QuantizedSites(ParameterSites):
         self.format.store(self.weight.codec.quantize(self.parameter.to(device)), raw)
         return raw
 
+    def values_in(self, slot: Tensor) -> Tensor:
+        return self.weight.codec.dequantize(self.format.seen(slot, self.weight.shape), self.dtype)
+
+    def write(self, values: Tensor, slot: Tensor) -> None:
+        """Values that the slot stands for already are left as they are, because quantising them again may change them."""
+        if not torch.equal(self.values_in(slot), values):
+            self.format.store(self.weight.codec.quantize(values), slot)
+
     def stand_in(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.stretched
 
@@ -112,19 +120,14 @@ class QuantizedChunk(Chunk):
     def finish_fetch(self) -> None:
         super().finish_fetch()
         if self._as_stored and self.full.views[0] is self._sites[0].stretched:
+            slots = unpack(self.full.tensor, self.layout)
             with torch.inference_mode(False):
-                self.full.views = [self._values(sites) for sites in self._sites]
-
-    def _values(self, sites: QuantizedSites) -> Tensor:
-        if sites.weight.stored is None:
-            raise RuntimeError(f"{sites.weight.name} has no full buffer yet")
-        return sites.weight.codec.dequantize(sites.weight.stored, sites.dtype)
+                self.full.views = [sites.values_in(slot) for sites, slot in zip(self._sites, slots, strict=True)]
 
     @torch.no_grad()
     def scatter(self) -> None:
         """Quantises the values that have changed on rank 0, and cuts the bytes into the chunks of all ranks."""
-        for sites, raw, values in zip(self._sites, unpack(self.full.tensor, self.layout), self.full.views, strict=True):
-            if not torch.equal(self._values(sites), values):
-                sites.format.store(sites.weight.codec.quantize(values), raw)
-                torch.autograd.graph.increment_version(self.shard)
+        for sites, slot, values in zip(self._sites, unpack(self.full.tensor, self.layout), self.full.views, strict=True):
+            sites.write(values, slot)
+        torch.autograd.graph.increment_version(self.shard)
         super().scatter()

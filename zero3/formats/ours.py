@@ -47,8 +47,8 @@ def read(path: Path, opened: ExitStack, advance: Callable[[int], object]) -> Run
 
 class _Reader:
     def __init__(self, found: manifest.Manifest, files: SafetensorsFiles) -> None:
+        self._found = found
         self._content = found.content
-        self._path = found.directory
         self._files = files
         self._ranges = Ranges(files)
         self._stored = {own_name(name): self._whole(name) for name in files.tensors}
@@ -56,10 +56,7 @@ class _Reader:
     def run(self) -> Run:
         content = self._content
         run = Run("zero3", {}, config=content.get("config"), ranks=content["world_size"])
-        if lacking := [name for name, described in content["tensors"].items() if not described["stored"]]:
-            raise ValueError(f"{self._path} was saved with frozen=False, without {len(lacking)} parameters ({lacking[0]}, ...)")
-        if quantised := [name for name, described in content["tensors"].items() if "format" in described]:
-            raise ValueError(f"{self._path} holds quantised parameters, such as {quantised[0]}, which no other system's checkpoint has")
+        self._found.check_values()
         for key, described in content["tensors"].items():
             name, shape = own_name(key), tuple(described["shape"])
             if f"other:0:{name}" in self._stored:

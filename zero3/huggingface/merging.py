@@ -99,6 +99,10 @@ class MergedContents(Contents):
             self.others = {kept[name]: tensor for name, tensor in self.others.items() if name in kept}
         self.owner: nn.Module = owner
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the tensor's values, also of a quantised one."""
+        return tuple(self.parameters[name].stand_in.shape) if name in self.parameters else super().shape(name)
+
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of the tensor's values, also of a quantised one."""
         sites = self.parameters[name].sites if name in self.parameters else None

@@ -56,8 +56,8 @@ def save_pretrained(
 
     Raises:
         ValueError: Nothing in `model` is sharded, `max_shard_size` is no size, ranks save different things, or `path` holds adapters and
-            `model` is a whole model, or the other way round. (Adapters may stand beside the model that they belong to.) Every rank
-            raises it.
+            `model` is a whole model, or the other way round. (Adapters may stand beside the model that they belong to.) Or a whole model
+            has quantised parameters. Every rank raises it.
         TypeError: `path` is no path, or `dtype` is no dtype. Every rank raises it.
         RuntimeError: Parameters have no values, or the call is inside `full_params` or `resident`.
         OSError: A rank could not write. Every rank raises the same error.
@@ -84,10 +84,10 @@ def _plans(model: nn.Module, directory: Path, max_bytes: int, dtype: torch.dtype
     model = innermost(model)
     adapters = getattr(model, "peft_config", None)
     if not isinstance(adapters, dict) or not hasattr(model, "get_base_model"):
-        if quantised := [name for name in contents.parameters if contents.format(name) is not None]:
-            raise ValueError(f"save_pretrained of a quantised model ({named(quantised)}): zero3.save_merged writes the values of its codes")
         contents.others |= extra
         check_unmixed(directory, None)
+        if quantized := [name for name, sharded in contents.parameters.items() if sharded.chunk.read_only]:
+            raise ValueError(f"save_pretrained of a quantised model would write codes for {named(quantized)}: use zero3.save_merged")
         yield Plan(model, contents, directory, shards_of(outputs_of_model(model, contents, extra, dtype), max_bytes, "model"), None)
         return
     for adapter in adapters:

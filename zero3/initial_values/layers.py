@@ -94,7 +94,7 @@ class Hand(TorchFunctionMode):
             if number in self._stored or any(each.index not in each.chunk.unloaded for each in state.parameters):
                 self._wire.tell(Command.FETCH, number, full)
             for each, parameter in zip(state.parameters, self._lent[number], strict=True):
-                value = view(full[each.chunk], each.chunk.layout, each.index)
+                value = each.sites.values_in(view(full[each.chunk], each.chunk.layout, each.index))
                 if number not in self._stored and each.index in each.chunk.unloaded and value.is_floating_point():
                     value.fill_(torch.nan)
                 parameter.data = value if each.index in each.chunk.unloaded else value.clone()
@@ -104,11 +104,12 @@ class Hand(TorchFunctionMode):
         state, full = self._states[number], self._held.pop(number)
         self._bare[number] = []
         for each, parameter in zip(state.parameters, self._lent[number], strict=True):
-            value = view(full[each.chunk], each.chunk.layout, each.index)
-            if each.index in each.chunk.unloaded and parameter.data_ptr() != value.data_ptr():  # it was given other data
-                if parameter.shape != value.shape:
+            slot = view(full[each.chunk], each.chunk.layout, each.index)
+            if each.index in each.chunk.unloaded:
+                if parameter.shape != each.stand_in.shape:
                     raise ValueError(f"{each.sites.name} of layer {state.label} was given the shape {tuple(parameter.shape)}")
-                value.copy_(parameter.data)
+                each.sites.write(parameter.data, slot)  # it may have been given other data
+            value = each.sites.values_in(slot)
             if bool(value.isnan().any()) or (not value.is_floating_point() and id(parameter) not in self._used):
                 self._bare[number].append(f"{each.sites.name!r} of layer {state.label}")
             parameter.data = each.stand_in

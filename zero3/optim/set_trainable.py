@@ -39,8 +39,8 @@ def set_trainable(model: nn.Module, select: Callable[[str, ParamInfo], bool]) ->
             under its first name. Parameters that the policy ignores do not come.
 
     Raises:
-        ValueError: Nothing in `model` is sharded, ranks choose differently, or an integer parameter is selected. All ranks raise
-            the same error, and nothing has changed.
+        ValueError: Nothing in `model` is sharded, ranks choose differently, or an integer or a quantised parameter is selected. All
+            ranks raise the same error, and nothing has changed.
         TypeError: `select` is no function, or has returned something else than True or False; likewise.
         RuntimeError: The model has gradients, computes, or is in `full_params`; likewise.
 
@@ -95,6 +95,8 @@ def _asked(model: nn.Module, states: list[LayerState], select: Callable[[str, Pa
             raise ValueError(
                 f"select({name!r}) returned True, but the parameter is {sharded.sites.parameter.dtype}: only floating ones train"
             )
+        if answer and sharded.chunk.read_only:
+            raise ValueError(f"select({name!r}) returned True, but the parameter is quantised ({sharded.chunk.stored_as}): it can't train")
         wanted[state, sharded.sites.name] = answer
     return wanted
 
