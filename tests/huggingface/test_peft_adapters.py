@@ -370,3 +370,35 @@ def test_load_pretrained_refuses_other_adapters_on_all_ranks_before_anything_cha
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
     on_two(lora, body)
+
+
+@pytest.mark.parametrize("quantize", [None, zero3.NF4()], ids=["plain", "nf4"])
+def test_materialize_begins_adapters_on_meta_as_peft_does_over_a_base_that_was_read(tmp_path: Path, quantize: Any) -> None:
+    base = ARCHITECTURES["Llama"]._replace(dtype=torch.float32).build()
+    base.save_pretrained(tmp_path)
+
+    def on_meta() -> Any:
+        with torch.device("meta"):
+            model = ARCHITECTURES["Llama"]._replace(dtype=torch.float32).build()
+            return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
+        policy = zero3.ShardingPolicy(quantize=quantize)
+        model = zero3.shard(models[group.rank], device="cpu", policy=policy, process_group=group)
+        zero3.load_pretrained(model, tmp_path)
+        with pytest.raises(RuntimeError, match=r"has no values yet for: .*lora_A.*zero3\.materialize"):
+            loss(model, Turn(0, 0, 1))
+        zero3.materialize(model)
+        loss(model, Turn(group.rank, 0, 2)).backward()
+        return zero3.full_state_dict(model, rank0_only=False)
+
+    models = [on_meta() for _ in range(2)]
+    for found in run_ranks(2, body):
+        for name, value in found.items():
+            if "lora_B" in name:
+                assert not value.any()
+            elif "lora_A" in name:
+                assert 0 < value.abs().max() <= value.shape[1] ** -0.5, "uniform, as peft draws it"
+            elif quantize is None:
+                plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+                assert torch.equal(value, base.state_dict()[plain]), name
