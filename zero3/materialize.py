@@ -149,7 +149,7 @@ def _calls(module: nn.Module, init: Init | None) -> Iterator[tuple[nn.Module, In
 
 def _adapters_in(model: Any) -> Iterator[tuple[nn.Module, Init]]:
     """peft's modules with adapters, which begin as peft begins them: after the layers that they hold have drawn their own values."""
-    configs = getattr(model, "peft_config", None)
+    configs: Any = getattr(model, "peft_config", None)
 
     def begin(module: Any) -> None:
         for adapter in [*module.lora_A, *module.lora_embedding_A]:

@@ -64,8 +64,7 @@ def save_merged(
 
     Example::
 
-        zero3.save_merged(model, directory, dtype=torch.bfloat16)            # what was trained, to the bit of the quantised base
-        zero3.save_merged(model, directory, base="meta-llama-3-70b")         # into the weights before they were quantised
+        zero3.save_merged(model, f"{directory}/merged", dtype=torch.bfloat16)
     """
     first = states_of(model)[0]
     with ExitStack() as opened:
