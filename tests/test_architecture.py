@@ -32,7 +32,7 @@ FLOORS = (
     {"shard", "names", "resilience", "forward_methods", "by_hand"},
     {"optim", "diagnose"},
     {"checkpoint", "zero1", "uneven"},
-    {"huggingface", "formats", "initial_values"},
+    {"huggingface", "formats", "initial_values", "offload"},
     {"integrations"},
     {"commands", "materialize"},
     {"__init__", "__main__"},

@@ -20,13 +20,14 @@ from zero3.core.parameters import find_parameters
 
 
 def chosen(model: nn.Module) -> list[str]:
-    return [name for name, _ in choose(model, None)]
+    return [name for ((name, _),) in choose(model, None)]
 
 
 def root_and_largest(model: nn.Module) -> tuple[int, int]:
     """Elements of the root's own layer, and of the largest other one."""
-    layers = choose(model, None)
-    tied = tied_across(model, layers)
+    parts = choose(model, None)
+    tied = tied_across(model, parts)
+    layers = [each for part in parts for each in part]
     inside = {id(module) for _, module in layers}
 
     def numel(unit: nn.Module) -> int:

@@ -64,27 +64,30 @@ class Run:
     tied: bool
     from_meta: bool
     grouped: bool
+    together: bool
     policy: ShardingPolicy
     actions: tuple[tuple[str, int], ...]
 
 
 ACTIONS = ["micro-batch", "micro-batch", "kept micro-batch", "encode", "scale by name", "clip by name", "step", "step", "fetch", "release"]
-MORE = ["set_trainable", "transform", "reduce", "evaluate", "report"]
+MORE = ["set_trainable", "transform", "reduce", "evaluate", "report", "guarded micro-batch", "clip", "order", "load", "write"]
 
 
 @st.composite
 def runs(draw: Callable[[Any], Any]) -> Run:
-    stage = draw(st.sampled_from([3, 3, 2]))
+    stage = draw(st.sampled_from([3, 3, 2, 1]))
     policy = ShardingPolicy(
         stage=stage,
+        dynamic=draw(st.sampled_from([False, False, False, True])),
         reshard_after_forward=draw(st.booleans()),
         prefetch_depth=draw(st.integers(0, 2)),
-        transactional=draw(st.booleans()),
+        transactional=stage > 1 and draw(st.booleans()),
         ignored=draw(st.sampled_from([None, left_alone])),
         grad_dtype=draw(st.sampled_from([None, torch.float32])),
     )
     actions = draw(st.lists(st.tuples(st.sampled_from([*ACTIONS, *MORE]), st.integers(0, 31)), min_size=3, max_size=14))
-    return Run(draw(st.sampled_from([1, 2, 3])), draw(st.booleans()), draw(st.booleans()), draw(st.booleans()), policy, tuple(actions))
+    tied, from_meta, grouped, together = (draw(st.booleans()) for _ in range(4))
+    return Run(draw(st.sampled_from([1, 2, 3])), tied, from_meta, grouped and stage > 1, together, policy, tuple(actions))
 
 
 def loss_by(model: Any, kind: str, turn: Turn) -> Tensor:
@@ -99,6 +102,11 @@ def scaled(gradients: dict[str, Tensor]) -> None:
 def clipped(gradients: dict[str, Tensor]) -> None:
     for gradient in gradients.values():
         gradient.div_(1 + gradient.norm())
+
+
+def layers_of(model: Model) -> list[Any]:
+    """The ends are one layer, and two blocks another."""
+    return [(model.embed, model.head), (model.blocks[0], model.blocks[2]), model.blocks[1]]
 
 
 def transformed(model: Any, seed: int) -> Tensor:
@@ -124,13 +132,17 @@ def plain_run(run: Run) -> list[Any]:
         return {n: p.grad for n, p in named.items() if p.grad is not None and not is_ignored(run, n)}
 
     for number, (action, seed) in enumerate(run.actions):
-        if action in ("micro-batch", "kept micro-batch", "encode"):
+        if action in ("micro-batch", "kept micro-batch", "guarded micro-batch", "encode"):
             for rank in range(run.world_size):
                 (loss_by(model, action, Turn(rank, number, run.world_size)) / run.world_size).backward()
         elif action == "scale by name":
             scaled(gradients())
         elif action == "clip by name":
             clipped(gradients())
+        elif action == "clip":
+            shown.append([torch.nn.utils.clip_grad_norm_([p for n, p in named.items() if n in gradients()], 0.5).double()])
+        elif action == "write":
+            model.blocks[seed % BLOCKS].down.weight.data.mul_(0.9)
         elif action == "step":
             for name, p in named.items():
                 if p.grad is not None:
@@ -154,7 +166,8 @@ class Sharded:
 
     def __init__(self, run: Run, model: Model, group: ThreadCommunicator) -> None:
         self.run, self.group = run, group
-        self.model: Any = zero3.shard(model, process_group=process_group(group), policy=run.policy, device="cpu")
+        layers = layers_of(model) if run.together else None
+        self.model: Any = zero3.shard(model, layers, process_group=process_group(group), policy=run.policy, device="cpu")
         zero3.register_forward_method(self.model, "encode")
         if run.from_meta:
             zero3.materialize(self.model)
@@ -177,6 +190,10 @@ class Sharded:
         if action in ("micro-batch", "kept micro-batch", "encode"):
             with zero3.no_sync(model) if action == "kept micro-batch" else nullcontext():
                 loss_by(model, action, Turn(self.group.rank, number, self.run.world_size)).backward()
+        elif action == "guarded micro-batch":
+            can_be = self.run.policy.stage == 3 and not self.run.policy.dynamic
+            with zero3.step_guard(model) if can_be else nullcontext():
+                loss_of(model, Turn(self.group.rank, number, self.run.world_size)).backward()
         elif action == "fetch":
             zero3.fetch(model if seed > 20 else model.blocks[seed % BLOCKS])
         elif action == "release":
@@ -187,14 +204,28 @@ class Sharded:
         elif action == "evaluate":
             with zero3.resident(model) if seed % 2 else nullcontext(), torch.no_grad():
                 shown.append([loss_of(model, Turn(0, seed, 1))])
+        elif action == "order":
+            ends = [layer for layer in (model.embed, model.head) if isinstance(layer, zero3.Zero3Layer)]
+            zero3.set_forward_order(model, [*ends, *model.blocks] if seed % 2 else [*ends[:1], *model.blocks, *ends[1:]])
+        elif action == "load":
+            values = zero3.full_state_dict(model)
+            with torch.no_grad():
+                for chunk in zero3.get_trainable_chunk(model):
+                    chunk.data.mul_(1.5)
+            zero3.load_full_state_dict(model, values)
+        elif action == "write":
+            with zero3.full_params(model.blocks[seed % BLOCKS], writeback=True), torch.no_grad():
+                model.blocks[seed % BLOCKS].down.weight.mul_(0.9)
         elif action == "report":
             assert zero3.report(model).world_size == self.run.world_size
         else:
             zero3.reduce_gradients(model)
-            self.with_gradients(action, seed)
+            shown += self.with_gradients(action, seed)
         return [*shown, zero3.full_state_dict(model, rank0_only=False)]
 
-    def with_gradients(self, action: str, seed: int) -> None:
+    def with_gradients(self, action: str, seed: int) -> list[Any]:
+        if action == "clip":
+            return [[zero3.clip_grad_norm_(self.model, 0.5)]]
         if action == "scale by name":
             scaled(zero3.named_gradients(self.model))
         elif action == "clip by name":
@@ -211,6 +242,7 @@ class Sharded:
             self.zero()
             zero3.set_trainable(self.model, chosen(seed))
             self.make_optimizer()
+        return []
 
 
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES == 25, suppress_health_check=list(HealthCheck))

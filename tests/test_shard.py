@@ -132,6 +132,12 @@ def test_what_can_not_be_sharded_is_refused(case: str) -> None:
         zero3.shard(make(), layers)
 
 
+def test_a_device_mesh_is_refused_by_the_group_to_pass() -> None:
+    mesh = type("DeviceMesh", (), {})()
+    with pytest.raises(TypeError, match=r"found DeviceMesh \(of a mesh of one dimension, pass mesh\.get_group\(\)\)"):
+        zero3.shard(stack(), process_group=mesh)
+
+
 def overlapping(model: Stack) -> None:
     model.blocks[1].up.weight = nn.Parameter(model.blocks[0].up.weight.detach()[:, :])
 

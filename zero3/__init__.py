@@ -16,6 +16,7 @@ from .huggingface.merging import save_merged
 from .huggingface.save_pretrained import save_pretrained
 from .layer import Zero3Layer
 from .materialize import materialize
+from .offload.activations import offload_activations
 from .optim.check_optimizer import check_optimizer
 from .optim.clipping import clip_grad_norm_
 from .optim.grad_scaler import GradScaler
@@ -65,6 +66,7 @@ __all__ = [  # noqa: RUF022 (sorted as Python does)
     "materialize",
     "named_gradients",
     "no_sync",
+    "offload_activations",
     "param_groups",
     "parameter_norms",
     "profile",

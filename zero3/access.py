@@ -9,11 +9,12 @@ from torch import nn
 
 from .comm.agreement import agree, all_go_on
 from .core.autograd import inside_backward
+from .core.gradient_types import CallersMistake
 from .core.layer_state import LayerState
 from .core.parameters import named
 from .core.pinning import Pin, pin, refuse_to_write, unpin, write_back
 from .core.transforms import transformable
-from .layer import layers_of
+from .layer import layers_of, states_in
 
 __all__: list[str] = []
 
@@ -195,15 +196,15 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     The first backward after it reduces the accumulated gradients. Every rank enters and leaves it. It saves all reductions except
     one, and costs memory: until that backward, every layer keeps its full gradient, `W * S` elements in `reduce_dtype`. (Without
-    it, micro-batches add up in the chunk's gradient.) The results differ only by the order of sums. If the gradients are zeroed,
-    the kept gradients are dropped too. The context may cover any module inside a model, and any part of a step. With one rank it
-    does nothing.
+    it, micro-batches add up in the chunk's gradient.) The results differ only by the order of sums. If the gradients are zeroed, the
+    kept ones are dropped too. It may cover any module inside a model, and any part of a step. With one rank it does nothing.
 
     Args:
         model: Any model, or part of one, that contains zero3 layers.
 
     Raises:
         ValueError: Nothing in `model` is sharded.
+        RuntimeError: It is inside of `step_guard`, which belongs inside of it.
 
     Example::
 
@@ -214,6 +215,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         optimizer.step()
     """
     gradients = [state.gradients for state in states_of(model)]
+    if any(each.holds for each in gradients):
+        raise CallersMistake("zero3.no_sync inside zero3.step_guard: put no_sync around it (`with no_sync(model), step_guard(model):`)")
     for each in gradients:
         each.deferrals += 1
     try:
@@ -285,13 +288,12 @@ def states_of(module: nn.Module) -> list[LayerState]:
 def _states_in(module: nn.Module) -> list[LayerState]:
     if not isinstance(module, nn.Module):  # callers may pass parameters, as to torch's own clip_grad_norm_
         raise TypeError(f"expected the sharded model, an nn.Module, found a {type(module).__name__}: pass the model, not its parameters")
-    states = [layer._state for layer in layers_of(module)]
-    states += [root for inner in module.modules() if isinstance(root := vars(inner).get("_zero3_root"), LayerState)]
+    roots = (vars(inner).get("_zero3_root") for inner in module.modules())
+    states = [*states_in(module), *(root for root in roots if isinstance(root, LayerState))]
     for inner in module.modules():
         for value in [*vars(inner).values(), *inner._parameters.values()]:
             owner = getattr(value, "zero3_state", None) if isinstance(value, nn.Parameter) else None
-            state = owner() if owner is not None else None
-            if state is not None and state not in states:
+            if owner is not None and (state := owner()) is not None and state not in states:
                 states.append(state)
     return states
 

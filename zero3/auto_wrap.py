@@ -13,7 +13,7 @@ from .core.parameters import CONTAINERS, ParameterSites, is_callable, own_module
 
 __all__: list[str] = []
 
-Layers = type[nn.Module] | Sequence[type[nn.Module] | nn.Module] | Callable[[str, nn.Module], bool] | None
+Layers = type[nn.Module] | Sequence[type[nn.Module] | nn.Module | Sequence[nn.Module]] | Callable[[str, nn.Module], bool] | None
 
 
 FEW = 16  # a model's trainable elements are few if this many times as many are in it
@@ -24,20 +24,27 @@ class Named(NamedTuple):
     module: nn.Module
 
 
-def choose(model: nn.Module, layers: Layers) -> list[Named]:
-    """Returns the modules that become layers, each once, outer before inner. The model itself is not among them.
+def choose(model: nn.Module, layers: Layers) -> list[tuple[Named, ...]]:
+    """Returns the modules of each layer: mostly one. Each module stands there once, outer before inner, and the model itself does not.
 
     Raises:
         ValueError: No module is found, or one can't be a layer.
         TypeError: `layers` is neither a class, several classes or modules, nor a predicate.
     """
     inside = [Named(name, module) for name, module in model.named_modules() if module is not model]
+    # torch.compile's wrapper is called in place of the module in it, and calls what it has found there when it was made
+    wrappers = {id(inner): module for _, module in inside if (inner := module._modules.get("_orig_mod")) is not None}
+    together: dict[int, tuple[nn.Module, ...]] = {}
     if layers is None:
         wanted = _automatic(model, inside)
     elif callable(layers) and not isinstance(layers, (type, nn.Module)):
         wanted = {id(module) for name, module in inside if layers(name, module)}
     else:
-        wanted = _modules_named(inside, [layers] if isinstance(layers, (type, nn.Module)) else layers)
+        items = _checked([layers] if isinstance(layers, (type, nn.Module)) else layers)
+        groups: list[tuple[nn.Module, ...]] = [item for item in items if isinstance(item, tuple)]
+        together = _together([tuple(wrappers.get(id(each), each) for each in group) for group in groups])
+        wanted = _modules_named(inside, [each for item in items for each in (item if isinstance(item, tuple) else [item])])
+    wanted = {id(wrappers[module]) if module in wrappers else module for module in wanted}
     chosen = [each for each in inside if id(each.module) in wanted]
     if not chosen:
         kinds = dict.fromkeys(type(module).__name__ for _, module in inside if is_callable(module))
@@ -47,19 +54,46 @@ def choose(model: nn.Module, layers: Layers) -> list[Named]:
             raise ValueError(
                 f"layers matches {name!r}, a {type(module).__name__}: that is never called, so it can't be a layer. Name its elements"
             )
-    return chosen
+    named = {id(each.module): each for each in inside}
+    parts = [tuple(named[id(each)] for each in together.get(id(one.module), [one.module])) for one in chosen]
+    return list(dict.fromkeys(parts))
 
 
-def _modules_named(inside: list[Named], layers: Any) -> set[int]:
+def _checked(layers: Any) -> list[Any]:
+    """The items of `layers`: classes, modules, and tuples of modules that form one layer together."""
     if not isinstance(layers, Iterable) or isinstance(layers, (str, bytes)):
         raise TypeError(
             f"layers must be a module class, several, modules, or a predicate (name, module) -> bool; "
             f"found {layers!r} of type {type(layers).__name__}"
         )
-    items = list(layers)
-    wrong = [item for item in items if not isinstance(item, nn.Module) and not (isinstance(item, type) and issubclass(item, nn.Module))]
-    if wrong:
-        raise TypeError(f"layers holds {wrong[0]!r} of type {type(wrong[0]).__name__}, expected module classes or modules")
+    items = [tuple(item) if isinstance(item, list) else item for item in layers]
+    for item in items:
+        wrong = [each for each in item if not isinstance(each, nn.Module)] if isinstance(item, tuple) else []
+        if wrong or not (isinstance(item, (nn.Module, tuple)) or (isinstance(item, type) and issubclass(item, nn.Module))):
+            found = wrong[0] if wrong else item
+            raise TypeError(
+                f"layers holds {found!r} of type {type(found).__name__}, expected "
+                + ("modules alone in what becomes one layer" if wrong else "module classes or modules, or tuples of modules")
+            )
+    return items
+
+
+def _together(groups: list[tuple[nn.Module, ...]]) -> dict[int, tuple[nn.Module, ...]]:
+    """For each module of `groups`, by id: the modules that it forms one layer with."""
+    together: dict[int, tuple[nn.Module, ...]] = {}
+    for group in groups:
+        within = {id(inner) for module in group for inner in module.modules() if inner is not module}
+        for module in group:
+            kind = type(module).__name__
+            if id(module) in together or group.count(module) > 1:
+                raise ValueError(f"layers holds a {kind} twice among the modules that become one layer together: name each once")
+            if id(module) in within:
+                raise ValueError(f"layers holds a {kind} together with a module that it is inside of: name the outer one alone")
+        together.update({id(module): group for module in group})
+    return together
+
+
+def _modules_named(inside: list[Named], items: list[Any]) -> set[int]:
     classes = tuple(item for item in items if isinstance(item, type))
     modules = [item for item in items if not isinstance(item, type)]
     known = {id(module) for _, module in inside}
@@ -211,16 +245,17 @@ def few_that_train(parameters: Sequence[ParameterSites]) -> list[ParameterSites]
     return trained if few else []
 
 
-def tied_across(model: nn.Module, chosen: list[Named]) -> dict[int, ParameterSites]:
+def tied_across(model: nn.Module, chosen: list[tuple[Named, ...]]) -> dict[int, ParameterSites]:
     """Returns the parameters that are in several layers (the root counts as one), by id, with all their places and their first name."""
-    boundaries = {id(module) for _, module in chosen}
+    parts = [(Named("", model),), *chosen]
+    boundaries = {id(module) for part in chosen for _, module in part}
     units: dict[int, set[int]] = {}
     parameters: dict[int, ParameterSites] = {}
-    for prefix, unit in [Named("", model), *chosen]:
+    for number, (prefix, unit) in ((number, each) for number, part in enumerate(parts) for each in part):
         for name, module in own_modules(unit, lambda m, unit=unit: m is not unit and id(m) in boundaries, prefix):  # type: ignore[misc]
             for attribute, parameter in module._parameters.items():
                 if parameter is not None:
-                    units.setdefault(id(parameter), set()).add(id(unit))
+                    units.setdefault(id(parameter), set()).add(number)
                     sites = parameters.setdefault(id(parameter), ParameterSites(f"{name}.{attribute}" if name else attribute, parameter))
                     if (module, attribute) not in sites.places:
                         sites.places.append((module, attribute))

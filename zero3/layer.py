@@ -12,7 +12,8 @@ from torch import nn
 
 from .comm.plain_values import name_of
 from .core.autograd import attributes_of, mark_upstream, tensors_in, uncached_autocast
-from .core.construction import Request, build_state
+from .core.compiled import ends_graphs
+from .core.construction import Request, all_but, build_state
 from .core.layer_state import LayerState
 from .core.module_overrides import Override, check_conversion, guard, guard_layer, refuse, refuse_load_state_dict, refuse_state_dict
 from .core.parameters import own_module_name, own_modules
@@ -73,25 +74,34 @@ class Zero3Layer(nn.Module):
         process_group: Any = None,
     ) -> None:
         super().__init__()
-        self._wrap(Request(module, rank, world_size, device, dtype, policy, process_group))
+        self._wrap(build_state(Request(module, rank, world_size, device, dtype, policy, process_group), is_layer), module, is_layer)
+        self._list_chunks()
 
     @classmethod
-    def _from_request(cls, request: Request) -> Zero3Layer:
-        """Makes a layer for `shard`, whose requests hold more than the constructor's arguments."""
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        layer._wrap(request)
-        return layer
+    def _from_request(cls, request: Request, will_be_layer: Callable[[nn.Module], bool]) -> list[Zero3Layer]:
+        """Makes a layer for `shard`, whose requests hold more than the constructor's arguments. Returns one for each of its modules.
 
-    def _wrap(self, request: Request) -> None:
+        `will_be_layer` is True for layers, and for modules that other requests make layers.
+        """
+        inner = all_but(request, will_be_layer)
+        state, layers = build_state(request, inner), [cls.__new__(cls) for _ in request.modules]
+        for layer, module in zip(layers, request.modules, strict=True):
+            nn.Module.__init__(layer)
+            layer._wrap(state, module, inner)
+        layers[0]._list_chunks()
+        return layers
+
+    def _wrap(self, state: LayerState, module: nn.Module, is_inner_layer: Callable[[nn.Module], bool]) -> None:
         self._runtime: Runtime | None = None
-        self._state = build_state(request, is_layer)
-        self.module = request.module
+        self._state = state
+        self.module = module
+        for _, inner in own_modules(module, is_inner_layer):
+            guard(inner, is_layer)
+        guard_layer(self)
+
+    def _list_chunks(self) -> None:
         self._state.registry = self._parameters
         self._parameters.update(self._state.chunk_names())
-        for _, module in own_modules(self.module, is_layer):
-            guard(module, is_layer)
-        guard_layer(self)
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
         """This rank's trainable chunks of this layer and of the layers inside it. They are the parameters for the optimizer.
@@ -99,7 +109,7 @@ class Zero3Layer(nn.Module):
         Returns:
             One 1-D tensor `[S]` for each dtype of each layer, or `[]` if nothing is trainable.
         """
-        return [chunk for layer in layers_of(self) for chunk in layer._state.trainable()]
+        return [chunk for state in states_in(self) for chunk in state.trainable()]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -108,6 +118,7 @@ class Zero3Layer(nn.Module):
 
     # -- one call
 
+    @ends_graphs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         runtime = self._runtime
         if runtime is None or (len(runtime.layers) == 1 and torch.is_grad_enabled()):
@@ -206,9 +217,9 @@ class Zero3Layer(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Zero3Layer:
         """Called by `model.to()`, `.double()`, `.share_memory()`: raises if any chunk would change, before anything changes."""
-        for layer in layers_of(self):
-            for chunk in layer._state.chunks:
-                check_conversion(chunk.shard.new_empty(1), fn, f"layer {layer._state.label}")
+        for state in states_in(self):
+            for chunk in state.chunks:
+                check_conversion(chunk.shard.new_empty(1), fn, f"layer {state.label}")
         if recurse:
             self.module._apply(fn)  # type: ignore[no-untyped-call]
         return self
@@ -231,6 +242,7 @@ class RootEntry(Override):
         super().__init__(module, name, run_sharded)
         self.root, self.runtime = weakref.ref(root), weakref.ref(runtime)  # the model holds the root, its layers the runtime
 
+    @ends_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, root, runtime = self._module(), self.root(), self.runtime()
         if module is None or root is None or runtime is None:
@@ -248,18 +260,26 @@ def layers_of(model: nn.Module) -> list[Zero3Layer]:
     return [module for module in model.modules() if isinstance(module, Zero3Layer)]
 
 
+def states_in(model: nn.Module) -> list[LayerState]:
+    """The state of every layer in `model`, each once: several modules may form one layer."""
+    return list(dict.fromkeys(layer._state for layer in layers_of(model)))
+
+
 def floating_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of the first floating parameter, as Hugging Face's `model.dtype`, or torch's default dtype if there is none."""
-    dtypes = (chunk.shard.dtype for layer in layers_of(model) for chunk in layer._state.chunks)
+    dtypes = (chunk.shard.dtype for state in states_in(model) for chunk in state.chunks)
     return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.get_default_dtype())
 
 
 def adopt(root: nn.Module, *, ordered: bool, outer: Sequence[LayerState] = ()) -> Runtime:
     """Gives all layers in `root` one new runtime. `ordered`: they are called in their order in the model."""
     layers = layers_of(root)
+    labels: dict[LayerState, dict[nn.Module, str]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
         if isinstance(module, Zero3Layer) and name:
-            module._state.label = f"{own_module_name(name)!r} ({type(module.module).__name__})"
+            labels.setdefault(module._state, {})[module] = f"{own_module_name(name)!r} ({type(module.module).__name__})"
+    for state, names in labels.items():
+        state.label = " and ".join(names.values())
     states = [*outer, *(layer._state for layer in layers)]
     runtime = Runtime(states, states[0].policy, ordered=ordered, depths=[*(0 for _ in outer), *_depths(root, len(outer), set())])
     for layer in layers:

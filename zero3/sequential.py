@@ -10,6 +10,7 @@ from torch import nn
 
 from .comm.agreement import agree
 from .comm.factory import any_device_of, communicator_for
+from .core.compiled import ends_graphs
 from .core.runtime import Runtime
 from .layer import Zero3Layer, adopt, floating_dtype, layers_of
 
@@ -43,6 +44,7 @@ class Zero3Sequential(nn.Module):
             self.add_module(str(index), layer)
         self._layers = tuple(layers)
 
+    @ends_graphs
     def forward(self, x: Any) -> Any:
         with self._shared_runtime().forward_pass(self):
             for layer in self._layers:

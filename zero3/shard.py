@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from .access import pinned
-from .auto_wrap import Layers, choose, few_that_train, tied_across
-from .core.construction import Request, agree_on, build_state, device_of
+from .auto_wrap import Layers, Named, choose, few_that_train, tied_across
+from .core.compiled import check_compiled
+from .core.construction import Request, agree_on, all_but, build_state, device_of
 from .core.ignored import without_ignored
 from .core.layer_state import LayerState
 from .core.layout import megabytes
@@ -55,7 +56,9 @@ def shard(
     Args:
         model: Any module that is not sharded yet, with values or on the meta device.
         layers: The submodules that become layers: a class, several classes or modules, or a predicate `(name, module) -> bool`. A
-            match inside a match becomes an inner layer, which is released while the rest of the outer layer computes. None takes:
+            match inside a match becomes an inner layer, which is released while the rest of the outer layer computes. A tuple
+            among several, as `[*model.blocks, (model.embed, model.head)]`, is one layer of modules that need not stand together:
+            it is gathered when the first of them is called, and stays until each has been called. None takes:
 
             * blocks: the elements of each outermost `ModuleList` that holds at least a tenth of the parameters, or of the largest
               one if none does; then of every list with elements of a tenth of the largest block, such as a vision tower's. If an
@@ -94,7 +97,8 @@ def shard(
     common = Request(model, rank, world_size, device, dtype, one, process_group, label=f"the root ({type(model).__name__})")
     plan = _agreed_plan(common, layers, policy)
     for request in plan.layers:
-        _put(model, request.module, Zero3Layer._from_request(request))
+        for module, layer in zip(request.modules, Zero3Layer._from_request(request, plan.will_be_layer), strict=True):
+            _put(model, module, layer)
     root = build_state(plan.root, is_layer)
     _enter_through_root(root, model)
     refuse_merges(model)
@@ -102,11 +106,18 @@ def shard(
     return model
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Plan:
-    layers: list[Request]  # inner before outer
+    layers: list[Request]
     root: Request
     adapters: frozenset[int] = frozenset()  # ids of the parameters that the root has because few train
+
+    def will_be_layer(self, module: nn.Module) -> bool:
+        return is_layer(module) or id(module) in self._ids
+
+    @cached_property
+    def _ids(self) -> set[int]:
+        return {id(module) for request in self.layers for module in request.modules}
 
 
 def _agreed_plan(common: Request, layers: Layers, policy: ShardingPolicy | PolicyOf) -> _Plan:
@@ -117,8 +128,7 @@ def _agreed_plan(common: Request, layers: Layers, policy: ShardingPolicy | Polic
         plan = _with_adapters(_with_policies(_plan(common, layers), _as_configured(common.module, policy)))
     except Exception as caught:  # whatever a predicate raises: the other ranks wait to hear of it
         error = caught
-    own = {id(request.module) for request in plan.layers}
-    agree_on([plan.root, *plan.layers], lambda module: is_layer(module) or id(module) in own, error)
+    agree_on([plan.root, *plan.layers], plan.will_be_layer, error)
     return plan
 
 
@@ -132,15 +142,28 @@ def _plan(common: Request, layers: Layers) -> _Plan:
     everything = find_parameters(model, lambda module: False)  # all together, because parameters of two layers may overlap
     check_parameters(without_ignored(everything, common.policy), common.dtype, type(model).__name__)
     chosen = choose(model, layers)
-    ids = {id(module) for _, module in chosen}
+    check_compiled(_outside_or_around(model, {id(module) for part in chosen for _, module in part}))
     tied = tied_across(model, chosen)
-    elsewhere = frozenset(tied)
-    named = [(own_module_name(name), module) for name, module in chosen]
-    parts = [
-        replace(common, module=m, label=f"{n!r} ({type(m).__name__})", prefix=f"{n}.", elsewhere=elsewhere, model=model) for n, m in named
-    ]
-    parts.sort(key=lambda part: sum(id(inner) in ids for inner in part.module.modules()))  # inner before outer
-    return _Plan(parts, replace(common, borrowed=tuple(tied.values())))
+    apart = replace(common, elsewhere=frozenset(tied), model=model)
+    return _Plan([_part(apart, part) for part in chosen], replace(common, borrowed=tuple(tied.values())))
+
+
+def _outside_or_around(model: nn.Module, layers: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in no layer, and those around a layer."""
+    inside = {id(inner) for module in model.modules() if id(module) in layers for inner in module.modules()}
+    for name, module in model.named_modules():
+        if id(module) not in inside or any(id(inner) in layers for inner in module.modules() if inner is not module):
+            yield name, module
+
+
+def _part(common: Request, modules: tuple[Named, ...]) -> Request:
+    named = [(own_module_name(name), module) for name, module in modules]
+    label = " and ".join(f"{name!r} ({type(module).__name__})" for name, module in named)
+    if len(named) == 1:
+        return replace(common, module=named[0][1], label=label, prefix=f"{named[0][0]}.")
+    holder = nn.Module()
+    holder._modules.update(named)
+    return replace(common, module=holder, label=label, together=tuple(module for _, module in named))
 
 
 def _as_configured(model: nn.Module, policy: ShardingPolicy | PolicyOf) -> ShardingPolicy | PolicyOf:
@@ -165,14 +188,14 @@ def _with_policies(plan: _Plan, policy: ShardingPolicy | PolicyOf) -> _Plan:
         raise TypeError(f"policy must be a zero3.ShardingPolicy or (name, module) -> ShardingPolicy, found {type(policy).__name__}")
     names = {id(module): name for name, module in plan.root.module.named_modules()}
     return _Plan(
-        [replace(part, policy=policy(names[id(part.module)], part.module)) for part in plan.layers],
+        [replace(part, policy=policy(names[id(part.modules[0])], part.modules[0])) for part in plan.layers],
         replace(plan.root, policy=policy("", plan.root.module)),
     )
 
 
 def _with_adapters(plan: _Plan) -> _Plan:
     """Gives the trainable parameters of layers to the root, if they are few. So one gather and one reduction serve all of them."""
-    policy, inner = plan.root.policy, {id(part.module) for part in plan.layers}
+    policy = plan.root.policy
     tied = {id(sites.parameter) for sites in plan.root.borrowed}
     if not isinstance(policy, ShardingPolicy) or not policy.group_adapters:  # the former is refused later
         return plan
@@ -181,7 +204,7 @@ def _with_adapters(plan: _Plan) -> _Plan:
     parts, moved = [], dict[int, ParameterSites]()
     for part in plan.layers:
         alike = replace(part.policy, output_dtype=policy.output_dtype) == policy
-        own = find_parameters(part.module, lambda module, part=part: module is not part.module and id(module) in inner)  # type: ignore[misc]
+        own = find_parameters(part.module, all_but(part, plan.will_be_layer))
         found = {id(sites.parameter) for sites in own if alike} & adapters.keys()
         moved |= {key: adapters[key] for key in found}
         parts.append(replace(part, elsewhere=part.elsewhere | found))
@@ -233,14 +256,17 @@ def _report(model: nn.Module, root: LayerState, adapters: frozenset[int]) -> Non
     if root.communicator.rank != 0:
         return
     grouped = [sharded for sharded in root.parameters if id(sharded.sites.parameter) in adapters]
-    kinds: dict[str, list[int]] = {}
+    of: dict[LayerState, list[str]] = {}
     for layer in layers_of(model):
-        kinds.setdefault(type(layer.module).__name__, []).append(layer._state.full_nbytes())
+        of.setdefault(layer._state, []).append(type(layer.module).__name__)
+    kinds: dict[str, list[int]] = {}
+    for state, names in of.items():
+        kinds.setdefault(" and ".join(names), []).append(state.full_nbytes())
     parts = ", ".join(f"{len(sizes)} x {kind} (each up to {megabytes(max(sizes))})" for kind, sizes in kinds.items())
     aside = sum(sharded.stand_in.numel() * sharded.chunk.compute_dtype.itemsize for sharded in grouped)
     own, largest = root.full_nbytes() - aside, max(max(sizes) for sizes in kinds.values())
-    names = [sharded.sites.name for sharded in root.parameters if sharded not in grouped]
-    listed = ", ".join(names[:6]) + (" ..." if len(names) > 6 else "") if names else "nothing"
+    own_names = [sharded.sites.name for sharded in root.parameters if sharded not in grouped]
+    listed = ", ".join(own_names[:6]) + (" ..." if len(own_names) > 6 else "") if own_names else "nothing"
     parts += f"; {len(grouped)} adapters of layers in the root's own layer, together ({megabytes(aside)})" if grouped else ""
     _log.info("%s: %s; in the root's own layer %s (%s)", type(model).__name__, parts, megabytes(own), listed)
     if own > largest:

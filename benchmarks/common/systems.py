@@ -130,6 +130,27 @@ def zero3_by_sockets(modules: list[nn.Module], optimizer: str, **options: Any) -
     return zero3(modules, optimizer, **options)
 
 
+def zero3_compiled(modules: list[nn.Module], optimizer: str, **options: Any) -> Training:
+    """torch.compile of each layer's module, before sharding."""
+    for module in modules:
+        module.compile()
+    return zero3(modules, optimizer, **options)
+
+
+def zero3_in_compiled_model(modules: list[nn.Module], optimizer: str, **options: Any) -> Training:
+    """torch.compile of the sharded model, whose graphs end at layers."""
+    training = zero3(modules, optimizer, **options)
+    training.model = torch.compile(training.model)  # type: ignore[assignment]
+    return training
+
+
+def fsdp2_compiled(modules: list[nn.Module], optimizer: str, **options: Any) -> Training:
+    """As FSDP2's authors advise: each block compiled before it is sharded."""
+    for module in modules:
+        module.compile()
+    return fsdp2(modules, optimizer, **options)
+
+
 NO_COMMUNICATION = "no communication"
 SYSTEMS: dict[str, Callable[..., Training]] = {
     NO_COMMUNICATION: plain,
@@ -140,6 +161,14 @@ SYSTEMS: dict[str, Callable[..., Training]] = {
     "DeepSpeed ZeRO-3": deepspeed3,
     "zero3": zero3,
     "zero3 by sockets": zero3_by_sockets,
+}
+
+
+# torch.compile needs a C++ compiler on a CPU, and minutes: by name only.
+COMPILED: dict[str, Callable[..., Training]] = {
+    "zero3, blocks compiled": zero3_compiled,
+    "zero3, model compiled": zero3_in_compiled_model,
+    "FSDP2, blocks compiled": fsdp2_compiled,
 }
 
 

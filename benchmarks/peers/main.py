@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anyw
 from benchmarks.common.model import Size
 from benchmarks.common.ranks import RanksFailed, alone, enter_private_network, on_ranks
 from benchmarks.common.report import leave, progress
-from benchmarks.common.systems import SYSTEMS, missing
+from benchmarks.common.systems import COMPILED, SYSTEMS, missing
 from benchmarks.common.training import check, reference, slowest, train
 from benchmarks.peers.tables import draw, tables
 
@@ -64,7 +64,8 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--check-steps", type=int, default=3, help="steps that are counted and compared; 0: none; default: %(default)s")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one group of processes; default: %(default)s")
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS), metavar="SYSTEM", help=", ".join(SYSTEMS))
+    known = [*SYSTEMS, *COMPILED]
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=known, metavar="SYSTEM", help=", ".join(known))
     parser.add_argument("--output", type=Path, help="a folder for the tables, all that was measured, and pictures")
     args = parser.parse_args()
     size = Size.from_flags(args)

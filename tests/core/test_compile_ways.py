@@ -12,13 +12,19 @@ import torch
 import zero3
 from tests.support import processes
 from tests.support.reference import Turn
-from tests.support.stacks import Block, loss_of, stack
+from tests.support.stacks import WIDTH, Block, loss_of, stack, words_of
 
 STEPS = 3
 
 
 def compiled_by_itself(model: Any) -> Any:
     model.compile(backend="aot_eager")
+    return model
+
+
+def wrapped_blocks(model: Any, *, fullgraph: bool = False) -> Any:
+    for place, block in enumerate(model.blocks):
+        model.blocks[place] = torch.compile(block, backend="aot_eager", fullgraph=fullgraph)
     return model
 
 
@@ -34,6 +40,8 @@ WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "model.compile before": (compiled_by_itself, lambda model: model),
     "model.compile after": (lambda model: model, compiled_by_itself),
     "block.compile before": (with_compiled_blocks, lambda model: model),
+    "torch.compile of blocks before": (wrapped_blocks, lambda model: model),
+    "torch.compile of blocks after": (lambda model: model, wrapped_blocks),
     "block.compile after": (lambda model: model, with_compiled_blocks),
 }
 
@@ -75,8 +83,60 @@ def test_compile_in_all_ways_trains_as_eager(way: str) -> None:
     assert all(graphs > 0 for _, graphs in results), "something was compiled"
 
 
-def test_compile_of_a_fullgraph_is_an_error_that_says_what_to_compile_when() -> None:
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks, whoever's tensor it is
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_torch_compile_of_blocks_before_sharding_by_their_class(fullgraph: bool, together: bool) -> None:
+    """The wrapper becomes the layer: it has found the block's own call when it was made, and would go past a layer inside it."""
+    torch.compiler.reset()
+    model = wrapped_blocks(stack(), fullgraph=fullgraph)
+    first, last = model.blocks[0]._orig_mod, model.blocks[2]._orig_mod
+    zero3.shard(model, [Block, (first, last)] if together else Block, policy=zero3.ShardingPolicy(param_dtype=torch.float32))
+    assert isinstance(model.blocks[0], zero3.Zero3Layer) and (model.blocks[0]._state is model.blocks[2]._state) == together
+    loss = loss_of(model, Turn(0, 0, 1))
+    loss.backward()
+    assert loss.item() == pytest.approx(loss_of(stack(), Turn(0, 0, 1)).item(), abs=1e-5)
+    assert sorted(zero3.full_state_dict(model)) == sorted(stack().state_dict())
+
+
+def compiled_by_itself_whole(model: Any) -> Any:
+    model.compile(backend="eager", fullgraph=True)
+    return model
+
+
+WHOLE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "torch.compile after": (lambda m: torch.compile(zero3.shard(m), backend="eager", fullgraph=True), "a Stack"),
+    "torch.compile before": (lambda m: zero3.shard(torch.compile(m, backend="eager", fullgraph=True)), "a OptimizedModule"),
+    "model.compile after": (lambda m: compiled_by_itself_whole(zero3.shard(m)), "a Stack"),
+    "model.compile before": (lambda m: zero3.shard(compiled_by_itself_whole(m)), "a Stack"),
+    "of a layer": (lambda m: wrapped_blocks(zero3.shard(m), fullgraph=True), "a Zero3Layer"),
+    "of a layer by itself": (lambda m: compiled_by_itself_whole(zero3.shard(m).blocks[0]), "a Zero3Layer"),
+    "of what the root owns": (lambda m: [compiled_by_itself_whole(m.norm), zero3.shard(m)], "'norm', a LayerNorm"),
+    "of a Zero3Sequential": (
+        lambda m: torch.compile(zero3.Zero3Sequential([zero3.Zero3Layer(m.embed), zero3.Zero3Layer(m.head)]), fullgraph=True),
+        "a Zero3Sequential",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WHOLE)
+def test_compile_of_a_fullgraph_is_an_error_that_says_what_to_compile_when(way: str) -> None:
+    compiled, what = WHOLE[way]
+    model = stack()
+    with pytest.raises(RuntimeError, match=r"block\.compile\(fullgraph=True\), then zero3\.shard") as raised:
+        compiled(model)
+    assert type(raised.value) is RuntimeError and f"of {what} in a sharded model" in str(raised.value)
+    if way.endswith("before"):
+        assert not zero3.is_sharded(model)
+
+
+def test_compile_of_a_fullgraph_with_a_sharded_model_in_it_gives_the_reason() -> None:
+    """torch's own error, as nothing of zero3 is asked before."""
+    torch.compiler.reset()
     model = zero3.shard(stack())
-    for module in (model, model.blocks[0]):
-        with pytest.raises(RuntimeError, match=r"block\.compile\(fullgraph=True\), then zero3\.shard"):
-            module.compile(fullgraph=True)
+    whole = torch.compile(lambda words: model(words).sum(), backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"zero3: layers are fetched and released between graphs\. Leave fullgraph out"):
+        whole(words_of(Turn(0, 0, 1)))
+    inside = torch.compile(model.blocks[0].module.up, backend="eager", fullgraph=True)  # holds no layer: it may be one graph
+    with zero3.resident(model):
+        assert inside(torch.zeros(1, WIDTH, dtype=torch.float64)).shape == (1, 7)

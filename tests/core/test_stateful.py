@@ -109,6 +109,11 @@ def with_shard(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn
     return zero3.shard(model, Block, policy=policy, process_group=group)
 
 
+def with_layers_together(model: Any, group: Any, policy: zero3.ShardingPolicy) -> nn.Module:
+    """The outer blocks are one layer."""
+    return zero3.shard(model, [model[1], (model[0], model[2])], policy=policy, process_group=group)
+
+
 plans = st.builds(
     Plan,
     reentrant=st.tuples(*[st.sampled_from([None, None, False, True])] * BLOCKS),
@@ -135,8 +140,12 @@ def drawn_policies(draw: Callable[[Any], Any]) -> zero3.ShardingPolicy:
 
 policies = drawn_policies()
 worlds = st.sampled_from([1, 2, 2, 3])
-shards = [in_sequence, in_place, nested, with_shard]
-dynamic_shards = [in_sequence, with_shard]  # layers that a plain module calls one by one can't be known to be left out
+shards = [in_sequence, in_place, nested, with_shard, with_layers_together]
+dynamic_shards = [
+    in_sequence,
+    with_shard,
+    with_layers_together,
+]  # others can't know which layers are left out
 blocks = st.integers(0, BLOCKS - 1)
 phases = st.sampled_from(["forward", "backward"])
 rows = st.lists(st.integers(0, 3), min_size=3, max_size=3)  # a rank
@@ -271,7 +280,7 @@ class Life(RuleBasedStateMachine):
         self.crew.each(backward)
         self._join(self._plain_backward(batches, skipping, forwards), waits=waits)
 
-    @precondition(lambda self: self.policy.dynamic and self.shard is with_shard)
+    @precondition(lambda self: self.policy.dynamic and self.shard in (with_shard, with_layers_together))
     @rule(sizes=rows, omits=st.lists(st.sets(blocks, max_size=BLOCKS - 1), min_size=3, max_size=3), trains=st.booleans())
     def leave_out(self, sizes: list[int], omits: list[set[int]], trains: bool) -> None:
         """Ranks call different blocks. (One that calls none has nothing to run backward through.)"""
@@ -435,7 +444,8 @@ class Life(RuleBasedStateMachine):
             for chunk in layer._state.chunks:
                 chunk.shard.requires_grad_(trains)
 
-        if where != self.plan.frozen:  # a chunk that was frozen when wrapped is in no optimizer
+        alone = where == 1 or self.shard is not with_layers_together  # a chunk is frozen as a whole
+        if alone and where != self.plan.frozen:  # a chunk that was frozen when wrapped is in no optimizer
             self.crew.each(toggle)
             self.plain[where].requires_grad_(trains)
 

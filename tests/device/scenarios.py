@@ -129,6 +129,36 @@ def param_groups_whole(me: Me) -> list[Tensor]:
     return train(model, me, optimizer=torch.optim.AdamW(groups, lr=0.01, foreach=True))
 
 
+def _offload_activations(me: Me, make: Callable[[], nn.Module], to: Any = "cpu") -> list[Tensor]:
+    """In every step one graph is dropped with its tensors on their way out, and one with tensors on their way back."""
+    model, offloaded = sharded(me, lambda: Stack(make)), zero3.offload_activations(to, min_bytes=1)
+    optimizer = sgd(model)
+
+    def fails(*_: Any) -> None:
+        raise ArithmeticError("as told")
+
+    for step in range(3):
+        with offloaded:
+            loss_of(model, me, step)
+            with model.blocks[1].register_forward_hook(lambda module, inputs, output: output.register_hook(fails) and None):
+                loss = loss_of(model, me, step)
+        with suppress(ArithmeticError):
+            loss.backward()
+        zero3.reset(model)
+        del loss
+        with offloaded:
+            loss = loss_of(model, me, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+SCENARIOS["offload_activations"] = lambda me: _offload_activations(me, Block)
+SCENARIOS["offload_activations_checkpoint"] = lambda me: _offload_activations(me, lambda: Block(reentrant=False))
+SCENARIOS["offload_activations_to_a_file"] = lambda me: _offload_activations(me, Block, me.directory)
+
+
 @scenario
 def save_and_load(me: Me) -> list[Tensor]:
     """A checkpoint, written while training goes on; another model goes on from it."""

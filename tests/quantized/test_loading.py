@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ FORMATS = {
 def built(name: str = "Llama", device: str = "cpu", **config: Any) -> Any:
     with torch.device(device):
         model = ARCHITECTURES[name]._replace(dtype=torch.bfloat16).build()
+    model.config = deepcopy(model.config)  # which all models of the class share here
     for key, value in config.items():
         setattr(model.config, key, value)
     return model.requires_grad_(False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,7 @@ def test_save_merged_into_the_original_weights(tmp_path: Path) -> None:
 def test_save_merged_of_a_quantised_model_without_adapters_and_its_config(tmp_path: Path) -> None:
     kind = zero3.NF4()
     plain = base_model("Mixtral").requires_grad_(False)
+    plain.config = deepcopy(plain.config)
     plain.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     plain.config.quantization_config["bnb_4bit_use_double_quant"] = True
     model = zero3.shard(plain)

@@ -74,8 +74,14 @@ MISTAKES: dict[str, tuple[Callable[[Loop], Any], str]] = {
     "a look": (lambda loop: loop.chunks[0].grad.sum(), STEPPED),  # type: ignore[union-attr]
     "scaling": (lambda loop: loop.chunks[0].grad.mul_(0.5), STEPPED),  # type: ignore[union-attr]
     "a penalty": (lambda loop: sum(chunk.pow(2).sum() for chunk in loop.chunks).backward(), PENALTY),  # type: ignore[union-attr]
+    "no_sync": (lambda loop: _without_sync(loop.model), r"zero3\.no_sync inside zero3\.step_guard: put no_sync around it"),
     "chunks written": (lambda loop: _keep_values(loop), "an optimizer stepped inside .* or something else wrote into chunks"),
 }
+
+
+def _without_sync(model: nn.Module) -> None:
+    with zero3.no_sync(model):
+        pass
 
 
 def _keep_values(loop: Loop) -> None:

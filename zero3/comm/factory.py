@@ -31,7 +31,9 @@ def communicator_for(process_group: Any, device: torch.device) -> Communicator:
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         if hasattr(process_group, "all_gather") and hasattr(process_group, "duplicate"):
             return process_group  # type: ignore[no-any-return]
-        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup or None, found {type(process_group).__name__}")
+        kind = type(process_group).__name__
+        mesh = " (of a mesh of one dimension, pass mesh.get_group())" if kind == "DeviceMesh" else ""
+        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup or None, found {kind}{mesh}")
     if process_group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return _alone()

@@ -211,6 +211,7 @@ class Backward:
         state.check_unwritten()  # an optimizer that steps in parameters' hooks would change nothing but the full buffer
         if step.reduce and trace.reduces:
             self._back_up(state)
+        state.calls_left = 0 if step.reduce else state.modules - 1
         self.release(state)
 
     def _finish(self, trace: LayerTrace) -> None:
@@ -262,6 +263,7 @@ class Backward:
         self._drain_backups()
         self._reduces = False
         for state in self._stack.layers:
+            state.calls_left = 0
             self.release(state)
         self.order.learn()
         if not self._outer_ending.awaited:

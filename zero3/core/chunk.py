@@ -17,6 +17,19 @@ from .layout import ChunkLayout
 __all__: list[str] = []
 
 
+_MARK = "_zero3_shows_parameters"  # attribute of a storage
+
+
+def _marked(full: Tensor) -> Tensor:
+    setattr(full.untyped_storage(), _MARK, True)
+    return full
+
+
+def shows_parameters(tensor: Tensor) -> bool:
+    """Whether a strided tensor's memory is a full buffer."""
+    return getattr(tensor.untyped_storage(), _MARK, False)
+
+
 class FullBuffer:
     """A flat tensor whose storage is freed and allocated again, while the tensor and its views stay the same objects.
 
@@ -32,7 +45,7 @@ class FullBuffer:
     def allocate(self) -> None:
         if not self.views:
             with torch.inference_mode(False):  # training may use the same buffer later
-                self.tensor = torch.empty(self._layout.padded_numel, dtype=self.tensor.dtype, device=self.tensor.device)
+                self.tensor = _marked(torch.empty(self._layout.padded_numel, dtype=self.tensor.dtype, device=self.tensor.device))
                 self.views = unpack(self.tensor, self._layout)
         elif (storage := self._storage).nbytes() != (nbytes := self.tensor.nbytes):
             storage.resize_(nbytes)
@@ -52,7 +65,7 @@ class ResidentBuffer:
     """The full buffer at world size 1. It is the chunk itself, so nothing is allocated, transferred or freed."""
 
     def __init__(self, layout: ChunkLayout, shard: nn.Parameter) -> None:
-        self.tensor = shard.data  # 1-D [S], the same memory
+        self.tensor = _marked(shard.data)  # 1-D [S], the same memory
         self.views = unpack(self.tensor, layout)
 
     def allocate(self) -> None:

@@ -41,6 +41,12 @@ class Request:
     elsewhere: frozenset[int] = frozenset()  # ids of parameters that another layer owns
     borrowed: tuple[ParameterSites, ...] = ()  # parameters inside other layers that this one owns
     model: nn.Module | None = None  # the model that the module is a part of; None: it is the model
+    together: tuple[nn.Module, ...] = ()  # the modules that form the layer, where they are several; then `module` only holds them
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules that are called."""
+        return self.together or (self.module,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,7 @@ def agree_on(requests: Sequence[Request], is_layer: Callable[[nn.Module], bool],
 
     `is_layer` is also True for modules that other requests will make layers.
     """
-    examined = [_examine(request, _all_but(request.module, is_layer)) for request in requests]
+    examined = [_examine(request, all_but(request, is_layer)) for request in requests]
     first = examined[0]
     error = error or next((each.error for each in examined if each.error is not None), None)
     quantizing = [each for each in examined if each.request.policy.quantize is not None]
@@ -88,8 +94,10 @@ def agree_on(requests: Sequence[Request], is_layer: Callable[[nn.Module], bool],
     agree(first.communicator, first.device, "what becomes a layer", lines, error)
 
 
-def _all_but(own: nn.Module, is_layer: Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:
-    return lambda module: module is not own and is_layer(module)
+def all_but(request: Request, is_layer: Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:
+    """Works as `is_layer`, but is False for the modules that `request` makes a layer."""
+    own = {id(module) for module in request.modules}
+    return lambda module: id(module) not in own and is_layer(module)
 
 
 def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> LayerState:
@@ -105,7 +113,7 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     note = examined.agree()
     communicator, device, label = examined.communicator, examined.device, examined.label
     communicator.channel = int.from_bytes(note[:IDENTITY_BYTES], "little")
-    state = LayerState(label, communicator, device, request.policy)
+    state = LayerState(label, communicator, device, request.policy, len(request.modules))
     unloaded: set[str] = set()
     if note[IDENTITY_BYTES]:
         empty_on_rank_0 = communicator.exchange(bytes(examined.on_meta.values()), device)[0]

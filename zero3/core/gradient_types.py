@@ -99,8 +99,12 @@ class WholeGradient(PieceGradient):
             super()._before_norm(caller)
 
 
-class NotReducedError(RuntimeError):
-    """A gradient was used before it was reduced. This is the caller's mistake; `step_guard` does not catch it."""
+class CallersMistake(RuntimeError):
+    """An error that `step_guard` does not catch: every rank raises it."""
+
+
+class NotReducedError(CallersMistake):
+    """A gradient was used before it was reduced."""
 
 
 class DefersReductions(Protocol):

@@ -45,7 +45,7 @@ class LayerState:
                                                    * but for chunks that stay filled from step to step: `stays`
     """
 
-    def __init__(self, label: str, communicator: Communicator, device: torch.device, policy: ShardingPolicy) -> None:
+    def __init__(self, label: str, communicator: Communicator, device: torch.device, policy: ShardingPolicy, modules: int = 1) -> None:
         self.subject = Subject(f"layer {label}")
         self.identity = communicator.channel  # a random number, the same on all ranks; labels may differ between ranks
         self.communicator = communicator
@@ -60,6 +60,7 @@ class LayerState:
         self.presence = Presence.RELEASED
         self.stays_whole = not shards_parameters(policy)  # stages 1 and 2: full buffers stay filled from step to step
         self.keeps_until_backward = keeps_until_backward(policy)
+        self.modules, self.calls_left = modules, 0  # of a layer of several modules: for how many calls of this pass it stays fetched
         self.toggled = False  # whether a parameter's `requires_grad` may differ from its chunk's: see `requires_grad`
         self.lent_to: LayerState | None = None  # the root's own layer, if it owns parameters inside this layer
         self.resident = 0  # the number of `resident` contexts that the layer is in
@@ -203,15 +204,18 @@ class LayerState:
     def keep(self) -> None:
         """Hides the parameters as `release` does, but keeps the full buffer, so that a backward need not gather the layer again."""
         if any(chunk.left for chunk in self.chunks):  # views of the buffer are in use, so the layer can't keep it
-            self.release_or_keep()
+            self.release(everything=False)
         elif self.presence is Presence.FETCHED and not self.pins:
             self._hide()
             self.presence = Presence.KEPT
             self._invalidate_saved()
 
     def release_or_keep(self) -> None:
-        """Releases the layer, except for full buffers that stay filled from step to step (stages 1 and 2, `resident_bytes`)."""
-        self.release(everything=False)
+        """Releases the layer, except for what stays: for its other modules' calls, or from step to step (stages 1, 2, `resident_bytes`)."""
+        if self.calls_left and self.presence is not Presence.FETCHING:
+            self.keep()
+        else:
+            self.release(everything=False)
 
     def stays(self, chunk: Chunk) -> bool:
         """Whether the chunk's full buffer stays filled from step to step, and is gathered again only after a change."""
@@ -261,6 +265,7 @@ class LayerState:
         """Drops all that was under way. It waits for transfers first, because they write into the buffers."""
         for reducer in (reducer for reducer in self.gradients.reducers.values() if reducer.pending):
             reducer.abandon()
+        self.calls_left = 0
         if self.presence is Presence.FETCHING:
             for chunk in self.chunks:
                 chunk.abandon_fetch()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from .autograd import leave_untraced
+from .compiled import check_wrapper_of, compile_in_parts, ends_graphs
 from .parameters import named, own_modules, parameters_of, released_in
 from .wrappers import refuse_wrappers
 
@@ -46,6 +46,7 @@ class Override:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self._own or functools.partial(self._plain, None))  # leaves out `self`
 
+    @ends_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         if module is None:
@@ -85,18 +86,6 @@ def guard(module: nn.Module, is_layer: IsLayer, *, lists_chunks: bool = False) -
         Override(module, "named_parameters", functools.partial(_named_parameters, is_layer))
 
 
-def _compile(module: nn.Module, compile_it: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """`module.compile()`: what fetches and releases layers stays outside of the graphs."""
-    if kwargs.get("fullgraph"):
-        raise RuntimeError(
-            f"compile(fullgraph=True) of a {type(module).__name__} in a sharded model: layers are fetched and released between graphs. "
-            "Leave fullgraph out, or compile each block with it before sharding: block.compile(fullgraph=True), then zero3.shard(model)"
-        )
-    importlib.import_module("torch._dynamo.trace_rules")
-    leave_untraced("zero3")
-    compile_it(*args, **kwargs)
-
-
 def _no_modifiers(module: nn.Module | None = None) -> dict[str, Any]:
     """Stands for `_fqn_modifiers` in a class without it. In an unpickled module it is called as a function, without `module`."""
     return {}
@@ -106,7 +95,7 @@ def guard_layer(module: nn.Module) -> None:
     """Makes a layer refuse parameters that are not sharded (see `_check_new_module`), and compile around the layers in it."""
     module.__dict__[_GUARDED] = True
     leave_untraced("zero3")  # it may have been compiled before
-    Override(module, "compile", _compile)
+    Override(module, "compile", compile_in_parts)
 
 
 def refuse_merges(model: nn.Module) -> None:
@@ -206,8 +195,8 @@ def _before_load_state_dict(module: nn.Module, *_: object) -> None:
 
 def _check_new_module(module: nn.Module, name: str, new: nn.Module | None) -> None:
     """Raises if a new module in a sharded model has parameters of its own: they would be neither sharded, nor reduced, nor loaded."""
-    if name == "_orig_mod":  # torch.compile(new) makes its wrapper
-        leave_untraced("zero3")
+    if name == "_orig_mod" and new is not None:
+        check_wrapper_of(new)
     if _GUARDED in vars(module) and isinstance(new, nn.Module):
         _check_strangers(module, [f"{name}.{inner}" for inner, parameter in new.named_parameters() if not _is_sharded(parameter)])
 

@@ -33,12 +33,12 @@ __all__: list[str] = []
 
 class Runtime:
     def __init__(self, layers: Sequence[LayerState], policy: ShardingPolicy, *, ordered: bool, depths: Sequence[int]) -> None:
-        """`ordered`: the layers are called in this order. `depths`: for each layer, how many layers it is inside of."""
+        """`ordered`: the layers are called in this order. `depths`: for each, how many it is inside of. Each module has its place."""
         first = layers[0]
         self.communicator = first.communicator
         self.replays: dict[object, Any] = {}  # the collectives of micro-batches, for `step_guard`
         self._device = first.device
-        self._stack = CallStack(layers)
+        self._stack = CallStack(dict.fromkeys(layers))
         self._order: LearnedOrder[LayerState] | DynamicOrder = (
             DynamicOrder(zip(layers, depths, strict=True), policy.prefetch_depth)
             if policy.dynamic
@@ -52,12 +52,11 @@ class Runtime:
         self._trace: LayerTrace | None = None  # the trace of the forward under way
         self._open_trace: LayerTrace | None = None  # the trace of the last pass, which another outermost module may continue
         self._pass_is_over = False  # whether no module may continue that pass, because ranks ran inside `resident` since
-        self._room = policy.resident_bytes
-        self.any_stays = self._own_pace = False  # own pace: the forward under way is inside `resident`
-        self._passes = 0
+        self.any_stays, self._room = False, policy.resident_bytes
+        self._own_pace, self._passes = False, 0  # own pace: the forward under way is inside `resident`
         self._lingering: list[LayerState] = []  # layers whose call is over and that are not released yet
         self._called: set[int] = set()  # ids of the outermost modules called in this pass; references would keep them alive
-        for state in layers:
+        for state in self.layers:
             self._watch(state)
 
     @property
@@ -96,8 +95,7 @@ class Runtime:
         self._backward.watch(state)
         self._room = choose_residents(state, self._room)
         self.any_stays = self.any_stays or any(state.stays(chunk) for chunk in state.chunks)
-        state.lanes = self.layers[0].lanes
-        state.log = self.layers[0].log
+        state.lanes, state.log = self.layers[0].lanes, self.layers[0].log
 
     def take_part_in_backup(self, state: LayerState) -> None:
         self._backward.take_part_in_backup(state)
@@ -195,6 +193,7 @@ class Runtime:
         self._open_trace, self._trace = self._trace, None
         kept = self._lingering if self._open_trace is not None and self._open_trace.calls else []
         for state in self.layers:
+            state.calls_left = 0
             if state in kept:
                 state.keep()
             elif state.presence is not Presence.RELEASED:
@@ -267,8 +266,9 @@ class Runtime:
                 self._backward.release(state)
             return output
         self._order.leave(state, self)
+        state.calls_left = (state.calls_left or state.modules) - 1
         # All ranks must record the same calls. A layer's output may be its input on one rank only, so `nodes` can't decide alone.
-        takes_part = nodes or may_get_gradients(state) or any(tensor.requires_grad for tensor in outputs) or self._order.counts_every_call
+        takes_part = nodes or self._order.counts_every_call or may_get_gradients(state) or any(t.requires_grad for t in outputs)
         if not takes_part:
             self._backward.release(state)
         elif (call := self.end_call(state, frame.start)) is not None and self._trace is not None:
@@ -279,6 +279,7 @@ class Runtime:
         """Begins the call of a layer that this rank leaves out, because other ranks may call it."""
         self._release_lingering(keep=[state])
         state.fetch()
+        state.calls_left = (state.calls_left or state.modules) - 1
         return self._trace.begin() if self._trace is not None else 0
 
     def end_call(self, state: LayerState, start: int) -> LayerCall | None:

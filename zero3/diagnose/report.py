@@ -121,7 +121,8 @@ def _gradient_nbytes(state: LayerState) -> int:
 
 
 def _at_once(states: list[LayerState], sizes: list[int], sharded: Callable[[ShardingPolicy], bool]) -> int:
-    """The sizes of the largest layers that are held at once (one more than the prefetch depth), and of all layers that stay whole."""
-    whole = [not sharded(state.policy) for state in states]
+    """The sizes of the largest layers that are held at once (one more than the prefetch depth), and of all layers that stay whole, or
+    stay for the calls of several modules."""
+    whole = [not sharded(state.policy) or state.modules > 1 for state in states]
     moving = sorted(size for size, stays in zip(sizes, whole, strict=True) if not stays)
     return sum(moving[-(states[0].policy.prefetch_depth + 1) :]) + sum(compress(sizes, whole))

@@ -115,7 +115,8 @@ def _with_head(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwar
 def _without_head(model: nn.Module, layers: Layers) -> Layers:
     head = output_head(model)
     inside = {id(module) for module in head.modules()} if head is not None else set()
-    return [chosen.module for chosen in choose(model, layers) if id(chosen.module) not in inside]
+    kept = (tuple(each.module for each in chosen if id(each.module) not in inside) for chosen in choose(model, layers))
+    return [modules for modules in kept if modules]
 
 
 def _refuse_without_values(model: nn.Module, device: torch.device) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ..comm.errors import is_transfer_failure
-from ..core.gradient_types import NotReducedError
+from ..core.gradient_types import CallersMistake
 from .replay import CollectiveReplay
 
 __all__: list[str] = []
@@ -56,8 +56,8 @@ def step_guard(model: nn.Module, catch: type[Exception] | tuple[type[Exception],
         A `GuardedStep`, which is complete when the context is left.
 
     Raises:
-        RuntimeError: An optimizer stepped inside, gradients were read, zeroed or replaced there, or a penalty over chunks was
-            differentiated: on every rank, and gradients are what they were. Or a transfer failed.
+        RuntimeError: An optimizer stepped inside, gradients were read, zeroed or replaced there, a penalty over chunks was
+            differentiated, or `no_sync` began inside: on every rank, and gradients are what they were. Or a transfer failed.
         ValueError: Nothing in `model` is sharded, or its policy has a `stage` other than 3, or `dynamic=True`; or
             the guard is inside another one.
 
@@ -78,10 +78,10 @@ def step_guard(model: nn.Module, catch: type[Exception] | tuple[type[Exception],
             yield guarded
         except catch as error:
             failure = f"{type(error).__name__}: {error}"
-            mistake = error if isinstance(error, NotReducedError) else None
+            mistake = error if isinstance(error, CallersMistake) else None
             if is_transfer_failure(error) or not replay.knows_the_rest:
                 if mistake:
-                    raise NotReducedError(f"rank {replay.rank}: {mistake}") from error
+                    raise CallersMistake(f"rank {replay.rank}: {mistake}") from error
                 raise
             replay.make_the_rest()
         guarded.errors.update(replay.end(failure, mistake))

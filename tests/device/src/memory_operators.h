@@ -69,7 +69,7 @@ inline Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
   if (on_device(src) && src.device() != self.device()) synchronize(current(src.device().index()), "copy_ across devices");
   if (asked.dry) return self;
   Place to = place_of(self);
-  Tensor host = on_device(src) ? Tensor() : src.clone();
+  Tensor host = on_device(src) ? Tensor() : non_blocking && src.is_pinned() ? src : src.clone();  // pinned memory is read when its turn comes
   Place from = on_device(src) ? place_of(src) : Place();
   launch(current(current_device), host.defined() ? "copy_ from host" : "copy_", [to, from, host] {
     Tensor t = look_at(to);

@@ -1,0 +1,1 @@
+"""What rests outside the device's memory while it is not needed."""

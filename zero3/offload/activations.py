@@ -1,0 +1,178 @@
+"""Activations leave the device's memory between forward and backward, and come back ahead of their use.
+
+Parameters never do: most of what autograd saves under full sharding are views of the layers' full buffers, which are freed after
+forward anyway. A hook that copied those would keep the whole model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Self
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..comm.streams import Lane, has_streams, lanes_for
+from ..core.chunk import shows_parameters
+from .rests import InFile, InHostMemory, Rest
+from .scratch_file import ScratchFile
+
+__all__: list[str] = []
+
+_LOOKS_BACK = 32  # tensors among which those to read ahead are looked for
+
+
+def offload_activations(to: str | os.PathLike[str] = "cpu", *, min_bytes: int = 1 << 16) -> AbstractContextManager[object]:
+    """Context for a forward: what the graph saves goes out, and comes back ahead of its use in backward.
+
+    Views of parameters are never among it. Gradients are the same, to the bit. Works for any model, sharded or not, and saves most
+    beside gradient checkpointing, of which it takes the inputs of the blocks.
+
+    Args:
+        to: "cpu": from an accelerator to pinned memory of the host, beside the computation. (Of a model on the CPU, nothing moves.)
+            Or a directory, on a local disk: to a file there, without a name, which vanishes with the process.
+        min_bytes: Smaller tensors stay.
+
+    Returns:
+        The context. It may be entered again, in every step; so it keeps its file and its stream.
+
+    Raises:
+        ValueError: There is no such directory, or no file can be made in it. (A disk that is full later is a warning: what finds no
+            place stays in memory.)
+        RuntimeError: In backward: a tensor was changed in place before its copy was made.
+
+    Example::
+
+        with zero3.offload_activations():
+            loss = loss_of(model, batch)
+        loss.backward()
+    """
+    return _Offloaded(None if to == "cpu" else os.fspath(to), min_bytes)
+
+
+class _Offloaded:
+    """`saved_tensors_hooks` that may be entered again."""
+
+    def __init__(self, directory: str | None, min_bytes: int) -> None:
+        self._store = _Store(ScratchFile(directory) if directory is not None else None, min_bytes)
+        self._hooks: list[saved_tensors_hooks] = []
+
+    def __enter__(self) -> Self:
+        hooks = saved_tensors_hooks(self._store.pack, self._store.unpack)
+        hooks.__enter__()
+        self._hooks.append(hooks)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._hooks.pop().__exit__(kind, error, trace)
+
+
+class _Store:
+    """All tensors that rest elsewhere, by number, in the order in which the graph has saved them."""
+
+    def __init__(self, file: ScratchFile | None, min_bytes: int) -> None:
+        self._file, self._min_bytes = file, min_bytes
+        self._lanes: dict[torch.device, Lane] = {}
+        self._saved: WeakValueDictionary[int, _Saved] = WeakValueDictionary()  # the graph holds them
+        self._count = 0
+        self._leaving: deque[int] = deque()  # those whose own memory is not free yet
+        self._largest = 0  # bytes; about as many are on their way out, or back, at any time
+
+    @torch.no_grad()
+    def pack(self, tensor: Tensor) -> Tensor | _Saved:
+        if not self._goes(tensor):
+            return tensor
+        leaving = self._still_here()
+        if (saved := next((saved for saved in leaving if saved.is_of(tensor)), None)) is None:
+            saved = self._send(tensor)
+            while sum(other.nbytes for other in leaving) > self._largest:
+                leaving.pop(0).leave()
+                self._leaving.popleft()
+        return saved
+
+    def _goes(self, tensor: Tensor) -> bool:
+        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.nbytes < self._min_bytes or tensor.numel() < 2:
+            return False
+        if isinstance(tensor._base, nn.Parameter) or shows_parameters(tensor) or tensor.device.type == "meta":
+            return False
+        return self._file is not None or has_streams(tensor.device)
+
+    def _still_here(self) -> list[_Saved]:
+        self._leaving = deque(number for number in self._leaving if number in self._saved)
+        return [self._saved[number] for number in self._leaving]
+
+    def _send(self, tensor: Tensor) -> _Saved:
+        dense = tensor if torch.empty_like(tensor, device="meta").stride() == tensor.stride() else tensor.contiguous()
+        flat = dense.as_strided((dense.numel(),), (1,))
+        rest = InFile(self._file, flat, self._lane(flat.device)) if self._file is not None else InHostMemory(flat, self._lane(flat.device))
+        saved = self._saved[self._count] = _Saved(self._count, dense, flat, rest)
+        self._leaving.append(self._count)
+        self._count += 1
+        self._largest = max(self._largest, saved.nbytes)
+        return saved
+
+    def _lane(self, device: torch.device) -> Lane:
+        if device not in self._lanes:
+            self._lanes[device] = lanes_for(device).backup
+        return self._lanes[device]
+
+    @torch.no_grad()
+    def unpack(self, packed: Tensor | _Saved) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        tensor, ahead = packed.take(), 0
+        for number in range(packed.number - 1, max(-1, packed.number - 1 - _LOOKS_BACK), -1):
+            if (saved := self._saved.get(number)) is not None and ahead < self._largest:
+                ahead += saved.come()
+        return tensor
+
+
+class _Saved:
+    """One tensor of the graph's. It lives as long as the part of the graph that needs it."""
+
+    def __init__(self, number: int, dense: Tensor, flat: Tensor, rest: Rest) -> None:
+        self.number, self.nbytes = number, dense.nbytes
+        self._shape, self._stride, self._dtype = dense.shape, dense.stride(), dense.dtype
+        self._flat: Tensor | None = flat  # 1-D, while it is in the memory that it is used in
+        self._rest, self._coming = rest, False
+        self._version: int | None = flat._version  # None once the copy is made: whoever writes then, changes no copy
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether this is the same tensor, saved by another operation."""
+        flat = self._flat
+        if flat is None:
+            return False
+        mine = (self._shape, self._stride, self._dtype, flat.data_ptr(), self._version)  # alive, so nothing else can lie there
+        return mine == (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr(), tensor._version)
+
+    def leave(self) -> None:
+        """Frees the tensor's own memory, once the copy is made. It stays if no place is found for it."""
+        if self._rest.left():
+            self._check()
+            self._flat = self._version = None
+
+    def _check(self) -> None:
+        if self._flat is not None and self._version not in (None, self._flat._version):
+            raise RuntimeError(
+                "a tensor that backward needs was changed in place, after forward had saved it and before zero3.offload_activations had "
+                f"copied it: shape {list(self._shape)}, {self._dtype}. Without offload, autograd would refuse it in backward"
+            )
+
+    def come(self) -> int:
+        """Begins the way back. Returns the bytes that are on it, or back."""
+        if self._flat is None and not self._coming:
+            self._rest.come()
+            self._coming = True
+        return self.nbytes
+
+    def take(self) -> Tensor:
+        self.come()
+        self._check()
+        if self._flat is None:
+            self._flat, self._coming = self._rest.arrived().view(self._dtype), False
+        return self._flat.as_strided(self._shape, self._stride)

@@ -1,0 +1,118 @@
+"""Where one tensor rests: the way there, and the way back."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..comm.streams import Done, Lane, Mark, OnHost, has_streams
+from .scratch_file import ScratchFile
+
+__all__: list[str] = []
+
+
+class Rest(Protocol):
+    """Made with a flat, dense tensor, of which it begins to make a copy."""
+
+    def left(self) -> bool:
+        """Whether the tensor may be freed now. (If so, compute comes after the copy.)"""
+        ...
+
+    def come(self) -> None:
+        """Begins the way back."""
+        ...
+
+    def arrived(self) -> Tensor:
+        """The tensor, flat, after `come`. The compute stream may use it."""
+        ...
+
+
+class InHostMemory:
+    """A tensor of an accelerator, in pinned memory of the host. The host never waits."""
+
+    def __init__(self, flat: Tensor, lane: Lane) -> None:
+        self._lane, self._device = lane, flat.device
+        self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        self._busy = flat  # what the lane reads or writes until the mark
+        with lane.issue():
+            self._host.copy_(flat, non_blocking=True)
+            self._mark: Mark | None = lane.complete(Done())
+
+    def _settle(self) -> Tensor:
+        if self._mark is not None:
+            self._mark.wait()
+        busy, self._busy, self._mark = self._busy, self._host, None
+        return busy
+
+    def left(self) -> bool:
+        self._settle()
+        return True
+
+    def come(self) -> None:
+        self._busy = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device)
+        with self._lane.issue():
+            self._busy.copy_(self._host, non_blocking=True)
+            self._mark = self._lane.complete(Done())
+
+    def arrived(self) -> Tensor:
+        return self._settle()
+
+    def __del__(self) -> None:
+        self._settle()  # else compute would use the memory again before the lane has finished with it
+
+
+class InFile:
+    """A tensor in a file, written and read by the file's threads. One of an accelerator passes through pinned memory of the host."""
+
+    def __init__(self, file: ScratchFile, flat: Tensor, lane: Lane) -> None:
+        self._file, self._device, self._nbytes = file, flat.device, flat.nbytes
+        self._place: int | None = None
+        self._host = torch.empty(0)  # on the way back
+        self._passing: tuple[Tensor, OnHost, Mark] | None = None  # the tensor, its copy, and the end of copying
+        if has_streams(flat.device):
+            with lane.issue():
+                self._passing = (flat, OnHost(flat), lane.complete(Done()))
+        else:
+            self._job = file.submit(partial(self._write, flat))
+
+    def _write(self, host: Tensor) -> None:
+        place = self._file.place(self._nbytes)
+        self._file.write(place, host)
+        self._place = place
+
+    def _settle(self) -> OnHost | None:
+        if self._passing is None:
+            return None
+        _, copy, mark = self._passing
+        mark.wait()
+        self._passing = None
+        return copy
+
+    def left(self) -> bool:
+        """For a tensor of an accelerator, the host waits for its copy. So little pinned memory is in use at any time."""
+        if (copy := self._settle()) is not None:
+            host = copy.tensor()
+            self._job = self._file.submit(partial(self._write, host))
+        try:
+            self._job.result()
+        except OSError as error:
+            warnings.warn(f"activations stay in memory, because they can't be offloaded: {error}", stacklevel=2)
+        return self._place is not None
+
+    def come(self) -> None:
+        self._host = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=has_streams(self._device))
+        self._job = self._file.submit(partial(self._file.read, self._place or 0, self._host))
+
+    def arrived(self) -> Tensor:
+        self._job.result()
+        host, self._host = self._host, torch.empty(0)
+        return host.to(self._device, non_blocking=True)
+
+    def __del__(self) -> None:
+        self._settle()
+        if self._place is not None:
+            self._file.give_back(self._place, self._nbytes)
