@@ -16,11 +16,11 @@ LAUNCH := set -- $$($(BIN)/python -c 'import os, torch; n = int("$(NPROC)" or to
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$2} $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $$1
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune sft test test-all lint types docs package soak mutants versions clean
+.PHONY: help finetune sft test test-all deepspeed lint types docs package soak mutants versions clean
 .NOTPARALLEL:  # two installations would get in each other's way
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 finetune: $(VENV)/.examples  ## fine-tune a small language model, on all GPUs or else in two CPU processes (NPROC, ARGS)
 	@$(LAUNCH) examples/finetune.py $(ARGS)
@@ -33,6 +33,9 @@ test: $(VENV)/.examples $(VENV)/.tests  ## run the tests, but for those marked s
 
 test-all: $(VENV)/.examples $(VENV)/.tests  ## run all tests (ARGS go to pytest)
 	TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest $(ARGS)
+
+deepspeed: $(VENV)/.examples $(VENV)/.tests $(VENV)/.deepspeed  ## run the tests in which DeepSpeed takes part (the others do without it)
+	PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed:$$PYTHONPATH $(BIN)/python -m pytest tests/formats/test_deepspeed.py tests/core/test_wrappers.py -k "deepspeed_itself or likeness" $(ARGS)
 
 lint: $(VENV)/.dev  ## check style and formatting
 	$(BIN)/ruff check .
@@ -79,4 +82,11 @@ $(VENV)/.torch: requirements/lock.txt
 $(VENV)/.%: $(VENV)/.torch pyproject.toml
 	@echo "Installing zero3[$*] into $(VENV)"
 	@$(PIP) --no-build-isolation --editable '.[$*]'
+	@touch $@
+
+# In a folder of its own: accelerate and transformers would import it wherever they find it. It compiles nothing.
+$(VENV)/.deepspeed: $(VENV)/.tests
+	@echo "Installing DeepSpeed into $(VENV)/deepspeed"
+	@$(PIP) --no-build-isolation --upgrade --target $(VENV)/deepspeed --no-deps deepspeed einops hjson msgpack ninja py-cpuinfo
+	@$(BIN)/python -c 'import sys; sys.path.insert(0, "$(VENV)/deepspeed"); import deepspeed' > $@.log 2>&1 || { cat $@.log; exit 1; }
 	@touch $@

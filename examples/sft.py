@@ -35,7 +35,7 @@ try:
     from trl import SFTConfig, SFTTrainer
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-    from finetuning.chats import TEMPLATE, load_chats, made_chats, prompts_of, small_config, small_tokenizer
+    from finetuning.chats import TEMPLATE, last_answer, load_chats, made_chats, prompts_of, small_config, small_tokenizer
     from zero3.integrations.transformers import Zero3Mixin
 except ImportError as error:
     MISSING, SFTTrainer, TrainerCallback = error, object, object  # which `--help` does without
@@ -91,6 +91,13 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.epochs = options.epochs or (10 if options.model is None else 3)
     if options.quantize is not None and options.lora is None:
         parser.error("argument --quantize: what is quantised does not train, so it needs --lora")
+    for name in ("batch_size", "accumulate", "max_length", "every", "lora", "lora_alpha", "patience"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            parser.error(f"argument --{name.replace('_', '-')}: {value} is not a positive number")
+    if not 0 < options.held_out < 1:
+        parser.error(f"argument --held-out: {options.held_out} is no share between 0 and 1")
+    if options.model is not None and not options.model.is_dir():
+        parser.error(f"argument --model: {options.model} is no directory")
     if options.merge and (options.lora is None or options.model is None):
         parser.error("argument --merge: it merges the adapters of --lora into --model")
     return options
@@ -142,7 +149,10 @@ def add_adapters(model: Any, options: argparse.Namespace) -> Any:
     how = {"lora_alpha": options.lora_alpha or 2 * options.lora, "lora_dropout": options.lora_dropout}
     targets = options.lora_targets or "all-linear"
     transformers.set_seed(options.seed)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=options.lora, target_modules=targets, task_type="CAUSAL_LM", **how))
+    try:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=options.lora, target_modules=targets, task_type="CAUSAL_LM", **how))
+    except ValueError as error:
+        raise SystemExit(f"--lora-targets {targets}: {error}") from None
     model.peft_config["default"].base_model_name_or_path = str(options.model)
     for module in model.modules():  # peft leaves adapters as empty as the model: they get their values here
         if isinstance(module, peft.tuners.lora.LoraLayer) and options.model is not None:
@@ -155,7 +165,10 @@ def add_adapters(model: Any, options: argparse.Namespace) -> Any:
 def load_tokenizer(options: argparse.Namespace, chats: Dataset) -> Any:
     if options.model is None:
         return small_tokenizer(chats, VOCABULARY)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--model {options.model}: its tokenizer can't be loaded: {error}") from None
     tokenizer.chat_template = tokenizer.chat_template or TEMPLATE
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
@@ -170,8 +183,13 @@ def answers_apart(chats: Dataset, tokenizer: Any) -> tuple[Dataset, str]:
             return chats, "messages"
     except ValueError:  # a template that TRL does not know
         pass
-    apart = chats.map(lambda row: {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}, remove_columns=["messages"])
+    apart = chats.map(_last_apart, remove_columns=["messages"])
     return apart, "prompt"
+
+
+def _last_apart(row: dict[str, Any]) -> dict[str, Any]:
+    place = last_answer(row["messages"]) or 0
+    return {"prompt": row["messages"][:place], "completion": row["messages"][place : place + 1]}
 
 
 class Samples(TrainerCallback):
@@ -222,9 +240,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         callbacks.append(EarlyStoppingCallback(options.patience))
     data = {"train_dataset": parts["train"], "eval_dataset": parts["test"], "processing_class": tokenizer}
     trainer = Trainer(model=model, args=config, callbacks=callbacks, **data)
-    checkpoints = list(Path(config.output_dir).glob("checkpoint-*")) if options.resume else []
-    before = trainer.evaluate()["eval_loss"] if not checkpoints else None
-    trainer.train(resume_from_checkpoint=bool(checkpoints))
+    if not (len(trainer.train_dataset) and len(trainer.eval_dataset)):
+        raise SystemExit(f"--max-length {options.max_length}: no chat has an answer within it")
+    saved = list(Path(config.output_dir).glob("checkpoint-*/trainer_state.json")) if options.resume else []  # it is written last
+    before = trainer.evaluate()["eval_loss"] if not saved else None
+    trainer.train(resume_from_checkpoint=bool(saved))
     after = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(options.output))
     if options.merge:

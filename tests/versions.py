@@ -32,15 +32,17 @@ from tests.mutation.tree import ROOT, digest
 TORCH = ("2.11.0", "2.15.0")  # the lowest, and the newest; .ci/run tests what stands in requirements/lock.txt
 HUGGING_FACE = (("5.1.0", "0.18.0"), ("5.23.0", "0.21.2"))  # transformers and peft, likewise
 ALL = (  # what depends on any of these versions: not pages, figures, faults in the code, and how it is laid out
-    "core", "huggingface", "comm", "checkpoint", "optim", "zero1", "uneven", "diagnose", "commands", "examples", "resilience",
-    "test_access.py", "test_auto_wrap.py", "test_generate.py", "test_own_names.py", "test_resident.py", "test_shard.py",
+    "core", "huggingface", "comm", "checkpoint", "optim", "zero1", "uneven", "diagnose", "commands", "examples", "resilience", "formats",
+    "integrations", "test_access.py", "test_auto_wrap.py", "test_by_hand.py", "test_combinations.py", "test_forward_methods.py",
+    "test_generate.py", "test_materialize.py", "test_order_and_kind.py", "test_own_names.py", "test_resident.py", "test_shard.py",
     "test_shard_architectures.py", "test_shard_memory.py", "test_shard_models.py",
 )  # fmt: skip
 MODELS = (  # of these, what uses transformers or peft
     "huggingface", "core/test_common_modules.py", "core/test_new_parameters.py", "core/test_precision_processes.py",
     "core/test_requires_grad.py", "core/test_tensors_in.py", "checkpoint/test_end_to_end.py", "resilience/test_restarts.py", "uneven",
-    "commands", "examples",
-    "test_auto_wrap.py", "test_generate.py", "test_own_names.py", "test_shard_architectures.py", "test_shard_models.py",
+    "commands", "examples", "integrations",
+    "test_auto_wrap.py", "test_forward_methods.py", "test_generate.py", "test_materialize.py", "test_own_names.py",
+    "test_shard_architectures.py", "test_shard_models.py",
 )  # fmt: skip
 TOOLS = ("hypothesis", "matplotlib", "numpy", "pytest", "pytest-timeout", "tqdm")  # of the lock's versions; all else as pip finds it
 FOLDER = ROOT / ".versions"
@@ -89,8 +91,8 @@ def made(python: Path, packages: list[str], seen: list[Path]) -> None:
         return
     print(f"installing into {python.parents[1].name}", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", python.parents[1]], check=True)
-    for folder in seen:
-        (site_packages(python) / "seen.pth").write_text(f"{folder}\n")
+    for folder in seen:  # relative, so that .versions may be moved
+        (site_packages(python) / "seen.pth").write_text(f"{os.path.relpath(folder, site_packages(python))}\n")
     subprocess.run([python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *packages], check=True)
     stamp.write_text(wanted)
 

@@ -41,7 +41,7 @@ class Zero3Layer(nn.Module):
             others.
         rank: This process's number in the group. It is only checked; None takes the group's.
         world_size: The number of ranks in the group. It is only checked; None takes the group's.
-        device: Where the layer computes and its chunks live. None: where the module's tensors are.
+        device: Where the layer computes and its chunks live. None: where the module's tensors are, or those of layers inside it.
         dtype: The dtype that every trainable parameter must have, because the optimizer updates in it. It is only checked; nothing
             is converted. None: any dtype.
         policy: Every choice about sharding, see `ShardingPolicy`.

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerBase, PreTrainedTokeniz
 
 from .data import END_OF_TEXT, train_bpe
 
-__all__ = ["TEMPLATE", "load_chats", "made_chats", "prompts_of", "small_config", "small_tokenizer"]
+__all__ = ["TEMPLATE", "last_answer", "load_chats", "made_chats", "prompts_of", "small_config", "small_tokenizer"]
 
 # What stands between `generation` and `endgeneration` is what is learned.
 TEMPLATE = (
@@ -23,6 +23,8 @@ TEMPLATE = (
     "{{ message['content'] }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}Answer: {% endif %}"
 )
 _FORMS = ("messages", "prompt and completion")
+_MESSAGES = "messages with a role and a content each, at least one of role assistant"
+_ROLES = {"human": "user", "gpt": "assistant"}  # as chats of the column `conversations` often name them
 _KINDS = (str, bytes, list, dict, set, frozenset, tuple, int, float, complex, range, slice, memoryview)
 _ASKED = ("What does {} do?", "Explain {}.", "Tell me about {}, please.")
 
@@ -30,19 +32,68 @@ _ASKED = ("What does {} do?", "Explain {}.", "Tell me about {}, please.")
 def load_chats(path: Path) -> Dataset:
     """Chats of a `.jsonl`, `.json` or `.parquet` file, a directory of such files, or one that `datasets` has saved.
 
-    A row has `messages`, a list of `{"role", "content"}`; or `prompt` and `completion`, texts or such lists. Ends the program,
-    saying what is expected, if it has something else.
+    A row has `messages`, a list of `{"role", "content"}`; or `conversations`, the same, or a list of `{"from", "value"}`; or `prompt`
+    and `completion`, texts or such lists. Ends the program, saying what is expected, if it has something else.
     """
     try:
         found = _read(path)
+    except StopIteration:
+        raise SystemExit(f"--data {path}: there are no rows in it") from None
     except Exception as error:  # of three libraries
         raise SystemExit(f"--data {path}: {type(error).__name__}: {error}. Expected are jsonl or parquet files with chats") from None
     columns = set(found.column_names)
     if "conversations" in columns and "messages" not in columns:
-        found, columns = found.rename_column("conversations", "messages"), {"messages"}
-    if not (columns >= {"messages"} or columns >= {"prompt", "completion"}) or not len(found):
-        raise SystemExit(f"--data {path}: {len(found)} rows with the columns {sorted(columns)}. Expected is {' or '.join(_FORMS)} in each")
-    return found.select_columns(["messages"] if "messages" in columns else ["prompt", "completion"])
+        found, columns = found.map(_renamed, remove_columns=found.column_names), {"messages"}
+    if not (columns >= {"messages"} or columns >= {"prompt", "completion"}) or len(found) < 2:
+        raise SystemExit(
+            f"--data {path}: {len(found)} rows with the columns {sorted(columns)}. Expected is {' or '.join(_FORMS)} in each, and two rows "
+            "at least: one is held out"
+        )
+    found = found.select_columns(["messages"] if "messages" in columns else ["prompt", "completion"])
+    for number, row in enumerate(found):
+        if wrong := _wrong(row):
+            raise SystemExit(f"--data {path}: row {number + 1} of {len(found)} has {wrong}")
+    return found
+
+
+def _renamed(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "messages": [
+            each if each.get("role") is not None else {"role": _ROLES.get(each.get("from"), each.get("from")), "content": each.get("value")}
+            for each in row["conversations"] or []
+        ]
+    }
+
+
+def _wrong(row: dict[str, Any]) -> str:
+    """What is wrong with a row; "" if nothing is."""
+    if "messages" in row:
+        found = row["messages"]
+        wrong = not _are_messages(found) or last_answer(found) is None
+        return f"the messages {str(found)[:200]}. Expected are {_MESSAGES}" if wrong else ""
+    both = row["prompt"], row["completion"]
+    if all(isinstance(each, str) for each in both) or all(_are_messages(each) for each in both):
+        return ""
+    return f"the prompt and completion {str(both)[:200]}. Expected are two texts, or two lists of messages"
+
+
+def _are_messages(found: Any) -> bool:
+    """A message that calls tools may be without content."""
+    return (
+        isinstance(found, list)
+        and bool(found)
+        and all(
+            isinstance(each, dict)
+            and isinstance(each.get("role"), str)
+            and (each.get("content") is not None or bool(each.get("tool_calls")))
+            for each in found
+        )
+    )
+
+
+def last_answer(messages: list[dict[str, Any]]) -> int | None:
+    """The place of the last answer in a chat."""
+    return max((place for place, message in enumerate(messages) if message["role"] == "assistant"), default=None)
 
 
 def _read(path: Path) -> Dataset:
@@ -76,7 +127,7 @@ def prompts_of(chats: Dataset, count: int) -> list[list[dict[str, str]]]:
     """What was asked in the first `count` chats, each up to its last answer."""
     found = []
     for row in chats.select(range(min(count, len(chats)))):
-        asked: Any = row["messages"][:-1] if "messages" in row else row["prompt"]
+        asked: Any = row["messages"][: last_answer(row["messages"])] if "messages" in row else row["prompt"]
         found.append([{"role": "user", "content": asked}] if isinstance(asked, str) else asked)
     return found
 

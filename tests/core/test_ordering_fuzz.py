@@ -37,8 +37,12 @@ policies = st.builds(
 Action = Callable[[nn.Module, torch.optim.Optimizer], object]
 
 
+def rows(model: nn.Module) -> Tensor:
+    return torch.ones(2, WIDTH, dtype=torch.float64, requires_grad=True, device=next(model.parameters()).device)
+
+
 def loss_of(model: nn.Module) -> Tensor:
-    return model(torch.ones(2, WIDTH, dtype=torch.float64, requires_grad=True)).double().pow(2).mean()
+    return model(rows(model)).double().pow(2).mean()
 
 
 def accumulate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -97,7 +101,7 @@ def rewrite(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def break_off(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """An exception at the other end of the model, when all layers are on their way."""
-    x = torch.ones(2, WIDTH, dtype=torch.float64, requires_grad=True)
+    x = rows(model)
     x.register_hook(lambda gradient: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(x * 2).double().pow(2).mean().backward()
@@ -109,28 +113,32 @@ ACTIONS: list[Action] = [
 ]  # fmt: skip
 
 
+def lead(model: nn.Module, actions: Sequence[Action]) -> None:
+    """A model's life. `step` first, which is what everything else comes after."""
+    optimizer = torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1, momentum=0.9)
+    for action in (step, *actions, step):
+        action(model, optimizer)
+
+
 def live(nodes: tuple[Node, ...], policy: ShardingPolicy, shard: Any, actions: Sequence[Action]) -> FakeDevice:
-    """A model's life on the fake device. `step` first, which is what everything else comes after."""
+    """A model's life on the fake device."""
     with faking() as fake:
-        model = shard(build(nodes), EchoCommunicator(), policy)
-        optimizer = torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1, momentum=0.9)
-        for action in (step, *actions, step):
-            action(model, optimizer)
+        lead(shard(build(nodes), EchoCommunicator(), policy), actions)
         fake.notice_freed()
     return fake
 
 
-lives = given(
-    nodes=models,
-    policy=policies,
-    shard=st.sampled_from([in_place, as_layers, with_shard]),
-    actions=st.lists(st.sampled_from(ACTIONS), max_size=6),
-)
+lives: dict[str, st.SearchStrategy[Any]] = {
+    "nodes": models,
+    "policy": policies,
+    "shard": st.sampled_from([in_place, as_layers, with_shard]),
+    "actions": st.lists(st.sampled_from(ACTIONS), max_size=6),
+}
 drawn = settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES == 8, suppress_health_check=list(HealthCheck))
 
 
 @drawn
-@lives
+@given(**lives)
 def test_no_life_has_a_race(nodes: tuple[Node, ...], policy: ShardingPolicy, shard: Any, actions: list[Action]) -> None:
     fake = live(nodes, policy, shard, actions)
     assert fake.races == []

@@ -153,6 +153,7 @@ rows = st.lists(st.integers(0, 3), min_size=3, max_size=3)  # a rank
 
 class Life(RuleBasedStateMachine):
     crew: Crew | None = None
+    hire: type[Crew] = Crew
 
     # -- beginnings
 
@@ -179,10 +180,10 @@ class Life(RuleBasedStateMachine):
         self.kept: dict[str, Tensor] | None = None  # what no_sync has kept, by names; the gradients can't be used meanwhile
         self.rehearsed: set[Any] = set()
         self.steps = self._optimizer(p for p in self.plain.parameters() if p.requires_grad)
-        self.crew = Crew(world_size)
+        self.crew = self.hire(world_size)
 
         def make(me: Member) -> None:
-            me.model = shard(copies[me.group.rank], process_group(me.group), self.policy)
+            me.model = shard(copies[me.group.rank].to(me.device), process_group(me.group), self.policy)
             me.blocks = [module for module in me.model.modules() if type(module) is Block]
             me.optimizer = self._optimizer(zero3.get_trainable_chunk(me.model))
             copies[me.group.rank] = None  # type: ignore[call-overload]
@@ -193,9 +194,14 @@ class Life(RuleBasedStateMachine):
         self.at_rest = self._live_bytes()
 
     def _live_bytes(self) -> list[int]:
-        """Of each rank, without what its optimizer holds, and the one number a chunk that a first `step_guard` leaves for the next one."""
+        """Of each rank, without what its optimizer holds, and the one number a chunk that a first `step_guard` leaves for the next one.
+
+        The ranks' hashes that are on their way are read before.
+        """
 
         def count(me: Member) -> int:
+            for state in states_of(me.model):
+                state.log.look()
             held = [value for state in me.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
             held += filter(torch.is_tensor, (getattr(each, "_nothing", None) for each in reducers_of(states_of(me.model))))
             return me.live.now - sum(tensor.nbytes for tensor in held)
@@ -273,7 +279,7 @@ class Life(RuleBasedStateMachine):
             if skipping is not None:
                 me.blocks[skipping[1]].skips = skipping[0] == me.group.rank
             with zero3.no_sync(me.model) if waits else ExitStack():
-                sum(self._loss(me.model, batches[me.group.rank] * (1 + i)) for i in range(forwards)).backward()
+                sum(self._loss(me.model, me.own(batches) * (1 + i)) for i in range(forwards)).backward()
             for block in me.blocks:
                 block.skips = False
 
@@ -289,9 +295,9 @@ class Life(RuleBasedStateMachine):
         def run(me: Member) -> None:
             me.model.omits = omits[me.group.rank]
             if trains:
-                self._loss(me.model, batches[me.group.rank]).backward()
+                self._loss(me.model, me.own(batches)).backward()
             else:
-                me.model(batches[me.group.rank].requires_grad_())
+                me.model(me.own(batches).requires_grad_())
             me.model.omits = set()
 
         self.crew.each(run)
@@ -330,11 +336,11 @@ class Life(RuleBasedStateMachine):
                 if how == "resident":
                     stack.enter_context(zero3.resident(me.model))
                     for _ in range(me.group.rank):
-                        me.model(batches[0])
+                        me.model(batches[0].to(me.device))
                 me.model.train(how != "eval")
-                found = me.model(batches[me.group.rank].clone().requires_grad_())
+                found = me.model(me.own(batches).clone().requires_grad_())
                 me.model.train()
-                return found.detach().clone()
+                return found.detach().clone().cpu()
 
         for rank, found in enumerate(self.crew.each(run)):
             assert_close([found], [self._plain_forward(batches[rank]).detach()], self.tolerance, f"output of rank {rank}")
@@ -355,7 +361,7 @@ class Life(RuleBasedStateMachine):
             me.blocks[where].blows = (phase, error)
             try:
                 with pytest.raises(error), zero3.no_sync(me.model) if waits else ExitStack():
-                    self._loss(me.model, batches[me.group.rank]).backward()
+                    self._loss(me.model, me.own(batches)).backward()
             finally:
                 me.blocks[where].blows = None
             zero3.reset(me.model)
@@ -374,7 +380,7 @@ class Life(RuleBasedStateMachine):
             mine = me.group.rank == unlucky
             me.blocks[where].blows = ("forward", Broken) if mine else None
             with pytest.raises(Broken if mine else RuntimeError, match=None if mine else f"rank {unlucky}: .*Broken"):
-                me.model(batches[me.group.rank].requires_grad_())
+                me.model(me.own(batches).requires_grad_())
             me.blocks[where].blows = None
             zero3.reset(me.model)
 
@@ -392,7 +398,7 @@ class Life(RuleBasedStateMachine):
         def run(me: Member) -> None:
             me.blocks[where].blows = (phase, Broken) if fails and me.group.rank == unlucky else None
             with zero3.no_sync(me.model) if waits else ExitStack(), zero3.step_guard(me.model) as guarded:
-                self._loss(me.model, batches[me.group.rank]).backward()
+                self._loss(me.model, me.own(batches)).backward()
             me.blocks[where].blows = None
             assert list(guarded.errors) == [unlucky] * fails, guarded
 
@@ -522,7 +528,11 @@ def look(me: Member, at_gradients: bool, releases: bool) -> tuple[Any, Any, Any]
     gradients = whole(me, zero3.get_trainable_chunk(me.model), of_gradients=True) if known else {}
     log = list(me.group.log)
     me.group.log.clear()
-    return values, gradients, log
+    return on_host(values), on_host(gradients), log
+
+
+def on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 def whole(me: Member, chunks: Iterable[nn.Parameter], of_gradients: bool = False) -> dict[str, Tensor]:
@@ -533,7 +543,7 @@ def whole(me: Member, chunks: Iterable[nn.Parameter], of_gradients: bool = False
             mine = chunk.shard.detach()
             if of_gradients:
                 mine = torch.zeros_like(mine) if chunk.shard.grad is None else chunk.shard.grad.as_subclass(Tensor)
-            full = torch.empty(chunk.layout.padded_numel, dtype=mine.dtype)
+            full = torch.empty(chunk.layout.padded_numel, dtype=mine.dtype, device=mine.device)
             me.group.all_gather(full, mine).wait()
             assert not full[chunk.layout.numel :].any(), f"padding of {state.label}: {full}"
             for sharded in [sharded for sharded in state.parameters if sharded.chunk is chunk]:

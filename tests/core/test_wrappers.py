@@ -187,7 +187,7 @@ def with_deepspeed(rank: Rank) -> list[str]:
 
 
 def test_deepspeed_itself() -> None:
-    pytest.importorskip("deepspeed")
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: make deepspeed")
     for told in on_ranks(2, with_deepspeed):
         assert len(told) == 2 and all(text.startswith("DeepSpeed around a sharded model") for text in told)
 

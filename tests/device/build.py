@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,9 +28,15 @@ def missing() -> str:
         return "g++ is missing, which builds the simulated device"
     if not _HEADERS:
         return "Python.h is missing, with which the simulated device is built (Debian: python3-dev)"
-    if version("torch").partition("+")[2].startswith(("cu", "rocm")):
+    if re.search(r"^(cuda|hip)\b[^=]*= ['\"]", (_torch() / "version.py").read_text(), re.M):
         return "this torch has a CUDA of its own: the simulated device needs torch's CPU build"
     return ""
+
+
+def _torch() -> Path:
+    spec = find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
 
 
 def build() -> Path:
@@ -47,9 +54,7 @@ def build() -> Path:
 
 
 def _command(target: Path) -> list[str]:
-    spec = find_spec("torch")
-    assert spec is not None and spec.origin is not None
-    torch = Path(spec.origin).parent
+    torch = _torch()
     include = [torch / "include", torch / "include/torch/csrc/api/include", _HEADERS[0]]
     flags = ["-std=c++20", "-O0", "-fPIC", "-shared", "-w", "-DTORCH_EXTENSION_NAME=_simulated", "-DUSE_DISTRIBUTED", "-DUSE_C10D"]
     libraries = [f"-L{torch / 'lib'}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch / 'lib'}"]

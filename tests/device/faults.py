@@ -148,7 +148,8 @@ _SETTINGS = [("demand", "strict", 0), ("lanes", "strict", 0), ("random", "exact"
 _ORDER = re.compile(r"wait|issue|complete|record|allocate|free|_in_flight|popleft|_backups|lane|stream|held|full\b|drain|release|fetch")
 TRIED = [
     "prefetch_depth_1", "shard", "another_path", "an_exception_and_on", "no_sync", "checkpoint_not_reentrant", "stage_1", "transactional",
-    "step_guard", "evaluation_between_steps", "resident", "bf16", "dynamic", "param_groups_whole", "full_params_and_load", ELSEWHERE,
+    "step_guard", "evaluation_between_steps", "resident", "bf16", "dynamic", "param_groups_whole", "full_params_and_load",
+    "a_view_that_escapes", "by_hand", ELSEWHERE,
 ]  # fmt: skip
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +46,7 @@ class _Worlds:
 
 
 @contextmanager
-def _one_world_each() -> Any:
+def _one_world_each() -> Iterator[_Worlds]:
     module: Any = dist.distributed_c10d
     before, hook = module._world, sys.excepthook
     module._world = worlds = _Worlds()
@@ -57,6 +57,31 @@ def _one_world_each() -> Any:
     finally:
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         module._world, sys.excepthook = before, hook
+
+
+@contextmanager
+def threads_as_ranks(world_size: int) -> Iterator[Callable[..., AbstractContextManager[None]]]:
+    """Inside, threads may be ranks. Yields `joined(rank, device)`, in which a thread is one, with torch.distributed's default group."""
+    store = dist.PrefixStore(f"run {next(_numbers)}", dist.HashStore())
+
+    @contextmanager
+    def joined(rank: int, device: int, *, current: int | None = None, bind: bool = False) -> Iterator[None]:
+        try:
+            torch.accelerator.set_device_index(device if current is None else current)
+            worlds.enter(device)
+            bound = torch.device(simulated.TYPE, device) if bind else None
+            timeout = timedelta(seconds=60)
+            dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound)
+            try:
+                yield
+            finally:
+                dist.destroy_process_group()
+        finally:
+            simulated.C.host_ended()
+
+    simulated.C.set_hosts(world_size)
+    with _one_world_each() as worlds:
+        yield joined
 
 
 def run_ranks(
@@ -78,33 +103,16 @@ def run_ranks(
     """
     results: list[Any] = [None] * world_size
     errors: list[BaseException | None] = [None] * world_size
-    store, name = dist.HashStore(), f"run {next(_numbers)}"
 
-    def rank_thread(rank: int, worlds: _Worlds) -> None:
-        device = device_of(rank)
+    def rank_thread(rank: int) -> None:
         try:
-            torch.accelerator.set_device_index(device if set_device else 0)
-            worlds.enter(device)
-            dist.init_process_group(
-                BACKEND,
-                store=dist.PrefixStore(name, store),
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=60),
-                device_id=torch.device(simulated.TYPE, device) if bind else None,
-            )
-            try:
+            with joined(rank, device_of(rank), current=None if set_device else 0, bind=bind):
                 results[rank] = body(rank)
-            finally:
-                dist.destroy_process_group()
         except BaseException as error:
             errors[rank] = error
-        finally:
-            simulated.C.host_ended()
 
-    simulated.C.set_hosts(world_size)
-    with _one_world_each() as worlds:
-        threads = [threading.Thread(target=rank_thread, args=(rank, worlds), daemon=True) for rank in range(world_size)]
+    with threads_as_ranks(world_size) as joined:
+        threads = [threading.Thread(target=rank_thread, args=(rank,), daemon=True) for rank in range(world_size)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -113,5 +121,6 @@ def run_ranks(
             raise TimeoutError(f"ranks {[rank for rank, thread in enumerate(threads) if thread.is_alive()]} hang; errors so far: {errors}")
     for error in errors:
         if error is not None:
+            simulated.recover()  # what is queued still would stop whoever comes next
             raise error
     return results

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 import zero3
-from tests.device.training import ROWS, WIDTH, Adapted, Block, Me, Stack, in_sequence, loss_of, sgd, sharded, train, values
+from tests.device.training import ROWS, WIDTH, Adapted, Block, Caching, Me, Stack, in_sequence, loss_of, sgd, sharded, train, values
 
 Scenario = Callable[[Me], Iterable[Tensor]]
 SCENARIOS: dict[str, Scenario] = {}
@@ -35,6 +35,8 @@ for _depth in range(4):
 _add("shard", sharded)
 _add("bf16", lambda me: sharded(me, param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
 _add("bf16_sums", lambda me: sharded(me, param_dtype=torch.bfloat16))
+_add("grad_dtype", lambda me: sharded(me, param_dtype=torch.bfloat16, grad_dtype=torch.float32))
+_add("ignored", lambda me: sharded(me, lambda: Stack().to(me.device), ignored=lambda name, info: name.endswith("norm.weight")))
 _add("sums_not_means", lambda me: sharded(me, gradient_reduction="sum"))
 _add("checkpoint_reentrant", lambda me: sharded(me, lambda: Stack(lambda: Block(reentrant=True))))
 _add("checkpoint_not_reentrant", lambda me: sharded(me, lambda: Stack(lambda: Block(reentrant=False))))
@@ -293,3 +295,41 @@ def another_path(me: Me) -> list[Tensor]:
         model.skip = skip  # type: ignore[assignment]
         seen += train(model, me, 1, optimizer)
     return seen
+
+
+@scenario
+def a_view_that_escapes(me: Me) -> list[Tensor]:
+    """It has the values of its forward for ever: the next fetches take another buffer."""
+    model = sharded(me, lambda: Stack(Caching))
+    optimizer, seen = sgd(model), []
+    for _ in range(3):
+        seen += train(model, me, 1, optimizer)
+        seen += [block.cache for block in model.blocks]
+    return seen
+
+
+@scenario
+def by_hand(me: Me) -> list[Tensor]:
+    model = sharded(me)
+    optimizer = sgd(model)
+    zero3.set_forward_order(model, list(model.blocks))
+    for step in range(3):
+        zero3.fetch(model.blocks[step])
+        for micro in range(2):
+            with zero3.no_sync(model):
+                loss_of(model, me, 10 * step + micro).backward()
+        zero3.reduce_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        zero3.release(model)
+    return values(model)
+
+
+@scenario
+def set_trainable(me: Me) -> list[Tensor]:
+    model = sharded(me)
+    seen = train(model, me, 1)
+    zero3.set_trainable(model, lambda name, info: "norm" in name or "blocks.3" in name)
+    seen += train(model, me, 2)
+    zero3.set_trainable(model, lambda name, info: True)
+    return [*seen, *train(model, me, 1)]

@@ -1,6 +1,9 @@
-"""Scenarios in schedules drawn at random, for MINUTES: every bit has to be that of execution in order.
+"""Scenarios and lives in schedules drawn at random, for MINUTES: no order of streams may change a number.
 
 python -m tests.device.soak MINUTES [--seed N]
+
+By turns: scenarios, and models of the ordering fuzzer, have to give every bit of execution in order; the state machine has to agree with
+plain torch. hypothesis draws the lives, and prints the shortest that it finds if one fails; the seed is for scenarios.
 """
 
 from tests.device import simulated
@@ -11,11 +14,33 @@ import os  # isort: skip
 import random  # isort: skip
 import sys  # isort: skip
 import time  # isort: skip
+import traceback  # isort: skip
+from collections import Counter  # isort: skip
 
 import torch  # isort: skip
+import transformers  # isort: skip
+from hypothesis import HealthCheck, settings  # isort: skip
 
+from tests.device.huggingface import HUGGING_FACE  # isort: skip
+from tests.device.lives import machines, models  # isort: skip
 from tests.device.scenarios import SCENARIOS  # isort: skip
-from tests.device.test_parity import in_order, on_device  # isort: skip
+from tests.device.test_parity import Setting, assert_same, in_any_order, in_order  # isort: skip
+
+ALL = SCENARIOS | HUGGING_FACE
+AT_ONCE = 10  # in a turn
+drawn = settings(max_examples=AT_ONCE, stateful_step_count=20, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+
+def scenarios(dice: random.Random) -> None:
+    for _ in range(AT_ONCE):
+        name, policy, memory = dice.choice(list(ALL)), dice.choice(list(simulated.POLICIES)), dice.choice(["strict", "exact"])
+        setting = Setting(policy, memory, dice.randrange(10**6), dice.choice([0.0, 0.05, 0.3]))
+        expected = in_order(ALL[name])
+        try:
+            assert_same(in_any_order(ALL[name], setting), expected)
+        except BaseException as error:
+            error.add_note(f"{name}, {setting!r}")
+            raise
 
 
 def main() -> int:
@@ -25,25 +50,21 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable()
-    dice, runs, failed = random.Random(arguments.seed), 0, 0
+    transformers.logging.disable_progress_bar()
+    dice, turns, failed = random.Random(arguments.seed), Counter[str](), 0
+    kinds = {"scenarios": lambda: scenarios(dice), "lives of the state machine": lambda: machines(drawn), "models": lambda: models(drawn)}
     end = time.monotonic() + 60 * arguments.minutes
     while time.monotonic() < end:
-        name, policy, memory = dice.choice(list(SCENARIOS)), dice.choice(list(simulated.POLICIES)), dice.choice(["strict", "exact"])
-        seed, progress = dice.randrange(10**6), dice.choice([0.0, 0.05, 0.3])
-        expected = in_order(name)
-        simulated.schedule(policy, seed, progress=progress, memory=memory)
+        kind = list(kinds)[turns.total() % len(kinds)]
+        turns[kind] += 1
         try:
-            found = on_device(name)
-            same = all(torch.equal(a, b) for mine, theirs in zip(found, expected, strict=True) for a, b in zip(mine, theirs, strict=True))
-            what = "" if same else "other numbers"
-        except Exception as error:
-            what = repr(error)
-            simulated.recover()
-        runs += 1
-        if what:
+            kinds[kind]()
+        except Exception:
             failed += 1
-            print(f"{name}, schedule({policy!r}, {seed}, progress={progress}, memory={memory!r}): {what}", flush=True)
-    print(f"seed {arguments.seed}: {runs} runs on the simulated device, {failed} failed")
+            traceback.print_exc()
+            simulated.recover()
+    runs = ", ".join(f"{AT_ONCE * count} {kind}" for kind, count in turns.items())
+    print(f"seed {arguments.seed}: {runs} on the simulated device; {failed} turns failed")
     return int(failed > 0)
 
 

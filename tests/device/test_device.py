@@ -46,3 +46,53 @@ def test_a_collective_is_ordered_by_streams(asynchronous: bool) -> None:
     simulated.schedule("demand")
     issued = threading.Barrier(2)
     assert run_ranks(2, body) == [[0, 0, 0, 2, 2, 2]] * 2
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_every_collective_gives_what_it_should(asynchronous: bool) -> None:
+    """Of three ranks, and of two of them. Slices may be of unequal sizes."""
+    from tests.device import simulated
+    from tests.device.ranks import run_ranks
+
+    sizes = [2, 0, 3]
+
+    def body(rank: int) -> dict[str, list[float]]:
+        def full(numel: int, value: float = rank) -> torch.Tensor:
+            return torch.full((numel,), float(value), device="cuda")
+
+        pair = dist.new_group([0, 2])
+        gathered, mine, summed, dealt = [full(size) for size in sizes], full(sizes[rank], -1), full(2), full(1)
+        of_two, largest, mean, told = full(4), full(2), full(2), full(2)
+        slices = [full(1, 10 + each) for each in range(3)] if rank == 0 else None
+        works = [
+            dist.all_gather(gathered, full(sizes[rank], rank + 1), async_op=asynchronous),
+            dist.reduce_scatter(mine, [full(size) for size in sizes], async_op=asynchronous),
+            dist.all_reduce(summed, async_op=asynchronous),
+            dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=asynchronous),
+            dist.all_reduce(mean, dist.ReduceOp.AVG, async_op=asynchronous),
+            dist.broadcast(told, 1, async_op=asynchronous),
+            dist.scatter(dealt, slices, async_op=asynchronous),
+            *([dist.all_gather(list(of_two.chunk(2)), full(2), group=pair, async_op=asynchronous)] if rank != 1 else []),
+        ]
+        for work in works:
+            assert (work is not None) == asynchronous
+            if work is not None:
+                work.wait()
+        found = {"all_gather": torch.cat(gathered), "reduce_scatter": mine, "sum": summed, "max": largest, "mean": mean}
+        found |= {"broadcast": told, "scatter": dealt, "of two": of_two}
+        values = {name: tensor.tolist() for name, tensor in found.items()}
+        dist.barrier()
+        return values
+
+    simulated.schedule("demand")
+    for rank, found in enumerate(run_ranks(3, body, bind=True)):
+        assert found == {
+            "all_gather": [1, 1, 3, 3, 3],
+            "reduce_scatter": [3] * sizes[rank],
+            "sum": [3, 3],
+            "max": [2, 2],
+            "mean": [1, 1],
+            "broadcast": [1, 1],
+            "scatter": [10 + rank],
+            "of two": [1] * 4 if rank == 1 else [0, 0, 2, 2],
+        }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero3
+from tests.device.scenarios import SCENARIOS
 from tests.device.test_parity import assert_same, in_order
 from tests.device.training import Block, Me, Stack, built, in_sequence, loss_of, scratch, sgd, sharded, train
 
@@ -38,11 +37,24 @@ def on_host(tensors: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("name", ["shard", "prefetch_depth_2"])
 def test_device_argument_alone_says_where_the_model_computes(policy: str, name: str) -> None:
     from tests.device import simulated
-    from tests.device.scenarios import SCENARIOS
 
-    expected = in_order(name)
+    expected = in_order(SCENARIOS[name])
     simulated.schedule(policy, 1, progress=0.2)
     found = run(2, lambda me: on_host(list(SCENARIOS[name](me))), device_of=lambda rank: rank + 2, set_device=False)
+    assert_same(found, expected)
+
+
+def test_a_layer_around_layers_computes_where_they_do() -> None:
+    """It has no tensor of its own that could tell."""
+    from tests.device import simulated
+
+    simulated.schedule("random", 1)
+
+    def around(me: Me, device: torch.device | None) -> list[Tensor]:
+        inner = nn.Sequential(*[zero3.Zero3Layer(built(Block, number), device=me.device) for number in range(2)])
+        return on_host(train(zero3.Zero3Layer(inner, device=device), me))
+
+    found, expected = run(2, lambda me: around(me, None)), run(2, lambda me: around(me, me.device))
     assert_same(found, expected)
 
 
@@ -122,109 +134,6 @@ def test_a_side_stream_of_the_user(options: dict[str, bool]) -> None:
     for seed, policy in enumerate(POLICIES):
         simulated.schedule(policy, seed, progress=0.1, memory="exact")
         assert_same(run(2, lambda me: _on_a_side_stream(me, side=True, **options)), expected)
-
-
-# -- groups
-
-
-def test_a_split_of_a_bound_group_waits_for_ranks_that_are_not_in_it() -> None:
-    """Why `separate_backup_group` refuses it: this is torch's own."""
-    from tests.device import simulated
-
-    simulated.C.set_patience(1.0)
-
-    def body(me: Me) -> str:
-        if me.rank == 2:
-            return ""
-        with pytest.raises(RuntimeError) as raised:
-            dist.new_group([0, 1], use_local_synchronization=True)
-        return str(raised.value)
-
-    try:
-        assert all("waits for all 3 ranks" in text for text in run(3, body, bind=True)[:2])
-    finally:
-        simulated.C.set_patience(20.0)
-        simulated.recover()
-
-
-@pytest.mark.parametrize("bind", [False, True])
-@pytest.mark.parametrize("separate", [False, True])
-def test_subgroup(bind: bool, separate: bool) -> None:
-    """Two of three ranks train. A second communicator of a bound subgroup is refused by name, before anybody waits."""
-    from tests.device import simulated
-
-    simulated.schedule("random", 3)
-
-    def body(me: Me) -> Any:
-        me.group = dist.new_group([0, 1])
-        if me.rank == 2:
-            return None
-        if bind and separate:
-            with pytest.raises(ValueError, match=f"rank {me.rank}: separate_backup_group=True, .* has 2 of 3 ranks.* device_id"):
-                train(sharded(me, separate_backup_group=separate), me)
-            return None
-        return on_host(train(sharded(me, separate_backup_group=separate), me))
-
-    found = run(3, body, bind=bind)
-    if not (bind and separate):
-        assert_same(found[:2], in_order("shard"))
-
-
-def test_a_second_communicator_waits_as_long_as_the_first() -> None:
-    """torch gives a new group its default, 10 minutes."""
-
-    def body(me: Me) -> list[float]:
-        model = sharded(me, separate_backup_group=True)
-        train(model, me, 1)
-        groups = list(dist.distributed_c10d._world.pg_map)
-        return [group._get_backend(me.device).options._timeout.total_seconds() for group in groups]
-
-    assert run(2, body) == [[60.0, 60.0]] * 2  # as `run_ranks` has asked
-
-
-def test_a_second_communicator_goes_with_its_model() -> None:
-    def body(me: Me) -> list[int]:
-        counts = [len(dist.distributed_c10d._world.pg_map)]
-        for _ in range(2):
-            model = sharded(me, separate_backup_group=True)
-            train(model, me, 1)
-            counts.append(len(dist.distributed_c10d._world.pg_map))
-            del model
-            gc.collect()
-        return [*counts, len(dist.distributed_c10d._world.pg_map)]
-
-    assert run(2, body) == [[1, 2, 2, 1]] * 2
-
-
-# -- two communicators at work at once, on devices that hold only one waiting collective: CUDA promises no more
-
-
-def _train_where_there_is_little_room(seed: int, separate: bool) -> None:
-    from tests.device import simulated
-
-    simulated.schedule("random", seed, progress=0.3)
-    simulated.C.set_room(1)
-    try:
-        run(2, lambda me: train(sharded(me, separate_backup_group=separate), me) and None)
-    finally:
-        simulated.recover()
-
-
-def test_one_communicator_never_waits_for_itself() -> None:
-    for seed in range(8):
-        _train_where_there_is_little_room(seed, separate=False)
-
-
-def test_two_communicators_may_wait_for_each_other() -> None:
-    """NCCL's authors warn of it. So `separate_backup_group` is off by default."""
-    found = []
-    for seed in range(8):
-        try:
-            _train_where_there_is_little_room(seed, separate=True)
-        except RuntimeError as error:
-            found.append(str(error))
-    assert found
-    assert all("no stream can go on" in text and "1 of 2 ranks have started it" in text for text in found)
 
 
 # -- the host

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.device.scenarios import SCENARIOS
 from tests.device.test_parity import in_order
 
 ROOT = Path(__file__).parents[2]
@@ -23,4 +24,4 @@ def test_under_another_name_the_bits_are_the_same() -> None:
     run = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=250)
     assert run.returncode == 0, run.stderr[-3000:]
     found = sorted(line.split() for line in run.stdout.splitlines() if not line.startswith("a micro-batch"))
-    assert found == sorted([name, policy, digest(in_order(name))] for name in NAMES for policy in ("demand", "random"))
+    assert found == sorted([name, policy, digest(in_order(SCENARIOS[name]))] for name in NAMES for policy in ("demand", "random"))

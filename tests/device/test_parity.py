@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.device.scenarios import SCENARIOS
+from tests.device.scenarios import SCENARIOS, Scenario
 from tests.device.training import Me, scratch
 from tests.support import ranks as cpu
 
@@ -22,11 +22,15 @@ class Setting(NamedTuple):
     memory: str
     seed: int
     progress: float = 0.0
+    room: int = 0  # collectives that wait for other ranks, and that a device can hold at once; 0: any number
+
+    def __str__(self) -> str:
+        return f"{self.policy}-{self.memory}"
 
 
 SETTINGS = [
     Setting("random", "strict", 0),
-    Setting("random", "exact", 1, 0.2),
+    Setting("random", "exact", 1, 0.2, room=1),
     Setting("lanes", "strict", 2),
     Setting("compute", "exact", 3, 0.1),
     Setting("demand", "strict", 4),
@@ -35,14 +39,14 @@ SETTINGS = [
 NEEDS_A_GROUP = {"uneven_inputs"}  # torch's Join does not work on threads of the CPU
 
 
-def on_device(name: str) -> list[list[Tensor]]:
+def on_device(scenario: Scenario) -> list[list[Tensor]]:
     from tests.device.ranks import run_ranks
 
     directory = scratch()
 
     def body(rank: int) -> list[Tensor]:
         me = Me(rank, WORLD, torch.device("cuda", rank), None, directory)
-        return [each.cpu() for each in SCENARIOS[name](me)]
+        return [each.cpu() for each in scenario(me)]
 
     try:
         return run_ranks(WORLD, body)
@@ -57,13 +61,36 @@ def _first_bf16() -> None:
     nn.functional.linear(x, x).cpu()
 
 
+def on_cpu(scenario: Scenario) -> list[list[Tensor]]:
+    directory = scratch()
+
+    def body(group: cpu.ThreadCommunicator) -> list[Tensor]:
+        return list(scenario(Me(group.rank, WORLD, torch.device("cpu"), group, directory)))
+
+    try:
+        return cpu.run_ranks(WORLD, body)
+    finally:
+        shutil.rmtree(directory)
+
+
 @cache
-def in_order(name: str) -> list[list[Tensor]]:
+def in_order(scenario: Scenario) -> list[list[Tensor]]:
     from tests.device import simulated
 
     simulated.schedule(eager=True)
     _first_bf16()
-    return on_device(name)
+    return on_device(scenario)
+
+
+def in_any_order(scenario: Scenario, setting: Setting) -> list[list[Tensor]]:
+    from tests.device import simulated
+
+    simulated.schedule(setting.policy, setting.seed, progress=setting.progress, memory=setting.memory)
+    simulated.C.set_room(0 if scenario is SCENARIOS["separate_backup_group"] else setting.room)  # see test_communicators.py
+    try:
+        return on_device(scenario)
+    finally:
+        simulated.C.set_room(0)
 
 
 def assert_same(found: list[list[Tensor]], expected: list[list[Tensor]], tolerance: float = 0) -> None:
@@ -75,23 +102,11 @@ def assert_same(found: list[list[Tensor]], expected: list[list[Tensor]], toleran
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in NEEDS_A_GROUP])
 def test_in_order_the_numbers_are_those_of_the_cpu(name: str) -> None:
-    directory = scratch()
-
-    def body(group: cpu.ThreadCommunicator) -> list[Tensor]:
-        return list(SCENARIOS[name](Me(group.rank, WORLD, torch.device("cpu"), group, directory)))
-
-    try:
-        expected = cpu.run_ranks(WORLD, body)
-    finally:
-        shutil.rmtree(directory)
-    assert_same(in_order(name), expected, 1e-6)
+    assert_same(in_order(SCENARIOS[name]), on_cpu(SCENARIOS[name]), 1e-6)
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: f"{setting.policy}-{setting.memory}")
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_no_order_of_streams_changes_a_bit(name: str, setting: Setting) -> None:
-    from tests.device import simulated
-
-    expected = in_order(name)
-    simulated.schedule(setting.policy, setting.seed, progress=setting.progress, memory=setting.memory)
-    assert_same(on_device(name), expected)
+    expected = in_order(SCENARIOS[name])
+    assert_same(in_any_order(SCENARIOS[name], setting), expected)

@@ -63,6 +63,14 @@ class Block(nn.Module):
         return self.compute(x) if self.reentrant is None else checkpoint(self.compute, x, use_reentrant=self.reentrant)
 
 
+class Caching(Block):
+    """Keeps a view of a parameter, as caches do."""
+
+    def compute(self, x: Tensor) -> Tensor:
+        self.cache = self.down.weight.detach()[:2]
+        return super().compute(x)
+
+
 class Adapted(nn.Module):
     """A frozen linear layer in bf16 with a low-rank addition in fp32."""
 

@@ -53,16 +53,20 @@ def test_the_train_job_has_what_the_trainer_of_kubeflow_asks_for() -> None:
     job: dict[str, Any] = yaml.safe_load((FOLDER / "kubernetes.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     spec = job["spec"]
-    assert spec.keys() == {"runtimeRef", "trainer", "podTemplateOverrides"}
+    assert spec.keys() == {"runtimeRef", "trainer", "runtimePatches"}, "which took the place of podTemplateOverrides in 2.2"
     trainer = spec["trainer"]
     assert trainer.keys() <= {"image", "command", "args", "env", "numNodes", "resourcesPerNode", "numProcPerNode"}
     assert all(isinstance(each["value"], str) for each in trainer["env"]) and isinstance(trainer["numNodes"], int)
     script, *options = trainer["args"]
     assert (ROOT / script.removeprefix("/workspace/")).is_file()
     assert {option.partition("=")[0] for option in options} <= known_options()
-    (override,) = spec["podTemplateOverrides"]
-    mounted = {mount["name"] for container in override["spec"]["containers"] for mount in container["volumeMounts"]}
-    assert mounted == {volume["name"] for volume in override["spec"]["volumes"]}
+    (patch,) = spec["runtimePatches"]
+    assert patch.keys() == {"manager", "trainingRuntimeSpec"}
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    assert node["name"] == pod["containers"][0]["name"] == "node" and pod.keys() == {"containers", "volumes"}
+    mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
     assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"]
 
 
@@ -74,6 +78,48 @@ def test_the_task_of_skypilot_has_its_fields() -> None:
     words = shlex.split(line)
     assert {word for word in words if word.startswith("--")} <= known_options()
     assert any(word.startswith(target) for target in task["file_mounts"] for word in words)
+
+
+# -- what they start
+
+STAND_INS = {
+    "scontrol": '[ "$*" = "show hostnames node[7-8]" ] && printf "node7\\nnode8\\n"',
+    "srun": '[ "$SRUN_CPUS_PER_TASK" = 32 ] && shift && exec "$@"',  # its one option; as on each host
+    "python": 'printf "%s\\n" "$OMP_NUM_THREADS" "$@"',
+}
+
+
+def started(shell: list[str], folder: Path, environment: dict[str, str]) -> tuple[str, Any]:
+    """OMP_NUM_THREADS, and the options of torchrun, as torchrun understands them: other programs have stand-ins."""
+    from torch.distributed.run import parse_args
+
+    folder.mkdir()
+    for name, does in STAND_INS.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
+        (folder / name).chmod(0o755)
+    plain = {"PATH": f"{folder}:/usr/bin:/bin", "HOME": str(folder)}
+    run = subprocess.run(shell, cwd=ROOT, env=plain | environment, capture_output=True, text=True, check=True)
+    threads, *arguments = run.stdout.splitlines()
+    assert arguments[:2] == ["-m", "torch.distributed.run"]
+    return threads, parse_args(arguments[2:])
+
+
+def test_slurm_starts_one_torchrun_on_each_host(tmp_path: Path) -> None:
+    here = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "23456", "SLURM_GPUS_ON_NODE": "4"}
+    shell = ["bash", str(FOLDER / "slurm.sbatch"), "--model", "a model", "--lora", "8"]
+    threads, options = started(shell, tmp_path / "bin", here | {"SLURM_CPUS_PER_TASK": "32"})
+    assert (threads, options.nnodes, options.nproc_per_node, options.rdzv_id) == ("8", "2", "4", "23456")
+    assert options.rdzv_endpoint == "node7:23456" and options.rdzv_backend == "c10d" and options.max_restarts == 3
+    assert options.training_script == "examples/sft.py"
+    assert options.training_script_args[-4:] == ["--model", "a model", "--lora", "8"] and "--resume" in options.training_script_args
+
+
+def test_skypilot_starts_one_torchrun_on_each_host(tmp_path: Path) -> None:
+    task: dict[str, Any] = yaml.safe_load((FOLDER / "skypilot.yaml").read_text())
+    here = {"NODE_IPS": "10.0.0.1\n10.0.0.2", "NUM_GPUS_PER_NODE": "8", "NUM_NODES": "2", "TASK_ID": "t-3", "NODE_RANK": "1"}
+    _, options = started(["bash", "-c", task["run"]], tmp_path / "bin", {f"SKYPILOT_{key}": value for key, value in here.items()})
+    assert (options.nnodes, options.nproc_per_node, options.rdzv_id, options.rdzv_endpoint) == ("2", "8", "t-3", "10.0.0.1:29400")
+    assert options.rdzv_conf.startswith("is_host=0,") and options.training_script_args[-2:] == ["--output", "/data/sft"]
 
 
 @pytest.mark.slow

@@ -33,9 +33,12 @@ def held_out(printed: str) -> tuple[float, float]:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The small model, after four steps of two processes; and what they printed."""
+    """The small model, after four steps of two processes; and what they printed. An earlier run was killed in its first save."""
     directory = tmp_path_factory.mktemp("sft") / "small"
-    return directory, launch_two(EXAMPLE, *FEW, "--output", directory)
+    killed = directory / "checkpoints" / "checkpoint-2"
+    killed.mkdir(parents=True)
+    (killed / "model.safetensors").write_bytes(bytes(100))
+    return directory, launch_two(EXAMPLE, *FEW, "--output", directory, "--resume")
 
 
 @pytest.mark.slow
@@ -88,14 +91,19 @@ def test_sft_trains_adapters_of_a_model_on_chats_of_ones_own(small: tuple[Path, 
 
 
 @pytest.fixture(scope="module")
-def chats() -> Iterator[ModuleType]:
+def recipe() -> Iterator[ModuleType]:
     import importlib
 
     sys.path.insert(0, str(ROOT / "examples"))
     try:
-        yield importlib.import_module("finetuning.chats")
+        yield importlib.import_module("sft")
     finally:
         sys.path.remove(str(ROOT / "examples"))
+
+
+@pytest.fixture(scope="module")
+def chats(recipe: ModuleType) -> ModuleType:
+    return sys.modules["finetuning.chats"]
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -120,10 +128,17 @@ def parquet(path: Path) -> Path:
     return path
 
 
+def shared(path: Path) -> Path:
+    """As many chats are shared."""
+    turns = [{"from": "human", "value": CHAT[0]["content"]}, {"from": "gpt", "value": CHAT[1]["content"]}]
+    return jsonl(path, [{"conversations": turns, "id": 3}] * 2)
+
+
 SOURCES: dict[str, Callable[[Path], Path]] = {
     "rows.jsonl": lambda path: jsonl(path, [{"messages": CHAT}] * 2),
     "pairs.jsonl": lambda path: jsonl(path, [{"prompt": "What is 2 and 2?", "completion": "It is 4."}] * 2),
     "rows.parquet": parquet,
+    "shared.jsonl": shared,
     "a directory of files": many,
     "a directory of datasets": saved,
 }
@@ -140,6 +155,12 @@ STRANGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "text.jsonl": (lambda path: jsonl(path, [{"text": "a"}]), r"the columns \['text'\]\. Expected is messages or prompt and completion"),
     "half.jsonl": (lambda path: path.write_text('{"messages": ['), r"Expected are jsonl or parquet files with chats"),
     "missing.jsonl": (lambda path: None, r"Expected are jsonl"),
+    "nothing.jsonl": (lambda path: path.write_text(""), r"there are no rows in it"),
+    "one.jsonl": (lambda path: jsonl(path, [{"messages": CHAT}]), r"1 rows .*two rows at least: one is held out"),
+    "null.jsonl": (lambda path: jsonl(path, [{"messages": CHAT}, {"messages": None}]), r"row 2 of 2 has the messages None\. Expected"),
+    "asked.jsonl": (lambda path: jsonl(path, [{"messages": CHAT[:1]}] * 2), r"row 1 of 2 .*at least one of role assistant"),
+    "silent.jsonl": (lambda path: jsonl(path, [{"messages": [CHAT[0], {"role": "assistant", "content": None}]}] * 2), r"a content each"),
+    "half-pairs.jsonl": (lambda path: jsonl(path, [{"prompt": "a", "completion": None}] * 2), r"\('a', None\)\. Expected are two texts"),
     "empty": (lambda path: path.mkdir(), r"no jsonl, json or parquet file"),
 }
 
@@ -156,3 +177,38 @@ def test_chats_that_are_made_have_questions_and_answers(chats: ModuleType) -> No
     made = chats.made_chats()
     assert len(made) > 150
     assert all([each["role"] for each in row["messages"]] == ["user", "assistant"] and row["messages"][1]["content"] for row in made)
+
+
+def test_the_last_answer_is_apart_from_what_comes_after_it(recipe: ModuleType, chats: ModuleType) -> None:
+    """With a template that does not tell which tokens are an answer."""
+    longer = datasets.Dataset.from_list([{"messages": [*CHAT, {"role": "user", "content": "Thanks."}]}] * 2)
+    tokenizer = chats.small_tokenizer(chats.made_chats(), 300)
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    apart, form = recipe.answers_apart(longer, tokenizer)
+    assert form == "prompt" and apart[0] == {"prompt": CHAT[:1], "completion": CHAT[1:]}
+    assert chats.prompts_of(longer, 1) == [CHAT[:1]]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (["--batch-size", "0"], "argument --batch-size: 0 is not a positive number"),
+        (["--held-out", "1.5"], "argument --held-out: 1.5 is no share between 0 and 1"),
+        (["--model", "nowhere"], "argument --model: nowhere is no directory"),
+        (["--merge"], "argument --merge: it merges the adapters of --lora into --model"),
+    ],
+)
+def test_options_that_can_not_be_are_refused(wrong: list[str], told: str, recipe: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        recipe.parse_options(wrong)
+    assert told in capsys.readouterr().err
+
+
+def test_a_model_without_a_tokenizer_and_targets_that_it_has_not(recipe: ModuleType, chats: ModuleType, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(chats.small_config(16))
+    model.config.save_pretrained(tmp_path)
+    options = recipe.parse_options(["--model", str(tmp_path), "--lora", "2", "--lora-targets", "up", "nowhere"])
+    with pytest.raises(SystemExit, match=r"^--model .*: its tokenizer can't be loaded: "):
+        recipe.load_tokenizer(options, None)
+    with pytest.raises(SystemExit, match=r"^--lora-targets .*'nowhere'"):
+        recipe.add_adapters(model, options)

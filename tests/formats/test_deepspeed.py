@@ -26,7 +26,7 @@ from zero3.formats.lazy import Lazy
 from zero3.formats.pickled import Made
 from zero3.formats.torch_files import TorchFile
 
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make deepspeed")
 
 
 def odd32() -> nn.Module:

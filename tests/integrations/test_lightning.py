@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 lightning = pytest.importorskip("lightning", reason="Lightning is not installed (pip install 'zero3[lightning]')")
 
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy  # noqa: E402
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging  # noqa: E402
 
 import zero3  # noqa: E402
 from tests.support.lightnings import Module, Net, Rows, launched, other_rows, train_rows, trainer  # noqa: E402
@@ -144,6 +145,9 @@ def test_checkpoints_of_the_trainer(tmp_path: Path) -> None:
     assert sorted(child.name for child in (tmp_path / "kept").iterdir()) == ["step=4.ckpt", "step=8.ckpt"]
     assert zero3.latest_checkpoint(tmp_path / "kept") == tmp_path / "kept" / "step=8.ckpt"
     uninterrupted = [seen for seen, _ in saved]
+    alone = zero3.shard(Module())
+    assert zero3.load_checkpoint(path, alone)["global_step"] == 4, "one process reads it without Lightning"
+    assert zero3.full_state_dict(alone).keys() == Module().state_dict().keys()
     assert on_ranks(2, resume, path, debug="OFF") == [seen[4:] for seen in uninterrupted]
     expected = on_ranks(1, save_halfway, str(tmp_path / "one"), debug="OFF")[0][0]
     assert losses_of_all(on_ranks(1, resume, path, debug="OFF")) == pytest.approx([value for _, value in expected[4:]], abs=1e-5)
@@ -153,17 +157,51 @@ def test_checkpoints_of_the_trainer(tmp_path: Path) -> None:
     assert all(outcome.error == "ValueError" and "hold an optimizer's state by numbers" in outcome.text for outcome in outcomes)
 
 
-def early_optimizer(rank: Rank) -> None:
+class Early(Module):
+    """Its optimizer is made before the module is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = [torch.optim.SGD(self.parameters(), lr=0.1)]
+
+    def configure_optimizers(self) -> Any:
+        return self.made
+
+
+class ByNames(Module):
+    def configure_optimizers(self) -> Any:
+        named = list(self.named_parameters())
+        groups = [{"params": [p for n, p in named if n.endswith("bias")], "weight_decay": 0.0}, {"params": [p for _, p in named]}]
+        return torch.optim.AdamW(groups, lr=0.05)
+
+
+class ByShapes(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
+WRONG: dict[str, tuple[Callable[[], Module], str]] = {
+    "made too early": (Early, "SGD holds parameters that are no chunks of a sharded model: make it in configure_optimizers"),
+    "filtered by names": (ByNames, r"group 0 of the AdamW \(weight_decay=0\.0.*is empty.*zero3\.param_groups"),
+    "of shapes": (ByShapes, r"Adafactor .* does more than treat each element by itself"),
+}
+AVERAGES = (StochasticWeightAveraging(swa_lrs=0.1), WeightAveraging())
+
+
+def refused(rank: Rank) -> None:
     with launched(rank):
-        made = Module()
-        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
-        made.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
-        trainer(rank, "zero3", rank.scratch, max_steps=1).fit(made, train_rows())
+        for kind, told in WRONG.values():
+            with pytest.raises(ValueError, match=told):
+                trainer(rank, "zero3", rank.scratch, max_steps=1).fit(kind(), train_rows())
+        for callback in AVERAGES:
+            module = Module()
+            with pytest.raises(ValueError, match=rf"^{type(callback).__name__} would mix .*examples/ema\.py"):
+                trainer(rank, "zero3", rank.scratch, max_steps=1, callbacks=[callback]).fit(module, train_rows())
+            assert not zero3.is_sharded(module)
 
 
-def test_an_optimizer_of_parameters_that_are_gone() -> None:
-    for outcome in try_on_ranks(2, early_optimizer, debug="OFF"):
-        assert outcome.error == "ValueError" and "SGD holds parameters that are no chunks of this model" in outcome.text
+def test_optimizers_and_averages_that_would_train_otherwise_are_refused() -> None:
+    on_ranks(2, refused, debug="OFF")
 
 
 def fabric_of(rank: Rank, kind: str, precision: Any = "32-true") -> Any:
@@ -224,25 +262,38 @@ def test_fabric_in_bf16_and_its_checkpoints(tmp_path: Path) -> None:
     assert on_ranks(1, loop, "zero3", None, f"{tmp_path}/run", debug="OFF")[0] == pytest.approx(whole[3:], abs=1e-5)
 
 
-def together(rank: Rank) -> None:
+def refused_by_fabric(rank: Rank) -> None:
     with launched(rank):
-        net = Net()
-        fabric_of(rank, "zero3").setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        fabric, net = fabric_of(rank, "zero3"), Net()
+        early = torch.optim.SGD(net.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=r"fabric\.setup_module\(model\), make the optimizer from"):
+            fabric.setup(net, early)
+        model = fabric.setup_module(net)
+        for optimizer, told in (
+            (early, "SGD holds parameters that are no chunks of a sharded model: call fabric.setup_module first"),
+            (torch.optim.Adafactor(model.parameters()), "Adafactor .* does more than treat each element by itself"),
+            (torch.optim.SGD([{"params": []}, {"params": list(model.parameters())}], lr=0.1), "group 0 of the SGD .* is empty"),
+        ):
+            with pytest.raises(ValueError, match=told):
+                fabric.setup_optimizers(optimizer)
+        fabric.setup_optimizers(torch.optim.SGD(zero3.get_trainable_chunk(model)[:1], lr=0.1))  # a part is legal
 
 
-def test_fabric_sets_up_the_model_first() -> None:
-    for outcome in try_on_ranks(2, together, debug="OFF"):
-        assert outcome.error == "ValueError" and "fabric.setup_module(model), make the optimizer from" in outcome.text
+def test_fabric_sets_up_the_model_first_and_looks_at_optimizers() -> None:
+    on_ranks(2, refused_by_fabric, debug="OFF")
 
 
 def wrapped(rank: Rank) -> None:
+    told = "^DistributedDataParallel around a sharded model"
     with launched(rank):
-        trainer(rank, "ddp", rank.scratch, max_steps=1).fit(zero3.shard(Module()), train_rows())
+        with pytest.raises(RuntimeError, match=told):
+            trainer(rank, "ddp", rank.scratch, max_steps=1).fit(zero3.shard(Module()), train_rows())
+        with pytest.raises(RuntimeError, match=told):
+            fabric_of(rank, "ddp").setup_module(zero3.shard(Net()))
 
 
-def test_their_own_strategy_around_a_sharded_module_is_refused() -> None:
-    for outcome in try_on_ranks(2, wrapped, debug="OFF"):
-        assert "sharded" in outcome.text and outcome.error in ("RuntimeError", "ValueError")
+def test_their_own_strategies_around_a_sharded_module_are_refused() -> None:
+    on_ranks(2, wrapped, debug="OFF")
 
 
 def test_strategies_are_lightnings() -> None:

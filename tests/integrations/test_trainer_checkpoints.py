@@ -56,10 +56,11 @@ def test_a_checkpoint_is_resumed_on_other_numbers_of_ranks(name: str, tmp_path: 
 def with_dropout(rank: Rank, directory: str) -> tuple[Logs, Logs]:
     with launched(rank):
         MODELS["GPT-2"] = lambda: gpt2(resid_pdrop=0.3)
-        return run(rank, "GPT-2", directory), run(rank, "GPT-2", f"{directory}/other", f"{directory}/checkpoint-3")
+        return run(rank, "GPT-2", directory), run(rank, "GPT-2", f"{directory}/other", f"{directory}/checkpoint-3", weight_decay=0.0)
 
 
-def test_a_resumed_run_draws_the_same_dropout(tmp_path: Path) -> None:
+def test_a_resumed_run_draws_the_same_dropout_and_decays_weights_as_before(tmp_path: Path) -> None:
+    """As with the stock Trainer, the options in the checkpoint count."""
     for straight, resumed in on_ranks(2, with_dropout, str(tmp_path)):
         assert straight == resumed
 
@@ -97,9 +98,9 @@ def test_a_checkpoint_holds_the_weights_once_and_frozen_ones_never(tmp_path: Pat
 # -- broken ones
 
 
-def flip(path: Path) -> None:
+def flip(path: Path, place: int = -5) -> None:
     content = bytearray(path.read_bytes())
-    content[-5] ^= 1
+    content[place] ^= 1
     path.write_bytes(content)
 
 
@@ -119,6 +120,9 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "no optimizer state": lambda checkpoint: shutil.rmtree(checkpoint / "zero3"),
     "model.safetensors has None bytes": lambda checkpoint: (checkpoint / "model.safetensors").unlink(),
     "manifest.json": lambda checkpoint: (checkpoint / "zero3" / "manifest.json").unlink(),
+    "rng_state_1.pth is missing": lambda checkpoint: (checkpoint / "rng_state_1.pth").unlink(),
+    "rng_state_0.pth": lambda checkpoint: cut(checkpoint / "rng_state_0.pth"),
+    "rng_state_1.pth was changed": lambda checkpoint: flip(checkpoint / "rng_state_1.pth", 2000),
 }
 
 

@@ -62,12 +62,15 @@ def test_a_model_that_is_sharded_already_keeps_its_policy() -> None:
 
 
 def refused_precision(rank: Rank) -> str:
-    with launched(rank), pytest.raises(ValueError, match="fp16 on the device cpu") as caught:
-        trainer_of(True, llama(), rank.scratch, fp16=True)
+    with launched(rank):
+        with pytest.raises(ValueError, match="fp16 on the device cpu") as caught:
+            trainer_of(True, llama(), rank.scratch, fp16=True)
+        with pytest.raises(RuntimeError, match=r"^DistributedDataParallel around a sharded model"):
+            trainer_of(False, zero3.shard(llama()), rank.scratch).train()
     return str(caught.value)
 
 
-def test_fp16_on_a_device_without_it_is_refused_by_name() -> None:
+def test_fp16_on_a_device_without_it_and_the_stock_trainer_are_refused_by_name() -> None:
     on_ranks(2, refused_precision)
 
 
@@ -76,13 +79,27 @@ def test_fp16_on_a_device_without_it_is_refused_by_name() -> None:
 
 def refuse_arguments(rank: Rank) -> None:
     with launched(rank):
-        for wrong, told in (("auto_find_batch_size", "^auto_find_batch_size=True"), ("fsdp", "^fsdp or deepspeed among the training")):
-            with pytest.raises(ValueError, match=told):
+        refused = {
+            "auto_find_batch_size": "^auto_find_batch_size=True",
+            "bf16_full_eval": "^bf16_full_eval or fp16_full_eval would convert",
+        }
+        for wrong, told in {**refused, "fsdp": "^fsdp or deepspeed among the training"}.items():
+            with pytest.raises((ValueError, RuntimeError), match=f"{told}|no available devices"):  # as transformers 5.1 says of fsdp
                 trainer_of(True, llama(), rank.scratch, **{wrong: True})
 
 
-def test_arguments_that_would_part_ranks_or_shard_again_are_refused_by_name() -> None:
+def test_arguments_that_would_part_ranks_convert_or_shard_again_are_refused_by_name() -> None:
     on_ranks(1, refuse_arguments, fresh=True)  # transformers leaves `fsdp` in the process's environment
+
+
+def test_the_mixin_comes_first() -> None:
+    from transformers import Seq2SeqTrainer
+
+    from zero3.integrations.transformers import Zero3Mixin
+
+    with pytest.raises(TypeError, match=r"class Wrong: Seq2SeqTrainer stands before Zero3Mixin"):
+        type("Wrong", (Seq2SeqTrainer, Zero3Mixin), {})
+    type("Again", (type("Right", (Zero3Mixin, Seq2SeqTrainer), {}),), {})
 
 
 def apart() -> Any:

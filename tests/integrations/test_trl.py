@@ -12,13 +12,13 @@ import transformers
 
 import zero3
 from tests.support.processes import Rank, on_ranks
-from tests.support.trainers import arguments, launched, llama, logged
+from tests.support.trainers import SIZES, arguments, launched, llama, logged
 
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
 datasets = pytest.importorskip("datasets")
 
-from tests.support.chats import WORDS, chats, preferences, prompts, tokenizer  # noqa: E402
+from tests.support.chats import WORDS, chats, preferences, prompts, said, sums, tokenizer  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -111,6 +111,49 @@ def test_a_trainer_of_trl_gives_what_it_gives_under_ddp(name: str, lora: bool) -
     assert len(expected["steps"]) >= 3 and np.ptp([each[0] for each in expected["steps"]]) > 0
     assert np.allclose(found["steps"], expected["steps"], rtol=2e-4, atol=2e-5)
     assert np.allclose(found["evaluated"], expected["evaluated"], rtol=1e-5)
+
+
+def others(ours: bool, directory: Path) -> list[Any]:
+    """KTO, RLOO, and the training of a reward model, which has a head for one number."""
+    plain = {"max_steps": 3, "gradient_checkpointing": False, "bf16": False}
+    judged = [
+        {"prompt": said("user", q), "completion": said("assistant", a if n % 2 else wrong), "label": bool(n % 2)}
+        for n, (q, a, wrong) in enumerate(sums(24))
+    ]
+    kto = with_mixin(trl.KTOTrainer, ours)(
+        model=model(), ref_model=model(), args=arguments(directory, trl.KTOConfig, **plain, max_length=64),
+        train_dataset=datasets.Dataset.from_list(judged), processing_class=tokenizer(),
+    )  # fmt: skip
+    answers = {"num_generations": 2, "max_completion_length": 8, "beta": 0.1}
+    rloo = with_mixin(trl.RLOOTrainer, ours)(
+        model=model(), reward_funcs=by_length, args=arguments(directory, trl.RLOOConfig, **plain, **answers), train_dataset=prompts(24),
+        processing_class=tokenizer(), peft_config=adapters(True),
+    )  # fmt: skip
+    torch.manual_seed(1)
+    scorer = transformers.AutoModelForSequenceClassification.from_config(
+        transformers.LlamaConfig(**SIZES | {"vocab_size": WORDS}, pad_token_id=0, num_labels=1)
+    )
+    reward = with_mixin(trl.RewardTrainer, ours)(
+        model=scorer, args=arguments(directory, trl.RewardConfig, **plain, max_length=64), train_dataset=preferences(24),
+        processing_class=tokenizer(),
+    )  # fmt: skip
+    return [kto, rloo, reward]
+
+
+def train_others(rank: Rank, ours: bool) -> list[Any]:
+    with launched(rank):
+        found = []
+        for trainer in others(ours, rank.scratch):
+            trainer.train()
+            assert zero3.is_sharded(trainer.model) == ours
+            found.append(logged(trainer, "loss", "grad_norm"))
+        return found
+
+
+def test_other_trainers_of_trl_give_what_they_give_under_ddp() -> None:
+    found, expected = on_ranks(2, train_others, True)[0], on_ranks(2, train_others, False, debug="OFF")[0]
+    assert np.shape(expected) == (3, 3, 2) and np.ptp(expected, axis=1).all()
+    assert np.allclose(found, expected, rtol=2e-4, atol=2e-5)
 
 
 # -- what TRL does that others do not

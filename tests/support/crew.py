@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from tests.support.live import LiveBytes
 from tests.support.ranks import RanksDisagree, ThreadCommunicator, World
 
 
 class Member:
-    """One rank: its communicator, the bytes it holds, and whatever it is told to remember."""
+    """One rank: its communicator, its device, the bytes it holds, and whatever it is told to remember."""
 
-    group: ThreadCommunicator
+    group: Any
+    device: torch.device
     live: LiveBytes
     model: Any
     optimizer: Any
     blocks: list[Any]
     names: dict[int, str]  # id of a parameter -> its name
+
+    def own(self, tensors: Sequence[Tensor]) -> Tensor:
+        """This rank's of one for each rank."""
+        return tensors[self.group.rank].to(self.device)
 
 
 class Crew:
@@ -53,10 +62,15 @@ class Crew:
         for thread in self._threads:
             thread.join(10)
 
+    @contextmanager
+    def joined(self, me: Member, rank: int) -> Iterator[None]:
+        """Around a rank's life."""
+        me.group, me.device = ThreadCommunicator(self.world, rank), torch.device("cpu")
+        yield
+
     def _live(self, rank: int) -> None:
         me = self._members[rank]
-        me.group = ThreadCommunicator(self.world, rank)
-        with LiveBytes() as me.live:
+        with self.joined(me, rank), LiveBytes() as me.live:
             while (action := self._orders[rank].get()) is not None:
                 answer: tuple[int, Any, BaseException | None]
                 try:

@@ -117,8 +117,9 @@ class GroupCommunicator:
         if part and dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
             raise ValueError(
                 f"rank {self.rank}: separate_backup_group=True, and the model's process group has {len(ranks)} of {dist.get_world_size()} "
-                "ranks, but init_process_group(device_id=...) has bound devices: torch then makes a group by splitting the communicator of "
-                "all ranks, and waits for the ranks that are not in it. Use separate_backup_group=False, or no device_id."
+                "ranks, but devices are bound, by init_process_group(device_id=...) or, from torch 2.15 on, by NCCL itself: torch then "
+                "makes a group by splitting the communicator of all ranks, and waits for the ranks that are not in it. Use "
+                "separate_backup_group=False."
             )
         # pass the timeout, because a new group would take torch's default
         group = dist.new_group(ranks, timeout_of(self._group, self._device.type), backend=self._backend, use_local_synchronization=part)

@@ -178,7 +178,8 @@ def device_of(request: Request, is_layer: Callable[[nn.Module], bool]) -> torch.
     if len(found) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in found.items())
         raise ValueError(f"the module's tensors are on several devices ({places}): pass device= to say where the layer computes")
-    return _not_meta(next(iter(found), torch.get_default_device()))
+    inside = (parameter.device for parameter in request.module.parameters() if not parameter.is_meta)  # a layer around layers
+    return _not_meta(next(iter(found), None) or next(inside, torch.get_default_device()))
 
 
 def _not_meta(device: torch.device) -> torch.device:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from ..optim.clipping import clip_grad_norm_
 from ..optim.grad_scaler import GradScaler
 from ..policy import ShardingPolicy
 from ..shard import shard
+from .handover import check_together, is_chunk
 from .versions import require
 
 require("lightning", __name__)
@@ -28,6 +31,7 @@ from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy  # noqa
 from lightning.fabric.strategies.strategy import _BackwardSyncControl  # noqa: E402
 from lightning.fabric.utilities.types import _Stateful  # noqa: E402
 from lightning.fabric.wrappers import _unwrap_objects  # noqa: E402
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
@@ -71,6 +75,7 @@ class Zero3Strategy(DDPStrategy):
 
     def setup(self, trainer: Any) -> None:
         """As DDPStrategy, in its order; the model is sharded where that would be wrapped."""
+        _refuse_averages(trainer.callbacks)
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
@@ -80,7 +85,7 @@ class Zero3Strategy(DDPStrategy):
         _prepare(self.model, self.precision_plugin, self._layers, self._policy, self.root_device)
         if fitting:
             self.setup_optimizers(trainer)
-            _check(self.model, self.optimizers)
+            _check([self.model], self.optimizers, "make it in configure_optimizers, from self.parameters()")
         self.setup_precision_plugin()
 
     def _clip_norm(self, optimizer: Any, clip_val: float) -> None:
@@ -149,6 +154,7 @@ class Zero3FabricStrategy(FabricDDPStrategy):
     def __init__(self, *args: Any, layers: Layers = None, policy: ShardingPolicy | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._layers, self._policy = layers, policy
+        self._models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in the same order on all ranks
         self._backward_sync_control = _NoSync()
 
     def module_to_device(self, module: nn.Module) -> None:
@@ -156,7 +162,12 @@ class Zero3FabricStrategy(FabricDDPStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         _prepare(module, self.precision, self._layers, self._policy, self.root_device)
+        self._models[module] = None
         return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        _check(self._models, [optimizer], "call fabric.setup_module first, and make it from model.parameters()")
+        return optimizer
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], *more: Any
@@ -223,14 +234,24 @@ def _is_ours(path: Any) -> bool:
     return (Path(path) / manifest.NAME).is_file()
 
 
-def _check(model: nn.Module, optimizers: Any) -> None:
-    """That they step chunks: an optimizer that was made before `setup` would step parameters that are gone."""
-    chunks = {id(part.parameter) for state in states_of(model) for chunk in state.chunks for part in chunk.parts}
+def _check(models: Iterable[nn.Module], optimizers: Any, advice: str) -> None:
+    """That they step chunks, and may: an optimizer that was made before would step parameters that are gone."""
     for optimizer in _inner(optimizers):
-        if any(id(parameter) not in chunks and parameter.numel() for group in optimizer.param_groups for parameter in group["params"]):
+        if not all(is_chunk(parameter) for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError(
-                f"{type(optimizer).__name__} holds parameters that are no chunks of this model: make it in configure_optimizers, from "
-                "self.parameters(), zero3.get_trainable_chunk(self) or zero3.param_groups(self, ...)"
+                f"{type(optimizer).__name__} holds parameters that are no chunks of a sharded model: {advice}, "
+                "zero3.get_trainable_chunk or zero3.param_groups"
+            )
+    for model in models:
+        check_together(model, _inner(optimizers))
+
+
+def _refuse_averages(callbacks: Any) -> None:
+    for callback in callbacks:
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ValueError(
+                f"{type(callback).__name__} would mix a copy of the whole module with this rank's chunks. Leave it out, and have each rank "
+                "average its own chunks (zero3.get_trainable_chunk), as examples/ema.py does"
             )
 
 

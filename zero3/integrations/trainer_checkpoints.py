@@ -2,7 +2,7 @@
 
 checkpoint-N/
   model.safetensors, config.json, ...   the weights, once, as `save_pretrained` writes them; of a peft model its adapters
-  zero3/                                `save_checkpoint`: the optimizer's state, the schedule, and hashes of the weights' files;
+  zero3/                                `save_checkpoint`: the optimizer's state, the schedule, and hashes of these files;
                                         of a peft model also what it trains
   trainer_state.json, rng_state_0.pth   the Trainer's own; its state comes last
 """
@@ -13,6 +13,7 @@ import json
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch import nn
@@ -40,10 +41,10 @@ def is_peft(model: nn.Module) -> bool:
 
 def save(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
     """Adds `zero3/` to a checkpoint whose weights are written. Every rank calls it."""
-    peft, first = is_peft(model), states_of(model)[0]
-    hashes = {} if peft else _hashes(checkpoint, first.communicator, first.device)
-    extra = {"schedule": schedule.state_dict() if schedule is not None else None, "weights": hashes}
-    save_checkpoint(checkpoint / _OURS, model, optimizer, extra=extra, weights=peft, frozen=False)
+    first = states_of(model)[0]
+    extra = {"schedule": schedule.state_dict() if schedule is not None else None, "ranks": first.communicator.world_size}
+    extra["weights"] = _hashes(checkpoint, first.communicator, first.device)
+    save_checkpoint(checkpoint / _OURS, model, optimizer, extra=extra, weights=is_peft(model), frozen=False)
 
 
 def load_weights(checkpoint: Path, model: nn.Module) -> None:
@@ -88,8 +89,8 @@ def _check(checkpoint: Path, communicator: Communicator) -> None:
         raise ValueError(f"{checkpoint / STATE} is missing or corrupt, so the checkpoint was cut off: {error}") from None
     ours = manifest.read(checkpoint / _OURS)
     with manifest.reading(ours):
-        weights = decode(ours.content["extra"], lambda number: torch.empty(0))["weights"]
-        files = {name: Written(nbytes, blocks) for name, (nbytes, blocks) in weights.items()}
+        extra = decode(ours.content["extra"], lambda number: torch.empty(0))
+        files = {name: Written(nbytes, blocks) for name, (nbytes, blocks) in extra["weights"].items()}
     for name, written in files.items():
         size = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
         if size != written.nbytes:
@@ -97,20 +98,34 @@ def _check(checkpoint: Path, communicator: Communicator) -> None:
     theirs = Manifest(checkpoint, {"data": "."}, files)
     for each in (ours, theirs):
         manifest.verify(each, sorted(each.files), communicator.rank, communicator.world_size)
+    random_states = [f"rng_state_{number}.pth" for number in range(extra["ranks"])] if extra["ranks"] > 1 else ["rng_state.pth"]
+    scaler = [path.name for path in checkpoint.glob("scaler.pt")]
+    for name in [*random_states, *scaler][communicator.rank :: communicator.world_size]:
+        _check_sums(checkpoint / name)
+
+
+def _check_sums(path: Path) -> None:
+    """Of a file that `torch.save` wrote: a zip with a sum for each of its parts."""
+    try:
+        with ZipFile(path) as file:
+            broken = file.testzip()
+    except (OSError, BadZipFile) as error:
+        raise ValueError(f"{path} is missing or corrupt, so the checkpoint was cut off: {error}") from None
+    if broken is not None:
+        raise ValueError(f"{path} was changed: {broken} in it has another sum")
 
 
 def _hashes(checkpoint: Path, communicator: Communicator, device: torch.device) -> dict[str, Any]:
     """Of the weights' files: name -> bytes, and the hashes of its blocks. Each rank hashes its share."""
-    files = sorted(path for path in checkpoint.iterdir() if path.name.startswith("model") and ".safetensors" in path.name)
-    blocks = [(path, number) for path in files for number in range(-(-path.stat().st_size // BLOCK_BYTES))]
+    found_here = {path.relative_to(checkpoint): path.stat().st_size for path in sorted(checkpoint.rglob("*.safetensors*"))}
+    sizes = {name.as_posix(): size for name, size in found_here.items() if name.parts[0] != _OURS}
+    blocks = [(name, number) for name, size in sizes.items() for number in range(-(-size // BLOCK_BYTES))]
     mine = {}
-    for path, number in blocks[communicator.rank :: communicator.world_size]:
-        with path.open("rb") as file:
+    for name, number in blocks[communicator.rank :: communicator.world_size]:
+        with (checkpoint / name).open("rb") as file:
             file.seek(number * BLOCK_BYTES)
-            mine[f"{path.name}/{number}"] = sha256(file.read(BLOCK_BYTES)).hexdigest()
+            mine[f"{name}/{number}"] = sha256(file.read(BLOCK_BYTES)).hexdigest()
     found: dict[str, str] = {}
     for text in exchange_texts(communicator, device, json.dumps(mine)):
         found |= json.loads(text)
-    return {
-        path.name: [path.stat().st_size, [found[f"{path.name}/{number}"] for other, number in blocks if other == path]] for path in files
-    }
+    return {name: [size, [found[f"{name}/{number}"] for other, number in blocks if other == name]] for name, size in sizes.items()}

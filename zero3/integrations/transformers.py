@@ -31,7 +31,6 @@ require("accelerate", __name__)
 
 from transformers import Trainer  # noqa: E402
 from transformers.trainer import TRAINING_ARGS_NAME  # noqa: E402
-from transformers.trainer_optimizer import is_optimizer_factory  # noqa: E402
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
 
 from .accelerate import Zero3Accelerator  # noqa: E402
@@ -70,7 +69,7 @@ class Zero3Mixin(_Base):
 
     Raises:
         ValueError: An unsharded model has no values; or the arguments ask for what can't be had: fp16 on the CPU,
-            `auto_find_batch_size`, FSDP or DeepSpeed, an optimizer that needs whole parameters.
+            `auto_find_batch_size`, `bf16_full_eval`, FSDP or DeepSpeed, an optimizer that needs whole parameters.
 
     Example::
 
@@ -83,6 +82,14 @@ class Zero3Mixin(_Base):
     """
 
     optimizer: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        before = [kind for kind in cls.__mro__[: cls.__mro__.index(Zero3Mixin)] if not issubclass(kind, Zero3Mixin)]
+        if before:
+            raise TypeError(
+                f"class {cls.__name__}: {before[0].__name__} stands before Zero3Mixin, which would change nothing. Put it first"
+            )
 
     def __init__(self, *args: Any, policy: Policy = None, layers: Layers = None, **kwargs: Any) -> None:
         if self._is_of_trl():
@@ -102,6 +109,11 @@ class Zero3Mixin(_Base):
             )
         if self.args.fsdp or self.args.deepspeed:
             raise ValueError("fsdp or deepspeed among the training arguments: zero3 shards the model itself. Leave them out")
+        if self.args.bf16_full_eval or self.args.fp16_full_eval:
+            raise ValueError(
+                "bf16_full_eval or fp16_full_eval would convert the float32 masters of a sharded model. With bf16=True or fp16=True "
+                "evaluation computes in low precision without them"
+            )
         accumulation = self.args.accelerator_config.gradient_accumulation_kwargs or {}
         self.accelerator.__class__ = Zero3Accelerator  # the Trainer makes one of a class that it names itself
         self.accelerator.shards_with(*self._zero3_choice, accumulation.get("sync_each_batch", True), head_in_root=self._is_of_trl())
@@ -158,17 +170,19 @@ class Zero3Mixin(_Base):
             return optimizer
         if self.optimizer is None:
             kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            if is_optimizer_factory(kind) or any(key in options for key in _OWN_PARAMETERS):
+            takes_the_model = not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer))
+            if takes_the_model or any(key in options for key in _OWN_PARAMETERS):
                 raise ValueError(f"optim={self.args.optim!r} divides whole parameters itself, and has chunks here: choose another one")
             decays = set(self.get_decay_parameter_names(twin(self.model)))
-            decay = self.args.weight_decay
 
             def choose(name: str, info: ParamInfo) -> dict[str, float]:
-                return {"weight_decay": decay if name in decays else 0.0}
+                return {"weight_decay": float(name in decays)}
 
             groups = param_groups(self.model, choose)
             if getattr(self.args, "sync_ref_model", False):  # TRL mixes the parameters of both, pair by pair
                 param_groups(self.ref_model, choose)
+            for group in groups:  # two of them whatever the decay is, so that a checkpoint fits
+                group["weight_decay"] *= self.args.weight_decay
             self.optimizer = kind(groups, **options)
             check_optimizer(self.model, self.optimizer)
         return self.optimizer  # type: ignore[no-any-return]

@@ -1,0 +1,114 @@
+"""Groups, and the communicators behind them: subgroups, a second one for reductions, and two at work at once."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.device.scenarios import SCENARIOS
+from tests.device.test_order import on_host, run
+from tests.device.test_parity import assert_same, in_order
+from tests.device.training import Me, sharded, train
+
+
+def test_a_split_of_a_bound_group_waits_for_ranks_that_are_not_in_it() -> None:
+    """Why `separate_backup_group` refuses it: this is torch's own."""
+    from tests.device import simulated
+
+    simulated.C.set_patience(1.0)
+
+    def body(me: Me) -> str:
+        if me.rank == 2:
+            return ""
+        with pytest.raises(RuntimeError) as raised:
+            dist.new_group([0, 1], use_local_synchronization=True)
+        return str(raised.value)
+
+    try:
+        assert all("waits for all 3 ranks" in text for text in run(3, body, bind=True)[:2])
+    finally:
+        simulated.C.set_patience(60.0)
+        simulated.recover()
+
+
+@pytest.mark.parametrize("bind", [False, True])
+@pytest.mark.parametrize("separate", [False, True])
+def test_subgroup(bind: bool, separate: bool) -> None:
+    """Two of three ranks train. A second communicator of a bound subgroup is refused by name, before anybody waits."""
+    from tests.device import simulated
+
+    simulated.schedule("random", 3)
+
+    def body(me: Me) -> Any:
+        me.group = dist.new_group([0, 1])
+        if me.rank == 2:
+            return None
+        if bind and separate:
+            with pytest.raises(ValueError, match=f"rank {me.rank}: separate_backup_group=True, .* has 2 of 3 ranks, but devices are bound"):
+                train(sharded(me, separate_backup_group=separate), me)
+            return None
+        return on_host(train(sharded(me, separate_backup_group=separate), me))
+
+    found = run(3, body, bind=bind)
+    if not (bind and separate):
+        assert_same(found[:2], in_order(SCENARIOS["shard"]))
+
+
+def test_a_second_communicator_waits_as_long_as_the_first() -> None:
+    """torch gives a new group its default, 10 minutes."""
+
+    def body(me: Me) -> list[float]:
+        model = sharded(me, separate_backup_group=True)
+        train(model, me, 1)
+        groups = list(dist.distributed_c10d._world.pg_map)
+        return [group._get_backend(me.device).options._timeout.total_seconds() for group in groups]
+
+    assert run(2, body) == [[60.0, 60.0]] * 2  # as `run_ranks` has asked
+
+
+def test_a_second_communicator_goes_with_its_model() -> None:
+    def body(me: Me) -> list[int]:
+        counts = [len(dist.distributed_c10d._world.pg_map)]
+        for _ in range(2):
+            model = sharded(me, separate_backup_group=True)
+            train(model, me, 1)
+            counts.append(len(dist.distributed_c10d._world.pg_map))
+            del model
+            gc.collect()
+        return [*counts, len(dist.distributed_c10d._world.pg_map)]
+
+    assert run(2, body) == [[1, 2, 2, 1]] * 2
+
+
+# -- two communicators at work at once, on devices that hold only one waiting collective: CUDA promises no more.
+# With one communicator every scenario runs there: `room=1` in test_parity.py.
+
+
+def _error_where_there_is_little_room(seed: int, **policy: Any) -> str:
+    from tests.device import simulated
+
+    simulated.schedule("random", seed, progress=0.3)
+    simulated.C.set_room(1)
+    try:
+        run(2, lambda me: train(sharded(me, separate_backup_group=True, **policy), me) and None)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        simulated.recover()
+    return ""
+
+
+@pytest.mark.parametrize("policy", [{"prefetch_depth": 0}, {"stage": 1}, {"stage": 2}, {"reshard_after_forward": False}], ids=str)
+def test_two_communicators_are_safe_where_no_gather_meets_a_reduction(policy: dict[str, Any]) -> None:
+    assert [_error_where_there_is_little_room(seed, **policy) for seed in range(4)] == [""] * 4
+
+
+@pytest.mark.parametrize("policy", [{}, {"prefetch_depth": 2}, {"transactional": True}], ids=str)
+def test_two_communicators_may_wait_for_each_other(policy: dict[str, Any]) -> None:
+    """NCCL's authors warn of it. So `separate_backup_group` is off by default."""
+    found = [error for seed in range(4) if (error := _error_where_there_is_little_room(seed, **policy))]
+    assert found
+    assert all("no stream can go on" in text and "1 of 2 ranks have started it" in text for text in found)
