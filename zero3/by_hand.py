@@ -47,7 +47,7 @@ def fetch(module: nn.Module) -> None:
     for state in states:
         state.finish_fetch()
         state.stays_whole = True
-        state.release_or_keep()
+        state.keep()
     _tell_runtimes(module)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -28,6 +29,7 @@ class Slot:
         self._shape, self._dtype = sites.weight.shape, sites.dtype
         self._low, self._kept = piece.start if piece is not None else 0, kept
         self._sections = {section.name: section for section in self._format.sections(self._shape)}
+        self._codes_in_byte = -(-math.prod(self._shape) // max(1, self._sections["codes"].numel))
         self.statistics = torch.zeros(self._sections["scales"].numel, dtype=torch.float32, device=kept.device)
 
     @torch.no_grad()
@@ -43,7 +45,7 @@ class Slot:
             values = torch.empty(high - low, dtype=self._dtype, device=self._kept.device)
             read(low, values)
             codes, statistics = self._codec.encode(values, self._shape, low)
-            self._write("codes", codes, low // self._format.codes_in_byte)
+            self._write("codes", codes, low // self._codes_in_byte)
             first = self._codec.blocks_before(self._shape, low)
             self.statistics[first : first + len(statistics)] = statistics
             low = high

@@ -26,7 +26,7 @@ class Format(ABC):
     """How a tensor is quantised. What it needs on a device is its `codec`."""
 
     select: Select | None
-    codes_in_byte = 1
+    _codes_in_byte = 1
 
     @abstractmethod
     def _name(self) -> str: ...
@@ -58,7 +58,7 @@ class Format(ABC):
     def elements_between(self, shape: Shape, low: int, high: int) -> tuple[int, int]:
         """The elements `[start, stop)` that have codes among the bytes `[low, high)` of a tensor of this shape. They may be none."""
         codes = self.sections(shape)[0].stop
-        start, stop = (min(max(at, 0), codes) * self.codes_in_byte for at in (low, high))
+        start, stop = (min(max(at, 0), codes) * self._codes_in_byte for at in (low, high))
         return min(start, math.prod(shape)), min(stop, math.prod(shape))
 
     def seen(self, raw: Tensor, shape: Shape) -> QuantizedTensor:
@@ -134,7 +134,7 @@ class NF4(Format):
     double_quant: bool = True
     select: Select | None = None
 
-    codes_in_byte = 2
+    _codes_in_byte = 2
 
     def __post_init__(self) -> None:
         _check_size("block_size", self.block_size)
@@ -251,7 +251,7 @@ class MXFP4(Format):
 
     select: Select | None = None
 
-    codes_in_byte = 2
+    _codes_in_byte = 2
 
     def __post_init__(self) -> None:
         _check_select(self.select)
