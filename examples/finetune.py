@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 examples/finetune.py                            a small model, made here
     torchrun --nproc-per-node 8 examples/finetune.py --model DIR --text FILE    your model, your text
     torchrun ... --model DIR --text FILE --lora 16 --dtype bf16                 LoRA adapters on a frozen model
+    torchrun ... --model DIR --text FILE --lora 16 --dtype bf16 --quantize nf4  the frozen model in four bits
     torchrun ... --checkpoint-every 50 --resume                                 goes on where it was killed, if it was
     python examples/finetune.py                                                 one plain process, to compare
 
@@ -20,7 +21,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -46,6 +47,7 @@ except ModuleNotFoundError as error:
     MISSING = error.name  # which `--help` does without
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FORMATS = {"nf4": zero3.NF4(), "int8": zero3.Int8(), "float8": zero3.Float8(), "mxfp4": zero3.MXFP4()}
 DTYPE_HELP = """of the weights. bf16 halves the memory. With --lora it is the frozen model that is bf16, and the adapters stay fp32;
 without, weights, gradients and optimizer state are all bf16: a weight has 8 bits of precision, and ignores steps below 1/256 of it
 (--compute bf16 is what you want then)"""
@@ -61,6 +63,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--output", type=Path, metavar="DIR", default=Path("finetuned"), help="for the model or adapters, loss.png, summary.json")
     add("--train", type=trainable, metavar="CHOICE", default="all", help="all, biases, or last-N: N blocks and what follows them")
     add("--lora", type=positive, metavar="R", help="train LoRA adapters of rank R instead (needs --model); they are what is saved")
+    add("--quantize", choices=FORMATS, help="store the frozen model's linear layers in this format (needs --lora)")
     add("--dtype", choices=DTYPES, default="fp32", help=DTYPE_HELP)
     add("--compute", choices=DTYPES, help=COMPUTE_HELP)
     add("--shard", action="store_true", help="zero3.shard() for GPT-NeoX too, as for all other models and --lora")
@@ -99,9 +102,13 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.compute is not None:  # gradients add up in float32, and so are the logits
         compute, sums = DTYPES[options.compute], torch.float32
         options.policy = zero3.ShardingPolicy(param_dtype=compute, reduce_dtype=sums, output_dtype=sums)
+    if options.quantize is not None:
+        options.policy = replace(options.policy, quantize=FORMATS[options.quantize])
     options.checkpoint_dir = options.checkpoint_dir or options.output / "checkpoints"
     if options.lora is not None and options.model is None:
         parser.error("argument --lora: adapters belong to a model that was there before: name it with --model")
+    if options.quantize is not None and options.lora is None:
+        parser.error("argument --quantize: what is quantised does not train, so it needs --lora")
     if options.lora is not None and options.train != "all":
         parser.error("argument --lora: the adapters are what is trained, so leave --train away")
     return options

@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 examples/sft.py                                    a small model and chats, made here
     torchrun --nproc-per-node 8 examples/sft.py --model DIR --data chats.jsonl     your model, your chats
     torchrun ... --model DIR --data DIR --lora 16 --merge                          LoRA adapters, and the model with them merged
+    torchrun ... --model DIR --data DIR --lora 16 --quantize nf4                   adapters on a model in four bits (QLoRA)
     torchrun ... --resume                                                          goes on where it was killed, if it was
     torchrun --nnodes 4 ...                                                        several hosts: see examples/launch/
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +74,11 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     add = parser.add_argument_group("LoRA").add_argument
     add("--lora", type=int, metavar="R", help="train adapters of rank R on a frozen model")
+    add("--quantize", choices=("nf4", "int8"), help="store the frozen model's linear layers in four bits, or in eight")
     add("--lora-alpha", type=int, metavar="N", help="their scale, over R (default: 2 R)")
     add("--lora-dropout", type=float, metavar="X", default=0.0, help="before them")
     add("--lora-targets", nargs="+", metavar="NAME", help="modules that get them (default: all linear ones but the head)")
-    add("--merge", action="store_true", help="write the model with the adapters merged, too: in one process, which holds it all")
+    add("--merge", action="store_true", help="write the model with the adapters merged, too: layer by layer")
 
     add = parser.add_argument_group("evaluation and checkpoints").add_argument
     add("--every", type=int, metavar="N", default=50, help="steps between evaluations, each with a checkpoint; two are kept, and the best")
@@ -86,6 +89,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.lr is None:
         options.lr = 2e-3 if options.model is None else 2e-5 if options.lora is None else 2e-4
     options.epochs = options.epochs or (10 if options.model is None else 3)
+    if options.quantize is not None and options.lora is None:
+        parser.error("argument --quantize: what is quantised does not train, so it needs --lora")
     for name in ("batch_size", "accumulate", "max_length", "every", "lora", "lora_alpha", "patience"):
         if (value := getattr(options, name)) is not None and value < 1:
             parser.error(f"argument --{name.replace('_', '-')}: {value} is not a positive number")
@@ -120,6 +125,8 @@ def load_model(options: argparse.Namespace, device: torch.device, bf16: bool) ->
     """A sharded model. None of the processes ever holds all of one that is read from a directory."""
     low, wide = torch.bfloat16, torch.float32
     policy = zero3.ShardingPolicy(param_dtype=low, reduce_dtype=wide, output_dtype=wide) if bf16 else zero3.ShardingPolicy()
+    if options.quantize is not None:
+        policy = replace(policy, quantize={"nf4": zero3.NF4(), "int8": zero3.Int8()}[options.quantize])
     if options.model is None:
         transformers.set_seed(options.seed)
         model = AutoModelForCausalLM.from_config(small_config(VOCABULARY))
@@ -218,14 +225,6 @@ def draw_losses(history: list[dict[str, float]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def merge(options: argparse.Namespace) -> None:
-    """The model with the adapters in its weights, made by one process on the CPU."""
-    model = AutoModelForCausalLM.from_pretrained(options.model)
-    merged = peft.PeftModel.from_pretrained(model, options.output).merge_and_unload()
-    merged.save_pretrained(options.output / "merged")
-    AutoTokenizer.from_pretrained(options.output).save_pretrained(options.output / "merged")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(arguments)
     if MISSING is not None:
@@ -248,6 +247,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trainer.train(resume_from_checkpoint=bool(saved))
     after = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(options.output))
+    if options.merge:
+        zero3.save_merged(model, options.output / "merged")
     first, alone = trainer.is_world_process_zero(), not dist.is_initialized()
     if not alone:
         dist.barrier()
@@ -255,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if first:
         draw_losses(trainer.state.log_history, options.output / "loss.png")
         if options.merge:
-            merge(options)
+            tokenizer.save_pretrained(options.output / "merged")
         begin = f"{before:.4f} before, " if before is not None else ""
         print(f"\nheld-out loss: {begin}{after:.4f} after {trainer.state.global_step} steps")
         print(f"{options.output}: {', '.join(sorted(os.listdir(options.output)))}")

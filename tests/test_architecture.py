@@ -28,7 +28,7 @@ FLOORS = (
     {"policy"},
     {"core"},
     {"layer", "auto_wrap"},
-    {"sequential", "access"},
+    {"sequential", "access", "input_gradients"},
     {"shard", "names", "resilience", "forward_methods", "by_hand"},
     {"optim", "diagnose"},
     {"checkpoint", "zero1", "uneven", "planning"},

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support import processes
+from tests.support.adapters import adapted
 from tests.support.architectures import ARCHITECTURES
 from tests.support.live import LiveBytes, LonelyCommunicator
 from tests.support.ranks import ThreadCommunicator, run_ranks
@@ -109,6 +110,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Init]] = {
     "tied": (lambda: stack(tied=True), None),
     "self-made": (lambda: SelfMade(Block(7), Block(3)).double(), None),
     "self-made, tied": (lambda: SelfMade(Block(7), Block(3), tied=True).double(), None),
+    "adapters": (adapted, None),
     "in bf16": (lambda: stack().to(torch.bfloat16), None),
     "odd": (lambda: Odd().double(), None),
     "an init": (stack, uniform),

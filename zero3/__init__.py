@@ -12,6 +12,7 @@ from .diagnose.profile import profile
 from .diagnose.report import report
 from .forward_methods import register_forward_method
 from .huggingface.load_pretrained import load_pretrained
+from .huggingface.merging import save_merged
 from .huggingface.save_pretrained import save_pretrained
 from .layer import Zero3Layer
 from .materialize import materialize
@@ -80,6 +81,7 @@ __all__ = [  # noqa: RUF022 (sorted as Python does)
     "reset",
     "resident",
     "save_checkpoint",
+    "save_merged",
     "save_pretrained",
     "set_forward_order",
     "set_trainable",

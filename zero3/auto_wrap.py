@@ -16,6 +16,9 @@ __all__: list[str] = []
 Layers = type[nn.Module] | Sequence[type[nn.Module] | nn.Module | Sequence[nn.Module]] | Callable[[str, nn.Module], bool] | None
 
 
+FEW = 16  # a model's trainable elements are few if this many times as many are in it
+
+
 class Named(NamedTuple):
     name: str
     module: nn.Module
@@ -233,6 +236,13 @@ def _calls_its_children(module: nn.Module) -> bool:
 
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def few_that_train(parameters: Sequence[ParameterSites]) -> list[ParameterSites]:
+    """Returns those of a model's `parameters` that train, if they are less than a sixteenth of all elements: adapters."""
+    trained = [sites for sites in parameters if sites.parameter.requires_grad]
+    few = FEW * sum(sites.parameter.numel() for sites in trained) < sum(sites.parameter.numel() for sites in parameters)
+    return trained if few else []
 
 
 def tied_across(model: nn.Module, chosen: list[tuple[Named, ...]]) -> dict[int, ParameterSites]:

@@ -163,4 +163,4 @@ def _runtimes(module: nn.Module) -> list[Runtime]:
 
 def _tell_runtimes(module: nn.Module) -> None:
     for runtime in _runtimes(module):
-        runtime.any_stays_whole = any(state.stays_whole for state in runtime.layers)
+        runtime.any_stays = any(state.stays(chunk) for state in runtime.layers for chunk in state.chunks)

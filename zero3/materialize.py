@@ -41,7 +41,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
         model: Any model that contains zero3 layers.
         init: Called for each module as `nn.Module.apply` would, children first. It changes the module's parameters in place. None
             calls `_init_weights` of transformers models likewise, and `reset_parameters` of all other modules that have it, in the
-            order of `modules()`.
+            order of `modules()`. peft's LoRA adapters then begin as peft begins them.
 
     Raises:
         ValueError: Nothing in `model` is sharded, or a parameter is not initialised by anything; on every rank. Then no
@@ -142,4 +142,19 @@ def _calls(module: nn.Module, init: Init | None) -> Iterator[tuple[nn.Module, In
             for child in inner.children():
                 yield from in_order(child)
 
-    return in_order(module) if init is None else children_first(module)
+    yield from in_order(module) if init is None else children_first(module)
+    if init is None:
+        yield from _adapters_in(module)
+
+
+def _adapters_in(model: Any) -> Iterator[tuple[nn.Module, Init]]:
+    """peft's modules with adapters, which begin as peft begins them: after the layers that they hold have drawn their own values."""
+    configs: Any = getattr(model, "peft_config", None)
+
+    def begin(module: Any) -> None:
+        for adapter in [*module.lora_A, *module.lora_embedding_A]:
+            module.reset_lora_parameters(adapter, configs[adapter].init_lora_weights)
+
+    for module in model.modules() if isinstance(configs, dict) else ():
+        if callable(getattr(module, "reset_lora_parameters", None)):
+            yield module, begin

@@ -76,7 +76,7 @@ class ShardingPolicy:
         cast_forward_inputs: Floating tensors among the arguments are cast to `param_dtype`, if there is one.
         stage: What is divided by the number of ranks, besides the optimizer's state (ZeRO's stages). 3: parameters and
             gradients. 2: gradients only. Parameters stay whole, and are gathered again only after they have changed; to find
-            that out, each forward compares one byte for each layer between ranks, and the host waits. 1: neither. Backwards
+            that out, each forward compares one byte for each chunk between ranks, and the host waits. 1: neither. Backwards
             add up whole gradients, and all of them are reduced when clipping or the optimizer first reads one. Stages 1 and 2
             take more memory and need less communication.
         dynamic: Ranks may leave out layers that others call (layer drop, early exit, experts as layers). Every rank then takes
@@ -103,6 +103,15 @@ class ShardingPolicy:
         grad_dtype: The dtype of `chunk.grad`, in which micro-batches are added up. The optimizer has to take gradients of that dtype.
             With it autograd also hands over each parameter's gradient in `reduce_dtype`, and not rounded to `param_dtype`. None: the
             chunk's dtype.
+        group_adapters: Under `shard`, if less than a sixteenth of a model's elements train (adapters), the trainable parameters of
+            all layers belong to the root's own layer. They are gathered once and reduced once in each backward, and not layer by
+            layer. `shard` decides it once. It needs memory for the full adapters and their full gradients until the end of
+            backward. Layers whose policy differs from the root's keep their own. False: each layer keeps its own.
+        resident_bytes: Full buffers of frozen parameters, at most this many bytes in all on each rank, stay from step to step, and
+            are not gathered again: those of the first layers that fit, in the order of layers in the model, the root's own layer
+            first. A changed chunk is gathered again. To find that out, each forward compares one byte for each of them between
+            ranks, and the host waits, as with `stage=2`. Results are the same to the bit. The layers of `shard` or of a
+            `Zero3Sequential` share the number; a layer that a plain module calls may have its own. 0: none.
         quantize: The format in which frozen parameters are stored and gathered: `NF4`, `Int8`, `Float8` or `MXFP4`. Its `select` says which
             parameters. Linear layers and experts compute with one full matrix at a time, in `param_dtype` or in the parameter's own
             dtype. None: nothing is quantised.
@@ -131,6 +140,8 @@ class ShardingPolicy:
     compare_every: int = 1000
     ignored: Select | None = None
     grad_dtype: torch.dtype | None = None
+    group_adapters: bool = True
+    resident_bytes: int = 0
     quantize: Format | None = None
 
     def __post_init__(self) -> None:
@@ -144,7 +155,9 @@ class ShardingPolicy:
                 raise TypeError(f"{name} must be a torch.dtype or None, found {dtype!r}")
             if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
                 raise ValueError(f"{name} must be a floating dtype of 16 bits or more, found {dtype}")
-        for name in ("dynamic", "cast_forward_inputs", "reshard_after_forward", "separate_backup_group", "transactional"):
+        for name in (
+            "dynamic", "cast_forward_inputs", "reshard_after_forward", "separate_backup_group", "transactional", "group_adapters",
+        ):  # fmt: skip
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, found {getattr(self, name)!r}")
         if self.ignored is not None and not callable(self.ignored):
@@ -153,7 +166,7 @@ class ShardingPolicy:
             raise TypeError(f"quantize must be zero3.NF4(), Int8(), Float8(), MXFP4() or None, found {self.quantize!r}")
         if self.transactional and self.stage == 1:
             raise ValueError("transactional=True needs stage 2 or 3: with stage=1 gradients are reduced after backward")
-        for name in ("prefetch_depth", "compare_every"):
+        for name in ("prefetch_depth", "compare_every", "resident_bytes"):
             number = getattr(self, name)
             if not isinstance(number, int) or isinstance(number, bool):
                 raise TypeError(f"{name} must be an integer, found {number!r}")

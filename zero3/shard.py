@@ -13,16 +13,19 @@ import torch
 from torch import nn
 
 from .access import pinned
-from .auto_wrap import Layers, Named, choose, tied_across
+from .auto_wrap import Layers, Named, choose, few_that_train, tied_across
 from .core.compiled import check_compiled
-from .core.construction import Request, agree_on, build_state, device_of
+from .core.construction import Request, agree_on, all_but, build_state, device_of
 from .core.ignored import without_ignored
 from .core.layer_state import LayerState
 from .core.layout import megabytes
-from .core.module_overrides import Override, guard
-from .core.parameters import check_parameters, find_parameters, is_callable, own_module_name, own_modules
+from .core.module_overrides import Override, guard, refuse_merges
+from .core.parameters import ParameterSites, check_parameters, find_parameters, is_callable, own_module_name, own_modules
+from .core.quantizing import formats_of
+from .input_gradients import watch_input_gradients
 from .layer import RootEntry, Zero3Layer, adopt, is_layer, layers_of
 from .policy import ShardingPolicy
+from .quantized.configured import configured_in
 
 __all__: list[str] = []
 
@@ -47,7 +50,8 @@ def shard(
 
     Some submodules become layers, each a `Zero3Layer`. All other parameters, and tied parameters of several layers, belong to the
     root's own layer. This layer is fetched when the model, or a module outside the layers, is called, and is kept to the end of
-    backward. The logger "zero3" lists the layers at level INFO, and warns if the root's own layer is larger than any other.
+    backward. If few parameters train (adapters), those of all layers belong to it too: see `group_adapters` of `ShardingPolicy`. The
+    logger "zero3" lists the layers at level INFO, and warns if the root's own layer, without adapters, is larger than any other.
 
     Args:
         model: Any module that is not sharded yet, with values or on the meta device.
@@ -68,7 +72,8 @@ def shard(
         device: Where the whole model computes and the chunks live. None: where the model's tensors are.
         dtype: The dtype that every trainable parameter must have. It is only checked. None: any dtype.
         policy: One policy for all layers, where only the root casts outputs. Or a function `(name, module) -> ShardingPolicy`, which
-            gets the name `""` for the root. The root's prefetch_depth and separate_backup_group count for all layers.
+            gets the name `""` for the root. The root's prefetch_depth, separate_backup_group, group_adapters and resident_bytes
+            count for all layers.
         process_group: The ranks that share the model: a process group, or a `DeviceMesh` of one dimension, or of two, named
             `("dp_replicate", "dp_shard")`: chunks are cut over the second and repeated over the first. None: the default group, or
             this process alone if there is no group.
@@ -98,7 +103,8 @@ def shard(
             _put(model, module, layer)
     root = build_state(plan.root, is_layer)
     _enter_through_root(root, model)
-    _report(model, root)
+    refuse_merges(model)
+    _report(model, root, plan.adapters)
     return model
 
 
@@ -106,6 +112,7 @@ def shard(
 class _Plan:
     layers: list[Request]
     root: Request
+    adapters: frozenset[int] = frozenset()  # ids of the parameters that the root has because few train
 
     def will_be_layer(self, module: nn.Module) -> bool:
         return is_layer(module) or id(module) in self._ids
@@ -120,7 +127,7 @@ def _agreed_plan(common: Request, layers: Layers, policy: ShardingPolicy | Polic
     error: Exception | None = None
     plan = _Plan([], common)
     try:
-        plan = _with_policies(_plan(common, layers), policy)
+        plan = _with_adapters(_with_policies(_plan(common, layers), _as_configured(common.module, policy)))
     except Exception as caught:  # whatever a predicate raises: the other ranks wait to hear of it
         error = caught
     agree_on([plan.root, *plan.layers], plan.will_be_layer, error)
@@ -161,6 +168,20 @@ def _part(common: Request, modules: tuple[Named, ...]) -> Request:
     return replace(common, module=holder, label=label, together=tuple(module for _, module in named))
 
 
+def _as_configured(model: nn.Module, policy: ShardingPolicy | PolicyOf) -> ShardingPolicy | PolicyOf:
+    """Adds the format that the model's configuration asks for, if the policy has none, and the model has weights for it."""
+    asked = configured_in(getattr(model, "config", None))
+    if asked is None or not isinstance(policy, ShardingPolicy) or policy.quantize is not None:
+        return policy
+    everything = without_ignored(find_parameters(model, lambda module: False), policy)
+    base = "base_model.model." if hasattr(model, "peft_config") else ""
+    names = formats_of(everything, replace(policy, quantize=asked.format), "", model)
+    modules = {name: name.removeprefix(base).removesuffix(".weight").removesuffix(".base_layer") for name in names}
+    kept = frozenset(name for name, module in modules.items() if asked.covers(module))
+    kind: Any = asked.format
+    return replace(policy, quantize=replace(kind, select=lambda name, info: name in kept)) if kept else policy
+
+
 def _with_policies(plan: _Plan, policy: ShardingPolicy | PolicyOf) -> _Plan:
     if isinstance(policy, ShardingPolicy):
         inner = replace(policy, output_dtype=None)
@@ -172,6 +193,25 @@ def _with_policies(plan: _Plan, policy: ShardingPolicy | PolicyOf) -> _Plan:
         [replace(part, policy=policy(names[id(part.modules[0])], part.modules[0])) for part in plan.layers],
         replace(plan.root, policy=policy("", plan.root.module)),
     )
+
+
+def _with_adapters(plan: _Plan) -> _Plan:
+    """Gives the trainable parameters of layers to the root, if they are few. So one gather and one reduction serve all of them."""
+    policy = plan.root.policy
+    tied = {id(sites.parameter) for sites in plan.root.borrowed}
+    if not isinstance(policy, ShardingPolicy) or not policy.group_adapters:  # the former is refused later
+        return plan
+    everything = without_ignored(find_parameters(plan.root.module, lambda module: False), policy)
+    adapters = {id(sites.parameter): sites for sites in few_that_train(everything) if id(sites.parameter) not in tied}
+    parts, moved = [], dict[int, ParameterSites]()
+    for part in plan.layers:
+        alike = replace(part.policy, output_dtype=policy.output_dtype) == policy
+        own = find_parameters(part.module, all_but(part, plan.will_be_layer))
+        found = {id(sites.parameter) for sites in own if alike} & adapters.keys()
+        moved |= {key: adapters[key] for key in found}
+        parts.append(replace(part, elsewhere=part.elsewhere | found))
+    borrowed = (*plan.root.borrowed, *(sites for key, sites in adapters.items() if key in moved))
+    return _Plan(parts, replace(plan.root, borrowed=borrowed), frozenset(moved))
 
 
 def _put(model: nn.Module, module: nn.Module, layer: Zero3Layer) -> None:
@@ -190,6 +230,10 @@ def _enter_through_root(state: LayerState, model: nn.Module) -> None:
     state.registry = model._parameters
     model._parameters.update(state.chunk_names())
     model.__dict__["_zero3_root"] = state
+    lent = {module for sharded in state.parameters if sharded.chunk.trains for module, _ in sharded.sites.places}
+    for layer in layers_of(model):
+        if any(module in lent for _, module in own_modules(layer.module, is_layer)):
+            layer._state.lent_to = state
     runtime, generate = adopt(model, ordered=False, outer=[state]), partial(_generate, weakref.ref(state))
     for _, module in own_modules(model, is_layer):
         guard(module, is_layer, lists_chunks=module is model)
@@ -197,6 +241,8 @@ def _enter_through_root(state: LayerState, model: nn.Module) -> None:
             RootEntry(module, state, runtime)
         if callable(getattr(type(module), "generate", None)):
             Override(module, "generate", generate)
+        if state.communicator.rank == 0:
+            watch_input_gradients(module, is_root=module is model)
 
 
 def _generate(root: weakref.ref[LayerState], module: nn.Module, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -208,9 +254,10 @@ def _generate(root: weakref.ref[LayerState], module: nn.Module, generate: Callab
         return generate(*args, **kwargs)
 
 
-def _report(model: nn.Module, root: LayerState) -> None:
+def _report(model: nn.Module, root: LayerState, adapters: frozenset[int]) -> None:
     if root.communicator.rank != 0:
         return
+    grouped = [sharded for sharded in root.parameters if id(sharded.sites.parameter) in adapters]
     of: dict[LayerState, list[str]] = {}
     for layer in layers_of(model):
         of.setdefault(layer._state, []).append(type(layer.module).__name__)
@@ -218,9 +265,11 @@ def _report(model: nn.Module, root: LayerState) -> None:
     for state, names in of.items():
         kinds.setdefault(" and ".join(names), []).append(state.full_nbytes())
     parts = ", ".join(f"{len(sizes)} x {kind} (each up to {megabytes(max(sizes))})" for kind, sizes in kinds.items())
-    own, largest = root.full_nbytes(), max(max(sizes) for sizes in kinds.values())
-    own_names = [sharded.sites.name for sharded in root.parameters]
+    aside = sum(sharded.stand_in.numel() * sharded.chunk.compute_dtype.itemsize for sharded in grouped)
+    own, largest = root.full_nbytes() - aside, max(max(sizes) for sizes in kinds.values())
+    own_names = [sharded.sites.name for sharded in root.parameters if sharded not in grouped]
     listed = ", ".join(own_names[:6]) + (" ..." if len(own_names) > 6 else "") if own_names else "nothing"
+    parts += f"; {len(grouped)} adapters of layers in the root's own layer, together ({megabytes(aside)})" if grouped else ""
     _log.info("%s: %s; in the root's own layer %s (%s)", type(model).__name__, parts, megabytes(own), listed)
     if own > largest:
         _log.warning(

@@ -14,7 +14,7 @@ from tests.support.footprint import BYTES, LAYERS, WIDTHS, Formula, make
 from tests.support.live import LiveBytes
 from tests.support.models import mlp
 from tests.support.ordering import EchoCommunicator, FakeDevice
-from tests.support.ranks import ThreadCommunicator
+from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import (
     TOLERANCE,
     Turn,
@@ -64,6 +64,32 @@ def test_trains_as_plain_torch(stage: Any, world_size: int, shard: Any, optimize
         policy=whole[stage],
         optimizer=lambda ps: optimizer(ps, lr=0.1),
     )
+
+
+@stages
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_stages_1_and_2_compute_with_new_values_in_param_dtype(stage: Any, world_size: int) -> None:
+    """On one rank too, where the cast is the full buffer."""
+
+    def losses(chosen: Any) -> list[list[Tensor]]:
+        models = [mlp().float() for _ in range(world_size)]
+
+        def body(group: ThreadCommunicator) -> list[Tensor]:
+            policy = ShardingPolicy(stage=chosen, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            model = in_sequence(models[group.rank], group if world_size > 1 else None, policy)
+            optimizer, found = torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.5), []
+            for step in range(3):
+                loss = model(Turn(group.rank, step, 2).tensor(3, 5).float()).pow(2).sum()
+                loss.backward()
+                found.append(loss.detach())
+                optimizer.step()
+                optimizer.zero_grad()
+            return found
+
+        return run_ranks(world_size, body)
+
+    for found, expected in zip(losses(stage), losses(3), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def gradients_of_two_ranks() -> dict[str, Tensor]:

@@ -134,6 +134,18 @@ def test_lora_on_bf16(example: ModuleType, directories: dict[str, Path], tmp_pat
     check_adapters(directories["llama"], tmp_path, sharded, logits, torch.bfloat16)
 
 
+def test_lora_on_a_quantised_model(
+    example: ModuleType, directories: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--model", directories["llama"], *LORA, "--dtype", "bf16", "--quantize", "nf4"]
+    summary, sharded, _ = run_one_process(example, tmp_path, options, monkeypatch)
+    assert summary["losses"][-1] < summary["losses"][0]
+    assert {chunk.dtype for chunk in sharded.parameters()} == {torch.float32, torch.bfloat16, torch.uint8}
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+    zero3.save_merged(sharded, tmp_path / "merged")
+    assert load(tmp_path / "merged").config.model_type == "llama"
+
+
 def check_adapters(base: Path, directory: Path, sharded: torch.nn.Module, logits: torch.Tensor, dtype: torch.dtype) -> None:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -211,6 +223,9 @@ def test_mistakes_end_with_advice(
         example.main(["--model", str(directories["llama"]), "--train", "biases"])
     with pytest.raises(SystemExit, match="the model has only 2 blocks"):
         example.main(["--model", str(directories["llama"]), "--train", "last-3"])
+    with pytest.raises(SystemExit):
+        example.main(["--model", str(directories["llama"]), "--quantize", "nf4"])
+    assert "argument --quantize" in capsys.readouterr().err
     for mistake in (["--lora", "2"], ["--lora", "2", "--model", ".", "--train", "biases"]):
         with pytest.raises(SystemExit):
             example.main(mistake)

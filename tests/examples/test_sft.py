@@ -76,7 +76,8 @@ def test_sft_trains_adapters_of_a_model_on_chats_of_ones_own(small: tuple[Path, 
     ]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     lora = ["--model", base, "--data", tmp_path / "chats.jsonl", "--lora", 4, "--lora-dropout", 0.1, "--lr", 1e-2, "--merge"]
-    printed = launch_two(EXAMPLE, *FEW, *lora, "--packing", "--max-length", 64, "--checkpointing", "--output", tmp_path / "tuned")
+    packed = ["--packing", "--max-length", 64, "--checkpointing", "--quantize", "nf4"]
+    printed = launch_two(EXAMPLE, *FEW, *lora, *packed, "--output", tmp_path / "tuned")
     before, after = held_out(printed)
     assert after < before
     assert (tmp_path / "tuned" / "adapter_model.safetensors").is_file() and not (tmp_path / "tuned" / "model.safetensors").exists()

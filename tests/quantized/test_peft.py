@@ -85,7 +85,7 @@ def test_lora_on_a_quantized_base(world_size: int, name: str, targets: Any) -> N
 
 def merging(rank: Rank) -> None:
     model: Any = zero3.shard(lora(), policy=ShardingPolicy(quantize=NF4()))
-    with pytest.raises(RuntimeError, match=r"data: '.*weight' of layer .* is quantised .* zero3.save_merged"), zero3.resident(model):
+    with pytest.raises(RuntimeError, match=r"the base of this Linear is quantised.*zero3\.save_merged"), zero3.resident(model):
         model.merge_adapter()
 
 

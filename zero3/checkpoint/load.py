@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..access import states_of
 from ..comm.agreement import agreeing
 from ..comm.plain_values import decode
-from ..core.parameters import own_name
+from ..core.parameters import named, own_name
 from ..optim.several import Optimizers, Together
 from . import manifest, random_state
 from .contents import Contents, differences, names_apart
@@ -24,6 +24,7 @@ from .optimizer_contents import Held, OptimizerContents, contents_of, held_by
 from .optimizer_placing import Placing, place
 from .ranges import Ranges
 from .safetensors_files import SafetensorsFiles, Stored
+from .value_hashes import value_hashes
 
 __all__: list[str] = []
 
@@ -34,8 +35,10 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     """Fills model and optimizer from a checkpoint of `save_checkpoint`, on any number of ranks and with any choice of layers.
 
     Every rank calls it. First the ranks read all files once, each a share, and compare hashes. Then each rank reads the ranges of its
-    own chunks, into the chunks' memory. Parameters that were not saved (`frozen=False`) keep their values. Modules take the saved
-    extra state (`set_extra_state`). A rank takes the random generators of the rank with its number, if there was one.
+    own chunks, into the chunks' memory. Parameters that were not saved (`frozen=False`) keep their values. These have to be the
+    values that the model was saved over: their hashes are compared. (A warning names the number of those that have no values yet.)
+    Modules take the saved extra state (`set_extra_state`). A rank takes the random generators of the rank with its number, if there
+    was one.
 
     Args:
         path: The checkpoint's directory.
@@ -49,9 +52,10 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         `extra`, as rank 0 saved it. Tensors in it are on the CPU.
 
     Raises:
-        ValueError: There is no checkpoint; a file is truncated, changed, missing or foreign; names, shapes or dtypes differ;
-            `optimizer` is given and the checkpoint holds no optimizer state; or it holds state that this optimizer would not keep
-            (of another class, or with other options). Every rank raises it, before anything has changed.
+        ValueError: There is no checkpoint; a file is truncated, changed, missing or foreign; names, shapes or dtypes differ; a
+            parameter that was not saved has other values; `optimizer` is given and the checkpoint holds no optimizer state; or it
+            holds state that this optimizer would not keep (of another class, or with other options). Every rank raises it, before
+            anything has changed.
         RuntimeError: The call is inside `full_params` or `resident`; or a read failed, and the parameters that it should have
             filled count as unloaded.
 
@@ -91,6 +95,7 @@ class _Loader:
                 self._stored = {own_name(name): stored for name, stored in self._files.tensors.items()}
                 self._ranges = Ranges(self._files)
                 self._check(found, contents)
+            self._compare_base(found, contents)
             if self._optimizer is not None:
                 self._plan(found, contents, self._optimizer)
             return self._fill(found, contents)
@@ -145,6 +150,23 @@ class _Loader:
         for name in contents.others:
             if f"other:0:{name}" not in self._stored:  # other systems store buffers as parameters
                 self._ranges.check("parameter", name, torch.Size(saved[name]["shape"]).numel(), saved[name]["dtype"])
+
+    def _compare_base(self, found: Manifest, contents: Contents) -> None:
+        """Raises ValueError if frozen parameters that were not saved have other values here."""
+        saved = found.content["tensors"]
+        hashed = [name for name in contents.parameters if self._weights and "hash" in saved[name]]
+        bare = [name for name in hashed if contents.is_empty(name)]
+        here = value_hashes(contents, [name for name in hashed if name not in bare], "load_checkpoint")
+        if other := [name for name, value in here.items() if value != saved[name]["hash"]]:
+            raise ValueError(
+                f"{self._path} was saved with frozen=False, over another base than this {type(self._model).__name__} has; nothing was "
+                f"loaded. {len(other)} of {len(here)} frozen parameters have other values: {named(other)}. Load the base that it was "
+                "trained on first (zero3.load_pretrained)."
+            )
+        if bare and contents.rank == 0:
+            _log.warning(
+                "%s was saved over a base, and is loaded before it: %d frozen parameters have no values yet", self._path, len(bare)
+            )
 
     def _untie(self, saved: dict[str, Any], contents: Contents) -> None:
         """Removes further names of tied parameters. Systems that know no ties store a value for each name; the values have to be equal."""

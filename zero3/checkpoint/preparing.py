@@ -21,6 +21,7 @@ from .numbered import next_number, prune
 from .optimizer_contents import Held, contents_of
 from .safetensors_files import bytes_of
 from .safetensors_writing import Entry, Written, header_of
+from .value_hashes import value_hashes
 
 __all__: list[str] = []
 
@@ -91,6 +92,9 @@ class Prepared:
                     self.model_entries.append(_entry(f"parameter:{name}", chunk.shard.data, start, stop, offset))
         generators, self.metadata["random"] = random_state.generators(contents.device)
         self.model_entries += [Entry(f"random:{rank}:{kind}", state, tuple(state.shape)) for kind, state in generators.items()]
+        left = [name for name in contents.parameters if self.weights and not self.stores(name) and not contents.is_empty(name)]
+        for name, value in value_hashes(contents, left, "save_checkpoint").items():
+            self.content["tensors"][name]["hash"] = value
         if optimizer is not None:
             merged = contents_of(optimizer, held, contents)
             self.content["optimizer"] = {"class": optimizer.name, **merged.to_json()}

@@ -49,7 +49,8 @@ def save_checkpoint(
         extra: Any nesting of None, numbers, strings, lists, tuples, dicts and tensors. Rank 0's is saved.
         weights: False leaves out all parameters, if they are saved elsewhere (by `save_pretrained`, say). Pass it to `load_checkpoint`
             too.
-        frozen: False leaves frozen parameters out. (With LoRA adapters, `load_pretrained` can load them.)
+        frozen: False leaves frozen parameters out, and keeps a hash of the values of each. (With LoRA adapters, `load_pretrained` can
+            load them.) `load_checkpoint` refuses a model with other values.
         keep_last: How many checkpoints stay in the parent directory of `path`, the newest ones. None: all stay.
         background: Return when everything is copied to host memory, and write from a thread. The checkpoint appears when every
             rank has called `wait()`, some steps later. The next save or load of the model calls it too.

@@ -112,6 +112,8 @@ class Chunk:
         self.full = self._new_buffer()
         self.tracks_versions = not self.resident  # whether parameters' versions tell graphs that the full buffer was released
         self.left = False  # whether views of the buffer are in use outside: then release does not free it
+        self.filled = False  # whether the full buffer holds what the chunks of all ranks held at its last gather
+        self.stays = False  # whether it stays filled from step to step (`resident_bytes`)
 
     @property
     def views(self) -> list[Tensor]:
@@ -147,12 +149,16 @@ class Chunk:
 
     def make_room(self, *, as_stored: bool = False) -> None:
         """[fetch 2] Allocates the full buffer, before ranks rely on the gather: memory may run out on one rank alone."""
+        if self.filled:
+            return
         if as_stored:
             self.show_as_stored()
         self.full.allocate()
 
     def start_fetch(self, lane: Lane) -> None:
         """Starts the gather. The lane waits for the compute stream: for the optimizer's step and the buffer's last reader."""
+        if self.filled:
+            return
         self.adopt_values()
         if self.resident:
             if self.full.tensor.data_ptr() != self.shard.data_ptr():  # the caller has set chunk.data
@@ -194,16 +200,19 @@ class Chunk:
         """Makes the compute stream wait for the gather."""
         if self._in_flight is not None:
             self._in_flight.wait()
-            self._in_flight = None
+            self._in_flight, self.filled = None, True
 
     def is_stale(self) -> Tensor:
-        """Whether the shard differs from its slice of the full buffer, as a 0-dim tensor."""
+        """Whether the full buffer has to be gathered because of this rank's chunk, as a 0-dim tensor."""
+        if not self.filled:
+            return torch.ones((), dtype=torch.bool, device=self.shard.device)
         self.adopt_values()
         own = self.full.tensor[self._own]
         return (own != self.shard.data.to(own.dtype)).any()
 
     def release(self) -> None:
         self.finish_fetch()
+        self.filled = False
         if self._computing is not None:
             self.full, self._computing, self._as_stored, self.left = self._computing, None, False, False
             return

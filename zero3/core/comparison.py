@@ -41,17 +41,30 @@ def compare_logs(communicator: Communicator, first: LayerState, every: int) -> N
 
 
 def drop_stale(communicator: Communicator, layers: Sequence[LayerState]) -> None:
-    """Releases kept layers (stages 1 and 2) whose chunk has changed on any rank, so that they are gathered again."""
-    whole = [state for state in layers if state.stays_whole and not state.resident and not all(chunk.resident for chunk in state.chunks)]
-    if not whole:
+    """Finds full buffers that stay from step to step, but whose chunk has changed on any rank: they are gathered again."""
+    staying = [
+        (state, chunk) for state in layers if not state.resident for chunk in state.chunks if state.stays(chunk) and not chunk.resident
+    ]
+    if not staying:
         return
-    stale = torch.stack([state.is_stale() for state in whole]).to(torch.uint8)
-    naming = NamingFailures(communicator, "comparing", Subject("which layers have changed"))
-    with layers[0].gate.passing(Action.LOOK, layers[0]), naming:
-        communicator.all_reduce(stale, maximum=True)
-    for state, flag in zip(whole, stale.tolist(), strict=True):
+    stale = torch.stack([chunk.is_stale() for _, chunk in staying]).to(torch.uint8)
+    if communicator.world_size > 1:
+        naming = NamingFailures(communicator, "comparing", Subject("which layers have changed"))
+        with layers[0].gate.passing(Action.LOOK, layers[0]), naming:
+            communicator.all_reduce(stale, maximum=True)
+    for (state, chunk), flag in zip(staying, stale.tolist(), strict=True):
         if flag:
-            state.release()
+            chunk.filled = False
+            state.release_or_keep()
+
+
+def choose_residents(state: LayerState, room: int) -> int:
+    """Chooses the layer's frozen chunks whose full buffers stay from step to step, in `room` bytes. Returns the room that is left."""
+    for chunk in state.chunks:
+        nbytes = chunk.layout.padded_numel * chunk.compute_dtype.itemsize
+        chunk.stays = not chunk.shard.requires_grad and not chunk.resident and nbytes <= room
+        room -= nbytes if chunk.stays else 0
+    return room
 
 
 def states_within(module: nn.Module, layers: Sequence[LayerState]) -> list[LayerState]:

@@ -39,10 +39,11 @@ class LayerState:
     """Fetches and releases a layer. The runtime decides when.
 
     presence  | parameters in the modules        | full buffer    | next call
-    released  | hidden: metadata yes, values no  | no storage     | start_fetch
+    released  | hidden: metadata yes, values no  | no storage*    | start_fetch
     fetching  | hidden                           | being written  | finish_fetch
     fetched   | shown, views of the full buffer  | all values     | release or keep
     kept      | hidden                           | all values     | release or finish_fetch
+                                                   * but for chunks that stay filled from step to step: `stays`
     """
 
     def __init__(self, label: str, communicator: Communicator, device: torch.device, policy: ShardingPolicy, modules: int = 1) -> None:
@@ -57,10 +58,11 @@ class LayerState:
         self.gradients = gradients_for(communicator, policy, self.subject)
         self.gate: Gate = gate_for(policy.compare_every)
         self.presence = Presence.RELEASED
-        self.stays_whole = not shards_parameters(policy)  # stages 1 and 2: the layer is kept from step to step
+        self.stays_whole = not shards_parameters(policy)  # stages 1 and 2: full buffers stay filled from step to step
         self.keeps_until_backward = keeps_until_backward(policy)
         self.modules, self.calls_left = modules, 0  # of a layer of several modules: for how many calls of this pass it stays fetched
         self.toggled = False  # whether a parameter's `requires_grad` may differ from its chunk's: see `requires_grad`
+        self.lent_to: LayerState | None = None  # the root's own layer, if it owns parameters inside this layer
         self.resident = 0  # the number of `resident` contexts that the layer is in
         self.registry: dict[str, nn.Parameter | None] = {}  # the `_parameters` of the module that lists the chunks
         self.meta_buffers: list[tuple[nn.Module, str, str]] = []  # (owner, attribute, name) of buffers without values
@@ -162,7 +164,7 @@ class LayerState:
 
     def take_part_in_fetch(self) -> None:
         """Takes part in a fetch that only other ranks need."""
-        if self.stays_whole:
+        if any(self.stays(chunk) for chunk in self.chunks):
             self.fetch()
             self.release_or_keep()
             return
@@ -203,33 +205,33 @@ class LayerState:
     def keep(self) -> None:
         """Hides the parameters as `release` does, but keeps the full buffer, so that a backward need not gather the layer again."""
         if any(chunk.left for chunk in self.chunks):  # views of the buffer are in use, so the layer can't keep it
-            self.release()
+            self.release(everything=False)
         elif self.presence is Presence.FETCHED and not self.pins:
             self._hide()
             self.presence = Presence.KEPT
             self._invalidate_saved()
 
     def release_or_keep(self) -> None:
-        """Releases the layer, or keeps it: for the calls of its other modules, and if the policy keeps layers whole (stages 1 and 2)."""
-        if (self.stays_whole or self.calls_left) and self.presence is not Presence.FETCHING:
+        """Releases the layer, except for what stays: for its other modules' calls, or from step to step (stages 1, 2, `resident_bytes`)."""
+        if self.calls_left and self.presence is not Presence.FETCHING:
             self.keep()
         else:
-            self.release()
+            self.release(everything=False)
 
-    def is_stale(self) -> Tensor:
-        """Whether a kept layer has to be gathered again because of this rank's chunks, as a 0-dim tensor."""
-        if self.presence is not Presence.KEPT:
-            return torch.ones((), dtype=torch.bool, device=self.device)
-        return torch.stack([chunk.is_stale() for chunk in self.chunks if not chunk.resident]).any()
+    def stays(self, chunk: Chunk) -> bool:
+        """Whether the chunk's full buffer stays filled from step to step, and is gathered again only after a change."""
+        return self.stays_whole or chunk.stays
 
-    def release(self) -> None:
-        if self.pins or self.presence is Presence.RELEASED:
+    def release(self, *, everything: bool = True) -> None:
+        """Releases the layer. `everything`: also the full buffers that stay from step to step."""
+        if self.pins or (self.presence is Presence.RELEASED and not (everything and any(chunk.filled for chunk in self.chunks))):
             return
         with self.release_span:
             if self.presence is Presence.FETCHED:
                 self._hide()
             for chunk in self.chunks:
-                chunk.release()
+                if everything or chunk.left or not (chunk.filled and (self.stays_whole or chunk.stays)):
+                    chunk.release()
             self.presence = Presence.RELEASED
             self._invalidate_saved()
 
@@ -242,9 +244,9 @@ class LayerState:
 
     def check_unwritten(self) -> None:
         """Raises if a parameter was changed in place since it was shown, because a release would lose the change."""
-        shown = self.presence is Presence.FETCHED
-        for sharded, version in zip(self.parameters, self.versions, strict=True) if shown else ():
+        for sharded, version in zip(self.parameters, self.versions, strict=True) if self.presence is Presence.FETCHED else ():
             if sharded.sites.parameter._version != version and not self.pins and not sharded.chunk.resident:
+                sharded.chunk.filled = False
                 raise RuntimeError(
                     f"rank {self.communicator.rank}: while layer {self.label} computed, parameter {sharded.sites.name!r} was changed "
                     "in place, which the ranks' chunks can't follow. Change it between steps, inside "
@@ -262,18 +264,18 @@ class LayerState:
 
     def reset(self, *, broken: bool = True) -> None:
         """Drops all that was under way. It waits for transfers first, because they write into the buffers."""
-        for reducer in self.gradients.reducers.values():
-            if reducer.pending:
-                reducer.abandon()
+        for reducer in (reducer for reducer in self.gradients.reducers.values() if reducer.pending):
+            reducer.abandon()
         self.calls_left = 0
         if self.presence is Presence.FETCHING:
             for chunk in self.chunks:
                 chunk.abandon_fetch()
-        (self.release if broken else self.release_or_keep)()
+        self.release_or_keep()
+        if broken and self.stays_whole:
+            self.release()
 
     @property
-    def pinned(self) -> bool:
-        """Whether the layer stays fetched until it is unpinned. See `pinning`."""
+    def pinned(self) -> bool:  # see `pinning`
         return self.pins > 0
 
     def chunk_names(self) -> dict[str, nn.Parameter | None]:
@@ -284,7 +286,7 @@ class LayerState:
         if self.meta_buffers:
             self.meta_buffers = [b for b in self.meta_buffers if (held := b[0]._buffers.get(b[1])) is not None and held.is_meta]
         if self.meta_buffers or any(chunk.unloaded for chunk in self.chunks):
-            missing = [f"parameter {sharded.sites.name}" for sharded in self.parameters if sharded.index in sharded.chunk.unloaded]
+            missing = [f"parameter {each.sites.name}" for each in self.parameters if each.index in each.chunk.unloaded]
             missing += [f"buffer {name}" for _, _, name in self.meta_buffers]
             raise RuntimeError(
                 f"rank {self.communicator.rank}: layer {self.label} has no values yet for: {', '.join(missing)}. They were on the meta "

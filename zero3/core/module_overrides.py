@@ -98,6 +98,22 @@ def guard_layer(module: nn.Module) -> None:
     Override(module, "compile", compile_in_parts)
 
 
+def refuse_merges(model: nn.Module) -> None:
+    """Makes peft's modules around a quantised weight refuse to merge into it, because it would have to be quantised again."""
+    for module in model.modules():
+        base = module.get_base_layer() if callable(getattr(type(module), "get_base_layer", None)) else None  # type: ignore[operator]
+        if isinstance(base, nn.Module) and any(hasattr(parameter, "zero3_recipe") for _, parameter in parameters_of(base)):
+            Override(module, "merge", _refuse_merge)
+
+
+def _refuse_merge(module: nn.Module, merge: Callable[..., None], *args: Any, **kwargs: Any) -> NoReturn:
+    refuse(
+        "merging adapters",
+        f"the base of this {type(module).__name__} is quantised, and would have to be quantised again",
+        "zero3.save_merged(model, directory), which writes the merged model",
+    )
+
+
 def refuse(what: str, why: str, instead: str) -> NoReturn:
     raise RuntimeError(f"{what} of a sharded model: {why}. Use {instead}.")
 

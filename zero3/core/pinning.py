@@ -78,6 +78,7 @@ def write_back(state: LayerState) -> None:
     for chunk in state.chunks:
         chunk.scatter()
         if state.pins > 1:  # an outer context goes on showing the parameters, on all ranks
+            chunk.filled = False
             chunk.start_fetch(state.lanes.fetch)
             chunk.finish_fetch()
 

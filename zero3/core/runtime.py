@@ -20,11 +20,11 @@ from ..comm.communicator import Communicator
 from ..policy import ShardingPolicy
 from .autograd import graph_clock, inside_backward, nodes_since, tensors_in, transforms_under_way
 from .backward import Backward, LayerCall, LayerTrace
-from .comparison import FOLD_EVERY, compare_call, compare_logs, drop_stale, states_within
+from .comparison import FOLD_EVERY, choose_residents, compare_call, compare_logs, drop_stale, states_within
 from .coordination import Activity
 from .dynamic import DynamicOrder
 from .layer_state import LayerState, Presence
-from .requires_grad import check_requires_grad
+from .requires_grad import check_requires_grad, may_get_gradients
 from .schedule import CallStack, CallTrace, ForwardOrder, ForwardPass, Frame, LearnedOrder
 from .transforms import refuse_transforms
 
@@ -52,8 +52,8 @@ class Runtime:
         self._trace: LayerTrace | None = None  # the trace of the forward under way
         self._open_trace: LayerTrace | None = None  # the trace of the last pass, which another outermost module may continue
         self._pass_is_over = False  # whether no module may continue that pass, because ranks ran inside `resident` since
-        self.any_stays_whole = self._own_pace = False  # own pace: the forward under way is inside `resident`
-        self._passes = 0
+        self.any_stays, self._room = False, policy.resident_bytes
+        self._own_pace, self._passes = False, 0  # own pace: the forward under way is inside `resident`
         self._lingering: list[LayerState] = []  # layers whose call is over and that are not released yet
         self._called: set[int] = set()  # ids of the outermost modules called in this pass; references would keep them alive
         for state in self.layers:
@@ -93,9 +93,9 @@ class Runtime:
 
     def _watch(self, state: LayerState) -> None:
         self.backward.watch(state)
-        self.any_stays_whole = self.any_stays_whole or state.stays_whole
-        state.lanes = self.layers[0].lanes
-        state.log = self.layers[0].log
+        self._room = choose_residents(state, self._room)
+        self.any_stays = self.any_stays or any(state.stays(chunk) for chunk in state.chunks)
+        state.lanes, state.log = self.layers[0].lanes, self.layers[0].log
 
     # -- the call of an outermost module
 
@@ -145,7 +145,7 @@ class Runtime:
         continues = not (before is None or before.walked or self._pass_is_over or id(module) in self._called)
         if not continues:
             self.reset(broken=False)
-        if self.any_stays_whole:
+        if self.any_stays:
             drop_stale(self.communicator, self.layers)
         self._compare_transfers(self.layers[0])
         self._order.begin(continues=continues)
@@ -265,7 +265,7 @@ class Runtime:
         self._order.leave(state, self)
         state.calls_left = (state.calls_left or state.modules) - 1
         # All ranks must record the same calls. A layer's output may be its input on one rank only, so `nodes` can't decide alone.
-        takes_part = nodes or self._order.counts_every_call or any(t.requires_grad for t in [*outputs, *(c.shard for c in state.chunks)])
+        takes_part = nodes or self._order.counts_every_call or may_get_gradients(state) or any(t.requires_grad for t in outputs)
         if not takes_part:
             self.backward.release(state)
         elif (call := self.end_call(state, frame.start)) is not None and self._trace is not None:

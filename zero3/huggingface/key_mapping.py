@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -21,6 +21,7 @@ from .tracing import TracedTensor, Untraceable, traced
 __all__: list[str] = []
 
 
+T = TypeVar("T")
 _PROBLEMS = ("missing", "unexpected", "stored twice", "other shapes", "other kinds", "not to be converted here")
 
 
@@ -35,6 +36,7 @@ class Fit:
     again: dict[int, list[IndexMap[Stored]]] = field(default_factory=dict)  # further copies of tied tensors, under other names
     left_out: set[int] = field(default_factory=set)  # tensors that no file holds, because the model computes them
     extra: dict[str, Stored] = field(default_factory=dict)  # the extra state of modules that take it as a tensor, by name
+    packed: dict[int, Any] = field(default_factory=dict)  # readers of the tensors that the files hold quantised, see `packed`
     used: list[Any] | None = None  # see `Conversions.used`
 
 
@@ -47,7 +49,7 @@ def fit(model: nn.Module, stored: Mapping[str, Stored], strict: bool) -> Fit:
     """
     tensors = dict(named_tensors(model))
     if isinstance(added := getattr(getattr(model, "base_model", None), "prefix", None), str) and hasattr(model, "peft_config"):
-        model, tensors = model.get_base_model(), _without_adapters(tensors, added)  # type: ignore[operator]
+        model, tensors = model.get_base_model(), without_adapters(tensors, added)  # type: ignore[operator]
     fitting = _Fitting(innermost(model), tensors, extra_state_modules(model))
     for key in fitting.conversions.sorted(stored):
         fitting.add(stored[key])
@@ -64,7 +66,7 @@ def fit(model: nn.Module, stored: Mapping[str, Stored], strict: bool) -> Fit:
     return found
 
 
-def _without_adapters(tensors: Mapping[str, Tensor], added: str) -> dict[str, Tensor]:
+def without_adapters(tensors: Mapping[str, T], added: str) -> dict[str, T]:
     """Returns a peft model's tensors under the names of its base, without those that peft has `added`."""
     return {
         name.removeprefix("base_model.model.").replace(".base_layer.", "."): tensor

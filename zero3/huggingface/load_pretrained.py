@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +20,13 @@ from ..comm.agreement import agreeing
 from ..core.layer_state import LayerState
 from ..core.layout import Piece
 from ..core.parameters import ShardedParameter
+from ..core.quantized_chunk import QuantizedSites
+from .adapters import FILE, fit_adapter, places_of_adapters
 from .index_maps import IndexMap
 from .key_mapping import Fit, fit
 from .left_out import compute, fill
+from .packed import find_packed, match_packed
+from .quantizing import fill_quantized
 from .reading import SliceReader
 
 __all__: list[str] = []
@@ -35,14 +41,15 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
 
     Names are those of the unwrapped model, with or without its `base_model_prefix`. A tied parameter may have any of its names. The
     conversions that transformers has for this model (renaming, stacking, joining, cutting, rearranging, as for experts) are made too,
-    if they only move elements. In a peft model the base is filled, and the adapters are left alone. Persistent buffers are read from
-    the files. Other buffers on the meta device (rotary frequencies) are computed by `_init_weights` or `reset_parameters`.
+    if they only move elements. In a peft model the base is filled, and the adapters are left alone. If `path` holds adapters and no
+    model, as peft's `save_pretrained` writes them, the adapters are filled instead. Persistent buffers are read from the files. Other
+    buffers on the meta device (rotary frequencies) are computed by `_init_weights` or `reset_parameters`.
 
     Args:
         model: Sharded by `shard`, `Zero3Layer` or `Zero3Sequential`; built on the meta device, or with values to replace.
-        path: The directory, with the same files for every rank.
-        strict: Missing and unexpected names are an error. Otherwise they are left alone, and the first forward names parameters
-            that have no values.
+        path: The directory, with the same files for every rank. The files of adapters are in it, or in directories of their names.
+        strict: Missing and unexpected names are an error; of adapters they always are. Otherwise they are left alone, and the first
+            forward names parameters that have no values.
 
     Raises:
         ValueError: There are no safetensors; a file is corrupt or truncated; files differ between ranks; names are missing or
@@ -66,15 +73,30 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
         with agreeing(first.communicator, first.device, "the files that load_pretrained found") as lines:
             check_released(states, "load_pretrained")
             try:
-                files = opened.enter_context(closing(SafetensorsFiles(path)))
-                found = fit(model, files.tensors, strict)
-                _check_repeated(states, files, found)
+                sources = list(_sources(model, path, strict, opened))
+                for files, found in sources:
+                    _check_repeated(states, files, found)
             except OSError as error:
                 raise ValueError(f"{path} can't be read: {error}") from error
-            computed = compute(model, states, {key: found.names[key][0] for key in found.names if key in found.left_out}, strict)
-            lines += files.listing
-        _load(model, states, files, found)
+            left_out = {key: found.names[key][0] for _, found in sources for key in found.names if key in found.left_out}
+            computed = compute(model, states, left_out, strict)
+            lines += [line for files, _ in sources for line in files.listing]
+        for files, found in sources:
+            _load(model, states, files, found)
         fill(model, states, computed)
+
+
+def _sources(model: nn.Module, path: str | os.PathLike[str], strict: bool, opened: ExitStack) -> Iterator[tuple[SafetensorsFiles, Fit]]:
+    """Yields the files of the model, or those of each of its adapters, with what they fit."""
+    for adapter, place in (places := places_of_adapters(model, Path(path))).items():
+        files = opened.enter_context(closing(SafetensorsFiles(place, [FILE])))
+        yield files, fit_adapter(model, adapter, place, files.tensors)
+    if not places:
+        files = opened.enter_context(closing(SafetensorsFiles(path)))
+        tensors, packed = find_packed(files)
+        found = fit(model, tensors, strict)
+        found.packed.update(match_packed(states_of(model), found, packed))
+        yield files, found
 
 
 def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, found: Fit) -> None:
@@ -83,19 +105,18 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
     extra: dict[str, Tensor] = {}
     reader = SliceReader(files)
     try:
-        with agreeing(first.communicator, first.device, "what load_pretrained filled") as lines:
+        with agreeing(first.communicator, first.device, "what load_pretrained filled"):
             try:
-                for state in states:
-                    state.release()  # a full buffer that a forward has left would hold old values
-                    _fill_chunks(state, reader, found)
+                _fill_layers(states, reader, found)
                 values = _new_values(states, reader, found)
                 for name, stored in found.extra.items():
                     extra[name] = torch.empty(stored.shape, dtype=stored.dtype)
                     files.read(stored, 0, extra[name].view(-1))
-                computed = initialise(model, states)
             except Exception as error:
                 remedy = "What it was to fill is unloaded now: load again."
                 raise RuntimeError(f"reading {files.directory} failed: {error}. {remedy}") from error
+        with agreeing(first.communicator, first.device, "the buffers that load_pretrained computes") as lines:
+            computed = initialise(model, states)
             lines += [name for name, _ in computed]
     except Exception:
         for state in states:
@@ -114,8 +135,27 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
         found.owner._weight_conversions = found.used  # type: ignore[assignment]
 
 
+def _fill_layers(states: list[LayerState], reader: SliceReader, found: Fit) -> None:
+    reads = {key: partial(reader.read, index_map) for key, index_map in found.maps.items() if key not in found.packed}
+    error: Exception | None = None
+    for state in states:
+        state.release()  # a full buffer that a forward has left would hold old values
+        try:
+            if error is None:
+                _fill_chunks(state, reader, found)
+        except Exception as caught:  # this rank goes on, because the others need it where they quantise
+            error = caught
+        error = fill_quantized(state, reads, error)
+    if error is not None:
+        raise error
+
+
 def _fill_chunks(state: LayerState, reader: SliceReader, found: Fit) -> None:
     for sharded, piece in _pieces(state):
+        if isinstance(sharded.sites, QuantizedSites):
+            if (packed := found.packed.get(id(sharded.sites.parameter))) is not None:
+                packed.fill(reader, sharded.sites, piece, sharded.chunk.shard.data[piece.place])
+            continue
         if (index_map := found.maps.get(id(sharded.sites.parameter))) is not None:
             reader.read(index_map, piece.start, sharded.chunk.shard.data[piece.place])
     for sharded in state.parameters:

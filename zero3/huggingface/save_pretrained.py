@@ -78,7 +78,7 @@ def save_pretrained(
         plan.write()
 
 
-def _plans(model: nn.Module, directory: Path, max_bytes: int, dtype: torch.dtype | None) -> Iterator[_Plan]:
+def _plans(model: nn.Module, directory: Path, max_bytes: int, dtype: torch.dtype | None) -> Iterator[Plan]:
     contents = Contents(model, "save_pretrained")
     extra = _extra_tensors(model, contents)
     model = innermost(model)
@@ -88,13 +88,13 @@ def _plans(model: nn.Module, directory: Path, max_bytes: int, dtype: torch.dtype
         check_unmixed(directory, None)
         if quantized := [name for name, sharded in contents.parameters.items() if sharded.chunk.read_only]:
             raise ValueError(f"save_pretrained of a quantised model would write codes for {named(quantized)}: use zero3.save_merged")
-        yield _Plan(model, contents, directory, shards_of(outputs_of_model(model, contents, extra, dtype), max_bytes, "model"), None)
+        yield Plan(model, contents, directory, shards_of(outputs_of_model(model, contents, extra, dtype), max_bytes, "model"), None)
         return
     for adapter in adapters:
         outputs = outputs_of_adapter(model, adapter, contents, dtype)
         place = directory if adapter == "default" else directory / adapter
         check_unmixed(place, str(getattr(adapters[adapter], "base_model_name_or_path", None) or ""))
-        yield _Plan(model, contents, place, {"adapter_model.safetensors": outputs}, adapter)
+        yield Plan(model, contents, place, {"adapter_model.safetensors": outputs}, adapter)
 
 
 def _extra_tensors(model: nn.Module, contents: Contents) -> dict[str, Tensor]:
@@ -107,7 +107,7 @@ def _extra_tensors(model: nn.Module, contents: Contents) -> dict[str, Tensor]:
     return tensors
 
 
-class _Plan:
+class Plan:
     """The files of one directory, and how ranks write them."""
 
     def __init__(self, model: nn.Module, contents: Contents, directory: Path, shards: dict[str, list[Output]], adapter: str | None) -> None:
@@ -177,7 +177,7 @@ class _Plan:
             if self.contents.rank == 0 and error is None:
                 try:
                     with file_operations.reopen(self._temporary(file)) as opened:
-                        _write(opened, place, values, output.dtype)
+                        write_values(opened, place, values, output.dtype)
                         file_operations.sync(opened)
                 except Exception as caught:
                     error = caught
@@ -193,7 +193,7 @@ class _Plan:
                         low, high = max(start, run.at), min(start + values.numel(), run.at + run.length)
                         if low < high:
                             where = place + (run.start + low - run.at) * output.dtype.itemsize
-                            _write(opened, where, values[low - start : high - start], output.dtype)
+                            write_values(opened, where, values[low - start : high - start], output.dtype)
                 place += output.nbytes
             file_operations.sync(opened)
 
@@ -240,6 +240,7 @@ class _Plan:
         if not hasattr(getattr(model, "config", None), "save_pretrained"):
             return
         config = copy.deepcopy(model.config)
+        vars(config).pop("quantization_config", None)  # the files hold values
         config.architectures = [type(model).__name__]
         floating = [output.dtype for shard in self.shards.values() for output in shard if output.dtype.is_floating_point]
         if floating:
@@ -258,7 +259,7 @@ class _Plan:
                 file_operations.copy(source / name, self.directory / name)
 
 
-def _write(file: Any, where: int, values: Tensor, dtype: torch.dtype) -> None:
+def write_values(file: Any, where: int, values: Tensor, dtype: torch.dtype) -> None:
     """Writes from the tensor's memory if dtype and device allow that, and otherwise through a copy of a few MB."""
     if values.device.type == "cpu" and values.dtype == dtype:
         file_operations.write_at(file, where, bytes_of(values))

@@ -18,7 +18,7 @@ from zipfile import BadZipFile, ZipFile
 import torch
 from torch import nn
 
-from ..access import full_params, states_of
+from ..access import states_of
 from ..checkpoint import manifest
 from ..checkpoint.load import load_checkpoint
 from ..checkpoint.manifest import Manifest
@@ -49,14 +49,10 @@ def save(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, s
 
 def load_weights(checkpoint: Path, model: nn.Module) -> None:
     """The weights of a checkpoint; of a peft model what it trains."""
-    if not is_peft(model):
-        load_pretrained(model, checkpoint)
-    elif (checkpoint / _OURS).is_dir():
+    if is_peft(model) and (checkpoint / _OURS).is_dir():
         load_checkpoint(checkpoint / _OURS, model)
-    else:  # saved with save_only_model
-        peft_model: Any = model
-        with full_params(model, writeback=True):
-            peft_model.load_adapter(str(checkpoint), peft_model.active_adapters[0], is_trainable=True)
+    else:  # of a peft model the adapters, saved with save_only_model
+        load_pretrained(model, checkpoint)
 
 
 def load_rest(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> None:

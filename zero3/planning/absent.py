@@ -45,11 +45,11 @@ class AbsentRanks:
     """
 
     on_paper = True  # the layers may compute on the meta device
-    rank = 0
+    rank = shard_rank = replica = 0
     channel = 0
 
     def __init__(self, world_size: int, *, pieces: bool) -> None:
-        self.world_size = world_size
+        self.world_size = self.shards = world_size
         self.takes_pieces = pieces and world_size > 1
         self.tags_messages = pieces or world_size == 1
         self.on_event: Callable[[Event], object] = lambda event: None

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..access import reset, states_of
 from ..comm.agreement import agree, tell_all
+from ..core.comparison import drop_stale
 from ..core.coordination import Action, Activity, Gate, gate_for
 from ..core.layer_state import LayerState, reducers_of
 from ..core.runtime import Runtime
@@ -59,8 +60,8 @@ class _RecordingGate:
         return self.inner.compare(layer, place, names)
 
     def passing(self, action: Action, layer: Any = None) -> AbstractContextManager[Any]:
-        if action is Action.TOKENS:
-            self._note("count", layer)
+        if action in (Action.TOKENS, Action.LOOK):
+            self._note(action.name, layer)
         return self.inner.passing(action, layer)
 
     def _note(self, operation: str, layer: object, *words: str) -> None:
@@ -147,11 +148,13 @@ class CollectiveReplay:
             if operation == "gather":
                 state.start_fetch()
                 state.finish_fetch()
-                state.release()
+                state.release_or_keep()
             elif operation == "reduce":
                 runtimes[state].backward.take_part_in_backup(state)
             elif operation == "agree":
                 agree(state.communicator, state.device, words[0], words[1:])
+            elif operation == Action.LOOK.name:
+                drop_stale(state.communicator, runtimes[state].layers)
             else:
                 state.communicator.all_reduce(torch.zeros(4, dtype=torch.float64, device=state.device))
 

@@ -1,0 +1,72 @@
+"""Hashes of parameters' values. They tell whether a base is the one that adapters were trained on, however ranks divide it.
+
+A hash is a sum over a parameter's elements, modulo a prime, each element times a number that belongs to its place. So each rank adds
+up its own slices, on the device where they lie, and no value travels. Two parameters that are not the same have the same hash with a
+probability of about 2**-80. (It finds mistakes. Somebody who wants to can make other values with the same hash.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import shake_256
+
+import torch
+from torch import Tensor
+
+from ..comm.agreement import agreeing
+from .contents import Contents
+
+__all__: list[str] = []
+
+_BLOCK = 1 << 16  # lanes; lanes are 16 bits of an element, or all 8. Each lane of a block has four numbers below 2**20
+_AT_ONCE = 64  # blocks
+_PRIME = (1 << 127) - 1
+_BASE = int.from_bytes(shake_256(b"zero3 block").digest(15))  # block n counts times this to the power n + 1
+
+
+def value_hashes(contents: Contents, names: Sequence[str], doing: str) -> dict[str, str]:
+    """The hashes of the parameters `names`, 32 hexadecimal digits each. Every rank calls it, with the same names, and gets the same."""
+    with agreeing(contents.communicator, contents.device, f"the hashes of {doing}"):
+        mine = _own_parts(contents, frozenset(names))
+    payload = b"".join(mine.get(name, 0).to_bytes(16) for name in names)
+    told = contents.communicator.exchange(payload, contents.device) if names else []
+    parts = [[int.from_bytes(each[16 * i : 16 * i + 16]) for each in told] for i in range(len(names))]
+    return {name: f"{sum(part) % _PRIME:032x}" for name, part in zip(names, parts, strict=True)}
+
+
+def _own_parts(contents: Contents, names: frozenset[str]) -> dict[str, int]:
+    parts: dict[str, int] = {}
+    numbers = _numbers(contents.device) if names else None
+    for chunk in contents.chunks():
+        chunk.adopt_values()
+        for name, start, stop, offset in contents.spans(chunk):
+            if name in names and start < stop and numbers is not None:
+                part = part_of_hash(chunk.shard.data[offset : offset + stop - start], start, numbers)
+                parts[name] = (parts.get(name, 0) + part) % _PRIME
+    return parts
+
+
+def _numbers(device: torch.device) -> Tensor:
+    """The numbers of a block's lanes, `[_BLOCK, 4]`, as float64, in which their sums below are exact."""
+    drawn = torch.frombuffer(bytearray(shake_256(b"zero3 lane").digest(_BLOCK * 16)), dtype=torch.int32)
+    return ((drawn & 0xFFFFF) | 1).view(_BLOCK, 4).to(device, torch.float64)
+
+
+def part_of_hash(values: Tensor, start: int, numbers: Tensor) -> int:
+    """The part of a parameter's hash that its elements from number `start` on add, `values` `[n]`."""
+    lanes = values.view(torch.int16 if values.itemsize > 1 else torch.uint8)
+    position, part = start * (values.itemsize // lanes.itemsize), 0
+    while len(lanes):
+        within = position % _BLOCK
+        whole = 0 if within else min(len(lanes) // _BLOCK, _AT_ONCE)
+        count = whole * _BLOCK or min(len(lanes), _BLOCK - within)
+        taken = lanes[:count].to(torch.float64)
+        # at most 2**16 products of 2**15 and 2**20: exact in any order
+        sums = taken.view(whole, _BLOCK) @ numbers if whole else (taken @ numbers[within : within + count])[None]
+        factor = pow(_BASE, position // _BLOCK + 1, _PRIME)
+        for row in sums.tolist():
+            part += factor * sum(int(each) << 60 * column for column, each in enumerate(row))
+            factor = factor * _BASE % _PRIME
+        part %= _PRIME
+        position, lanes = position + count, lanes[count:]
+    return part

@@ -1,0 +1,216 @@
+"""Weights that a checkpoint holds quantised: NF4 of bitsandbytes, float8 in tiles (DeepSeek). Their bytes are stored as they lie."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.safetensors_files import SafetensorsFiles, Stored
+from ..core.layer_state import LayerState
+from ..core.layout import Piece
+from ..core.quantized_chunk import QuantizedSites
+from ..quantized.formats import NF4, Float8, Format
+from .index_maps import IndexMap, Whole
+from .key_mapping import Fit
+from .reading import SliceReader
+
+__all__: list[str] = []
+
+_STATE = ".quant_state.bitsandbytes__"
+_BESIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")  # what bitsandbytes stores beside a weight's codes
+_INVERSE = "_scale_inv"
+_SCALES_IN_BLOCK = 256  # of bitsandbytes' second level
+_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A stored weight. `sections` are the stored tensors of its codes and scales, `offset` is the mean of bitsandbytes' scales."""
+
+    format: Format
+    stand_in: Stored  # stands for the values when files are matched with the model
+    sections: Mapping[str, Stored]
+    offset: float = 0.0
+
+
+def find_packed(files: SafetensorsFiles) -> tuple[dict[str, Stored], dict[str, Packed]]:
+    """Returns the stored tensors, in which a stand-in takes the place of what belongs to a quantised weight, and these weights by name.
+
+    Raises:
+        ValueError: A weight has another format, or parts of it are missing.
+    """
+    stored, packed = dict(files.tensors), dict[str, Packed]()
+    for key in [key for key in files.tensors if _STATE in key]:
+        name, _, kind = key.partition(_STATE)
+        packed[name] = _of_bitsandbytes(files, stored, name, kind, stored.pop(key))
+    for key in [key for key in files.tensors if key.endswith(_INVERSE)]:
+        name = key.removesuffix(_INVERSE)
+        if name in stored and stored[name].dtype == torch.float8_e4m3fn:
+            packed[name] = _in_tiles(stored, name, stored.pop(key))
+    return stored | {name: each.stand_in for name, each in packed.items()}, packed
+
+
+def _of_bitsandbytes(files: SafetensorsFiles, stored: dict[str, Stored], name: str, kind: str, state: Stored) -> Packed:
+    if kind != "nf4":
+        raise ValueError(f"{state.file}: {name} is quantised by bitsandbytes as {kind}, which zero3 does not read: nf4 is what it reads")
+    raw = torch.empty(state.numel, dtype=torch.uint8)
+    files.read(state, 0, raw)
+    try:
+        said = json.loads(bytes(raw.tolist()))
+        shape, block_size, nested = tuple(said["shape"]), said["blocksize"], "nested_offset" in said
+        offset, size = float(said.get("nested_offset", 0.0)), said.get("nested_blocksize", _SCALES_IN_BLOCK)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{state.file}: {state.name} is not what bitsandbytes writes: {type(error).__name__}: {error}") from None
+    if size != _SCALES_IN_BLOCK:
+        raise ValueError(f"{state.file}: the scales of {name} are quantised in blocks of {size}, expected {_SCALES_IN_BLOCK}")
+    beside = {part: stored.pop(f"{name}.{part}") for part in _BESIDE if f"{name}.{part}" in stored}
+    sections = {"codes": stored.get(name), "scales": beside.get("absmax"), "scale_scales": beside.get("nested_absmax")}
+    return _checked(NF4(block_size=block_size, double_quant=nested), shape, name, state, sections, offset)
+
+
+def _in_tiles(stored: dict[str, Stored], name: str, scales: Stored) -> Packed:
+    shape, tiles = stored[name].shape, scales.shape
+    sizes = [next((size for size in (128, 64, 256, 32) if -(-n // size) == count), 0) for n, count in zip(shape, tiles, strict=False)]
+    if len(shape) != 2 or len(tiles) != 2 or not all(sizes):
+        raise ValueError(f"{scales.file}: {scales.name} has {tuple(tiles)}, which are no tiles of {name} {tuple(shape)}")
+    return _checked(Float8(block=(sizes[0], sizes[1])), shape, name, scales, {"codes": stored[name], "scales": scales}, 0.0)
+
+
+def _checked(kind: Format, shape: tuple[int, ...], name: str, at: Stored, parts: Mapping[str, Stored | None], offset: float) -> Packed:
+    sections: dict[str, Stored] = {}
+    for section in kind.sections(shape):
+        part = parts.get(section.name)
+        if part is None and section.name != "offset":
+            raise ValueError(f"{at.file}: {name} is quantised as {kind.name}, and its {section.name} are missing")
+        if part is not None:
+            if part.numel != section.numel or part.dtype != section.dtype:
+                found = f"{part.numel} of {part.dtype}"
+                raise ValueError(f"{at.file}: {part.name} has {found}, {kind.name} has {section.numel} of {section.dtype} there")
+            sections[section.name] = part
+    return Packed(kind, replace(at, name=name, dtype=torch.bfloat16, shape=shape), sections, offset)
+
+
+def match_packed(states: Iterable[LayerState], found: Fit, packed: Mapping[str, Packed]) -> dict[int, PackedReader]:
+    """Returns the readers of the parameters that the checkpoint holds quantised, by id.
+
+    Raises:
+        ValueError: A parameter is not quantised here, or in another format, or it is put together from weights as no format allows.
+    """
+    by_stand_in = {id(each.stand_in): each for each in packed.values()}
+    sites = {id(sharded.sites.parameter): sharded.sites for state in states for sharded in state.parameters}
+    readers, problems = dict[int, PackedReader](), list[str]()
+    for key, index_map in found.maps.items():
+        parts = [by_stand_in[id(source)] for source in index_map.sources if id(source) in by_stand_in]
+        if not parts:
+            continue
+        mine, kind, name = sites.get(key), parts[0].format, found.names[key][0]
+        here = mine.format.name if isinstance(mine, QuantizedSites) else "not quantised"
+        if here != kind.name or any(part.format != kind for part in parts) or len(parts) < len(index_map.sources):
+            problems.append(f"{name} is stored as {kind.name}, and here it is {here}")
+            continue
+        reader = PackedReader(index_map, parts)
+        if (problem := reader.problem()) is not None:
+            problems.append(f"{name} {problem}")
+        readers[key] = reader
+    if problems:
+        raise ValueError(
+            f"the checkpoint does not fit this {type(found.owner).__name__}; nothing was loaded. {'; '.join(problems[:6])}. Pass "
+            "ShardingPolicy(quantize=...) with the format that is stored, and give frozen base weights only"
+        )
+    return readers
+
+
+class PackedReader:
+    """Reads sections of a quantised parameter from the stored sections of the weights that it is made of."""
+
+    def __init__(self, index_map: IndexMap[Stored], parts: list[Packed]) -> None:
+        self._map, self._parts = index_map, parts
+        self._raw: IndexMap[Any] = copy(index_map)  # where the codes of 8 bits lie, as bytes
+        self._raw.sources = [replace(part.sections["codes"], dtype=torch.uint8) for part in parts]
+
+    def problem(self) -> str | None:
+        """In words, why blocks would be cut; or None."""
+        if isinstance(self._map, Whole):
+            return None
+        if not isinstance(self._parts[0].format, Float8):
+            return "is put together from several weights, whose blocks lie in another order then"
+        try:
+            self._tiles()
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def fill(self, reader: SliceReader, sites: QuantizedSites, piece: Piece, kept: Tensor) -> None:
+        """Writes the bytes of `piece` into `kept`."""
+        kept.zero_()
+        low, high = piece.start, piece.stop
+        for section in sites.format.sections(sites.weight.shape):
+            first, last = max(low, section.offset), min(high, section.stop)
+            if first >= last:
+                continue
+            target = kept[first - low : last - low]
+            if section.name == "codes":
+                self._read_codes(reader, first, target)
+                continue
+            size = section.dtype.itemsize
+            begin, end = (first - section.offset) // size, -(-(last - section.offset) // size)
+            raw = self._scales(reader, section.name, begin, end).contiguous().view(torch.uint8)
+            skipped = first - section.offset - begin * size
+            target.copy_(raw[skipped : skipped + len(target)])
+
+    def _read_codes(self, reader: SliceReader, start: int, target: Tensor) -> None:
+        if isinstance(self._map, Whole):
+            codes = replace(self._parts[0].sections["codes"], dtype=torch.uint8)
+            reader.read(Whole(codes, (codes.numel,)), start, target)
+        else:
+            reader.read(self._raw, start, target)
+
+    def _scales(self, reader: SliceReader, name: str, begin: int, end: int) -> Tensor:
+        if name == "offset":
+            return torch.tensor([self._parts[0].offset], dtype=torch.float32)
+        if isinstance(self._map, Whole):
+            stored = self._parts[0].sections[name]
+            out = torch.empty(end - begin, dtype=stored.dtype)
+            reader.read(Whole(stored, (stored.numel,)), begin, out)
+            return out
+        numbers, places = (each[begin:end] for each in self._tiles())
+        out = torch.empty(end - begin, dtype=torch.float32)
+        for number in sorted(set(numbers.tolist())):
+            stored, mine = self._parts[number].sections["scales"], numbers == number
+            values = torch.empty(stored.numel, dtype=torch.float32)
+            reader.read(Whole(stored, (stored.numel,)), 0, values)
+            out[mine] = values[places[mine]]
+        return out
+
+    def _tiles(self) -> tuple[Tensor, Tensor]:
+        """For each tile of the parameter the weight that it is a tile of, and its number among that weight's tiles."""
+        kind: Any = self._parts[0].format
+        height, width = kind.block
+        rows, columns = self._map.shape[-2:]
+        matrices = self._map.numel // max(1, rows * columns)
+        found = []
+        for corner in (0, 1):  # the first and the last element of each tile lie in the same tile there
+            at_rows = torch.arange(0, rows, height)
+            at_columns = torch.arange(0, columns, width)
+            if corner:
+                at_rows, at_columns = (at_rows + height - 1).clamp(max=rows - 1), (at_columns + width - 1).clamp(max=columns - 1)
+            flat = (torch.arange(matrices)[:, None, None] * rows + at_rows[None, :, None]) * columns + at_columns[None, None, :]
+            numbers, at = self._map.locate(flat.reshape(-1))
+            tiles = torch.empty_like(at)
+            for number, part in enumerate(self._parts):
+                wide, mine = part.stand_in.shape[1], numbers == number
+                row, column = at[mine] // wide, at[mine] % wide
+                if not corner and ((row % height).any() or (column % width).any()):
+                    raise ValueError("is put together from several weights, and cuts their tiles")
+                tiles[mine] = row // height * -(-wide // width) + column // width
+            found.append((numbers, tiles))
+        (numbers, tiles), last = found
+        if not (torch.equal(numbers, last[0]) and torch.equal(tiles, last[1])):
+            raise ValueError("is put together from several weights, and cuts their tiles")
+        return numbers, tiles

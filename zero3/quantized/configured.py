@@ -1,0 +1,42 @@
+"""The format that a Hugging Face model's configuration asks for: `quantization_config` of bitsandbytes (NF4), DeepSeek (fp8), gpt-oss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from .formats import NF4, Float8, Format
+
+__all__: list[str] = []
+
+
+class Configured(NamedTuple):
+    """A format, and the names of the modules that it leaves out."""
+
+    format: Format
+    left_out: tuple[str, ...]
+
+    def covers(self, module: str) -> bool:
+        """Whether the module of this name, in the model that the configuration is of, is to be quantised."""
+        return not any(
+            module == name or module.startswith(f"{name}.") or module.endswith(f".{name}") or f".{name}." in module
+            for name in self.left_out
+        )
+
+
+def configured_in(config: object) -> Configured | None:
+    """What `config.quantization_config` asks for. None: nothing, or nothing that has a format here."""
+    asked: Any = getattr(config, "quantization_config", None)
+    found: dict[str, Any] = asked if isinstance(asked, dict) else asked.to_dict() if hasattr(asked, "to_dict") else {}
+    method = str(getattr(found.get("quant_method"), "value", found.get("quant_method")))
+    four_bits = found.get("load_in_4bit") or found.get("_load_in_4bit")
+    if method == "bitsandbytes" and four_bits and found.get("bnb_4bit_quant_type") == "nf4":
+        return Configured(NF4(double_quant=bool(found.get("bnb_4bit_use_double_quant"))), _names(found.get("llm_int8_skip_modules")))
+    if method == "fp8" and found.get("weight_block_size"):
+        rows, columns = found["weight_block_size"]
+        return Configured(Float8(block=(rows, columns)), _names(found.get("modules_to_not_convert")))
+    return None
+
+
+def _names(found: Sequence[str] | None) -> tuple[str, ...]:
+    return tuple(found or ())
