@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -128,6 +129,14 @@ def test_plan_leaves_the_model_alone() -> None:
     assert torch.rand(1).equal(expected)
     assert not model.training and not zero3.is_sharded(model)
     assert all(value.equal(before[name]) for name, value in model.state_dict().items()) and len(before) == len(model.state_dict())
+
+
+def test_plan_keeps_to_itself_what_the_log_says_of_a_model_that_is_sharded(caplog: pytest.LogCaptureFixture) -> None:
+    """Here: enable_input_require_grads, which transformers calls with checkpointing."""
+    zero3.plan(model_of(Case()), ranks=2, sequence=32, device="cpu", lora=4, checkpointing=True)
+    assert not caplog.records
+    logging.getLogger("zero3").warning("heard")
+    assert caplog.messages == ["heard"]
 
 
 def test_plan_of_a_model_of_peft_is_that_of_lora() -> None:

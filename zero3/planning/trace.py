@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -51,7 +52,7 @@ class Trace:
         self.ranks.making = partial(self.ledger.because, "transfers")
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        with self._counting(), self.ledger.because("chunks"):
+        with self._counting(), self.ledger.because("chunks"), _without_advice():
             self.model = shard(model, layers, device="meta", policy=policy, process_group=self.ranks)
             for parameter in self.model.parameters():
                 self.ledger.note(parameter)  # what the model was given and keeps, such as parameters that are left alone
@@ -179,3 +180,14 @@ def peak_of(moments: list[Moment]) -> tuple[int, dict[str, int]]:
     """The most bytes that were alive, and what for."""
     highest = max(moments, key=lambda moment: moment.peak)
     return highest.peak, {cause: highest.by_cause[cause] for cause in CAUSES}
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """What the log says of a model that is sharded is for those who train it, and plans shard many."""
+    log, nothing = logging.getLogger("zero3"), lambda record: False
+    log.addFilter(nothing)
+    try:
+        yield
+    finally:
+        log.removeFilter(nothing)
