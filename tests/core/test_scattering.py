@@ -43,6 +43,10 @@ class InTurn:
     dealt: list[list[Tensor]] = field(default_factory=list)
     taken: int = 0
 
+    @property
+    def shards(self) -> int:
+        return self.world_size
+
     def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Any = None) -> Pending:
         assert (slices is not None) == (self.rank == 0)
         if slices is not None:

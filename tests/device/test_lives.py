@@ -21,5 +21,7 @@ def test_a_missing_wait_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     from zero3.comm import streams
 
     monkeypatch.setattr(streams._StreamMark, "wait", lambda self: None)
-    with pytest.raises(AssertionError):
-        getattr(lives, kind)(settings(drawn, phases=[Phase.generate]))
+    with pytest.raises((AssertionError, ExceptionGroup)) as found:
+        getattr(lives, kind)(settings(drawn, max_examples=40, phases=[Phase.generate]))  # up to the first that finds it
+    if isinstance(found.value, ExceptionGroup):  # the hosts are threads: the same life may fail in several ways, or not again
+        assert found.value.subgroup(AssertionError)

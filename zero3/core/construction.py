@@ -86,8 +86,8 @@ def agree_on(requests: Sequence[Request], is_layer: Callable[[nn.Module], bool],
     examined = [_examine(request, all_but(request, is_layer)) for request in requests]
     first = examined[0]
     error = error or next((each.error for each in examined if each.error is not None), None)
-    quantizing = [each for each in examined if each.request.policy.quantize is not None]
-    if error is None and quantizing and not any(each.formats for each in quantizing):
+    quantizing = [each for each in examined if error is None and each.request.policy.quantize is not None]
+    if quantizing and not any(each.formats for each in quantizing):
         parameters = [sites for each in quantizing for sites in each.parameters]
         error = nothing_selected(f"this {type(requests[0].module).__name__}", quantizing[0].request.policy, parameters)
     lines = [f"{each.label}: {line}" for each in examined for line in each.lines]
@@ -148,7 +148,7 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
             found = find_parameters(request.module, is_layer, request.elsewhere, request.borrowed)
             parameters = without_ignored(found, request.policy, request.prefix)
             check_parameters(parameters, request.dtype, request.label or type(request.module).__name__)
-            formats = formats_of(parameters, request.policy, request.prefix, request.model or request.module)
+            formats = formats_of(parameters, request.policy, request.prefix, request.module if request.model is None else request.model)
             alone = request.label is None and not any(is_layer(inner) for inner in request.module.modules())
             if request.policy.quantize is not None and not formats and alone:  # `shard` looks at all layers together
                 raise nothing_selected(f"this {type(request.module).__name__}", request.policy, parameters)
