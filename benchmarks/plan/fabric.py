@@ -42,7 +42,8 @@ class Measured:
 
 def measured() -> list[Measured]:
     found, computing = [], 0.0
-    for line in MEASURED.read_text().splitlines():
+    of_two_ranks = MEASURED.read_text().partition("\n## Two ranks at each end")[0]
+    for line in of_two_ranks.splitlines():
         cells = [cell.strip() for cell in line.strip("| ").split(" | ")] if line.startswith("|") else []
         time = re.match(r"(\d+) \(", cells[2]) if len(cells) > 2 else None
         if "no communication" in line:
