@@ -173,8 +173,8 @@ FAULTS = [
     Fault(
         "a layer given back while it is filled",
         "core/chunk.py",
-        "        self.finish_fetch()\n        if self._computing",
-        "        if self._computing",
+        "        self.finish_fetch()\n        self.filled = False",
+        "        self.filled = False",
         "core/ordering_fuzz",
     ),
 ]

@@ -83,7 +83,7 @@ def test_a_wrong_group_or_ddp_model_on_one_rank_is_told_to_all() -> None:
     assert all(outcome.seconds < PROMPT for outcome in outcomes), "a rank has waited for the timeout"
     for outcome in outcomes:
         group, no_ddp, other, unused = outcome.value
-        assert group.startswith("rank 1: process_group must be a torch.distributed.ProcessGroup or None, found str")
+        assert group.startswith("rank 1: process_group must be a torch.distributed.ProcessGroup, a DeviceMesh or None, found str")
         assert no_ddp.startswith("rank 1: hook() takes the DistributedDataParallel model, found a Linear")
         assert other.startswith("rank 1: parameter 0 of group 0 of the optimizer is no parameter of the DistributedDataParallel model")
         assert unused.startswith("rank 1: overlap_with_ddp=True can't be used with find_unused_parameters=True")
