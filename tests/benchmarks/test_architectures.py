@@ -12,6 +12,8 @@ import torch
 
 from tests.benchmarks.test_benchmarks import start
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 NAMES = [
     "the fetch lane does not wait for compute",
     "the backup lane does not wait for compute",

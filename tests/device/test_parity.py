@@ -38,6 +38,8 @@ SETTINGS = [
     Setting("demand", "strict", 4),
     Setting("demand", "exact", 5, 0.2),
 ]
+MOST_TELLING = ("demand-strict", "random-exact")  # of the settings; the others are slow tests
+EACH = [pytest.param(each, id=str(each), marks=[] if str(each) in MOST_TELLING else pytest.mark.slow) for each in SETTINGS]
 NEEDS_A_GROUP = {"uneven_inputs"}  # torch's Join does not work on threads of the CPU
 
 
@@ -107,7 +109,7 @@ def test_in_order_the_numbers_are_those_of_the_cpu(name: str) -> None:
     assert_same(in_order(SCENARIOS[name]), on_cpu(SCENARIOS[name]), 1e-6)
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("setting", EACH)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_no_order_of_streams_changes_a_bit(name: str, setting: Setting) -> None:
     expected = in_order(SCENARIOS[name])

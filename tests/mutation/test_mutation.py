@@ -20,6 +20,8 @@ from tests.mutation.places import changed, compiles, function_around, lines_of_f
 from tests.mutation.tree import ROOT, Run, Told, joined, sources
 from tests.mutation.verdicts import CAUGHT, NOT_RUN, STILLBORN, SURVIVED, TIMED_OUT, UNCLEAR, judge, stages
 
+pytestmark = pytest.mark.slow
+
 SOURCE = b'''"""A docstring."""
 import os
 LIMIT = 3
