@@ -22,6 +22,6 @@ def test_a_missing_wait_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     from zero3.comm import streams
 
     monkeypatch.setattr(streams._StreamMark, "wait", lambda self: None)
-    # The hosts are threads: a life that failed may fail in another way when hypothesis repeats it, or go on.
-    with pytest.raises((AssertionError, ExceptionGroup, Flaky)):
+    # Other numbers, or an error that they lead to. And the hosts are threads: a life may fail in another way when it is repeated.
+    with pytest.raises((AssertionError, ValueError, RuntimeError, ExceptionGroup, Flaky)):
         getattr(lives, kind)(settings(drawn, max_examples=40, phases=[Phase.generate]))  # up to the first that finds it

@@ -96,9 +96,10 @@ def test_save_merged_writes_what_peft_merges_into_the_dequantised_base(quantize:
 
 
 def test_save_merged_into_the_original_weights(tmp_path: Path) -> None:
-    expected = merged(lora(target_modules=["q_proj", "down_proj"]))
-    base_model().save_pretrained(tmp_path / "base")
-    models = [lora(target_modules=["q_proj", "down_proj"]) for _ in range(2)]
+    adapted = lora(target_modules=["q_proj", "down_proj"])
+    deepcopy(adapted).unload().save_pretrained(tmp_path / "base")
+    models = [deepcopy(adapted) for _ in range(2)]
+    expected = merged(adapted)
 
     def body(group: ThreadCommunicator) -> None:
         model = shard(models[group.rank], group, zero3.NF4())
