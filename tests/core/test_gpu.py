@@ -20,6 +20,7 @@ from tests.support.processes import Rank, on_ranks
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential, clip_grad_norm_, full_state_dict
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, or the simulated one"),
 ]

@@ -22,6 +22,8 @@ from tests.support.training import SGD, Run, difference, difference_by_tensor, l
 from zero3.access import states_of
 from zero3.checkpoint.safetensors_files import SafetensorsFiles
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("dp_replicate", "dp_shard")
 
 

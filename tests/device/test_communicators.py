@@ -13,6 +13,8 @@ from tests.device.test_order import on_host, run
 from tests.device.test_parity import assert_same, in_order
 from tests.device.training import Me, sharded, train
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_split_of_a_bound_group_waits_for_ranks_that_are_not_in_it() -> None:
     """Why `separate_backup_group` refuses it: this is torch's own."""

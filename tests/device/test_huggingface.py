@@ -15,7 +15,7 @@ from tests.device.test_order import run
 from tests.device.test_parity import SETTINGS, Setting, assert_same, in_any_order, in_order, on_cpu
 from tests.device.training import Me, built
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # of what older versions of it need
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning:transformers")]  # of what older versions of it need
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)

@@ -16,6 +16,8 @@ from tests.device.scenarios import SCENARIOS
 from tests.device.test_parity import assert_same, in_order
 from tests.device.training import Block, Me, Stack, built, in_sequence, loss_of, scratch, sgd, sharded, train
 
+pytestmark = pytest.mark.slow
+
 POLICIES = ("random", "lanes", "compute", "demand")
 
 

@@ -38,8 +38,7 @@ SETTINGS = [
     Setting("demand", "strict", 4),
     Setting("demand", "exact", 5, 0.2),
 ]
-MOST_TELLING = ("demand-strict", "random-exact")  # of the settings; the others are slow tests
-EACH = [pytest.param(each, id=str(each), marks=[] if str(each) in MOST_TELLING else pytest.mark.slow) for each in SETTINGS]
+EACH = [pytest.param(each, id=str(each), marks=[] if str(each) == "demand-strict" else pytest.mark.slow) for each in SETTINGS]
 NEEDS_A_GROUP = {"uneven_inputs"}  # torch's Join does not work on threads of the CPU
 
 

@@ -17,6 +17,8 @@ from zero3.planning.cluster import Cluster, cluster_of, replay
 from zero3.planning.setup import Setup
 from zero3.planning.work import Work
 
+pytestmark = pytest.mark.slow
+
 MACHINE = Cluster(flops=1e12, memory_bandwidth=1e11, link=1e9, ranks_per_node=1)
 
 

@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import zero3
 from tests.support.processes import Rank, on_ranks, try_on_ranks
 
+pytestmark = pytest.mark.slow
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of its imports
     from torch.distributed.optim import ZeroRedundancyOptimizer
