@@ -225,6 +225,33 @@ def test_a_full_disk_is_a_warning_and_nothing_is_lost(tmp_path: Path) -> None:
     assert torch.equal(mine, x.grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("full_disk")
+@pytest.mark.filterwarnings("ignore:activations stay in memory")
+def test_a_full_disk_uses_up_no_places(tmp_path: Path) -> None:
+    offloaded, ends = zero3.offload_activations(tmp_path, min_bytes=1), set()
+    for _ in range(3):
+        through(offloaded, torch.ones(4, requires_grad=True))[0].backward()
+        wait_for(offloaded)
+        ends.add(offloaded._store._file._end)  # type: ignore[attr-defined]
+    assert len(ends) == 1
+
+
+@pytest.mark.parametrize("lazy", [torch.Tensor.conj, lambda x: x.conj().imag], ids=["conj", "neg"])
+def test_tensors_whose_bytes_are_not_their_values(lazy: Any, tmp_path: Path) -> None:
+    def gradient(around: AbstractContextManager[Any]) -> Tensor:
+        x = torch.complex(torch.arange(1.0, 9.0), torch.arange(2.0, 10.0)).requires_grad_()
+        with around:
+            y = lazy(x) * lazy(x).clone()
+            z = y
+            for _ in range(3):  # others push it out
+                z = z * 0.5 * z
+        z.abs().sum().backward()
+        return x.grad  # type: ignore[return-value]
+
+    found = gradient(zero3.offload_activations(tmp_path, min_bytes=1))
+    assert torch.equal(found, gradient(nullcontext()))
+
+
 def test_a_file_that_ends_too_soon_is_an_error(tmp_path: Path) -> None:
     file = ScratchFile(tmp_path)
     with pytest.raises(RuntimeError, match="something else has cut it short"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ class Architecture(NamedTuple):
 
 
 def _causal(config: t.PreTrainedConfig) -> Callable[[], nn.Module]:
-    return lambda: t.AutoModelForCausalLM.from_config(config)
+    return lambda: t.AutoModelForCausalLM.from_config(copy.deepcopy(config))  # a model that is saved writes its dtype into its config
 
 
 def words(turn: Turn, *shape: int) -> Tensor:

@@ -100,6 +100,8 @@ class _Store:
             return False
         if isinstance(tensor._base, nn.Parameter) or shows_parameters(tensor) or tensor.device.type == "meta":
             return False
+        if tensor.is_conj() or tensor.is_neg():  # its bytes are not its values
+            return False
         return self._file is not None or has_streams(tensor.device)
 
     def _still_here(self) -> list[_Saved]:

@@ -81,7 +81,11 @@ class InFile:
 
     def _write(self, host: Tensor) -> None:
         place = self._file.place(self._nbytes)
-        self._file.write(place, host)
+        try:
+            self._file.write(place, host)
+        except OSError:
+            self._file.give_back(place, self._nbytes)
+            raise
         self._place = place
 
     def _settle(self) -> OnHost | None:

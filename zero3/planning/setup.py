@@ -16,7 +16,7 @@ __all__: list[str] = []
 
 DEVICES = ("cpu", "cuda")
 
-# The fields of a policy that a trace was held against real ranks with. Another one that is set is refused by name.
+# The fields of a policy that a trace follows. Another one that is set is refused by name.
 FOLLOWED = frozenset(
     {
         "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", "stage", "dynamic", "gradient_reduction", "ignored",
