@@ -165,6 +165,27 @@ FAULTS = [
         "            pass\n",
     ),
     Fault(
+        "an activation is used before it is back, and freed before it is out",
+        "offload/rests.py",
+        "        if self._mark is not None:\n            self._mark.wait()\n        busy",
+        "        busy",
+        "offload_activations",
+    ),
+    Fault(
+        "a graph is dropped while activations come back",
+        "offload/rests.py",
+        "        self._settle()  # else compute would",
+        "        pass  # else compute would",
+        "offload_activations",
+    ),
+    Fault(
+        "a file's activation is written before it is on the host",
+        "offload/rests.py",
+        "            host = copy.tensor()\n",
+        "            host = copy._copy\n",
+        "offload_activations_to_a_file",
+    ),
+    Fault(
         "the host copies hashes without an event",
         "comm/streams.py",
         "        if later:\n            self._made = ",

@@ -22,6 +22,9 @@ NAMES = [
     "the optimizer steps without waiting for sums over replicas",
     "the buffers of a sum over replicas are given back at once",
     "what a replica has kept is given back while its lane reads it",
+    "an activation is used before it is back, and freed before it is out",
+    "a graph is dropped while activations come back",
+    "a file's activation is written before it is on the host",
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,6 +146,26 @@ def test_quantized_base_trains_as_its_dequantized_values_do(world_size: int, kin
     """One rank to the bit, several to the order of sums."""
     build = seeded(blocks, kind, is_base)
     check_parity(build, program, world_size=world_size, shard=quantizing(shard), policy=ShardingPolicy(quantize=kind))
+
+
+@pytest.mark.parametrize("shard", [in_sequence, by_shard], ids=lambda shard: shard.__name__)
+def test_quantized_base_on_a_mesh(shard: Any) -> None:
+    check_parity(
+        seeded(blocks, NF4(), is_base), program, world_size=4, replicas=2, shard=quantizing(shard), policy=ShardingPolicy(quantize=NF4())
+    )
+
+
+@worlds
+def test_quantized_base_with_offload_activations(world_size: int, tmp_path: Path) -> None:
+    def offloading(model: nn.Module, turn: Turn) -> Tensor:
+        x = turn.tensor(2, 5, WIDTH, requires_grad=True)
+        with zero3.offload_activations(tmp_path, min_bytes=1):
+            loss = model(x).square().mean()
+        loss.backward()
+        return torch.cat([loss.view(1), x.grad.flatten()])  # type: ignore[union-attr]
+
+    build = seeded(blocks, NF4(), is_base)
+    check_parity(build, offloading, world_size=world_size, shard=quantizing(by_shard), policy=ShardingPolicy(quantize=NF4()))
 
 
 @worlds
