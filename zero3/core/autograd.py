@@ -53,6 +53,12 @@ def leave_untraced(package: str) -> None:
         rules.add(package)
 
 
+def end_graph(reason: str) -> None:
+    """Ends the graph that torch.compile is tracing, if it is, before what has asked for this. Otherwise it does nothing."""
+    if torch._guards.TracingContext.try_get() is not None:
+        raise sys.modules["torch._dynamo.exc"].Unsupported(reason)
+
+
 class EndOfBackward:
     """Calls a function at the end of a backward. If the backward raises instead, `missed` tells it afterwards."""
 
