@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..core.layer_state import LayerState
 from ..core.module_overrides import Override
-from ..core.parameters import plain_modules, unwrapped, wrapped_in
+from ..core.parameters import parameters_of, plain_modules, released_in, unwrapped, wrapped_in
 
 __all__: list[str] = []
 
@@ -135,13 +135,12 @@ def twin(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) ->
     copies[module] = copy = type(module).__new__(type(module))
     copy.__dict__ = {name: value for name, value in module.__dict__.items() if not isinstance(value, Override)}
     copy.__dict__["_state_dict_pre_hooks"] = OrderedDict()
-    released = {name: value for name, value in vars(module).items() if isinstance(value, nn.Parameter)}
-    for name in released:
+    for name, _ in released_in(module):
         del copy.__dict__[name]
-    parameters = {name: value for name, value in module._parameters.items() if not name.startswith(("trainable_chunk", "frozen_chunk"))}
     copy.__dict__["_parameters"] = {
         name: None if value is None else nn.Parameter(torch.empty(value.shape, dtype=value.dtype, device="meta"), requires_grad=False)
-        for name, value in {**parameters, **released}.items()
+        for name, value in parameters_of(module)
+        if not name.startswith(("trainable_chunk", "frozen_chunk"))
     }
     copy.__dict__["_buffers"] = {
         name: None if value is None else torch.empty_like(value, device="meta") for name, value in module._buffers.items()
