@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support.models import ONE_GENERATOR
-from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
-from zero3 import MXFP4, NF4, Float8, Int8, ShardingPolicy
-from zero3.access import states_of
+from tests.support.ranks import run_ranks
+from zero3 import Float8, Int8, ShardingPolicy
 
 WIDTH = 24  # layers of 24 * 24 + 24 elements: their slices are no multiple of a block
 DEPTH = 3

@@ -23,9 +23,9 @@ from ..policy import ShardingPolicy
 from ..quantized.formats import Format, Int8
 from ..quantized.wire import Row, Rows, Work
 from .chunk import Chunk
+from .gradient_buffer import Sending
 from .layout import ChunkLayout
 from .policy_facts import compute_dtype, gather_format, gradient_dtype, reduce_format
-from .sending import Sending
 
 __all__: list[str] = []
 

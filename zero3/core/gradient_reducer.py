@@ -17,12 +17,11 @@ from ..policy import ShardingPolicy
 from .autograd import accumulates_into, as_plain_tensors
 from .chunk import Chunk, Part
 from .compressed import sending_for
-from .gradient_buffer import GradientBuffer
+from .gradient_buffer import GradientBuffer, Sending
 from .gradient_types import PieceGradient, ShardGradient, WholeGradient, accumulate
 from .kept_gradients import KeptGradients
 from .parameters import ShardedParameter
 from .policy_facts import gradient_dtype, landed_dtype, shards_gradients
-from .sending import Sending
 
 __all__: list[str] = []
 

@@ -19,8 +19,8 @@ from ..comm.errors import Subject
 from ..comm.mesh import MeshCommunicator
 from ..comm.streams import Lane, Lanes, Mark, Pending
 from ..policy import ShardingPolicy
+from .gradient_buffer import Sending
 from .gradient_reducer import Backup, GradientReducer, LayerGradients
-from .sending import Sending
 from .transactions import TransactionalReducer
 
 __all__: list[str] = []

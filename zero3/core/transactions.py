@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ..comm.communicator import Communicator
 from .chunk import Part
-from .gradient_buffer import GradientBuffer
+from .gradient_buffer import GradientBuffer, Sending
 from .gradient_reducer import GradientReducer, LayerGradients
 from .gradient_types import DeferredGradient, DefersReductions
-from .sending import Sending
 
 __all__: list[str] = []
 

@@ -16,9 +16,9 @@ from ..access import get_trainable_chunk, states_of
 from ..auto_wrap import Layers
 from ..core.autograd import inside_backward
 from ..core.chunk import Chunk
+from ..core.gradient_buffer import Sending
 from ..core.gradient_reducer import GradientReducer
 from ..core.layer_state import LayerState
-from ..core.sending import Sending
 from ..policy import ShardingPolicy
 from ..shard import shard
 from .absent import AbsentRanks

@@ -10,8 +10,6 @@ __all__: list[str] = []
 INT8_MAX = 127
 FLOAT8_MAX = 448.0  # of torch.float8_e4m3fn
 
-_LARGEST = {torch.int8: INT8_MAX, torch.float8_e4m3fn: FLOAT8_MAX}
-
 
 def encode_blocks(values: Tensor, codes: Tensor, scales: Tensor, work: Tensor, noise: Tensor | None = None) -> None:
     """Writes the codes, and the scales, of blocks: the largest absolute value of a block gets the largest code.
@@ -28,7 +26,8 @@ def encode_blocks(values: Tensor, codes: Tensor, scales: Tensor, work: Tensor, n
     """
     count, size = values.shape
     divisors, quotients = work[:count], work[count : count * (size + 1)].view(count, size)
-    largest = _LARGEST[codes.dtype]
+    whole = codes.dtype == torch.int8
+    largest = INT8_MAX if whole else FLOAT8_MAX
     if values.dtype != torch.float32:
         values = quotients.copy_(values)
     torch.amax(values, 1, out=scales)
@@ -38,7 +37,7 @@ def encode_blocks(values: Tensor, codes: Tensor, scales: Tensor, work: Tensor, n
     torch.div(values, divisors[:, None], out=quotients)
     if noise is not None:
         quotients.add_(noise).floor_()
-    elif codes.dtype == torch.int8:
+    elif whole:
         quotients.round_()
     codes.copy_(quotients.clamp_(-largest, largest))
 

@@ -14,8 +14,7 @@ from .formats import Float8, Format, Int8
 __all__: list[str] = []
 
 # Elements that are worked on at once. On a CPU they stay in its cache; on an accelerator a few kernels do for a large slice.
-_AT_ONCE = {"cpu": 2**18}
-_AT_ONCE_ELSEWHERE = 2**22
+_AT_ONCE_ON_CPU, _AT_ONCE = 2**18, 2**22
 
 Bounds = tuple[int, ...] | None
 
@@ -103,7 +102,7 @@ class Rows:
     def work(self, device: torch.device) -> Work:
         """Memory to work on one row after another."""
         size = block_size(self._kind)
-        most = max(1, _AT_ONCE.get(device.type, _AT_ONCE_ELSEWHERE) // size) * size
+        most = max(1, (_AT_ONCE_ON_CPU if device.type == "cpu" else _AT_ONCE) // size) * size
         return Work(min(most, self._longest), size, device, random=is_stochastic(self._kind))
 
 
