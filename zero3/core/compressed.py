@@ -143,6 +143,7 @@ class CompressedSending(Sending):
         self._reductions = reductions
         self._sent, self._work = rows.empty(device), rows.work(device)
         self._received = self._sent.new_empty(reductions.layout.world_size * rows[reductions.rank].nbytes)
+        self.travelling = full, self._sent, self._received, self._work
 
     def start(self, communicator: Communicator, bounds: Bounds) -> Pending:
         reductions, full = self._reductions, self.full
@@ -153,10 +154,6 @@ class CompressedSending(Sending):
         self.pieces = None  # they are not needed any more
         pending = communicator.all_to_all(self._received, self._sent, rows.bounds)
         return Then(pending, partial(_sum_up, rows[reductions.rank], self._received, self.summed, self._work))
-
-    @property
-    def travelling(self) -> object:
-        return self.full, self._sent, self._received, self._work
 
 
 @torch.no_grad()

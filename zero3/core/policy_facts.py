@@ -41,6 +41,12 @@ def gather_format(policy: ShardingPolicy, communicator: Communicator, stored: to
     return policy.gather_format if trains and communicator.shards > 1 and stored.is_floating_point else None
 
 
+def rounding(policy: ShardingPolicy) -> str:
+    """For errors: what makes that which computes other than the chunks."""
+    chosen = {"param_dtype": policy.param_dtype, "gather_format": policy.gather_format}
+    return " and ".join(f"{name}={value}" for name, value in chosen.items() if value is not None)
+
+
 def reduce_format(policy: ShardingPolicy, communicator: Communicator, stored: torch.dtype) -> Format | None:
     """The format in which the gradients of a chunk of dtype `stored` are sent. None: as they are."""
     return policy.reduce_format if communicator.shards > 1 and stored.is_floating_point else None
