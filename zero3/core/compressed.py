@@ -33,7 +33,7 @@ __all__: list[str] = []
 def chunk_for(layout: ChunkLayout, shard: nn.Parameter, communicator: Communicator, policy: ShardingPolicy) -> Chunk:
     """A chunk as the policy has it gathered."""
     dtype = compute_dtype(policy, shard.dtype)
-    kind = gather_format(policy, communicator, shard.dtype, trains=shard.requires_grad)
+    kind = gather_format(policy, communicator, shard.dtype)
     return Chunk(layout, shard, communicator, dtype) if kind is None else CompressedChunk(layout, shard, communicator, dtype, kind)
 
 
@@ -45,9 +45,7 @@ class _Room(NamedTuple):
 
 
 class CompressedChunk(Chunk):
-    """A trainable chunk that travels in a format. What computes is what the format makes of its values, on the rank that owns them too."""
-
-    casts = True  # its values as they are stored are shown in a buffer of their own
+    """A chunk that travels in a format while it trains. What computes is what the format makes of it, on the rank that owns it too."""
 
     def __init__(
         self, layout: ChunkLayout, shard: nn.Parameter, communicator: Communicator, compute_dtype: torch.dtype, kind: Format
@@ -58,9 +56,17 @@ class CompressedChunk(Chunk):
         self.format = kind
         super().__init__(layout, shard, communicator, compute_dtype)
 
+    @property
+    def casts(self) -> bool:
+        return self.shard.requires_grad or super().casts
+
+    @property
+    def _compresses(self) -> bool:
+        return self.shard.requires_grad and not self._as_stored
+
     def make_room(self, *, as_stored: bool = False) -> None:
         super().make_room(as_stored=as_stored)
-        if not (self.filled or self._as_stored):
+        if self._compresses and not self.filled:
             self._room = self._new_room()
 
     def _new_room(self) -> _Room:
@@ -68,7 +74,7 @@ class CompressedChunk(Chunk):
 
     @torch.no_grad()
     def _gather(self, full: Tensor) -> Pending:
-        if self._as_stored:
+        if not self._compresses:
             return super()._gather(full)
         room = self._room or self._new_room()
         own = self._rows.of(room.raw, self._rank)
@@ -87,7 +93,7 @@ class CompressedChunk(Chunk):
         self._room = None
 
     def _as_gathered(self, dtype: torch.dtype) -> Tensor:
-        if self._as_stored:
+        if not self._compresses:
             return super()._as_gathered(dtype)
         row, out = self._rows[self._rank], torch.empty_like(self.shard.data, dtype=dtype)
         raw, work = out.new_empty(row.nbytes, dtype=torch.uint8), self._rows.work(out.device)

@@ -36,9 +36,9 @@ def gradient_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:
     return policy.reduce_dtype if policy.reduce_dtype is not None and stored.is_floating_point else compute_dtype(policy, stored)
 
 
-def gather_format(policy: ShardingPolicy, communicator: Communicator, stored: torch.dtype, *, trains: bool) -> Format | None:
-    """The format in which a chunk of dtype `stored` is gathered. None: as it is, or cast. One rank alone sends nothing."""
-    return policy.gather_format if trains and communicator.shards > 1 and stored.is_floating_point else None
+def gather_format(policy: ShardingPolicy, communicator: Communicator, stored: torch.dtype) -> Format | None:
+    """The format in which a chunk of dtype `stored` is gathered while it trains. None: as it is, or cast. One rank alone sends nothing."""
+    return policy.gather_format if communicator.shards > 1 and stored.is_floating_point else None
 
 
 def rounding(policy: ShardingPolicy) -> str:
