@@ -74,6 +74,7 @@ def main() -> None:
         for way in args.ways:
             progress(f"seed {seed}: {way}")
             found[way][seed] = train(way, seed, args)
+            progress(table({way: {seed: found[way][seed]}}).splitlines()[-1])
     write(args.output, "convergence", {"steps": args.steps, "ranks": args.ranks, "found": found}, table(found))
 
 

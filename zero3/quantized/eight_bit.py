@@ -98,8 +98,8 @@ class Float8Codec(Codec):
 
 
 def _quotients(values: Tensor, scales: Tensor) -> Tensor:
-    """`values / scales`, and 0 where a scale is 0."""
-    return torch.where(scales != 0, values / scales, 0)
+    """`values / scales`. Where a scale is 0, values are too small for any code but 0, and stay as they are."""
+    return values / torch.where(scales != 0, scales, 1)
 
 
 def _matrix(shape: Shape) -> tuple[int, int]:
