@@ -116,6 +116,7 @@ def block_size(kind: Format) -> int:
 
 
 def is_stochastic(kind: Format) -> bool:
+    """Whether elements are rounded at random."""
     return isinstance(kind, Int8) and kind.stochastic
 
 
