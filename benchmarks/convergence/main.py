@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -66,7 +67,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=300, help="default: %(default)s")
     parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="further options of the example; stands last")
+    parser.add_argument("--options", type=shlex.split, default=[], help="further options of the example, as one text")
     parser.add_argument("--output", type=Path, help="a folder for the table and all losses")
     args = parser.parse_args()
     found: dict[str, dict[int, dict[str, Any]]] = {way: {} for way in args.ways}
