@@ -118,6 +118,10 @@ def runs(draw: Callable[[Any], Any]) -> Run:
         ignored=draw(st.sampled_from([None, left_alone])),
         grad_dtype=draw(st.sampled_from([None, torch.float32])),
         resident_bytes=draw(st.sampled_from([0, 2000])),
+        gather_format=draw(
+            st.sampled_from([None, None, zero3.Int8(block_size=1), zero3.Float8(block=(1, 1))])
+        ),  # exact, but for a last bit
+        reduce_format=draw(st.sampled_from([None, None, zero3.Int8(block_size=1)])),
     )
     actions = draw(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 31)), min_size=3, max_size=14))
     tied, from_meta, given, grouped, together = (draw(st.booleans()) for _ in range(5))
@@ -340,7 +344,8 @@ def test_everything_together(run: Run) -> None:
             sharded = Sharded(run, models[group.rank], group, Path(folder))
             return [each for number, (action, seed) in enumerate(run.actions) for each in sharded.do(number, action, seed)]
 
-        tolerance = 1e-9 if run.policy.grad_dtype is None else 1e-4
+        chosen_by = (run.policy.grad_dtype, run.policy.gather_format, run.policy.reduce_format)
+        tolerance = 1e-9 if chosen_by == (None, None, None) else 1e-4
         for found in run_ranks(run.world_size, body):
             assert len(found) == len(expected)
             for mine, theirs in zip(found, expected, strict=True):

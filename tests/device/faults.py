@@ -67,7 +67,7 @@ FAULTS = [
     Fault(
         "a reduction's buffers are given back at once",
         "core/gradient_reducer.py",
-        "Backup(mark, (full, summed, landed),",
+        "Backup(mark, (sending.travelling, summed, landed),",
         "Backup(mark, (),",
     ),
     Fault(
@@ -163,6 +163,41 @@ FAULTS = [
         "comm/streams.py",
         "            self._made.synchronize()\n",
         "            pass\n",
+    ),
+    Fault(
+        "what a gather brings is given back before it is decoded",
+        "core/compressed.py",
+        "        room = self._room or self._new_room()\n",
+        "        room, self._room = self._room or self._new_room(), None\n",
+        "compressed",
+    ),
+    Fault(
+        "what a gather brings is allocated on another stream",
+        "core/compressed.py",
+        "            self._room = self._new_room()\n",
+        "            with torch.Stream(self.shard.device):\n                self._room = self._new_room()\n",
+        "compressed",
+    ),
+    Fault(
+        "gradients' codes are given back at once",
+        "core/compressed.py",
+        "        self.travelling = full, self._sent, self._received, self._work\n",
+        "        self.travelling = full\n",
+        "compressed",
+    ),
+    Fault(
+        "gradients are given back while they are encoded",
+        "core/compressed.py",
+        "        self.travelling = full, self._sent",
+        "        self.travelling = self._sent",
+        "compressed",
+    ),
+    Fault(
+        "a sum over replicas does not wait until gradients are decoded",
+        "core/replicas.py",
+        "            with lane.issue():",
+        "            with lane._stream:",
+        "mesh_compressed",
     ),
     Fault(
         "an activation is used before it is back, and freed before it is out",

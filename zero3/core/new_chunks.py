@@ -11,9 +11,9 @@ from ..comm.communicator import Communicator
 from ..policy import ShardingPolicy
 from ..quantized.formats import Format
 from .chunk import Chunk
+from .compressed import chunk_for
 from .layout import ChunkLayout
 from .parameters import ParameterSites
-from .policy_facts import compute_dtype
 from .quantized_chunk import QuantizedChunk, QuantizedSites
 from .scattering import scatter_parameters
 
@@ -58,10 +58,6 @@ def new_chunk(
         scatter_parameters(shard, layout, communicator, value if communicator.rank == 0 else None)
     parameter = nn.Parameter(shard, requires_grad=trainable)
     quantized = [sites for sites in ordered if isinstance(sites, QuantizedSites)]  # all of them, or none
-    chunk = (
-        QuantizedChunk(layout, parameter, communicator, quantized)
-        if quantized
-        else Chunk(layout, parameter, communicator, compute_dtype(policy, dtype))
-    )
+    chunk = QuantizedChunk(layout, parameter, communicator, quantized) if quantized else chunk_for(layout, parameter, communicator, policy)
     chunk.unloaded = {index for index, sites in enumerate(ordered) if sites.name in unloaded}
     return chunk, ordered

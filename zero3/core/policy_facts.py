@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ..comm.communicator import Communicator
 from ..policy import ShardingPolicy
+from ..quantized.formats import Format
 
 __all__: list[str] = []
 
@@ -32,6 +34,22 @@ def compute_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:
 def gradient_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:
     """The dtype of the full gradient, and of its reduction, for a chunk of dtype `stored`."""
     return policy.reduce_dtype if policy.reduce_dtype is not None and stored.is_floating_point else compute_dtype(policy, stored)
+
+
+def gather_format(policy: ShardingPolicy, communicator: Communicator, stored: torch.dtype) -> Format | None:
+    """The format in which a chunk of dtype `stored` is gathered while it trains. None: as it is, or cast. One rank alone sends nothing."""
+    return policy.gather_format if communicator.shards > 1 and stored.is_floating_point else None
+
+
+def rounding(policy: ShardingPolicy) -> str:
+    """For errors: what makes that which computes other than the chunks."""
+    chosen = {"param_dtype": policy.param_dtype, "gather_format": policy.gather_format}
+    return " and ".join(f"{name}={value}" for name, value in chosen.items() if value is not None)
+
+
+def reduce_format(policy: ShardingPolicy, communicator: Communicator, stored: torch.dtype) -> Format | None:
+    """The format in which the gradients of a chunk of dtype `stored` are sent. None: as they are."""
+    return policy.reduce_format if communicator.shards > 1 and stored.is_floating_point else None
 
 
 def landed_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:

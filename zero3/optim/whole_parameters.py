@@ -11,6 +11,7 @@ from torch import nn
 
 from ..comm.agreement import agree, agreeing
 from ..core.chunk import Chunk
+from ..core.compressed import chunk_for
 from ..core.layer_state import LayerState
 from ..core.layout import ChunkLayout, Slot, deal
 from ..core.pinning import replace_chunks
@@ -105,7 +106,7 @@ def _empty_chunks(family: Family, layouts: list[ChunkLayout]) -> list[Chunk]:
         for layout in layouts:
             trains = family.frozen is None or layout.slots[0].name not in family.frozen
             shard = nn.Parameter(old.shard.data.new_zeros(layout.chunk_numel(communicator.shard_rank)), requires_grad=trains)
-            made.append(Chunk(layout, shard, communicator, old.compute_dtype))
+            made.append(chunk_for(layout, shard, communicator, family.state.policy))
     return made
 
 
