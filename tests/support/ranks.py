@@ -274,6 +274,7 @@ def _run(size: int, body: Callable[[int], Any], worlds: list[World], timeout: fl
     errors: list[BaseException | None] = [None] * size
 
     def thread(rank: int) -> None:
+        torch.set_num_threads(1)  # OpenMP counts for each thread; with two, the bits of a matrix product depend on the load
         try:
             results[rank] = body(rank)
         except BaseException as error:
