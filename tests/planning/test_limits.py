@@ -103,6 +103,12 @@ def sharded() -> nn.Module:
         ({"memory": "24 apples"}, ValueError, "24GiB"),
         ({"lora": 0}, ValueError, "lora"),
         ({"policy": {"stage": 2}}, TypeError, "ShardingPolicy"),
+        ({"mesh": (2, 4)}, ValueError, "as many ranks as there are, 2, found 2 replicas of 4"),
+        ({"mesh": (0, 2)}, ValueError, "0 replicas"),
+        ({"mesh": "2x1"}, TypeError, "mesh must be"),
+        ({"mesh": (True, 2)}, TypeError, "mesh must be"),
+        ({"rank": 2}, ValueError, "0 to 1, found 2"),
+        ({"rank": "0"}, TypeError, "rank must be an integer"),
     ],
 )
 def test_plan_refuses_by_name(arguments: dict[str, Any], error: type[Exception], says: str) -> None:

@@ -34,6 +34,8 @@ def plan(
     device: str = "cuda",
     cluster: Cluster | None = None,
     master_dtype: torch.dtype | None = None,
+    mesh: tuple[int, int] | None = None,
+    rank: int = 0,
 ) -> Plan:
     """Tells what a training step of a Hugging Face model will hold on each rank, before anything is loaded or bought.
 
@@ -44,7 +46,7 @@ def plan(
     Args:
         model_or_directory: A model that is not sharded yet, or a directory with a config.json. A model at hand is planned for as it is:
             frozen parameters stay frozen, adapters stay.
-        ranks: The number of ranks that share the model.
+        ranks: The number of ranks that train together.
         batch: Sequences in a rank's micro-batch.
         sequence: Tokens in a sequence.
         policy: As `shard` takes it.
@@ -57,6 +59,9 @@ def plan(
         device: `"cuda"` plans for NCCL, and rounds as CUDA's allocator does. `"cpu"` plans for gloo between processes of one host.
         cluster: The machines, as a `Cluster`, for the time of a step.
         master_dtype: The dtype of the model's parameters. None: as the model has it, or config.json says.
+        mesh: `(replicas, shards)`: chunks are cut over `shards` ranks, and repeated `replicas` times. Their product is `ranks`. None:
+            chunks are cut over all ranks.
+        rank: The rank to plan for. On NCCL all ranks hold the same. On gloo each holds the gradients of other parameters for a moment.
 
     Returns:
         A `Plan`.
@@ -80,6 +85,7 @@ def plan(
     setup = Setup(
         source=on_paper(model_or_directory, master_dtype), ranks=ranks, batch=batch, sequence=sequence, policy=policy,
         checkpointing=checkpointing, optimizer=optimizer, accumulation=accumulation, lora=lora, device=device,
+        mesh=mesh, rank=rank,
     )  # fmt: skip
     return _planned(setup, room, cluster)
 

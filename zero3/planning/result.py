@@ -136,8 +136,9 @@ def _table(plan: Plan, setup: Setup) -> str:
     """One line for each cause, then what limits, what fits, and what would."""
     train = "all of them train" if plan.trainable == plan.parameters else f"{plan.trainable:,} train"
     micro = f", {setup.accumulation} micro-batches a step" if setup.accumulation > 1 else ""
+    mesh = "" if setup.mesh is None else f" ({setup.mesh[0]} replicas of {setup.mesh[1]} shards)"
     lines = [
-        f"{plan.parameters:,} parameters, {train}; rank 0 of {setup.ranks} on {setup.device}; "
+        f"{plan.parameters:,} parameters, {train}; rank {setup.rank} of {setup.ranks}{mesh} on {setup.device}; "
         f"a micro-batch is {setup.batch} x {setup.sequence} tokens{micro}",
         *(_row(cause.replace("_", " "), gib(plan.by_cause[cause])) for cause in CAUSES if plan.by_cause[cause]),
         _row("peak", gib(plan.peak_bytes), f"in the {plan.where}; most of it {_most(plan)}"),

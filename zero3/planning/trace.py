@@ -1,4 +1,4 @@
-"""Runs steps of the real code without values: the model on the meta device, rank 0 of ranks that are not there."""
+"""Runs steps of the real code without values: the model on the meta device, one rank of ranks that are not there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OptimizerClass = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Trace:
-    """A sharded model without values, and its optimizer, on rank 0 of `ranks`."""
+    """A sharded model without values, and its optimizer, on rank `rank` of `ranks`. `replicas`: so many of them hold the same chunk."""
 
     def __init__(
         self,
@@ -44,12 +44,14 @@ class Trace:
         policy: ShardingPolicy,
         device: str,
         optimizer: OptimizerClass,
+        rank: int = 0,
+        replicas: int = 1,
         layers: Layers = None,
         loss: Callable[[nn.Module, int, int], Tensor] = loss_of,
     ) -> None:
         self.kernels = DeviceKernels(device)
         self.ledger = Ledger(ALLOCATION if device == "cuda" else 1, vocabulary_of(model))
-        self.ranks = AbsentRanks(ranks, pieces=device == "cpu")
+        self.ranks = AbsentRanks(ranks, pieces=device == "cpu", rank=rank, replicas=replicas)
         self.ranks.making = partial(self.ledger.because, "transfers")
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -70,6 +72,7 @@ class Trace:
             self._step_as_on_cuda()
         self._loss = loss
         self._learned = False
+        self._stepped = False  # whether the optimizer has stepped since the last micro-batch
 
     def measure(self, batch: int, sequence: int, accumulation: int = 1) -> list[Moment]:
         """The moments of one step after the first. All micro-batches after the second are as the second."""
@@ -105,11 +108,11 @@ class Trace:
         self.ledger.begin("", "beginning of forward")
         for _ in range(micro_batches):
             backward(self._loss(self.model, batch, sequence))
-            self.kernels.chunks_changed = False
+            self._stepped = False
         self.ledger.begin("", "optimizer's step")
         with self.ledger.because("optimizer"):
             self.optimizer.step()
-        self.kernels.chunks_changed = True
+        self._stepped = True
         self.optimizer.zero_grad()
 
     @contextmanager
@@ -139,6 +142,7 @@ class Trace:
             self.ledger.note(chunk.shard, "chunks")
             vars(chunk)["make_room"] = partial(self._make_room, chunk, chunk.make_room)
             vars(chunk)["release"] = partial(self._release, chunk, chunk.release)
+            vars(chunk)["is_stale"] = partial(self._is_stale, chunk, chunk.is_stale)
 
     def _fetch(self, state: LayerState, fetch: Callable[[], None]) -> None:
         self.ledger.begin(state.label.split("'")[1] if "'" in state.label else "the root", "backward" if inside_backward() else "forward")
@@ -155,6 +159,11 @@ class Trace:
         release()
         if not chunk.resident:
             self.ledger.note(buffer)
+
+    def _is_stale(self, chunk: Chunk, is_stale: Callable[[], Tensor]) -> Tensor:
+        """The answer that values would give: see `DeviceKernels.answers`."""
+        self.kernels.answers.append(not chunk.filled or (self._stepped and chunk.shard.requires_grad))
+        return is_stale()
 
     def _add(self, add: Callable[[int, Tensor], None], key: int, gradient: Tensor) -> None:
         self.ledger.note(gradient, "gradients")
