@@ -4,7 +4,8 @@
     python -m benchmarks.plan.table 8B --ranks 8
 
 A cell is the peak of a step in GiB: one sequence of 2048 tokens a rank, checkpoints in each block, computation in bf16, AdamW.
-Full training has fp32 masters; LoRA has frozen weights in bf16 and adapters of rank 16 where peft puts them by default.
+Full training has fp32 masters; LoRA has frozen weights in bf16 and adapters of rank 16 where peft puts them by default. QLoRA
+stores these frozen weights as NF4.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
 TRAININGS: dict[str, dict[str, Any]] = {
     "full": {"master_dtype": torch.float32, "policy": zero3.ShardingPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
     "LoRA": {"master_dtype": torch.bfloat16, "lora": 16},
+    "QLoRA": {"master_dtype": torch.bfloat16, "lora": 16, "policy": zero3.ShardingPolicy(quantize=zero3.NF4())},
 }
 GPUS = (24, 80)  # GB
 
