@@ -20,7 +20,7 @@ import torch
 from ..planning.cluster import cluster_of
 from ..planning.plan import plan
 from ..planning.result import Plan
-from ..planning.units import parse_rate
+from ..planning.units import parse_bytes, parse_rate
 from ..policy import ShardingPolicy
 from ..quantized.formats import MXFP4, NF4, Float8, Int8
 
@@ -50,7 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--master-dtype", choices=_DTYPES, help="what parameters are stored in (config.json's)")
     parser.add_argument("--optimizer", choices=_OPTIMIZERS, default="AdamW", help="of torch.optim (%(default)s)")
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3, help="what is divided, beside optimizer state (%(default)s)")
-    parser.add_argument("--keep", action="store_true", help="reshard_after_forward=False: a layer stays gathered until its backward")
+    parser.add_argument(
+        "--keep", action=argparse.BooleanOptionalAction, default=False, help="reshard_after_forward=False: a layer stays until its backward"
+    )
+    parser.add_argument(
+        "--resident", default="0", metavar="BYTES", help="resident_bytes: frozen parameters that are gathered once, such as 2GiB"
+    )
     parser.add_argument("--prefetch-depth", type=int, default=1, metavar="N", help="layers gathered ahead (%(default)s)")
     parser.add_argument("--mesh", metavar="RxS", help="replicas x ranks that share the model")
     parser.add_argument(
@@ -121,6 +126,7 @@ def _policy(options: argparse.Namespace) -> ShardingPolicy:
         stage=options.stage,
         reshard_after_forward=not options.keep,
         prefetch_depth=options.prefetch_depth,
+        resident_bytes=0 if options.resident == "0" else parse_bytes(options.resident),
     )
 
 

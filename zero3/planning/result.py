@@ -54,8 +54,9 @@ class Plan:
         advice: If it does not fit: the command line's options that make it fit with the least change. `()` if it fits, if
             nothing that was tried does, and without `memory`.
         advised_bytes: The peak with `advice`. None without advice.
-        policy: The policy to train with. It is the given one, or where `memory` has room for it, the same with
-            `reshard_after_forward=False`, which gathers once in a step and not twice.
+        policy: The policy to train with. It is the given one. Where `memory` has room for it, frozen parameters stay from step to step
+            (`resident_bytes`, as much as fits), and trainable ones from forward to backward (`reshard_after_forward=False`). Where
+            the given one does not fit, it is that of `advice`.
         seconds: The time of a step. None without a cluster.
         attention: The kernels of attention, and the number of their calls in a micro-batch, recomputation included.
         parameters: The number of the model's elements.
@@ -149,8 +150,8 @@ def _table(plan: Plan, setup: Setup) -> str:
     lines += _fitting(plan)
     if plan.attention:
         lines.append(_row("attention", ", ".join(f"{name}, {count} calls" for name, count in plan.attention.items())))
-    if plan.policy != setup.policy:
-        lines.append(_row("faster", repr(plan.policy), "fits too, and gathers once a step"))
+    if plan.fits and plan.policy != setup.policy:
+        lines.append(_row("faster", repr(plan.policy), "fits too, and gathers less"))
     if plan.seconds is not None:
         tokens = setup.batch * setup.sequence * setup.accumulation / plan.seconds
         lines.append(_row("a step", f"{plan.seconds:.3f} s", f"{tokens:,.0f} tokens a second and rank"))
@@ -168,7 +169,7 @@ def _fitting(plan: Plan) -> list[str]:
     if plan.advice and plan.advised_bytes is not None:
         lines.append(_row("it fits with", " ".join(plan.advice), f"peak {gib(plan.advised_bytes)}"))
     elif not plan.fits:
-        lines.append(_row("it fits with", "nothing that was tried", "smaller batches, checkpoints, bf16, more ranks, adapters"))
+        lines.append(_row("it fits with", "nothing that was tried", "smaller batches, checkpoints, bf16, more ranks, adapters, four bits"))
     return lines
 
 

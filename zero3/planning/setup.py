@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from ..policy import ShardingPolicy
+from ..quantized.configured import configured_in
 from .cluster import Cluster, replay
-from .models import on_paper, prepare
+from .models import on_paper, output_embeddings_of, prepare
 from .trace import OptimizerClass, Trace
 
 __all__: list[str] = []
@@ -74,6 +75,20 @@ class Setup:
     def replicas(self) -> int:
         """How many ranks hold the same chunk."""
         return 1 if self.mesh is None else self.mesh[0]
+
+    @property
+    def shards(self) -> int:
+        """How many ranks share the model."""
+        return self.ranks // self.replicas
+
+    @property
+    def may_quantize(self) -> bool:
+        """Whether frozen weights could be stored in fewer bits, and are not."""
+        if self.policy.quantize is not None or configured_in(getattr(self.source, "config", None)) is not None:
+            return False
+        head = output_embeddings_of(self.source)
+        linear = (module for module in self.source.modules() if isinstance(module, nn.Linear) and module is not head)
+        return any(self.lora is not None or not module.weight.requires_grad for module in linear)
 
     def trace(self) -> Trace:
         """Builds the model on the meta device, and shards it."""

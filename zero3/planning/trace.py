@@ -19,7 +19,10 @@ from ..core.chunk import Chunk
 from ..core.gradient_buffer import Sending
 from ..core.gradient_reducer import GradientReducer
 from ..core.layer_state import LayerState
+from ..core.quantized_chunk import QuantizedSites
+from ..core.recipes import QuantizedWeight
 from ..policy import ShardingPolicy
+from ..quantized.codec import SLICE_NUMEL, Codec
 from ..shard import shard
 from .absent import AbsentRanks
 from .kernels import DeviceKernels, backward
@@ -62,8 +65,16 @@ class Trace:
             for buffer in self.model.buffers():
                 self.ledger.note(buffer)
         gc.collect()  # what construction left
-        for state in states_of(self.model):
+        states = states_of(self.model)
+        for state in states:
             self._watch(state)
+        for codec in {id(weight.codec): weight.codec for weight in _quantized_in(states)}.values():
+            vars(codec)["decode"] = partial(self._decode, codec, codec.decode)
+        root = vars(self.model)["_zero3_root"]
+        ordered = sorted(states, key=lambda state: state is not root)  # as `resident_bytes` takes them
+        # The bytes of the full buffers of frozen parameters, in the order in which they may stay.
+        self.frozen_buffers = [_full_nbytes(chunk) for state in ordered for chunk in state.chunks if not chunk.shard.requires_grad]
+        self.trains_in_layers = any(chunk.shard.requires_grad for state in states if state is not root for chunk in state.chunks)
         chunks = get_trainable_chunk(self.model)
         if not chunks:
             raise ValueError("nothing in this model trains, so there is no step to plan for")
@@ -72,6 +83,7 @@ class Trace:
             self._step_as_on_cuda()
         self._loss = loss
         self._learned = False
+        self._times = 1  # how often what runs now would run: see `_decode`
         self._stepped = False  # whether the optimizer has stepped since the last micro-batch
 
     def measure(self, batch: int, sequence: int, accumulation: int = 1) -> list[Moment]:
@@ -94,7 +106,7 @@ class Trace:
 
         def ran(func: Any, args: Sequence[Any], result: Any) -> None:
             if (work := work_of(func, args, result)) is not None:
-                merged(found, work)
+                merged(found, work.times(self._times))
 
         self.ledger.ran, self.ranks.on_event = ran, found.append
         try:
@@ -165,6 +177,14 @@ class Trace:
         self.kernels.answers.append(not chunk.filled or (self._stepped and chunk.shard.requires_grad))
         return is_stale()
 
+    def _decode(self, codec: Codec, decode: Callable[..., None], quantized: Any, start: int, out: Tensor) -> None:
+        """Decodes the first of the slices in which a matrix is decoded: all are alike, and a large one has hundreds."""
+        unit = codec.unit(quantized.shape)
+        first = out[: max(1, SLICE_NUMEL // unit) * unit]
+        self._times = -(-out.numel() // max(first.numel(), 1))
+        decode(quantized, start, first)
+        self._times = 1
+
     def _add(self, add: Callable[[int, Tensor], None], key: int, gradient: Tensor) -> None:
         self.ledger.note(gradient, "gradients")
         with self.ledger.because("gradients"):
@@ -180,6 +200,17 @@ class Trace:
         for _, sending in prepared:
             self.ledger.note(sending.landed, "gradients")
         return prepared
+
+
+def _quantized_in(states: Iterable[LayerState]) -> Iterator[QuantizedWeight]:
+    for state in states:
+        for sharded in state.parameters:
+            if isinstance(sharded.sites, QuantizedSites):
+                yield sharded.sites.weight
+
+
+def _full_nbytes(chunk: Chunk) -> int:
+    return chunk.layout.padded_numel * chunk.compute_dtype.itemsize
 
 
 def _ignore(*_: object) -> None:
