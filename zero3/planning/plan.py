@@ -94,6 +94,7 @@ def _planned(setup: Setup, memory: int | None, cluster: Cluster | None) -> Plan:
     trace = setup.trace()
     moments = trace.measure(setup.batch, setup.sequence, setup.accumulation)
     peak, by_cause = peak_of(moments)
+    after_forward = trace.after_forward
     highest = max(moments, key=lambda moment: moment.peak)
     attention = {kernel: count // min(setup.accumulation, 2) for kernel, count in trace.kernels.attention.items()}
     seconds = None if cluster is None else setup.seconds(trace, cluster)
@@ -115,4 +116,5 @@ def _planned(setup: Setup, memory: int | None, cluster: Cluster | None) -> Plan:
         peak_bytes=peak, by_cause=by_cause, unknown=setup.unknown(peak), where=highest.name, memory=memory, fits=fits,
         largest_batch=batch, largest_sequence=sequence, advice=advice, advised_bytes=advised_bytes, policy=policy, seconds=seconds,
         attention=attention, parameters=trace.parameters, trainable=trace.trainable, moments=tuple(moments), setup=setup, cluster=cluster,
+        after_forward=after_forward,
     )  # fmt: skip

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
+from torch import nn
+
 from ..policy import ShardingPolicy
 from .cluster import Cluster
 from .ledger import CAUSES, Moment
@@ -14,6 +16,7 @@ from .picture import draw
 from .setup import Setup
 from .trace import peak_of
 from .units import gib
+from .watching import Watch
 
 __all__: list[str] = []
 
@@ -61,6 +64,7 @@ class Plan:
         attention: The kernels of attention, and the number of their calls in a micro-batch, recomputation included.
         parameters: The number of the model's elements.
         trainable: The number of those that train.
+        after_forward: The most bytes that are there when a micro-batch's forward ends, outputs included: what `watch` looks at on CPUs.
         moments: A `Moment` for each part of the step, in order: what a rank holds in it at most.
         setup: What was planned: the model without values, and the arguments.
         cluster: The cluster that was given.
@@ -81,6 +85,7 @@ class Plan:
     attention: Mapping[str, int]
     parameters: int
     trainable: int
+    after_forward: int
     moments: tuple[Moment, ...] = field(repr=False)
     setup: Any = field(repr=False)
     cluster: Cluster | None = field(repr=False)
@@ -92,6 +97,7 @@ class Plan:
             "memory": self.memory, "fits": self.fits, "largest_batch": self.largest_batch, "largest_sequence": self.largest_sequence,
             "advice": list(self.advice), "advised_bytes": self.advised_bytes, "policy": repr(self.policy), "seconds": self.seconds,
             "attention": dict(self.attention), "parameters": self.parameters, "trainable": self.trainable,
+            "after_forward": self.after_forward,
         }  # fmt: skip
 
     def compare(self, policies: Iterable[ShardingPolicy]) -> list[Comparison]:
@@ -117,6 +123,30 @@ class Plan:
             fits = None if self.memory is None else peak + setup.unknown(peak)[1] <= self.memory
             found.append(Comparison(policy, peak, seconds, fits))
         return sorted(found, key=lambda each: (each.fits is False, each.seconds or 0.0, each.peak_bytes))
+
+    def watch(self, model: nn.Module) -> None:
+        """Warns once if a run of `model` takes over 2 % more or less than was planned, with both numbers.
+
+        Call it on each rank after `shard`, before the first step. It looks at counters that allocators keep anyway. On a GPU that is the
+        peak of what tensors take, reset after the first step, at steps 2, 4, 8 and so on. On a CPU no counter keeps a peak: it is what
+        the C library has given out at the end of each forward, against `after_forward`; up to 16 MiB there tell nothing, because
+        Python's own objects are among them. Less than planned is said after eight steps. Forwards in `eval` mode or under `no_grad` are
+        left out.
+
+        Args:
+            model: The sharded model.
+
+        Raises:
+            ValueError: `model` is not sharded.
+            RuntimeError: The device's allocator, or the C library, does not tell what it has given out.
+
+        Example::
+
+            plan = zero3.plan(directory, ranks=8, memory="24GiB", sequence=4096)
+            model = zero3.shard(model, policy=plan.policy)
+            plan.watch(model)
+        """
+        Watch(model, self.peak_bytes, self.after_forward, self.setup.accumulation)
 
     def draw(self, path: str | PathLike[str]) -> None:
         """Draws the memory of a step, part by part, by cause.

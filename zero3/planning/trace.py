@@ -81,6 +81,8 @@ class Trace:
         self.optimizer = optimizer(chunks)
         if device == "cuda":
             self._step_as_on_cuda()
+        self.after_forward = 0  # the most bytes that were alive when a forward of the last measurement had ended
+        self.model.register_forward_hook(self._after_forward)
         self._loss = loss
         self._learned = False
         self._times = 1  # how often what runs now would run: see `_decode`
@@ -95,6 +97,7 @@ class Trace:
                 self._learned = True
             self.ledger.moments.clear()
             self.kernels.attention.clear()
+            self.after_forward = 0
             self._step(batch, sequence, micro_batches)
         return list(self.ledger.moments)
 
@@ -139,6 +142,9 @@ class Trace:
         for group in self.optimizer.param_groups:
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True
+
+    def _after_forward(self, *_: object) -> None:
+        self.after_forward = max(self.after_forward, self.ledger.now)
 
     # -- what is for what: methods of the model's own objects are replaced
 
