@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import zero3
 from tests.support.planned import FAMILIES, Case, model_of, norms, peak_on, plan_of
@@ -99,15 +98,16 @@ def test_plan_of_a_mesh_cuts_chunks_over_one_replica(device: str) -> None:
     assert sums >= own
 
 
-def sharded(model: nn.Module, ranks: int, policy: zero3.ShardingPolicy) -> nn.Module:
-    return zero3.shard(model, device="meta", policy=policy, process_group=AbsentRanks(ranks, pieces=False))
-
-
+@pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("policy", [zero3.ShardingPolicy(), zero3.ShardingPolicy(**MIXED), zero3.ShardingPolicy(grad_dtype=torch.float64)])
-def test_plan_and_report_agree(policy: zero3.ShardingPolicy) -> None:
+def test_plan_and_report_agree(policy: zero3.ShardingPolicy, replicas: int) -> None:
     """On chunks, on gradients when all have landed, and on the bounds of what is full at once."""
-    plan = zero3.plan(model_of(Case()), ranks=3, batch=1, sequence=8, policy=policy, device="cpu", optimizer=torch.optim.SGD)
-    report = zero3.report(sharded(model_of(Case()), 3, policy))
+    ranks = 2 * replicas
+    plan = zero3.plan(
+        model_of(Case()), ranks=ranks, batch=1, sequence=8, policy=policy, device="cpu", optimizer=torch.optim.SGD, mesh=(replicas, 2)
+    )
+    group = AbsentRanks(ranks, pieces=False, replicas=replicas)
+    report = zero3.report(zero3.shard(model_of(Case()), device="meta", policy=policy, process_group=group))
     stored = sum(report.chunks.values())
     small = 2048  # what released parameters show, and buffers
     at_step = plan.moments[-1].by_cause
