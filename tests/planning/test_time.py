@@ -163,3 +163,18 @@ def test_the_fabric_benchmarks_steps_are_told_within_8_percent() -> None:
     assert max(errors.values()) < 0.08
     nulls = {each.gbits: abs(fabric.null(step, each) / each.seconds - 1) for each in steps}
     assert sum(errors[gbits] < nulls[gbits] for gbits in errors) >= 4
+
+
+@pytest.mark.slow
+def test_policies_are_ranked_as_the_fabric_benchmark_measured_them() -> None:
+    """All pairs of policies whose measured steps differ by more than 8 %."""
+    from benchmarks.plan import fabric, ranking
+
+    host_cost = fabric.fit(fabric.events(), fabric.measured())
+    computing, rates = ranking.measured()
+    assert computing and rates
+    for rate, found in rates.items():
+        told = {system: ranking.predicted(computing, rate, system, host_cost) for system in found}
+        assert len(ranking.pairs(found)) > 3
+        for fast, slow in ranking.pairs(found):
+            assert told[fast] < told[slow], f"{fast}, {slow} at {rate} Gbit/s"

@@ -84,7 +84,7 @@ class AbsentRanks:
             return _Adding(self, torch.empty_like(own), [shard], parts)
 
     def all_to_all(self, received: Tensor, sent: Tensor, bounds: Bounds = None) -> Pending:
-        return self._move(sent.nbytes - received.nbytes // self.world_size, sent)
+        return self._move(sent.nbytes - received.nbytes // self.shards, sent)
 
     def _move(self, nbytes: int, sent: Tensor) -> Pending:
         self._moving = nbytes
