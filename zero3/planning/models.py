@@ -93,9 +93,13 @@ def _with_adapters(model: nn.Module, lora: Any) -> nn.Module:
 
 def vocabulary_of(model: nn.Module) -> int:
     """The last dimension of the model's logits. 0: not known."""
-    head = model.get_output_embeddings() if callable(getattr(model, "get_output_embeddings", None)) else None  # type: ignore[operator]
-    weight = getattr(head, "weight", None)
+    weight = getattr(output_embeddings_of(model), "weight", None)
     return int(weight.shape[0]) if isinstance(weight, Tensor) else 0
+
+
+def output_embeddings_of(model: nn.Module) -> Any:
+    """The module that makes the logits. None: not known."""
+    return model.get_output_embeddings() if callable(getattr(model, "get_output_embeddings", None)) else None  # type: ignore[operator]
 
 
 def loss_of(model: nn.Module, batch: int, sequence: int) -> Tensor:
