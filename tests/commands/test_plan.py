@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import zero3
-from tests.support.planned import FAMILIES
+from tests.support.planned import FAMILIES, PLANS
 from zero3.__main__ import main
 from zero3.planning.ledger import CAUSES
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning")  # transformers' of what peft asks it
+pytestmark = PLANS
 
 ARGUMENTS = ["--ranks", "2", "--device", "cpu", "--sequence", "48", "--batch", "3", "--optimizer", "SGD"]
 

@@ -14,13 +14,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import zero3
-from tests.support.planned import COMMON, Case, model_of, peak_on, plan_of
+from tests.support.planned import COMMON, PLANS, Case, model_of, peak_on, plan_of
 from tests.support.processes import on_ranks
 from zero3.planning.absent import AbsentRanks
 from zero3.planning.limits import largest
 from zero3.planning.units import gib, parse_bytes, parse_rate
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning")  # transformers' of what peft asks it
+pytestmark = PLANS
 
 lines = st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 10**4)), min_size=1, max_size=4)
 
@@ -204,3 +204,13 @@ def test_rates_are_read_as_people_write_them(text: str, rate: float) -> None:
 
 def test_bytes_are_shown_as_people_read_them() -> None:
     assert [gib(n) for n in (0, 2000, 3 * 2**20, 5 * 2**29)] == ["0 B", "1.95 KiB", "3.00 MiB", "2.50 GiB"]
+
+
+def test_rotary_embeddings_that_need_values_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(*_: object, **__: object) -> None:
+        raise RuntimeError("unknown device type for autocast in get_autocast_dispatch_key_from_device_type")  # as with transformers 5.1
+
+    model = model_of(Case("Llama"))
+    monkeypatch.setattr(type(model.model.rotary_emb), "forward", forward)
+    with pytest.raises(RuntimeError, match=r"needs transformers 5\.4 or later.*pip install"):
+        zero3.plan(model, ranks=2, device="cpu")

@@ -9,15 +9,12 @@ import pytest
 import torch
 
 import zero3
-from tests.support.planned import FAMILIES, Case, model_of, norms, peak_on, plan_of
+from tests.support.planned import FAMILIES, PLANS, Case, model_of, norms, peak_on, plan_of
 from tests.support.processes import on_ranks
 from zero3.planning.absent import AbsentRanks
 from zero3.planning.ledger import CAUSES
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning"),
-]  # transformers' of what peft asks it
+pytestmark = [pytest.mark.slow, *PLANS]
 
 BF16 = {"param_dtype": torch.bfloat16}
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}

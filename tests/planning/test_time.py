@@ -11,16 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zero3
-from tests.support.planned import Case, model_of
+from tests.support.planned import PLANS, Case, model_of
 from zero3.planning.absent import Awaited, Issued
 from zero3.planning.cluster import Cluster, cluster_of, replay
 from zero3.planning.setup import Setup
 from zero3.planning.work import Work
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning"),
-]  # transformers' of what peft asks it
+pytestmark = [pytest.mark.slow, *PLANS]
 
 MACHINE = Cluster(flops=1e12, memory_bandwidth=1e11, link=1e9, ranks_per_node=1)
 

@@ -6,8 +6,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
@@ -26,6 +29,10 @@ from tests.support.live import LiveBytes
 from tests.support.processes import Rank
 from zero3.planning.result import Plan
 
+PLANS = [  # marks of tests that plan
+    pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning"),  # transformers' of what peft asks it
+    pytest.mark.skipif(Version(transformers.__version__) < Version("5.4"), reason="rotary embeddings need values before transformers 5.4"),
+]
 WIDTH, WORDS = 64, 320
 COMMON: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": WORDS}
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {

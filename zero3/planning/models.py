@@ -105,5 +105,13 @@ def output_embeddings_of(model: nn.Module) -> Any:
 def loss_of(model: nn.Module, batch: int, sequence: int) -> Tensor:
     """The loss of one micro-batch of token numbers, as a trainer computes it."""
     ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
-    loss: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+    try:
+        loss: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+    except RuntimeError as error:
+        if "unknown device type for autocast" not in str(error):
+            raise
+        raise RuntimeError(
+            "a plan of this model needs transformers 5.4 or later: rotary embeddings of older ones can't be computed without values. "
+            "Install it: pip install --upgrade transformers"
+        ) from error
     return loss
