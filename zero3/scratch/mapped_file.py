@@ -1,0 +1,104 @@
+"""Tensors whose memory is a file. The kernel keeps in memory what is in use, and writes out the rest.
+
+Such memory does not count as the process's own (anonymous) memory. `rest` tells the kernel that a tensor is not needed for now,
+and `read_ahead` that it will be soon. Both are advice: values are the same, whenever a tensor is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from bisect import bisect, insort
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from .nameless_file import nameless_file
+
+__all__: list[str] = []
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class MappedFile:
+    """Memory in a file without a name. The memory of a tensor that is gone is used again by the next one of the same size.
+
+    Each region is one tensor's memory, in whole pages. Regions stay mapped as long as this object, or a tensor in them, lives.
+    (They are mapped by the C library, because a `mmap.mmap` keeps a descriptor open, and there may be thousands of regions.)
+    """
+
+    def __init__(self, directory: str) -> None:
+        """
+        Raises:
+            ValueError: `directory` is none, or no file can be made there.
+        """
+        self._directory = directory
+        self._file = nameless_file(directory)
+        weakref.finalize(self, self._file.close)
+        self._regions: list[tuple[int, int]] = []  # (address, bytes), sorted
+        self._free: defaultdict[int, list[_Region]] = defaultdict(list)  # by their bytes
+        self.nbytes = 0  # of the file
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D tensor with any values.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        nbytes = -(-numel * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+        free = self._free[nbytes]
+        region = free.pop() if free else self._grow(nbytes)
+        memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(region.address)
+        weakref.finalize(memory, free.append, region).atexit = False  # the tensor's storage holds `memory`
+        return torch.frombuffer(memory, dtype=dtype)
+
+    def _grow(self, nbytes: int) -> _Region:
+        try:
+            os.posix_fallocate(self._file.fileno(), self.nbytes, nbytes)  # now, because a write to a full disk would end the process
+        except OSError as error:
+            text = f"{self._directory!r} has no room for {nbytes} more bytes of what is offloaded, beside {self.nbytes}: {error.strerror}"
+            raise OSError(error.errno, text) from error
+        region = _Region(self._file.fileno(), self.nbytes, nbytes)
+        self.nbytes += nbytes
+        insort(self._regions, (region.address, nbytes))
+        return region
+
+    def read_ahead(self, tensor: Tensor) -> None:
+        """The kernel begins to read what of a dense tensor is on the disk alone. A tensor that is not in this file is left alone."""
+        self._advise(tensor, mmap.MADV_WILLNEED)
+
+    def rest(self, tensor: Tensor) -> None:
+        """The pages of a dense tensor leave the process. The kernel may keep them, until it needs the memory for something else."""
+        self._advise(tensor, mmap.MADV_DONTNEED)
+
+    def _advise(self, tensor: Tensor, advice: int) -> None:
+        start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        at = bisect(self._regions, (start, self.nbytes)) - 1
+        if at < 0 or start == stop:
+            return
+        address, nbytes = self._regions[at]
+        if stop <= address + nbytes:  # elsewhere MADV_DONTNEED would set memory to zero
+            start -= start % mmap.PAGESIZE
+            _libc.madvise(start, stop - start, advice)
+
+
+class _Region:
+    """A part of the file, mapped."""
+
+    def __init__(self, descriptor: int, offset: int, nbytes: int) -> None:
+        access, shared = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
+        self.address = _libc.mmap(None, nbytes, access, shared, descriptor, offset)
+        if self.address in (None, _FAILED):
+            code = ctypes.get_errno()
+            raise OSError(code, f"{nbytes} bytes of a file of offloaded tensors can't be mapped: {os.strerror(code)}")
+        weakref.finalize(self, _libc.munmap, self.address, nbytes).atexit = False  # at exit, other threads may still read it
