@@ -6,8 +6,8 @@ import os
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from io import FileIO
 from threading import Lock
-from typing import IO
 from weakref import finalize
 
 from torch import Tensor
@@ -61,6 +61,6 @@ class ScratchFile:
             rest, place = rest[count:], place + count
 
 
-def _close(threads: ThreadPoolExecutor, file: IO[bytes]) -> None:
+def _close(threads: ThreadPoolExecutor, file: FileIO) -> None:
     threads.shutdown(wait=False)  # they have nothing to do any more: a job holds the ScratchFile
     file.close()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from typing import IO
+from io import FileIO
 
 __all__: list[str] = []
 
 
-def nameless_file(directory: str) -> IO[bytes]:
+def nameless_file(directory: str) -> FileIO:
     """
     Raises:
         ValueError: `directory` is none, or no file can be made there.

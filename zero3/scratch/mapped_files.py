@@ -28,30 +28,25 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
 
 
-class MappedFile:
-    """Memory in a file without a name. The memory of a tensor that is gone is used again by the next one of the same size.
+class MappedFiles:
+    """Memory in files without names. The memory of a tensor that is gone is used again by the next one of the same size.
 
-    Each region is one tensor's memory, in whole pages. Regions stay mapped as long as this object, or a tensor in them, lives.
-    (They are mapped by the C library, because a `mmap.mmap` keeps a descriptor open, and there may be thousands of regions.)
+    Each region is a file, and one tensor's memory. It stays mapped as long as this object, or the tensor, lives. (The C library
+    maps it, because a `mmap.mmap` keeps a descriptor open, and there may be thousands of regions.)
     """
 
     def __init__(self, directory: str) -> None:
-        """
-        Raises:
-            ValueError: `directory` is none, or no file can be made there.
-        """
         self._directory = directory
-        self._file = nameless_file(directory)
-        weakref.finalize(self, self._file.close)
         self._regions: list[tuple[int, int]] = []  # (address, bytes), sorted
         self._free: defaultdict[int, list[_Region]] = defaultdict(list)  # by their bytes
-        self.nbytes = 0  # of the file
+        self.nbytes = 0
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor with any values.
 
         Raises:
             OSError: The disk is full.
+            ValueError: There is no such directory, or no file can be made in it.
         """
         if not numel:
             return torch.empty(0, dtype=dtype)
@@ -63,18 +58,19 @@ class MappedFile:
         return torch.frombuffer(memory, dtype=dtype)
 
     def _grow(self, nbytes: int) -> _Region:
-        try:
-            os.posix_fallocate(self._file.fileno(), self.nbytes, nbytes)  # now, because a write to a full disk would end the process
-        except OSError as error:
-            text = f"{self._directory!r} has no room for {nbytes} more bytes of what is offloaded, beside {self.nbytes}: {error.strerror}"
-            raise OSError(error.errno, text) from error
-        region = _Region(self._file.fileno(), self.nbytes, nbytes)
+        with nameless_file(self._directory) as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, nbytes)  # now, because a write to a full disk would end the process
+            except OSError as error:
+                text = f"{self._directory!r} has no room for {nbytes} more bytes of what is offloaded, beside {self.nbytes}: "
+                raise OSError(error.errno, text + str(error.strerror)) from error
+            region = _Region(file.fileno(), nbytes)
         self.nbytes += nbytes
         insort(self._regions, (region.address, nbytes))
         return region
 
     def read_ahead(self, tensor: Tensor) -> None:
-        """The kernel begins to read what of a dense tensor is on the disk alone. A tensor that is not in this file is left alone."""
+        """The kernel begins to read what of a dense tensor is on the disk alone. A tensor from elsewhere is left alone."""
         self._advise(tensor, mmap.MADV_WILLNEED)
 
     def rest(self, tensor: Tensor) -> None:
@@ -93,12 +89,12 @@ class MappedFile:
 
 
 class _Region:
-    """A part of the file, mapped."""
+    """A file, mapped."""
 
-    def __init__(self, descriptor: int, offset: int, nbytes: int) -> None:
+    def __init__(self, descriptor: int, nbytes: int) -> None:
         access, shared = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
-        self.address = _libc.mmap(None, nbytes, access, shared, descriptor, offset)
+        self.address = _libc.mmap(None, nbytes, access, shared, descriptor, 0)
         if self.address in (None, _FAILED):
             code = ctypes.get_errno()
-            raise OSError(code, f"{nbytes} bytes of a file of offloaded tensors can't be mapped: {os.strerror(code)}")
+            raise OSError(code, f"{nbytes} bytes of a file can't be mapped: {os.strerror(code)}")
         weakref.finalize(self, _libc.munmap, self.address, nbytes).atexit = False  # at exit, other threads may still read it
