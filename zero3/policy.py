@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -115,6 +116,10 @@ class ShardingPolicy:
         quantize: The format in which frozen parameters are stored and gathered: `NF4`, `Int8`, `Float8` or `MXFP4`. Its `select` says which
             parameters. Linear layers and experts compute with one full matrix at a time, in `param_dtype` or in the parameter's own
             dtype. None: nothing is quantised.
+        offload: Where chunks and their gradients rest between their uses. `"cpu"`: in host memory, pinned if layers compute on an
+            accelerator. On the CPU that changes nothing. A directory, on a local disk: in memory-mapped files without a name, which
+            vanish with the process. The directory need not be the same on all hosts. The optimizer then steps on the CPU, as
+            `chunk` and `chunk.grad` are there. Results are the same to the bit. None: where layers compute.
 
     Raises:
         ValueError: A value is not allowed, or two options exclude each other.
@@ -143,6 +148,7 @@ class ShardingPolicy:
     group_adapters: bool = True
     resident_bytes: int = 0
     quantize: Format | None = None
+    offload: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if repr(self.stage) not in ("1", "2", "3"):  # refuses True and 2.0 too
@@ -164,6 +170,8 @@ class ShardingPolicy:
             raise TypeError(f"ignored must be a function (name, ParamInfo) -> bool or None, found {self.ignored!r}")
         if self.quantize is not None and not isinstance(self.quantize, Format):
             raise TypeError(f"quantize must be zero3.NF4(), Int8(), Float8(), MXFP4() or None, found {self.quantize!r}")
+        if self.offload is not None and not (isinstance(self.offload, (str, os.PathLike)) and isinstance(os.fspath(self.offload), str)):
+            raise TypeError(f'offload must be "cpu", a directory or None, found {self.offload!r}')
         if self.transactional and self.stage == 1:
             raise ValueError("transactional=True needs stage 2 or 3: with stage=1 gradients are reduced after backward")
         for name in ("prefetch_depth", "compare_every", "resident_bytes"):

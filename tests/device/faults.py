@@ -145,9 +145,9 @@ FAULTS = [
     ),
     Fault(
         "the buffers of a sum over replicas are given back at once",
-        "core/gradient_reducer.py",
-        "Backup(later, self.held[1:],",
-        "Backup(later, (),",
+        "core/replicas.py",
+        "_Later(later, (sending.summed, sending.landed))",
+        "_Later(later, ())",
         "mesh_no_sync",
     ),
     Fault(

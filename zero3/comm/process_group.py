@@ -77,7 +77,10 @@ class GroupCommunicator:
         raise NotImplementedError(f"{self._backend} reduces a buffer: takes_pieces is {self.takes_pieces}")
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self._group)
+        there = tensor.to(self._device)  # what is about gradients on the host (`offload`) may come from there
+        dist.all_reduce(there, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self._group)
+        if there is not tensor:
+            tensor.copy_(there)
 
     def all_reduce_later(self, tensor: Tensor) -> Pending:
         """Works as `all_reduce` for a sum, but only starts it. The order of the sum depends on the backend."""

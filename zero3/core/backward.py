@@ -50,6 +50,7 @@ class Backward:
         self._touched: list[LayerTrace] = []  # the traces that this backward has reached
         self._backups: deque[Backup] = deque()
         self._later: deque[Backup] = deque()  # what goes on after a backup, and is waited for at the end: sums over replicas
+        self._offloaded: list[LayerState] = []  # layers whose chunks may rest elsewhere
         self._reduces = False  # whether this backward reduces gradients; `autograd.grad` does not
         self.owes = False  # whether gradients were ever kept for later (`no_sync`, stage 1)
         self._activity: AbstractContextManager[Any] | None = None  # the gate's context for this backward, entered
@@ -59,6 +60,8 @@ class Backward:
     def watch(self, state: LayerState) -> None:
         """Adds a layer: from now on, any gradient that it gets is reduced by the end of the backward."""
         state.gradients.backward = weakref.ref(self)
+        if state.policy.offload is not None:
+            self._offloaded.append(state)
 
     def follow(self, trace: LayerTrace, call: LayerCall, nodes: Iterable[Node], mark: object) -> None:
         """From now on, a gradient that flows into `nodes` opens `call` first."""
@@ -260,6 +263,16 @@ class Backward:
         while self._later:
             self._later.popleft().wait()
 
+    def settle(self, *, before_backward: bool = False) -> None:
+        """The host waits until no device copies from a chunk that it may write now.
+
+        Before a backward nobody writes a chunk without a gradient. Then the end of the backward is early enough to wait.
+        """
+        for state in self._offloaded:
+            for chunk, reducer in state.gradients.reducers.items():
+                if not (before_backward and reducer.begins):
+                    chunk.settle()
+
     def _end(self) -> None:
         """[B6] Every layer's gradients are reduced, every layer is released, nothing is in flight."""
         for trace in sorted(self._touched, key=lambda trace: -trace.serial):
@@ -273,6 +286,7 @@ class Backward:
         for state in self._stack.layers:
             state.calls_left = 0
             self.release(state)
+        self.settle()
         self.order.learn()
         if not self._outer_ending.awaited:
             self._end_outer()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,24 @@ class ResidentBuffer:
         return False  # the storage is never freed, so views of it stay valid
 
 
+class TakesGradients(Protocol):
+    """What reduces a chunk's gradients."""
+
+    @property
+    def begins(self) -> bool:
+        """Whether the next gradient is the first one since they were zeroed."""
+        ...
+
+    @property
+    def narrows(self) -> bool:
+        """Whether the chunk's gradient has less bits than the sum that it is rounded from, which is kept beside it."""
+        ...
+
+    def take(self, landed: Tensor, summed: Tensor) -> None:
+        """Adds `landed` `[S]` to the chunk's gradient. `summed`: the sum that it was rounded from, or the same."""
+        ...
+
+
 class Part(NamedTuple):
     """One parameter for the optimizer: elements `[start, stop)` of the chunk. It shares the chunk's memory and has its own gradient."""
 
@@ -125,6 +143,11 @@ class Chunk:
         """Whether the full buffer is the chunk itself."""
         return isinstance(self.full, ResidentBuffer)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the layer computes."""
+        return self.shard.device
+
     read_only = False  # whether its values can't be written, only loaded
 
     @property
@@ -171,7 +194,7 @@ class Chunk:
     def take_part_in_fetch(self) -> None:
         """Takes part in a fetch that only other ranks need. This rank sends its chunk, and drops what it receives."""
         self.adopt_values()
-        full = torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.shard.device)
+        full = torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.device)
         self._communicator.all_gather(full, self._outgoing(full), self.layout.bounds).wait()
 
     def _outgoing(self, full: Tensor) -> Tensor:
@@ -205,10 +228,10 @@ class Chunk:
     def is_stale(self) -> Tensor:
         """Whether the full buffer has to be gathered because of this rank's chunk, as a 0-dim tensor."""
         if not self.filled:
-            return torch.ones((), dtype=torch.bool, device=self.shard.device)
+            return torch.ones((), dtype=torch.bool, device=self.device)
         self.adopt_values()
         own = self.full.tensor[self._own]
-        return (own != self.shard.data.to(own.dtype)).any()
+        return (own != self.shard.data.to(own)).any()
 
     def release(self) -> None:
         self.finish_fetch()
@@ -251,18 +274,33 @@ class Chunk:
     def scatter(self) -> None:
         """Cuts rank 0's full buffer into the chunks of all ranks."""
         zero_padding(self.full.tensor, self.layout)
-        if self._communicator.world_size > 1:
-            slices = split(self.full.tensor, self.layout) if self._communicator.rank == 0 else None
-            self._communicator.scatter(self.shard.data, slices, self.layout.bounds).wait()
+        if not self.resident:
+            self._receive(split(self.full.tensor, self.layout) if self._communicator.rank == 0 else None)
             torch.autograd.graph.increment_version(self.shard)
         self.unloaded.clear()
+
+    def _receive(self, slices: list[Tensor] | None) -> None:
+        self._communicator.scatter(self.shard.data, slices, self.layout.bounds).wait()
+
+    # -- where the gradient rests: see `OffloadedChunk`
+
+    def hand_over(self, reducer: TakesGradients, landed: Tensor, summed: Tensor) -> None:
+        """Gives the reducer a gradient that has landed. Called in the order of the lane."""
+        reducer.take(landed, summed)
+
+    def way_home(self, mark: Mark) -> Mark:
+        """`mark`, or if the gradient that it is the end of has further to go, the mark of all the way."""
+        return mark
+
+    def settle(self) -> None:
+        """The host waits until nothing reads the chunk any more."""
 
     def _new_buffer(self) -> FullBuffer | ResidentBuffer:
         with torch.inference_mode(False):  # training may use the same buffer later
             dtype = self.shard.dtype if self._as_stored else self.compute_dtype
-            if self._communicator.world_size == 1 and dtype == self.shard.dtype:
+            if self._communicator.world_size == 1 and dtype == self.shard.dtype and self.device == self.shard.device:
                 return ResidentBuffer(self.layout, self.shard)
-            return FullBuffer(self.layout, dtype, self.shard.device)
+            return FullBuffer(self.layout, dtype, self.device)
 
 
 def registered(chunks: Sequence[Chunk]) -> dict[str, nn.Parameter | None]:

@@ -17,9 +17,11 @@ from ..quantized.formats import Format
 from .ignored import without_ignored
 from .layer_state import LayerState
 from .marks import mark_sharded
-from .new_chunks import chunk_groups, new_chunk
+from .new_chunks import chunk_groups, new_chunk, offloaded
 from .parameters import CONTAINERS, ParameterSites, check_parameters, find_parameters, is_callable, own_modules
+from .policy_facts import rests_in
 from .quantizing import formats_of, nothing_selected
+from .residence import check_residence
 from .wrappers import wrapper_in
 
 __all__: list[str] = []
@@ -118,8 +120,9 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     if note[IDENTITY_BYTES]:
         empty_on_rank_0 = communicator.exchange(bytes(examined.on_meta.values()), device)[0]
         unloaded = {name for name, empty in zip(examined.on_meta, empty_on_rank_0, strict=True) if empty}
-    for group in chunk_groups(examined.parameters, examined.formats, request.policy, device):
-        state.add_chunk(*new_chunk(group, communicator, device, unloaded, request.policy))
+    groups = chunk_groups(examined.parameters, examined.formats, request.policy, device)
+    for group, place in zip(groups, offloaded(groups, communicator, device, request.policy), strict=True):
+        state.add_chunk(*new_chunk(group, communicator, device, unloaded, request.policy, place))
     for sharded in state.parameters:
         mark_sharded(sharded.sites.parameter, f"{sharded.sites.name!r} of layer {label}", state)
     for buffer in examined.buffers:
@@ -148,6 +151,7 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
             found = find_parameters(request.module, is_layer, request.elsewhere, request.borrowed)
             parameters = without_ignored(found, request.policy, request.prefix)
             check_parameters(parameters, request.dtype, request.label or type(request.module).__name__)
+            check_residence(request.policy, device)
             formats = formats_of(parameters, request.policy, request.prefix, request.module if request.model is None else request.model)
             alone = request.label is None and not any(is_layer(inner) for inner in request.module.modules())
             if request.policy.quantize is not None and not formats and alone:  # `shard` looks at all layers together
@@ -228,6 +232,7 @@ def _digest(
 ) -> list[str]:
     told_by_parameters = ("ignored", "quantize")
     chosen = {f.name: getattr(request.policy, f.name) for f in fields(request.policy) if f.name not in told_by_parameters}
+    chosen["offload"] = rests_in(request.policy)  # hosts may have different directories
     lines = [f"policy {chosen}", f"device type {device.type}"]
     lines += [
         f"parameter {b.name}: shape {tuple(b.parameter.shape)}, {b.parameter.dtype}, requires_grad={b.parameter.requires_grad}"

@@ -16,7 +16,6 @@ from ..comm.streams import Done, Lane, Lanes, Mark, Pending
 from ..policy import ShardingPolicy
 from .autograd import accumulates_into, as_plain_tensors
 from .chunk import Chunk, Part
-from .gradient_buffer import GradientBuffer
 from .gradient_types import PieceGradient, ShardGradient, WholeGradient, accumulate
 from .kept_gradients import KeptGradients
 from .parameters import ShardedParameter
@@ -33,13 +32,13 @@ class Backup(NamedTuple):
     naming: NamingFailures
 
     def wait(self) -> Sequence[Backup]:
-        """Waits, and returns what goes on. It is waited for at the end of the backward, and holds only what it needs."""
+        """Waits, and returns what goes on, whose mark holds what it needs. That is waited for at the end of the backward."""
         try:
             later = self.mark.wait()
         except RuntimeError as failure:
             self.naming.explain(failure)
             raise
-        return () if later is None else (Backup(later, self.held[1:], self.naming),)
+        return () if later is None else (Backup(later, (), self.naming),)
 
 
 class Sending(NamedTuple):
@@ -63,7 +62,7 @@ class GradientReducer(KeptGradients):
         super().__init__(chunk, gradient_dtype(policy, chunk.shard.dtype))
         self._mean = policy.gradient_reduction == "mean"
         self._lands_as = landed_dtype(policy, chunk.shard.dtype)
-        self._narrows = self._dtype.itemsize > self._lands_as.itemsize
+        self.narrows = self._dtype.itemsize > self._lands_as.itemsize
         # fp16 overflows at 65504, so a part of the division for the mean is done before the sum
         self._divide_first = 1 << (communicator.world_size.bit_length() - 1) // 2 if self._mean and self._dtype == torch.float16 else 1
         self._naming = naming
@@ -77,10 +76,13 @@ class GradientReducer(KeptGradients):
         """[backup 1] Takes the gradients out, zeros for slots without one, and allocates all that their reduction needs."""
         pieces = self._buffer.pieces() if communicator.takes_pieces and self._divide_first == 1 else None
         full = self._buffer.complete() if pieces is None else None
-        shard = self._chunk.shard
-        summed = full if full is not None and self._chunk.layout.world_size == 1 else torch.empty_like(shard.data, dtype=self._dtype)
+        summed = (
+            full
+            if full is not None and self._chunk.layout.world_size == 1
+            else torch.empty(self._chunk.shard.shape, dtype=self._dtype, device=self._chunk.device)
+        )
         landed = summed if self._lands_as == self._dtype else torch.empty_like(summed, dtype=self._lands_as)
-        self._buffer, self._kept = GradientBuffer(self._chunk.layout, self._chunk.shard, self._dtype), []
+        self._buffer, self._kept = self._new_buffer(), []
         self.pending = self.owed = False
         return Sending(pieces, full, summed, landed)
 
@@ -95,7 +97,7 @@ class GradientReducer(KeptGradients):
                 full = full.div_(self._divide_first) if self._divide_first > 1 else full
                 pending = communicator.reduce_scatter(summed, full, self._chunk.layout.bounds)
             mark = lane.complete(pending, lambda: self._land(summed, landed))
-        return Backup(mark, (full, summed, landed), self._naming)
+        return Backup(self._chunk.way_home(mark), (full, summed, landed), self._naming)
 
     def _land(self, summed: Tensor, landed: Tensor) -> None:
         """[backup 3] Adds `summed` `[S]`, the sum over ranks, to the chunk's gradient. `landed` takes the mean in that gradient's dtype."""
@@ -103,19 +105,20 @@ class GradientReducer(KeptGradients):
             with torch.no_grad():
                 return self._land(summed, landed)
         divisor = self.averaged_over / self._divide_first if self._mean else 1
-        if self._narrows and divisor != 1:
+        if self.narrows and divisor != 1:
             summed.div_(divisor)
         if landed is not summed:
             landed.copy_(summed)
-        if not self._narrows and divisor != 1:
+        if not self.narrows and divisor != 1:
             landed.div_(divisor)
-        self._take(landed, summed)
+        self._chunk.hand_over(self, landed, summed)
 
-    def _take(self, landed: Tensor, summed: Tensor) -> None:
+    def take(self, landed: Tensor, summed: Tensor) -> None:
+        """Adds `landed` `[S]`, which was rounded from `summed`, to the chunk's gradient."""
         for part in self._chunk.parts:
             if part.parameter.requires_grad:
                 gradient = self._typed(part.of(landed), part)
-                accumulate(part.parameter, gradient, part.of(summed) if self._narrows else None)
+                accumulate(part.parameter, gradient, part.of(summed) if self.narrows else None)
 
     def _typed(self, gradient: Tensor, part: Part) -> Tensor:
         kind = WholeGradient if part.whole else PieceGradient if self._chunk.divided else ShardGradient

@@ -30,7 +30,7 @@ class KeptGradients:
         self._accumulators: dict[int, Node | None] = {}  # by id of the part's parameter, if its gradient was ever deferred
 
     def _new_buffer(self) -> GradientBuffer:
-        return GradientBuffer(self._chunk.layout, self._chunk.shard, self._dtype)
+        return GradientBuffer(self._chunk.layout, self._dtype, self._chunk.device)
 
     def watch(self, layer: DefersReductions) -> None:
         """From now on this chunk sees gradients that flow straight into it, as those of a penalty over parameters do."""
@@ -88,6 +88,12 @@ class KeptGradients:
     def earlier(self) -> list[Tensor]:
         """The gradients that the next backward adds to."""
         return [part.parameter.grad for part in self._chunk.parts if part.parameter.grad is not None]
+
+    @property
+    def begins(self) -> bool:
+        """Whether the next gradient is the first one since they were zeroed."""
+        gradients = [part.parameter.grad for part in self._chunk.parts]
+        return all(g is None or (isinstance(g, DeferredGradient) and g.earlier is None) for g in gradients)
 
     def noted_tokens(self) -> Tensor | None:
         """The number of tokens that the chunk's gradient is the mean over, 0-dim. None if `note_tokens` has not set it."""

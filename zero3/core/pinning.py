@@ -30,6 +30,8 @@ def pin(state: LayerState, *, to_compute: bool = False) -> None:
     try:
         state.start_fetch()
         state.finish_fetch()
+        for chunk in state.chunks:
+            chunk.settle()
     except BaseException:
         state.as_stored = False
         raise

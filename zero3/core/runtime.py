@@ -195,10 +195,12 @@ class Runtime:
                 state.keep()
             elif state.presence is not Presence.RELEASED:
                 self.backward.release(state)
+        self.backward.settle(before_backward=self.awaits_backward)
 
     def _fail_pass(self, error: BaseException) -> None:
         if not inside_backward() and not self._own_pace:
             self._order.fail(self.layers[0], self, error)
+            self.backward.settle()
         self._trace = self._open_trace = None
 
     def _new_trace(self) -> LayerTrace:

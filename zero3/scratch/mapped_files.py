@@ -11,12 +11,11 @@ import mmap
 import os
 import weakref
 from bisect import bisect, insort
-from collections import defaultdict
 
-import torch
 from torch import Tensor
 
 from .nameless_file import nameless_file
+from .regions import Region, Regions
 
 __all__: list[str] = []
 
@@ -28,45 +27,26 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
 
 
-class MappedFiles:
-    """Memory in files without names. The memory of a tensor that is gone is used again by the next one of the same size.
+class MappedFiles(Regions):
+    """Memory in files without names: each region is a file.
 
-    Each region is a file, and one tensor's memory. It stays mapped as long as this object, or the tensor, lives. (The C library
-    maps it, because a `mmap.mmap` keeps a descriptor open, and there may be thousands of regions.)
+    (The C library maps it, because a `mmap.mmap` keeps a descriptor open, and there may be thousands of regions.)
     """
 
     def __init__(self, directory: str) -> None:
+        super().__init__()
         self._directory = directory
-        self._regions: list[tuple[int, int]] = []  # (address, bytes), sorted
-        self._free: defaultdict[int, list[_Region]] = defaultdict(list)  # by their bytes
-        self.nbytes = 0
+        self._places: list[tuple[int, int]] = []  # (address, bytes) of regions, sorted
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor with any values.
-
-        Raises:
-            OSError: The disk is full.
-            ValueError: There is no such directory, or no file can be made in it.
-        """
-        if not numel:
-            return torch.empty(0, dtype=dtype)
-        nbytes = -(-numel * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
-        free = self._free[nbytes]
-        region = free.pop() if free else self._grow(nbytes)
-        memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(region.address)
-        weakref.finalize(memory, free.append, region).atexit = False  # the tensor's storage holds `memory`
-        return torch.frombuffer(memory, dtype=dtype)
-
-    def _grow(self, nbytes: int) -> _Region:
+    def _new_region(self, nbytes: int) -> Region:
         with nameless_file(self._directory) as file:
             try:
                 os.posix_fallocate(file.fileno(), 0, nbytes)  # now, because a write to a full disk would end the process
             except OSError as error:
                 text = f"{self._directory!r} has no room for {nbytes} more bytes of what is offloaded, beside {self.nbytes}: "
                 raise OSError(error.errno, text + str(error.strerror)) from error
-            region = _Region(file.fileno(), nbytes)
-        self.nbytes += nbytes
-        insort(self._regions, (region.address, nbytes))
+            region = _Mapped(file.fileno(), nbytes)
+        insort(self._places, (region.address, nbytes))
         return region
 
     def read_ahead(self, tensor: Tensor) -> None:
@@ -77,18 +57,23 @@ class MappedFiles:
         """The pages of a dense tensor leave the process. The kernel may keep them, until it needs the memory for something else."""
         self._advise(tensor, mmap.MADV_DONTNEED)
 
+    def rest_all(self) -> None:
+        """All tensors rest."""
+        for address, nbytes in self._places:
+            _libc.madvise(address, nbytes, mmap.MADV_DONTNEED)
+
     def _advise(self, tensor: Tensor, advice: int) -> None:
         start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        at = bisect(self._regions, (start, self.nbytes)) - 1
+        at = bisect(self._places, (start, self.nbytes)) - 1
         if at < 0 or start == stop:
             return
-        address, nbytes = self._regions[at]
+        address, nbytes = self._places[at]
         if stop <= address + nbytes:  # elsewhere MADV_DONTNEED would set memory to zero
             start -= start % mmap.PAGESIZE
             _libc.madvise(start, stop - start, advice)
 
 
-class _Region:
+class _Mapped:
     """A file, mapped."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:

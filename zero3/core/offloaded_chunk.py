@@ -1,0 +1,162 @@
+"""A chunk that rests on the host, with its gradient, if its layer computes elsewhere, or if it rests in files.
+
+fetch      the chunk is copied into its slice of the full buffer, on the fetch lane, and gathered from there
+backup     the gradient's slice is copied to the host, on the backup lane
+landing    the host waits for that copy, and makes it the chunk's gradient, or adds it to that
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm.streams import Mark, Moment, OnHost
+from .chunk import Chunk, TakesGradients
+from .quantized_chunk import QuantizedChunk
+from .residence import Residence
+
+__all__: list[str] = []
+
+_Leaving = tuple[TakesGradients, list[OnHost]]
+
+
+class OffloadedChunk(Chunk):
+    """`shard`, the parameter that the optimizer sees, is on the host, and so is its gradient. `full` is where the layer computes."""
+
+    def __init__(self, residence: Residence, device: torch.device, *others: Any) -> None:
+        self.residence, self._device = residence, device
+        self._passing = self._nothing = torch.empty(0)  # on the device, in the chunk's dtype, on its way to a full buffer of another dtype
+        self._read: Moment | None = None  # the end of the last copy to the device
+        self._leaving: list[_Leaving] = []  # gradients on their way to the host
+        super().__init__(*others)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def _far(self) -> bool:
+        return self.shard.device != self._device
+
+    # -- the way in
+
+    def make_room(self, *, as_stored: bool = False) -> None:
+        super().make_room(as_stored=as_stored)
+        if not self.filled:
+            self._prepare_cast(self.full.tensor)
+
+    def take_part_in_fetch(self) -> None:
+        self._prepare_cast(self.shard if self._as_stored else torch.empty(0, dtype=self.compute_dtype))
+        super().take_part_in_fetch()
+        self._passed()
+
+    def _prepare_cast(self, full: Tensor) -> None:
+        """Memory of the device is allocated on the compute stream, so before the lane's work is issued."""
+        if self._far and full.dtype != self.shard.dtype:
+            self._passing = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self._device)
+
+    def _outgoing(self, full: Tensor) -> Tensor:
+        own = full[self._own]
+        if not self._far or not own.numel():
+            return super()._outgoing(full)
+        values = self.shard.data
+        to_copy = self.residence.to_copy_from(values)
+        first = own if full.dtype == self.shard.dtype else self._passing
+        first.copy_(to_copy, non_blocking=True)
+        if to_copy is values:
+            self._read = Moment(self._device)
+        return own if first is own else own.copy_(first)
+
+    def finish_fetch(self) -> None:
+        super().finish_fetch()
+        if not self.resident:
+            self._passed()
+
+    def _passed(self) -> None:
+        self._passing = self._nothing
+        self.residence.rest(self.shard.data)
+
+    def release(self) -> None:
+        super().release()
+        self.residence.rest(self.shard.data)
+
+    def settle(self) -> None:
+        read, self._read = self._read, None
+        if read is not None:
+            read.synchronize()
+
+    def _receive(self, slices: list[Tensor] | None) -> None:
+        if not self._far:
+            return super()._receive(slices)
+        own = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self._device)
+        self._communicator.scatter(own, slices, self.layout.bounds).wait()
+        self.shard.data.copy_(own)
+
+    # -- the way of the gradient
+
+    def hand_over(self, reducer: TakesGradients, landed: Tensor, summed: Tensor) -> None:
+        if landed.device == self.shard.device:
+            self._land(reducer, landed, summed)
+            return
+        copies = [OnHost(each, self.residence.to_copy_into(each.numel(), each.dtype)) for each in (landed, summed)[: 1 + reducer.narrows]]
+        self._leaving.append((reducer, copies))
+
+    def way_home(self, mark: Mark) -> Mark:
+        leaving, self._leaving = self._leaving, []
+        return _WayHome(mark, partial(self._arrive, leaving), at_once=self.residence.at_once) if self._far else mark
+
+    def _arrive(self, leaving: list[_Leaving]) -> None:
+        """The host waits for the copies."""
+        for reducer, copies in leaving:
+            self._land(reducer, copies[0].tensor(), copies[-1].tensor())
+        leaving.clear()
+
+    @torch.no_grad()
+    def _land(self, reducer: TakesGradients, landed: Tensor, summed: Tensor) -> None:
+        if reducer.begins:
+            kept = self.residence.keep(landed)
+            landed, summed = kept, self.residence.keep(summed) if reducer.narrows else kept
+        reducer.take(landed, summed)
+        self.residence.rest_gradients()
+
+
+class OffloadedQuantizedChunk(OffloadedChunk, QuantizedChunk):
+    """A quantised chunk that rests on the host."""
+
+
+def chunk_of(residence: Residence | None, device: torch.device, *others: Any) -> Chunk:
+    """A new chunk. `others`: as `Chunk` takes them."""
+    return Chunk(*others) if residence is None else OffloadedChunk(residence, device, *others)
+
+
+def quantized_chunk_of(residence: Residence | None, device: torch.device, *others: Any) -> Chunk:
+    return QuantizedChunk(*others) if residence is None else OffloadedQuantizedChunk(residence, device, *others)
+
+
+class _WayHome(NamedTuple):
+    """The way of a gradient to the host. `mark`: the end of what the device does."""
+
+    mark: Mark
+    arrive: Callable[[], None]
+    at_once: bool
+
+    def wait(self) -> Mark | None:
+        later = self.mark.wait()
+        if later is not None:
+            return self._replace(mark=later)
+        if self.at_once:
+            self.arrive()
+            return None
+        return _Arrival(self.arrive)  # at the end of the backward, so that the host goes on
+
+
+class _Arrival(NamedTuple):
+    arrive: Callable[[], None]
+
+    def wait(self) -> Mark | None:
+        self.arrive()
+        return None
