@@ -139,7 +139,7 @@ FAULTS = [
     Fault(
         "the optimizer steps without waiting for sums over replicas",
         "core/backward.py",
-        "        while self._later:\n            self._later.popleft().wait()\n",
+        "        while self._later:\n            self._later.extend(self._later.popleft().wait())\n",
         "        self._later.clear()\n",
         "mesh",
     ),

@@ -194,14 +194,6 @@ SCENARIOS["offload_activations_checkpoint"] = lambda me: _offload_activations(me
 SCENARIOS["offload_activations_to_a_file"] = lambda me: _offload_activations(me, Block, me.directory)
 
 
-for _where in ("cpu", "files"):
-
-    def _offloading(me: Me, where: str = _where, **policy: Any) -> dict[str, Any]:
-        return {"offload": "cpu" if where == "cpu" else me.directory, **policy}
-
-    _add(f"offload_to_{_where}", lambda me, so=_offloading: sharded(me, **so(me)))
-
-
 @scenario
 def save_and_load(me: Me) -> list[Tensor]:
     """A checkpoint, written while training goes on; another model goes on from it."""

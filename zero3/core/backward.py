@@ -24,6 +24,7 @@ from .autograd import EndOfBackward, accumulates_everywhere, backward_task, befo
 from .coordination import Activity, Gate
 from .gradient_reducer import Backup
 from .layer_state import LayerState, Presence, reducers_of
+from .offloaded_chunk import settle
 from .schedule import Call, CallStack, CallTrace, ForwardOrder, Step
 
 __all__: list[str] = []
@@ -50,7 +51,7 @@ class Backward:
         self._touched: list[LayerTrace] = []  # the traces that this backward has reached
         self._backups: deque[Backup] = deque()
         self._later: deque[Backup] = deque()  # what goes on after a backup, and is waited for at the end: sums over replicas
-        self._offloaded: list[LayerState] = []  # layers whose chunks may rest elsewhere
+        self.offloaded: list[LayerState] = []  # layers whose chunks may rest on the host
         self._reduces = False  # whether this backward reduces gradients; `autograd.grad` does not
         self.owes = False  # whether gradients were ever kept for later (`no_sync`, stage 1)
         self._activity: AbstractContextManager[Any] | None = None  # the gate's context for this backward, entered
@@ -60,8 +61,6 @@ class Backward:
     def watch(self, state: LayerState) -> None:
         """Adds a layer: from now on, any gradient that it gets is reduced by the end of the backward."""
         state.gradients.backward = weakref.ref(self)
-        if state.policy.offload is not None:
-            self._offloaded.append(state)
 
     def follow(self, trace: LayerTrace, call: LayerCall, nodes: Iterable[Node], mark: object) -> None:
         """From now on, a gradient that flows into `nodes` opens `call` first."""
@@ -261,32 +260,22 @@ class Backward:
         while self._backups:
             self._later.extend(self._backups.popleft().wait())
         while self._later:
-            self._later.popleft().wait()
-
-    def settle(self, *, before_backward: bool = False) -> None:
-        """The host waits until no device copies from a chunk that it may write now.
-
-        Before a backward nobody writes a chunk without a gradient. Then the end of the backward is early enough to wait.
-        """
-        for state in self._offloaded:
-            for chunk, reducer in state.gradients.reducers.items():
-                if not (before_backward and reducer.begins):
-                    chunk.settle()
+            self._later.extend(self._later.popleft().wait())
 
     def _end(self) -> None:
         """[B6] Every layer's gradients are reduced, every layer is released, nothing is in flight."""
         for trace in sorted(self._touched, key=lambda trace: -trace.serial):
             self._finish(trace)
         for state in self._stack.layers:
-            gradients = state.gradients
-            if gradients.pending() or (self.owes and self._reduces and gradients.due()):
+            if state.gradients.pending() or (self.owes and self._reduces and state.gradients.due()):
                 self._back_up(state)
         self.drain_backups()
         self._reduces = False
         for state in self._stack.layers:
             state.calls_left = 0
             self.release(state)
-        self.settle()
+        if self.offloaded:
+            settle(self.offloaded)
         self.order.learn()
         if not self._outer_ending.awaited:
             self._end_outer()

@@ -7,7 +7,7 @@ landing    the host waits for that copy, and makes it the chunk's gradient, or a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..comm.streams import Mark, Moment, OnHost
 from .chunk import Chunk, TakesGradients
+from .layer_state import LayerState
 from .quantized_chunk import QuantizedChunk
 from .residence import Residence
 
@@ -126,6 +127,17 @@ class OffloadedChunk(Chunk):
 
 class OffloadedQuantizedChunk(OffloadedChunk, QuantizedChunk):
     """A quantised chunk that rests on the host."""
+
+
+def settle(layers: Iterable[LayerState], *, before_backward: bool = False) -> None:
+    """The host waits until no device copies from a chunk that it may write now.
+
+    Before a backward nobody writes a chunk without a gradient. Then the end of the backward is early enough to wait.
+    """
+    for state in layers:
+        for chunk, reducer in state.gradients.reducers.items():
+            if not (before_backward and reducer.begins):
+                chunk.settle()
 
 
 def chunk_of(residence: Residence | None, device: torch.device, *others: Any) -> Chunk:

@@ -24,6 +24,7 @@ from .comparison import FOLD_EVERY, choose_residents, compare_call, compare_logs
 from .coordination import Activity
 from .dynamic import DynamicOrder
 from .layer_state import LayerState, Presence
+from .offloaded_chunk import settle
 from .requires_grad import check_requires_grad, may_get_gradients
 from .schedule import CallStack, CallTrace, ForwardOrder, ForwardPass, Frame, LearnedOrder
 from .transforms import refuse_transforms
@@ -93,6 +94,8 @@ class Runtime:
 
     def _watch(self, state: LayerState) -> None:
         self.backward.watch(state)
+        if state.policy.offload is not None:
+            self.backward.offloaded.append(state)
         self._room = choose_residents(state, self._room)
         self.any_stays = self.any_stays or any(state.stays(chunk) for chunk in state.chunks)
         state.lanes, state.log = self.layers[0].lanes, self.layers[0].log
@@ -195,12 +198,13 @@ class Runtime:
                 state.keep()
             elif state.presence is not Presence.RELEASED:
                 self.backward.release(state)
-        self.backward.settle(before_backward=self.awaits_backward)
+        if self.backward.offloaded:
+            settle(self.backward.offloaded, before_backward=self.awaits_backward)
 
     def _fail_pass(self, error: BaseException) -> None:
         if not inside_backward() and not self._own_pace:
             self._order.fail(self.layers[0], self, error)
-            self.backward.settle()
+            settle(self.backward.offloaded)
         self._trace = self._open_trace = None
 
     def _new_trace(self) -> LayerTrace:
