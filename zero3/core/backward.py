@@ -41,8 +41,7 @@ class Backward:
     def __init__(
         self, stack: CallStack[LayerState], communicator: Communicator, backup_communicator: Communicator, device: torch.device, depth: int
     ) -> None:
-        # the order of traces, each with its layers and what is done with their gradients
-        self.order: ForwardOrder[tuple[tuple[LayerState, ...], tuple[str, ...]]] = ForwardOrder()
+        self.order: ForwardOrder[tuple[tuple[LayerState, ...], tuple[str, ...]]] = ForwardOrder()  # traces: layers, and gradients' fates
         self._stack = stack
         self._communicator = communicator
         self._backup_communicator = backup_communicator
@@ -50,7 +49,9 @@ class Backward:
         self._depth = depth
         self._touched: list[LayerTrace] = []  # the traces that this backward has reached
         self._backups: deque[Backup] = deque()
-        self._later: deque[Backup] = deque()  # what goes on after a backup, and is waited for at the end: sums over replicas
+        self._later: deque[Backup] = (
+            deque()
+        )  # what goes on after a backup, and is waited for at the end: sums over replicas, copies to the host
         self.offloaded: list[LayerState] = []  # layers whose chunks may rest on the host
         self._reduces = False  # whether this backward reduces gradients; `autograd.grad` does not
         self.owes = False  # whether gradients were ever kept for later (`no_sync`, stage 1)
@@ -61,6 +62,7 @@ class Backward:
     def watch(self, state: LayerState) -> None:
         """Adds a layer: from now on, any gradient that it gets is reduced by the end of the backward."""
         state.gradients.backward = weakref.ref(self)
+        self.offloaded += [state] if state.policy.offload is not None else []
 
     def follow(self, trace: LayerTrace, call: LayerCall, nodes: Iterable[Node], mark: object) -> None:
         """From now on, a gradient that flows into `nodes` opens `call` first."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,24 +76,6 @@ class ResidentBuffer:
 
     def aliases(self, tensor: Tensor) -> bool:
         return False  # the storage is never freed, so views of it stay valid
-
-
-class TakesGradients(Protocol):
-    """What reduces a chunk's gradients."""
-
-    @property
-    def begins(self) -> bool:
-        """Whether the next gradient is the first one since they were zeroed."""
-        ...
-
-    @property
-    def narrows(self) -> bool:
-        """Whether the chunk's gradient has less bits than the sum that it is rounded from, which is kept beside it."""
-        ...
-
-    def take(self, landed: Tensor, summed: Tensor) -> None:
-        """Adds `landed` `[S]` to the chunk's gradient. `summed`: the sum that it was rounded from, or the same."""
-        ...
 
 
 class Part(NamedTuple):
@@ -284,9 +266,9 @@ class Chunk:
 
     # -- where the gradient rests: see `OffloadedChunk`
 
-    def hand_over(self, reducer: TakesGradients, landed: Tensor, summed: Tensor) -> None:
-        """Gives the reducer a gradient that has landed. Called in the order of the lane."""
-        reducer.take(landed, summed)
+    def hand_over(self, take: Callable[[Tensor, Tensor], None], landed: Tensor, summed: Tensor) -> None:
+        """Lets a reducer `take` a gradient that has landed, and the sum that it was made from. Called in the order of the lane."""
+        take(landed, summed)
 
     def way_home(self, mark: Mark) -> Mark:
         """`mark`, or if the gradient that it is the end of has further to go, the mark of all the way."""

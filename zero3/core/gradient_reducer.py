@@ -62,7 +62,7 @@ class GradientReducer(KeptGradients):
         super().__init__(chunk, gradient_dtype(policy, chunk.shard.dtype))
         self._mean = policy.gradient_reduction == "mean"
         self._lands_as = landed_dtype(policy, chunk.shard.dtype)
-        self.narrows = self._dtype.itemsize > self._lands_as.itemsize
+        self._narrows = self._dtype.itemsize > self._lands_as.itemsize
         # fp16 overflows at 65504, so a part of the division for the mean is done before the sum
         self._divide_first = 1 << (communicator.world_size.bit_length() - 1) // 2 if self._mean and self._dtype == torch.float16 else 1
         self._naming = naming
@@ -105,20 +105,19 @@ class GradientReducer(KeptGradients):
             with torch.no_grad():
                 return self._land(summed, landed)
         divisor = self.averaged_over / self._divide_first if self._mean else 1
-        if self.narrows and divisor != 1:
+        if self._narrows and divisor != 1:
             summed.div_(divisor)
         if landed is not summed:
             landed.copy_(summed)
-        if not self.narrows and divisor != 1:
+        if not self._narrows and divisor != 1:
             landed.div_(divisor)
-        self._chunk.hand_over(self, landed, summed)
+        self._chunk.hand_over(self._take, landed, summed)
 
-    def take(self, landed: Tensor, summed: Tensor) -> None:
-        """Adds `landed` `[S]`, which was rounded from `summed`, to the chunk's gradient."""
+    def _take(self, landed: Tensor, summed: Tensor) -> None:
         for part in self._chunk.parts:
             if part.parameter.requires_grad:
                 gradient = self._typed(part.of(landed), part)
-                accumulate(part.parameter, gradient, part.of(summed) if self.narrows else None)
+                accumulate(part.parameter, gradient, part.of(summed) if self._narrows else None)
 
     def _typed(self, gradient: Tensor, part: Part) -> Tensor:
         kind = WholeGradient if part.whole else PieceGradient if self._chunk.divided else ShardGradient

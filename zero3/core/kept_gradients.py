@@ -89,12 +89,6 @@ class KeptGradients:
         """The gradients that the next backward adds to."""
         return [part.parameter.grad for part in self._chunk.parts if part.parameter.grad is not None]
 
-    @property
-    def begins(self) -> bool:
-        """Whether the next gradient is the first one since they were zeroed."""
-        gradients = [part.parameter.grad for part in self._chunk.parts]
-        return all(g is None or (isinstance(g, DeferredGradient) and g.earlier is None) for g in gradients)
-
     def noted_tokens(self) -> Tensor | None:
         """The number of tokens that the chunk's gradient is the mean over, 0-dim. None if `note_tokens` has not set it."""
         notes = (getattr(part.parameter.grad, TOKENS, None) for part in self._chunk.parts)

@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from ..comm.streams import Mark, Moment, OnHost
-from .chunk import Chunk, TakesGradients
+from .chunk import Chunk
+from .gradient_types import DeferredGradient
 from .layer_state import LayerState
 from .quantized_chunk import QuantizedChunk
 from .residence import Residence
 
 __all__: list[str] = []
 
-_Leaving = tuple[TakesGradients, list[OnHost]]
+Take = Callable[[Tensor, Tensor], None]
+_Leaving = tuple[Take, list[OnHost]]
 
 
 class OffloadedChunk(Chunk):
@@ -99,12 +101,12 @@ class OffloadedChunk(Chunk):
 
     # -- the way of the gradient
 
-    def hand_over(self, reducer: TakesGradients, landed: Tensor, summed: Tensor) -> None:
+    def hand_over(self, take: Take, landed: Tensor, summed: Tensor) -> None:
         if landed.device == self.shard.device:
-            self._land(reducer, landed, summed)
+            self._land(take, landed, summed)
             return
-        copies = [OnHost(each, self.residence.to_copy_into(each.numel(), each.dtype)) for each in (landed, summed)[: 1 + reducer.narrows]]
-        self._leaving.append((reducer, copies))
+        both = (landed, summed) if summed.dtype.itemsize > landed.dtype.itemsize else (landed,)
+        self._leaving.append((take, [OnHost(each, self.residence.to_copy_into(each.numel(), each.dtype)) for each in both]))
 
     def way_home(self, mark: Mark) -> Mark:
         leaving, self._leaving = self._leaving, []
@@ -112,17 +114,23 @@ class OffloadedChunk(Chunk):
 
     def _arrive(self, leaving: list[_Leaving]) -> None:
         """The host waits for the copies."""
-        for reducer, copies in leaving:
-            self._land(reducer, copies[0].tensor(), copies[-1].tensor())
+        for take, copies in leaving:
+            self._land(take, copies[0].tensor(), copies[-1].tensor())
         leaving.clear()
 
     @torch.no_grad()
-    def _land(self, reducer: TakesGradients, landed: Tensor, summed: Tensor) -> None:
-        if reducer.begins:
+    def _land(self, take: Take, landed: Tensor, summed: Tensor) -> None:
+        if self.begins:
             kept = self.residence.keep(landed)
-            landed, summed = kept, self.residence.keep(summed) if reducer.narrows else kept
-        reducer.take(landed, summed)
+            landed, summed = kept, self.residence.keep(summed) if summed.dtype.itemsize > landed.dtype.itemsize else kept
+        take(landed, summed)
         self.residence.rest_gradients()
+
+    @property
+    def begins(self) -> bool:
+        """Whether the next gradient is the first one since they were zeroed."""
+        gradients = [part.parameter.grad for part in self.parts]
+        return all(g is None or (isinstance(g, DeferredGradient) and g.earlier is None) for g in gradients)
 
 
 class OffloadedQuantizedChunk(OffloadedChunk, QuantizedChunk):
@@ -134,10 +142,9 @@ def settle(layers: Iterable[LayerState], *, before_backward: bool = False) -> No
 
     Before a backward nobody writes a chunk without a gradient. Then the end of the backward is early enough to wait.
     """
-    for state in layers:
-        for chunk, reducer in state.gradients.reducers.items():
-            if not (before_backward and reducer.begins):
-                chunk.settle()
+    for chunk in (chunk for state in layers for chunk in state.chunks if isinstance(chunk, OffloadedChunk)):
+        if not (before_backward and chunk.begins):
+            chunk.settle()
 
 
 def chunk_of(residence: Residence | None, device: torch.device, *others: Any) -> Chunk:

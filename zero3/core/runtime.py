@@ -94,8 +94,6 @@ class Runtime:
 
     def _watch(self, state: LayerState) -> None:
         self.backward.watch(state)
-        if state.policy.offload is not None:
-            self.backward.offloaded.append(state)
         self._room = choose_residents(state, self._room)
         self.any_stays = self.any_stays or any(state.stays(chunk) for chunk in state.chunks)
         state.lanes, state.log = self.layers[0].lanes, self.layers[0].log
@@ -183,6 +181,8 @@ class Runtime:
                 activity.__exit__(type(failure), failure, None)
             raise
         if activity is not None:
+            if self.backward.offloaded:
+                settle(self.backward.offloaded, before_backward=self.awaits_backward)
             activity.__exit__(None if error is None else type(error), error, None)
 
     def _finish_pass(self) -> None:
@@ -198,13 +198,10 @@ class Runtime:
                 state.keep()
             elif state.presence is not Presence.RELEASED:
                 self.backward.release(state)
-        if self.backward.offloaded:
-            settle(self.backward.offloaded, before_backward=self.awaits_backward)
 
     def _fail_pass(self, error: BaseException) -> None:
         if not inside_backward() and not self._own_pace:
             self._order.fail(self.layers[0], self, error)
-            settle(self.backward.offloaded)
         self._trace = self._open_trace = None
 
     def _new_trace(self) -> LayerTrace:

@@ -40,7 +40,7 @@ class TransactionalReducer(GradientReducer):
     """
 
     _before: _Before | None = None  # the state before the present transaction
-    _staged: tuple[tuple[Tensor, Tensor], ...] = ()  # the arguments of `take`, for the commit
+    _staged: tuple[tuple[Tensor, Tensor], ...] = ()  # the arguments of `_take`, for the commit
     _placed: tuple[tuple[Part, Tensor], ...] | None = None  # in a `step_guard`: what stands for the parts' gradients until the commit
     _disturbed = False
     _nothing: Tensor | None = None  # kept, so that a later `step_guard` begins without an allocation, which may fail on one rank alone
@@ -122,7 +122,7 @@ class TransactionalReducer(GradientReducer):
         else:
             super().note_tokens(total)
 
-    def take(self, landed: Tensor, summed: Tensor) -> None:
+    def _take(self, landed: Tensor, summed: Tensor) -> None:
         self._staged = (*self._staged, (landed, summed))
 
     def drop(self) -> None:
@@ -150,7 +150,7 @@ class TransactionalReducer(GradientReducer):
         if before.factor is not None:
             self._scale(before.factor, None if before.merged else before.buffer.full)
         for landed, summed in staged:
-            super().take(landed, summed)
+            super()._take(landed, summed)
         for part in self._chunk.parts if not self.owed else ():
             if isinstance(part.parameter.grad, DeferredGradient):  # no backward has reached this chunk
                 part.parameter.grad = part.parameter.grad.earlier
