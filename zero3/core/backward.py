@@ -41,7 +41,7 @@ class Backward:
     def __init__(
         self, stack: CallStack[LayerState], communicator: Communicator, backup_communicator: Communicator, device: torch.device, depth: int
     ) -> None:
-        self.order: ForwardOrder[tuple[tuple[LayerState, ...], tuple[str, ...]]] = ForwardOrder()  # traces: layers, and gradients' fates
+        self.order: ForwardOrder[tuple[tuple[LayerState, ...], tuple[str, ...]]] = ForwardOrder()  # layers, and gradients' fates
         self._stack = stack
         self._communicator = communicator
         self._backup_communicator = backup_communicator
@@ -49,9 +49,7 @@ class Backward:
         self._depth = depth
         self._touched: list[LayerTrace] = []  # the traces that this backward has reached
         self._backups: deque[Backup] = deque()
-        self._later: deque[Backup] = (
-            deque()
-        )  # what goes on after a backup, and is waited for at the end: sums over replicas, copies to the host
+        self._later: deque[Backup] = deque()  # what goes on after a backup: sums over replicas, copies to the host
         self.offloaded: list[LayerState] = []  # layers whose chunks may rest on the host
         self._reduces = False  # whether this backward reduces gradients; `autograd.grad` does not
         self.owes = False  # whether gradients were ever kept for later (`no_sync`, stage 1)
