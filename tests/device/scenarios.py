@@ -194,6 +194,52 @@ SCENARIOS["offload_activations_checkpoint"] = lambda me: _offload_activations(me
 SCENARIOS["offload_activations_to_a_file"] = lambda me: _offload_activations(me, Block, me.directory)
 
 
+def _offloading(name: str, where: str) -> Scenario:
+    return lambda me: SCENARIOS[name](replace(me, offload=where if where == "cpu" else me.directory))
+
+
+for _name in (
+    "shard", "bf16", "sums_not_means", "no_sync", "step_guard", "grad_scaler", "param_groups_whole", "prefetch_depth_2", "transactional",
+    "stage_1", "mesh", "mesh_no_sync", "lora_on_a_base_in_NF4",
+):  # fmt: skip
+    SCENARIOS[f"offload_to_cpu_{_name}"] = _offloading(_name, "cpu")
+for _name in ("shard", "bf16", "no_sync", "grad_scaler", "mesh"):
+    SCENARIOS[f"offload_to_files_{_name}"] = _offloading(_name, "files")
+ON_MESHES |= {name for name in SCENARIOS if name.startswith("offload_to") and "mesh" in name}
+
+
+@scenario
+def offload_and_forwards_without_backward(me: Me) -> list[Tensor]:
+    """Between a backward and its step comes a forward without one: the host writes the chunks that it has read."""
+    model = sharded(replace(me, offload="cpu"))
+    optimizer, seen = sgd(model), []
+    for step in range(4):
+        loss_of(model, me, step).backward()
+        with torch.set_grad_enabled(step % 2 == 0):
+            seen.append(loss_of(model, me, 10 + step).detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            seen.append(loss_of(model, me, 20 + step))
+            for chunk in zero3.get_trainable_chunk(model):
+                chunk.mul_(0.9)
+    return [*seen, *values(model)]
+
+
+@scenario
+def offload_and_accumulate(me: Me) -> list[Tensor]:
+    """Micro-batches are added up on the host, in gradients that are zeroed and not dropped."""
+    model = sharded(replace(me, offload="cpu"), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    optimizer = sgd(model)
+    for step in range(2):
+        for micro in range(3):
+            loss_of(model, me, 10 * step + micro).backward()
+        zero3.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step == 0)
+    return values(model)
+
+
 @scenario
 def save_and_load(me: Me) -> list[Tensor]:
     """A checkpoint, written while training goes on; another model goes on from it."""

@@ -89,8 +89,8 @@ def in_files(tensor: Tensor) -> bool:
 
 
 POLICIES: list[dict[str, Any]] = [
-    {}, {"stage": 2}, {"stage": 1}, {"param_dtype": torch.float32}, {"prefetch_depth": 0}, {"prefetch_depth": 2, "reshard_after_forward": False}, {"transactional": True}, {"dynamic": True},
-    {"resident_bytes": 10**6}, {"gradient_reduction": "sum", "compare_every": 1},
+    {}, {"stage": 2}, {"stage": 1}, {"param_dtype": torch.float32}, {"prefetch_depth": 0}, {"transactional": True}, {"dynamic": True},
+    {"prefetch_depth": 2, "reshard_after_forward": False}, {"resident_bytes": 10**6}, {"gradient_reduction": "sum", "compare_every": 1},
 ]  # fmt: skip
 
 
