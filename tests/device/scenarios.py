@@ -17,7 +17,8 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero3
-from tests.device.training import ROWS, WIDTH, Adapted, Block, Caching, Me, Stack, in_sequence, loss_of, sgd, sharded, train, values
+from tests.device.training import ROWS, WIDTH, Adapted, Block, Caching, Me, Stack, built, in_sequence, loss_of, sgd, sharded, train, values
+from zero3 import ShardingPolicy
 
 Scenario = Callable[[Me], Iterable[Tensor]]
 SCENARIOS: dict[str, Scenario] = {}
@@ -221,9 +222,35 @@ def offload_and_forwards_without_backward(me: Me) -> list[Tensor]:
         optimizer.zero_grad()
         with torch.no_grad():
             seen.append(loss_of(model, me, 20 + step))
-            for chunk in zero3.get_trainable_chunk(model):
-                chunk.mul_(0.9)
+            _scale_chunks(model, 0.9)
+            with zero3.full_params(model):
+                seen += [parameter.sum() for parameter in model.parameters()]
+            _scale_chunks(model, 1.1)
     return [*seen, *values(model)]
+
+
+@scenario
+def offload_and_a_frozen_first_layer(me: Me) -> list[Tensor]:
+    """No gradient follows that of the layer which a backward comes to last, and the host writes its chunk then, as an average would."""
+    layers = [built(Block, number) for number in range(4)]
+    layers[0].requires_grad_(False)
+    policy = ShardingPolicy(offload="cpu", separate_backup_group=True)  # else the last gradient's way leads past the last gather
+    model = zero3.Zero3Sequential([zero3.Zero3Layer(b, device=me.device, process_group=me.group, policy=policy) for b in layers])
+    optimizer, seen = sgd(model), []
+    for step in range(3):
+        x = me.tensor(step, ROWS, WIDTH).requires_grad_()
+        model(x).pow(2).mean().backward()
+        with torch.no_grad():
+            _scale_chunks(model[0], 0.9)
+        seen.append(x.grad.clone())  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, *values(model)]
+
+
+def _scale_chunks(model: nn.Module, factor: float) -> None:
+    for chunk in model.parameters():
+        chunk.mul_(factor)
 
 
 @scenario
