@@ -196,7 +196,7 @@ FAULTS = [
         "a gradient is copied to the host beside its lane",
         "core/offloaded_chunk.py",
         "        both = (landed, summed)",
-        "        torch.Stream(self._device).__enter__()\n        both = (landed, summed)",
+        "        torch.Stream(self.device).__enter__()\n        both = (landed, summed)",
         "offload_to_cpu_shard",
     ),
     Fault(
@@ -210,7 +210,7 @@ FAULTS = [
         "a chunk is copied to the device beside the fetch lane",
         "core/offloaded_chunk.py",
         "        first.copy_(to_copy, non_blocking=True)\n",
-        "        with torch.Stream(self._device):\n            first.copy_(to_copy, non_blocking=True)\n",
+        "        with torch.Stream(self.device):\n            first.copy_(to_copy, non_blocking=True)\n",
         "offload_to_cpu_shard",
     ),
     Fault(
@@ -244,8 +244,8 @@ FAULTS = [
     Fault(
         "the host writes a chunk that is being copied, after full_params",
         "core/pinning.py",
-        "            chunk.settle()\n",
-        "            pass\n",
+        "        settle([state])\n",
+        "        pass\n",
         "offload_and_forwards_without_backward",
     ),
     Fault(

@@ -94,8 +94,16 @@ class Part(NamedTuple):
 class Chunk:
     """This rank's slice, `shard` `[S]`, of a layer's parameters of one dtype, either trainable or frozen."""
 
-    def __init__(self, layout: ChunkLayout, shard: nn.Parameter, communicator: Communicator, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        layout: ChunkLayout,
+        shard: nn.Parameter,
+        communicator: Communicator,
+        compute_dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
         self.layout = layout
+        self.device = device or shard.device  # where the layer computes
         self.shard = shard  # 1-D [S], in the dtype that the optimizer updates
         self.compute_dtype = compute_dtype  # the dtype of gathers and of the full buffer
         self.parts = [Part(shard, 0, shard.numel())]  # the optimizer's parameters: the shard itself, or parts of it
@@ -124,11 +132,6 @@ class Chunk:
     def resident(self) -> bool:
         """Whether the full buffer is the chunk itself."""
         return isinstance(self.full, ResidentBuffer)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the layer computes."""
-        return self.shard.device
 
     read_only = False  # whether its values can't be written, only loaded
 
@@ -273,9 +276,6 @@ class Chunk:
     def way_home(self, mark: Mark) -> Mark:
         """`mark`, or if the gradient that it is the end of has further to go, the mark of all the way."""
         return mark
-
-    def settle(self) -> None:
-        """The host waits until nothing reads the chunk any more."""
 
     def _new_buffer(self) -> FullBuffer | ResidentBuffer:
         with torch.inference_mode(False):  # training may use the same buffer later

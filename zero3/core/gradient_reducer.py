@@ -16,6 +16,7 @@ from ..comm.streams import Done, Lane, Lanes, Mark, Pending
 from ..policy import ShardingPolicy
 from .autograd import accumulates_into, as_plain_tensors
 from .chunk import Chunk, Part
+from .gradient_buffer import GradientBuffer
 from .gradient_types import PieceGradient, ShardGradient, WholeGradient, accumulate
 from .kept_gradients import KeptGradients
 from .parameters import ShardedParameter
@@ -82,7 +83,7 @@ class GradientReducer(KeptGradients):
             else torch.empty(self._chunk.shard.shape, dtype=self._dtype, device=self._chunk.device)
         )
         landed = summed if self._lands_as == self._dtype else torch.empty_like(summed, dtype=self._lands_as)
-        self._buffer, self._kept = self._new_buffer(), []
+        self._buffer, self._kept = GradientBuffer(self._chunk.layout, self._dtype, self._chunk.device), []
         self.pending = self.owed = False
         return Sending(pieces, full, summed, landed)
 

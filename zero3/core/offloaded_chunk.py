@@ -12,12 +12,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..comm.communicator import Communicator
 from ..comm.streams import Mark, Moment, OnHost
 from .chunk import Chunk
 from .gradient_types import DeferredGradient
 from .layer_state import LayerState
+from .layout import ChunkLayout
 from .quantized_chunk import QuantizedChunk
 from .residence import Residence
 
@@ -30,20 +32,19 @@ _Leaving = tuple[Take, list[OnHost]]
 class OffloadedChunk(Chunk):
     """`shard`, the parameter that the optimizer sees, is on the host, and so is its gradient. `full` is where the layer computes."""
 
-    def __init__(self, residence: Residence, device: torch.device, *others: Any) -> None:
-        self.residence, self._device = residence, device
+    def __init__(
+        self, residence: Residence, device: torch.device, layout: ChunkLayout, shard: nn.Parameter, communicator: Communicator, kind: Any
+    ) -> None:
+        """`kind`: the dtype of full buffers, or the quantised parameters."""
+        self.residence = residence
         self._passing = self._nothing = torch.empty(0)  # on the device, in the chunk's dtype, on its way to a full buffer of another dtype
         self._read: Moment | None = None  # the end of the last copy to the device
         self._leaving: list[_Leaving] = []  # gradients on their way to the host
-        super().__init__(*others)
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
+        super().__init__(layout, shard, communicator, kind, device)
 
     @property
     def _far(self) -> bool:
-        return self.shard.device != self._device
+        return self.shard.device != self.device
 
     # -- the way in
 
@@ -60,7 +61,7 @@ class OffloadedChunk(Chunk):
     def _prepare_cast(self, full: Tensor) -> None:
         """Memory of the device is allocated on the compute stream, so before the lane's work is issued."""
         if self._far and full.dtype != self.shard.dtype:
-            self._passing = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self._device)
+            self._passing = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
 
     def _outgoing(self, full: Tensor) -> Tensor:
         own = full[self._own]
@@ -71,7 +72,7 @@ class OffloadedChunk(Chunk):
         first = own if full.dtype == self.shard.dtype else self._passing
         first.copy_(to_copy, non_blocking=True)
         if to_copy is values:
-            self._read = Moment(self._device)
+            self._read = Moment(self.device)
         return own if first is own else own.copy_(first)
 
     def finish_fetch(self) -> None:
@@ -95,7 +96,7 @@ class OffloadedChunk(Chunk):
     def _receive(self, slices: list[Tensor] | None) -> None:
         if not self._far:
             return super()._receive(slices)
-        own = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self._device)
+        own = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
         self._communicator.scatter(own, slices, self.layout.bounds).wait()
         self.shard.data.copy_(own)
 

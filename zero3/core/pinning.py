@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .chunk import Chunk
 from .layer_state import LayerState
+from .offloaded_chunk import settle
 from .parameters import ShardedParameter, named, restore_order
 
 __all__: list[str] = []
@@ -30,8 +31,7 @@ def pin(state: LayerState, *, to_compute: bool = False) -> None:
     try:
         state.start_fetch()
         state.finish_fetch()
-        for chunk in state.chunks:
-            chunk.settle()
+        settle([state])
     except BaseException:
         state.as_stored = False
         raise
