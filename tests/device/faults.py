@@ -223,7 +223,7 @@ FAULTS = [
     Fault(
         "the host writes a chunk that is being copied, after a forward",
         "core/runtime.py",
-        "                settle(self.backward.offloaded, before_backward=self.awaits_backward)\n",
+        "                self.backward.offloaded.settle(before_backward=self.awaits_backward)\n",
         "                pass\n",
         "offload_and_forwards_without_backward",
     ),
@@ -237,14 +237,14 @@ FAULTS = [
     Fault(
         "the host writes a chunk that is being copied, after a backward",
         "core/backward.py",
-        "            settle(self.offloaded)\n",
+        "            self.offloaded.settle()\n",
         "            pass\n",
         "offload_and_a_frozen_first_layer",
     ),
     Fault(
         "the host writes a chunk that is being copied, after full_params",
         "core/pinning.py",
-        "        settle([state])\n",
+        "        settle(state)\n",
         "        pass\n",
         "offload_and_forwards_without_backward",
     ),

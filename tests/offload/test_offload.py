@@ -21,6 +21,7 @@ from tests.support.reference import Turn, process_group
 from zero3 import ShardingPolicy
 from zero3.access import states_of
 from zero3.core.offloaded_chunk import OffloadedChunk
+from zero3.scratch.mapped_files import MappedFiles
 
 
 class Model(nn.Module):
@@ -191,6 +192,33 @@ def test_a_gradient_that_somebody_keeps_stays_as_it_is(tmp_path: Path) -> None:
         return [torch.tensor([torch.equal(a, b) for a, b in zip(kept, copies, strict=True)])]
 
     assert all(bool(each.all()) for (each,) in on_ranks(2, body, tmp_path))
+
+
+def test_chunks_are_read_ahead_of_their_fetches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int]] = []
+    real_read, real_start = MappedFiles.read_ahead, OffloadedChunk.start_fetch
+
+    def read_ahead(files: MappedFiles, tensor: Tensor) -> None:
+        told.append(("read", tensor.data_ptr()))
+        real_read(files, tensor)
+
+    def start_fetch(chunk: OffloadedChunk, lane: Any) -> None:
+        told.append(("fetch", chunk.shard.data_ptr()))
+        real_start(chunk, lane)
+
+    monkeypatch.setattr(MappedFiles, "read_ahead", read_ahead)
+    monkeypatch.setattr(OffloadedChunk, "start_fetch", start_fetch)
+    model = zero3.shard(seeded(Model)[0], policy=ShardingPolicy(offload=tmp_path))
+    for step in range(4):
+        if step == 3:
+            told.clear()
+        model(Turn(0, step, 1).tensor(5, WIDTH)).pow(2).mean().backward()
+    fetched = [place for what, place in told if what == "fetch"]
+    assert len(fetched) >= 7
+    expected = [("fetch", fetched[0])]
+    for place in fetched[1:]:
+        expected += [("read", place), ("fetch", place)]
+    assert told[: len(expected)] == expected
 
 
 def whole_and_groups(model: nn.Module, group: ThreadCommunicator) -> list[Tensor]:

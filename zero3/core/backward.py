@@ -24,7 +24,7 @@ from .autograd import EndOfBackward, accumulates_everywhere, backward_task, befo
 from .coordination import Activity, Gate
 from .gradient_reducer import Backup
 from .layer_state import LayerState, Presence, reducers_of
-from .offloaded_chunk import settle
+from .offloaded_chunk import OffloadedLayers
 from .schedule import Call, CallStack, CallTrace, ForwardOrder, Step
 
 __all__: list[str] = []
@@ -50,7 +50,7 @@ class Backward:
         self._touched: list[LayerTrace] = []  # the traces that this backward has reached
         self._backups: deque[Backup] = deque()
         self._later: deque[Backup] = deque()  # what goes on after a backup: sums over replicas, copies to the host
-        self.offloaded: list[LayerState] = []  # layers whose chunks may rest on the host
+        self.offloaded = OffloadedLayers()
         self._reduces = False  # whether this backward reduces gradients; `autograd.grad` does not
         self.owes = False  # whether gradients were ever kept for later (`no_sync`, stage 1)
         self._activity: AbstractContextManager[Any] | None = None  # the gate's context for this backward, entered
@@ -60,7 +60,7 @@ class Backward:
     def watch(self, state: LayerState) -> None:
         """Adds a layer: from now on, any gradient that it gets is reduced by the end of the backward."""
         state.gradients.backward = weakref.ref(self)
-        self.offloaded += [state] if state.policy.offload is not None else []
+        self.offloaded.watch(state)
 
     def follow(self, trace: LayerTrace, call: LayerCall, nodes: Iterable[Node], mark: object) -> None:
         """From now on, a gradient that flows into `nodes` opens `call` first."""
@@ -275,7 +275,7 @@ class Backward:
             state.calls_left = 0
             self.release(state)
         if self.offloaded:
-            settle(self.offloaded)
+            self.offloaded.settle()
         self.order.learn()
         if not self._outer_ending.awaited:
             self._end_outer()

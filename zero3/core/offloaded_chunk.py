@@ -7,7 +7,8 @@ landing    the host waits for that copy, and makes it the chunk's gradient, or a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.communicator import Communicator
-from ..comm.streams import Mark, Moment, OnHost
+from ..comm.streams import Lane, Mark, Moment, OnHost
 from .chunk import Chunk
 from .gradient_types import DeferredGradient
 from .layer_state import LayerState
@@ -26,7 +27,12 @@ from .residence import Residence
 __all__: list[str] = []
 
 Take = Callable[[Tensor, Tensor], None]
+_Whom = Callable[[], "OffloadedChunk | None"]  # a weak reference
 _Leaving = tuple[Take, list[OnHost]]
+
+
+def _nobody() -> None:
+    return None
 
 
 class OffloadedChunk(Chunk):
@@ -40,6 +46,8 @@ class OffloadedChunk(Chunk):
         self._passing = self._nothing = torch.empty(0)  # on the device, in the chunk's dtype, on its way to a full buffer of another dtype
         self._read: Moment | None = None  # the end of the last copy to the device
         self._leaving: list[_Leaving] = []  # gradients on their way to the host
+        self.recent: list[_Whom] = [_nobody] * 3  # the last chunks of the model that were fetched
+        self.followers: dict[tuple[_Whom, _Whom], _Whom] = {}  # the two that were fetched before this one -> the one fetched next
         super().__init__(layout, shard, communicator, kind, device)
 
     @property
@@ -47,6 +55,19 @@ class OffloadedChunk(Chunk):
         return self.shard.device != self.device
 
     # -- the way in
+
+    def start_fetch(self, lane: Lane) -> None:
+        self._read_ahead()
+        super().start_fetch(lane)
+
+    def _read_ahead(self) -> None:
+        """The chunk that was fetched next, when this one was last fetched after the same two, is most likely fetched next again."""
+        (first, second, third), own = self.recent, weakref.ref(self)
+        self.recent[:] = second, third, own
+        if (previous := third()) is not None:
+            previous.followers[first, second] = own
+        if (follower := self.followers.get((second, third), _nobody)()) is not None:
+            follower.residence.read_ahead(follower.shard.data)
 
     def make_room(self, *, as_stored: bool = False) -> None:
         super().make_room(as_stored=as_stored)
@@ -138,14 +159,39 @@ class OffloadedQuantizedChunk(OffloadedChunk, QuantizedChunk):
     """A quantised chunk that rests on the host."""
 
 
-def settle(layers: Iterable[LayerState], *, before_backward: bool = False) -> None:
-    """The host waits until no device copies from a chunk that it may write now.
+class OffloadedLayers:
+    """A model's layers that have such chunks."""
 
-    Before a backward nobody writes a chunk without a gradient. Then the end of the backward is early enough to wait.
-    """
-    for chunk in (chunk for state in layers for chunk in state.chunks if isinstance(chunk, OffloadedChunk)):
-        if not (before_backward and chunk.begins):
-            chunk.settle()
+    def __init__(self) -> None:
+        self._states: list[LayerState] = []
+        self._recent: list[_Whom] = [_nobody] * 3
+
+    def __bool__(self) -> bool:
+        return bool(self._states)
+
+    def watch(self, state: LayerState) -> None:
+        if state.policy.offload is not None:
+            self._states.append(state)
+
+    def settle(self, *, before_backward: bool = False) -> None:
+        """The host waits until no device copies from a chunk that it may write now.
+
+        Before a backward nobody writes a chunk without a gradient. Then the end of the backward is early enough to wait.
+        """
+        for chunk in (chunk for state in self._states for chunk in _offloaded(state)):
+            chunk.recent = self._recent
+            if not (before_backward and chunk.begins):
+                chunk.settle()
+
+
+def _offloaded(state: LayerState) -> list[OffloadedChunk]:
+    return [chunk for chunk in state.chunks if isinstance(chunk, OffloadedChunk)]
+
+
+def settle(state: LayerState) -> None:
+    """The host waits until no device copies from the layer's chunks."""
+    for chunk in _offloaded(state):
+        chunk.settle()
 
 
 def chunk_of(residence: Residence | None, device: torch.device, *others: Any) -> Chunk:

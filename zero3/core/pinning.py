@@ -31,7 +31,7 @@ def pin(state: LayerState, *, to_compute: bool = False) -> None:
     try:
         state.start_fetch()
         state.finish_fetch()
-        settle([state])
+        settle(state)
     except BaseException:
         state.as_stored = False
         raise

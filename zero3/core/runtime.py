@@ -24,7 +24,6 @@ from .comparison import FOLD_EVERY, choose_residents, compare_call, compare_logs
 from .coordination import Activity
 from .dynamic import DynamicOrder
 from .layer_state import LayerState, Presence
-from .offloaded_chunk import settle
 from .requires_grad import check_requires_grad, may_get_gradients
 from .schedule import CallStack, CallTrace, ForwardOrder, ForwardPass, Frame, LearnedOrder
 from .transforms import refuse_transforms
@@ -182,7 +181,7 @@ class Runtime:
             raise
         if activity is not None:
             if self.backward.offloaded:
-                settle(self.backward.offloaded, before_backward=self.awaits_backward)
+                self.backward.offloaded.settle(before_backward=self.awaits_backward)
             activity.__exit__(None if error is None else type(error), error, None)
 
     def _finish_pass(self) -> None:
