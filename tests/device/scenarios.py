@@ -248,6 +248,25 @@ def offload_and_a_frozen_first_layer(me: Me) -> list[Tensor]:
     return [*seen, *values(model)]
 
 
+@scenario
+def offload_and_doors(me: Me) -> list[Tensor]:
+    """First values without a file, gradients by name and written back, norms, the optimizer's state out and in."""
+    with torch.device("meta"):
+        model: nn.Module = Stack()
+    zero3.shard(model, device=me.device, process_group=me.group, policy=ShardingPolicy(offload="cpu"))
+    zero3.materialize(model, init=lambda module: [nn.init.constant_(p, 0.05) for p in module.parameters(recurse=False)] and None)
+    optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.01)
+    seen = train(model, me, 1, optimizer)
+    loss_of(model, me, 1).backward()
+    with zero3.full_gradients(model, writeback=True) as gradients:
+        for gradient in gradients.values():
+            gradient.mul_(0.5)
+    seen += [*zero3.named_gradients(model).values(), *zero3.parameter_norms(model).values()]
+    seen += zero3.parameter_norms(model, "param").values()
+    zero3.load_full_optimizer_state_dict(model, optimizer, zero3.full_optimizer_state_dict(model, optimizer))
+    return [*seen, *train(model, me, 1, optimizer)]
+
+
 def _scale_chunks(model: nn.Module, factor: float) -> None:
     for chunk in model.parameters():
         chunk.mul_(factor)

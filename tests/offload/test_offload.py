@@ -394,8 +394,9 @@ def test_hosts_may_have_different_directories(tmp_path: Path) -> None:
     assert_same(run_ranks(2, body), on_ranks(2, train, None))
 
 
-def test_a_full_disk_on_one_rank_is_one_error_and_nothing_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, left = os.posix_fallocate, [1]
+@pytest.mark.parametrize("room", [1, 3])
+def test_a_full_disk_on_one_rank_is_one_error_and_nothing_has_changed(room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, left = os.posix_fallocate, [1] * room
 
     def refuse(*arguments: Any) -> None:
         if not left:
@@ -405,6 +406,17 @@ def test_a_full_disk_on_one_rank_is_one_error_and_nothing_has_changed(tmp_path: 
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     all_raise(2, OSError, r"rank \d: .*has no room for \d+ more bytes of what is offloaded.*No space left", lambda rank: tmp_path)
+
+
+def test_room_for_all_layers_is_looked_for_before_the_first_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers of all ranks at once, because ranks may share a disk."""
+    model, sizes = seeded(Model)[0], list[int]()
+    monkeypatch.setattr(os, "posix_fallocate", lambda descriptor, offset, nbytes: sizes.append(nbytes) or os.truncate(descriptor, nbytes))
+    zero3.shard(model, policy=ShardingPolicy(offload=tmp_path))
+    layers = sum(bool(state.chunks) for state in states_of(model))
+    asked, taken = sizes[:layers], sizes[layers:]
+    assert sum(asked) == sum(chunk.shard.nbytes * (1 + chunk.shard.requires_grad) for chunk in chunks_of(model))
+    assert sum(asked) <= sum(taken)
 
 
 @pytest.mark.parametrize("wrong", [1, True, b"/tmp", ["/tmp"]])

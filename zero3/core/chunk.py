@@ -260,17 +260,16 @@ class Chunk:
         """Cuts rank 0's full buffer into the chunks of all ranks."""
         zero_padding(self.full.tensor, self.layout)
         if not self.resident:
-            self._receive(split(self.full.tensor, self.layout) if self._communicator.rank == 0 else None)
+            self.receive(split(self.full.tensor, self.layout) if self._communicator.rank == 0 else None)
             torch.autograd.graph.increment_version(self.shard)
         self.unloaded.clear()
 
-    def _receive(self, slices: list[Tensor] | None) -> None:
+    def receive(self, slices: list[Tensor] | None) -> None:
+        """Takes this rank's slice of what rank 0 sends: `slices`, one for each rank."""
         self._communicator.scatter(self.shard.data, slices, self.layout.bounds).wait()
 
-    # -- where the gradient rests: see `OffloadedChunk`
-
     def hand_over(self, take: Callable[[Tensor, Tensor], None], landed: Tensor, summed: Tensor) -> None:
-        """Lets a reducer `take` a gradient that has landed, and the sum that it was made from. Called in the order of the lane."""
+        """Lets a reducer `take` a gradient that has landed, and the sum that it was made from, in the order of the lane."""
         take(landed, summed)
 
     def way_home(self, mark: Mark) -> Mark:

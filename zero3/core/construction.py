@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 
 import torch
@@ -14,12 +15,13 @@ from ..comm.communicator import Communicator
 from ..comm.factory import IDENTITY_BYTES, WrongMesh, any_device_of, communicator_for
 from ..policy import ShardingPolicy
 from ..quantized.formats import Format
+from ..scratch.nameless_file import room_on_disk
 from .ignored import without_ignored
 from .layer_state import LayerState
 from .marks import mark_sharded
 from .new_chunks import chunk_groups, new_chunk, offloaded
 from .parameters import CONTAINERS, ParameterSites, check_parameters, find_parameters, is_callable, own_modules
-from .policy_facts import rests_in
+from .policy_facts import directory_of, gradient_itemsize, rests_in
 from .quantizing import formats_of, nothing_selected
 from .residence import check_residence
 from .wrappers import wrapper_in
@@ -73,6 +75,18 @@ class _Examined:
     def label(self) -> str:
         return self.request.label or type(self.request.module).__name__
 
+    def take_room(self, held: ExitStack) -> None:
+        """Takes as much room on a disk as the layer will need, until `held` is closed."""
+        policy, shards = self.request.policy, self.communicator.shards
+        if (directory := directory_of(policy)) is not None:
+            sizes = [
+                self.formats[b.name].nbytes(b.parameter.shape) if b.name in self.formats else b.parameter.nbytes for b in self.parameters
+            ]
+            grows = [
+                b.parameter.numel() * gradient_itemsize(policy, b.parameter.dtype) for b in self.parameters if b.parameter.requires_grad
+            ]
+            held.enter_context(room_on_disk(directory, (sum(sizes) + sum(grows)) // shards))
+
     def agree(self) -> bytes:
         """Compares the ranks. Returns rank 0's note: the layer's number among ranks, and whether rank 0 has any tensor on meta."""
         subject = "a new layer" if self.error is not None else f"a new layer ({self.label})"
@@ -93,7 +107,13 @@ def agree_on(requests: Sequence[Request], is_layer: Callable[[nn.Module], bool],
         parameters = [sites for each in quantizing for sites in each.parameters]
         error = nothing_selected(f"this {type(requests[0].module).__name__}", quantizing[0].request.policy, parameters)
     lines = [f"{each.label}: {line}" for each in examined for line in each.lines]
-    agree(first.communicator, first.device, "what becomes a layer", lines, error)
+    with ExitStack() as held:  # until all ranks have looked: those of one host share a disk
+        try:
+            for each in examined if error is None else ():
+                each.take_room(held)
+        except (OSError, ValueError) as caught:
+            error = caught
+        agree(first.communicator, first.device, "what becomes a layer", lines, error)
 
 
 def all_but(request: Request, is_layer: Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:

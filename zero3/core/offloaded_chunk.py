@@ -114,12 +114,14 @@ class OffloadedChunk(Chunk):
         if read is not None:
             read.synchronize()
 
-    def _receive(self, slices: list[Tensor] | None) -> None:
-        if not self._far:
-            return super()._receive(slices)
-        own = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
-        self._communicator.scatter(own, slices, self.layout.bounds).wait()
-        self.shard.data.copy_(own)
+    def receive(self, slices: list[Tensor] | None) -> None:
+        if self._far:
+            own = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
+            self._communicator.scatter(own, slices, self.layout.bounds).wait()
+            self.shard.data.copy_(own)
+        else:
+            super().receive(slices)
+        self.residence.rest(self.shard.data)
 
     # -- the way of the gradient
 

@@ -37,6 +37,12 @@ def gradient_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:
     return policy.reduce_dtype if policy.reduce_dtype is not None and stored.is_floating_point else compute_dtype(policy, stored)
 
 
+def gradient_itemsize(policy: ShardingPolicy, stored: torch.dtype) -> int:
+    """The bytes of an element of the gradient `[S]` of a chunk of dtype `stored`, and of the wider sum that is kept beside it."""
+    lands, reduced = landed_dtype(policy, stored).itemsize, gradient_dtype(policy, stored).itemsize
+    return lands + reduced * (reduced > lands)
+
+
 def rests_in(policy: ShardingPolicy) -> Literal["device", "cpu", "disk"]:
     """Where chunks rest."""
     return "device" if policy.offload is None else "cpu" if policy.offload == "cpu" else "disk"

@@ -14,7 +14,7 @@ from bisect import bisect, insort
 
 from torch import Tensor
 
-from .nameless_file import nameless_file
+from .nameless_file import room_on_disk
 from .regions import Region, Regions
 
 __all__: list[str] = []
@@ -39,12 +39,7 @@ class MappedFiles(Regions):
         self._places: list[tuple[int, int]] = []  # (address, bytes) of regions, sorted
 
     def _new_region(self, nbytes: int) -> Region:
-        with nameless_file(self._directory) as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, nbytes)  # now, because a write to a full disk would end the process
-            except OSError as error:
-                text = f"{self._directory!r} has no room for {nbytes} more bytes of what is offloaded, beside {self.nbytes}: "
-                raise OSError(error.errno, text + str(error.strerror)) from error
+        with room_on_disk(self._directory, nbytes) as file:
             region = _Mapped(file.fileno(), nbytes)
         insort(self._places, (region.address, nbytes))
         return region

@@ -1,4 +1,4 @@
-"""A file without a name. It vanishes with the process, however that ends."""
+"""Files without a name. They vanish with the process, however that ends."""
 
 from __future__ import annotations
 
@@ -20,3 +20,20 @@ def nameless_file(directory: str) -> FileIO:
         return tempfile.TemporaryFile(dir=directory, buffering=0)
     except OSError as error:
         raise ValueError(f"{directory!r} can't hold what is offloaded: {error}. Name a directory, on a local disk") from error
+
+
+def room_on_disk(directory: str, nbytes: int) -> FileIO:
+    """A file of that many bytes, which it has on the disk: a write to a mapped file on a full disk would end the process.
+
+    Raises:
+        OSError: The disk is full.
+        ValueError: As for `nameless_file`.
+    """
+    file = nameless_file(directory)
+    try:
+        if nbytes:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+    except OSError as error:
+        file.close()
+        raise OSError(error.errno, f"{directory!r} has no room for {nbytes} more bytes of what is offloaded: {error.strerror}") from error
+    return file
