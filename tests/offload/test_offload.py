@@ -221,6 +221,14 @@ def test_chunks_are_read_ahead_of_their_fetches(tmp_path: Path, monkeypatch: pyt
     assert told[: len(expected)] == expected
 
 
+def test_report_says_where_chunks_rest(tmp_path: Path) -> None:
+    for offload, expected in ((tmp_path, "files"), ("cpu", "memory"), (None, "memory")):
+        model = zero3.shard(seeded(Model)[0], policy=ShardingPolicy(offload=offload))
+        report = zero3.report(model)
+        assert report.rests == (expected,)
+        assert ("Chunks in files: trainable" in str(report)) is (expected == "files")
+
+
 def whole_and_groups(model: nn.Module, group: ThreadCommunicator) -> list[Tensor]:
     groups = zero3.param_groups(model, lambda name, info: {"whole": info.ndim == 2, "weight_decay": 0.1 * (info.ndim == 2)})
     seen = train(model, group, torch.optim.AdamW(groups, lr=0.1))
@@ -358,6 +366,26 @@ def test_materialize_and_load(tmp_path: Path) -> None:
         return run_ranks(2, body)
 
     assert_same(run(tmp_path), run(None))
+
+
+def test_load_pretrained_reads_into_files(tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+
+    def saves(model: nn.Module, group: ThreadCommunicator) -> list[Tensor]:
+        zero3.save_pretrained(model, tmp_path / "saved")
+        return values(model)
+
+    def loads(group: ThreadCommunicator) -> list[Tensor]:
+        with torch.device("meta"):
+            model: nn.Module = Model().double()
+        zero3.shard(model, policy=ShardingPolicy(offload=files), process_group=group, device="cpu")
+        zero3.load_pretrained(model, tmp_path / "saved")
+        assert all(in_files(chunk.shard) for chunk in chunks_of(model))
+        return values(model)
+
+    expected = on_ranks(2, saves, files)
+    assert_same(run_ranks(2, loads), expected)
 
 
 # -- refusals

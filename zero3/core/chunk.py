@@ -134,6 +134,7 @@ class Chunk:
         return isinstance(self.full, ResidentBuffer)
 
     read_only = False  # whether its values can't be written, only loaded
+    rests = "memory"  # where reports say that it rests
 
     @property
     def stored_as(self) -> str:

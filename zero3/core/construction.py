@@ -79,13 +79,11 @@ class _Examined:
         """Takes as much room on a disk as the layer will need, until `held` is closed."""
         policy, shards = self.request.policy, self.communicator.shards
         if (directory := directory_of(policy)) is not None:
-            sizes = [
-                self.formats[b.name].nbytes(b.parameter.shape) if b.name in self.formats else b.parameter.nbytes for b in self.parameters
-            ]
-            grows = [
-                b.parameter.numel() * gradient_itemsize(policy, b.parameter.dtype) for b in self.parameters if b.parameter.requires_grad
-            ]
-            held.enter_context(room_on_disk(directory, (sum(sizes) + sum(grows)) // shards))
+            nbytes = 0
+            for parameter, kind in ((b.parameter, self.formats.get(b.name)) for b in self.parameters):
+                nbytes += parameter.nbytes if kind is None else kind.nbytes(parameter.shape)
+                nbytes += parameter.numel() * gradient_itemsize(policy, parameter.dtype) * parameter.requires_grad
+            held.enter_context(room_on_disk(directory, nbytes // shards))
 
     def agree(self) -> bytes:
         """Compares the ranks. Returns rank 0's note: the layer's number among ranks, and whether rank 0 has any tensor on meta."""

@@ -42,7 +42,7 @@ class OffloadedChunk(Chunk):
         self, residence: Residence, device: torch.device, layout: ChunkLayout, shard: nn.Parameter, communicator: Communicator, kind: Any
     ) -> None:
         """`kind`: the dtype of full buffers, or the quantised parameters."""
-        self.residence = residence
+        self.residence, self.rests = residence, residence.name
         self._passing = self._nothing = torch.empty(0)  # on the device, in the chunk's dtype, on its way to a full buffer of another dtype
         self._read: Moment | None = None  # the end of the last copy to the device
         self._leaving: list[_Leaving] = []  # gradients on their way to the host

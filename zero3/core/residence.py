@@ -21,6 +21,7 @@ __all__: list[str] = []
 class Residence(Protocol):
     """One chunk's place on the host. The memory of a gradient that is gone is that of the next one."""
 
+    name: str  # in reports
     at_once: bool  # whether gradients of an accelerator land one by one, so that few of them pass through memory at any time
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -57,6 +58,7 @@ class Residence(Protocol):
 class InPinnedMemory:
     """Host memory for an accelerator, which copies while the host goes on."""
 
+    name = "host memory"
     at_once = False
 
     def __init__(self) -> None:
@@ -84,6 +86,7 @@ class InPinnedMemory:
 class InFiles:
     """Memory-mapped files in a directory."""
 
+    name = "files"
     at_once = True
 
     def __init__(self, directory: str) -> None:
