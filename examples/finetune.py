@@ -51,6 +51,8 @@ FORMATS = {"nf4": zero3.NF4(), "int8": zero3.Int8(), "float8": zero3.Float8(), "
 DTYPE_HELP = """of the weights. bf16 halves the memory. With --lora it is the frozen model that is bf16, and the adapters stay fp32;
 without, weights, gradients and optimizer state are all bf16: a weight has 8 bits of precision, and ignores steps below 1/256 of it
 (--compute bf16 is what you want then)"""
+GATHER_FORMATS = {"int8": zero3.Int8(), "float8": zero3.Float8()}
+REDUCE_FORMATS = {"int8": zero3.Int8(), "int8-stochastic": zero3.Int8(stochastic=True)}
 COMPUTE_HELP = "of computation, if other than --dtype: weights are cast to it on their way to the other ranks, their master copies stay"
 
 
@@ -66,6 +68,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--quantize", choices=FORMATS, help="store the frozen model's linear layers in this format (needs --lora)")
     add("--dtype", choices=DTYPES, default="fp32", help=DTYPE_HELP)
     add("--compute", choices=DTYPES, help=COMPUTE_HELP)
+    add("--gather-format", choices=GATHER_FORMATS, help="send weights in this format. What computes is rounded to it, the masters are not")
+    add("--reduce-format", choices=REDUCE_FORMATS, help="send gradients in this format")
     add("--shard", action="store_true", help="zero3.shard() for GPT-NeoX too, as for all other models and --lora")
     add("--generate", metavar="TEXT", help="show how the model goes on from this text, before and after")
     add("--generate-tokens", type=positive, metavar="N", default=40, help="how far it goes on")
@@ -104,6 +108,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.policy = zero3.ShardingPolicy(param_dtype=compute, reduce_dtype=sums, output_dtype=sums)
     if options.quantize is not None:
         options.policy = replace(options.policy, quantize=FORMATS[options.quantize])
+    travels = {"gather_format": GATHER_FORMATS.get(options.gather_format), "reduce_format": REDUCE_FORMATS.get(options.reduce_format)}
+    options.policy = replace(options.policy, **travels)
     options.checkpoint_dir = options.checkpoint_dir or options.output / "checkpoints"
     if options.lora is not None and options.model is None:
         parser.error("argument --lora: adapters belong to a model that was there before: name it with --model")

@@ -6,16 +6,20 @@ hypothesis draws a policy and what users do between and inside steps. ZERO3_EXAM
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import grad, vmap
+from torch.utils.checkpoint import checkpoint
 
 import zero3
 from tests.support.ranks import ThreadCommunicator, run_ranks
@@ -27,12 +31,29 @@ EXAMPLES = int(os.environ.get("ZERO3_EXAMPLES", "25"))
 BLOCKS = 3
 
 
-class Model(Stack):
-    """With a method that reads a parameter of the root's own, and a tied head, or not."""
+class Featured(Block):
+    """Has another method than `forward`."""
 
-    def __init__(self, tied: bool) -> None:
-        super().__init__(*[Block(6 + i) for i in range(BLOCKS)], tied=tied)
+    def features(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.up(x)) * self.down.bias[0]
+
+
+class Model(Stack):
+    """With a method that reads a parameter of the root's own, and a tied head, or not. It asks for the class of its blocks."""
+
+    def __init__(self, tied: bool, reentrant: bool | None) -> None:
+        super().__init__(*[Featured(6 + i) for i in range(BLOCKS)], tied=tied)
         self.scale = nn.Parameter(torch.full((WIDTH,), 0.7))
+        self.reentrant = reentrant  # None: blocks are not recomputed
+
+    def through_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            assert isinstance(block, Featured)
+            if self.reentrant is None or not torch.is_grad_enabled():
+                x = block(x)
+            else:  # reentrant checkpointing needs gradients of its inputs
+                x = checkpoint(block, x if x.requires_grad else x.requires_grad_(), use_reentrant=self.reentrant)
+        return x
 
     def encode(self, words: Tensor) -> Tensor:
         return self.norm(self.through_blocks(self.embed(words))) * self.scale
@@ -41,8 +62,14 @@ class Model(Stack):
         nn.init.uniform_(self.scale, 0.5, 1.0)
 
 
-def made(tied: bool) -> Model:
-    return built(lambda: Model(tied))
+def made(run: Run) -> Model:
+    return built(lambda: Model(run.tied, run.reentrant))
+
+
+def drawn(module: nn.Module) -> None:
+    """What `materialize` may be given."""
+    for parameter in module.parameters(recurse=False):
+        nn.init.normal_(parameter, 0.3, 0.2)
 
 
 def left_alone(name: str, info: ParamInfo) -> bool:
@@ -63,14 +90,20 @@ class Run:
     world_size: int
     tied: bool
     from_meta: bool
+    drawn: bool
+    compiled: bool
+    reentrant: bool | None
     grouped: bool
     together: bool
     policy: ShardingPolicy
     actions: tuple[tuple[str, int], ...]
 
 
-ACTIONS = ["micro-batch", "micro-batch", "kept micro-batch", "encode", "scale by name", "clip by name", "step", "step", "fetch", "release"]
-MORE = ["set_trainable", "transform", "reduce", "evaluate", "report", "guarded micro-batch", "clip", "order", "load", "write"]
+ACTIONS = [
+    "micro-batch", "micro-batch", "kept micro-batch", "guarded micro-batch", "offloaded micro-batch", "encode", "features", "step", "step",
+    "scale by name", "clip by name", "clip", "set_trainable", "transform", "evaluate", "fetch", "release", "order", "reduce", "report",
+    "load", "checkpoint", "write",
+]  # fmt: skip
 
 
 @st.composite
@@ -84,13 +117,35 @@ def runs(draw: Callable[[Any], Any]) -> Run:
         transactional=stage > 1 and draw(st.booleans()),
         ignored=draw(st.sampled_from([None, left_alone])),
         grad_dtype=draw(st.sampled_from([None, torch.float32])),
+        resident_bytes=draw(st.sampled_from([0, 2000])),
+        gather_format=draw(
+            st.sampled_from([None, None, zero3.Int8(block_size=1), zero3.Float8(block=(1, 1))])
+        ),  # exact, but for a last bit
+        reduce_format=draw(st.sampled_from([None, None, zero3.Int8(block_size=1)])),
     )
-    actions = draw(st.lists(st.tuples(st.sampled_from([*ACTIONS, *MORE]), st.integers(0, 31)), min_size=3, max_size=14))
-    tied, from_meta, grouped, together = (draw(st.booleans()) for _ in range(4))
-    return Run(draw(st.sampled_from([1, 2, 3])), tied, from_meta, grouped and stage > 1, together, policy, tuple(actions))
+    actions = draw(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 31)), min_size=3, max_size=14))
+    tied, from_meta, given, grouped, together = (draw(st.booleans()) for _ in range(5))
+    compiled, reentrant = (
+        draw(st.sampled_from([False] * 7 + [True])),
+        draw(st.sampled_from([None, None, False] if policy.dynamic else [None, None, False, True])),
+    )
+    return Run(
+        draw(st.sampled_from([1, 2, 3])),
+        tied,
+        from_meta,
+        given,
+        compiled,
+        reentrant,
+        grouped and stage > 1,
+        together,
+        policy,
+        tuple(actions),
+    )
 
 
-def loss_by(model: Any, kind: str, turn: Turn) -> Tensor:
+def loss_by(model: Any, kind: str, turn: Turn, seed: int) -> Tensor:
+    if kind == "features":
+        return model.blocks[seed % BLOCKS].features(model.embed(words_of(turn))).pow(2).mean()
     return model.encode(words_of(turn)).pow(2).mean() if kind == "encode" else loss_of(model, turn)
 
 
@@ -120,21 +175,25 @@ def is_ignored(run: Run, name: str) -> bool:
 
 def plain_run(run: Run) -> list[Any]:
     """What each action shows."""
-    model, shown = made(run.tied), list[Any]()
+    model, shown = made(run), list[Any]()
     if run.from_meta:
         torch.manual_seed(4)
-        for module in model.modules():
+        for module in model.modules() if not run.drawn else ():
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
+        if run.drawn:
+            model.apply(drawn)
     named = dict(model.named_parameters())
 
     def gradients() -> dict[str, Tensor]:
         return {n: p.grad for n, p in named.items() if p.grad is not None and not is_ignored(run, n)}
 
     for number, (action, seed) in enumerate(run.actions):
-        if action in ("micro-batch", "kept micro-batch", "guarded micro-batch", "encode"):
+        if action.endswith("micro-batch") or action in ("encode", "features"):
             for rank in range(run.world_size):
-                (loss_by(model, action, Turn(rank, number, run.world_size)) / run.world_size).backward()
+                loss = loss_by(model, action, Turn(rank, number, run.world_size), seed) / run.world_size
+                if loss.requires_grad:  # of features of a frozen block it does not
+                    loss.backward()
         elif action == "scale by name":
             scaled(gradients())
         elif action == "clip by name":
@@ -164,13 +223,17 @@ def plain_run(run: Run) -> list[Any]:
 class Sharded:
     """The same on one rank of a sharded model."""
 
-    def __init__(self, run: Run, model: Model, group: ThreadCommunicator) -> None:
-        self.run, self.group = run, group
+    def __init__(self, run: Run, model: Model, group: ThreadCommunicator, folder: Path) -> None:
+        self.run, self.group, self.folder = run, group, folder
+        if run.compiled:
+            model.blocks[1].compile(backend="eager")
         layers = layers_of(model) if run.together else None
         self.model: Any = zero3.shard(model, layers, process_group=process_group(group), policy=run.policy, device="cpu")
         zero3.register_forward_method(self.model, "encode")
+        for block in self.model.blocks:
+            zero3.register_forward_method(block, "features")
         if run.from_meta:
-            zero3.materialize(self.model)
+            zero3.materialize(self.model, init=drawn if run.drawn else None)
         self.make_optimizer()
 
     def own(self) -> list[nn.Parameter]:
@@ -178,18 +241,31 @@ class Sharded:
 
     def make_optimizer(self) -> None:
         parameters: Any = zero3.param_groups(self.model, options_of) if self.run.grouped else zero3.get_trainable_chunk(self.model)
-        self.optimizer = torch.optim.SGD(parameters, lr=0.05)
+        self.optimizer, self.older = torch.optim.SGD(parameters, lr=0.05), False  # whether set_trainable was called since
+        listed = [p for p in self.model.parameters() if p.requires_grad and all(p is not own for own in self.own())]
+        assert [*map(id, listed)] == [*map(id, zero3.get_trainable_chunk(self.model))]
 
     def zero(self) -> None:
-        self.optimizer.zero_grad()
-        for parameter in self.own():
-            parameter.grad = None
+        self.model.zero_grad()
+
+    def step(self) -> None:
+        try:
+            self.optimizer.step()
+        except RuntimeError:
+            if not self.older:  # a new one would have been needed
+                raise
+            self.make_optimizer()
+            self.optimizer.step()
 
     def do(self, number: int, action: str, seed: int) -> list[Any]:
         model, shown = self.model, list[Any]()
-        if action in ("micro-batch", "kept micro-batch", "encode"):
+        if action in ("micro-batch", "kept micro-batch", "offloaded micro-batch", "encode", "features"):
+            offloads = zero3.offload_activations(min_bytes=1) if action == "offloaded micro-batch" else nullcontext()
             with zero3.no_sync(model) if action == "kept micro-batch" else nullcontext():
-                loss_by(model, action, Turn(self.group.rank, number, self.run.world_size)).backward()
+                with offloads:
+                    loss = loss_by(model, action, Turn(self.group.rank, number, self.run.world_size), seed)
+                if loss.requires_grad:
+                    loss.backward()
         elif action == "guarded micro-batch":
             can_be = self.run.policy.stage == 3 and not self.run.policy.dynamic
             with zero3.step_guard(model) if can_be else nullcontext():
@@ -207,11 +283,13 @@ class Sharded:
         elif action == "order":
             ends = [layer for layer in (model.embed, model.head) if isinstance(layer, zero3.Zero3Layer)]
             zero3.set_forward_order(model, [*ends, *model.blocks] if seed % 2 else [*ends[:1], *model.blocks, *ends[1:]])
+        elif action == "checkpoint":
+            zero3.save_checkpoint(self.folder / "checkpoint", model, extra=number)
+            self.spoil()
+            assert zero3.load_checkpoint(self.folder / "checkpoint", model) == number
         elif action == "load":
             values = zero3.full_state_dict(model)
-            with torch.no_grad():
-                for chunk in zero3.get_trainable_chunk(model):
-                    chunk.data.mul_(1.5)
+            self.spoil()
             zero3.load_full_state_dict(model, values)
         elif action == "write":
             with zero3.full_params(model.blocks[seed % BLOCKS], writeback=True), torch.no_grad():
@@ -222,6 +300,10 @@ class Sharded:
             zero3.reduce_gradients(model)
             shown += self.with_gradients(action, seed)
         return [*shown, zero3.full_state_dict(model, rank0_only=False)]
+
+    def spoil(self) -> None:
+        for chunk in zero3.get_trainable_chunk(self.model):
+            chunk.data.mul_(1.5)
 
     def with_gradients(self, action: str, seed: int) -> list[Any]:
         if action == "clip":
@@ -236,32 +318,34 @@ class Sharded:
                 if parameter.grad is not None:
                     self.group.all_reduce(parameter.grad)
                     parameter.data.sub_(parameter.grad / self.run.world_size, alpha=0.05)
-            self.optimizer.step()
+            self.step()
             self.zero()
         elif action == "set_trainable":
             self.zero()
             zero3.set_trainable(self.model, chosen(seed))
-            self.make_optimizer()
+            self.older = True
+            if seed % 2 or self.run.grouped:
+                self.make_optimizer()
         return []
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks, whoever's tensor it is
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES == 25, suppress_health_check=list(HealthCheck))
 @given(runs())
 def test_everything_together(run: Run) -> None:
-    with torch.random.fork_rng(devices=[]):
+    torch.compiler.reset()
+    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
         expected = plain_run(run)
-        if run.from_meta:
-            with torch.device("meta"):
-                models = [made(run.tied) for _ in range(run.world_size)]
-        else:
-            models = [made(run.tied) for _ in range(run.world_size)]
+        with torch.device("meta") if run.from_meta else nullcontext():
+            models = [made(run) for _ in range(run.world_size)]
         torch.manual_seed(4)
 
         def body(group: ThreadCommunicator) -> list[Any]:
-            sharded = Sharded(run, models[group.rank], group)
+            sharded = Sharded(run, models[group.rank], group, Path(folder))
             return [each for number, (action, seed) in enumerate(run.actions) for each in sharded.do(number, action, seed)]
 
-        tolerance = 1e-9 if run.policy.grad_dtype is None else 1e-4
+        chosen_by = (run.policy.grad_dtype, run.policy.gather_format, run.policy.reduce_format)
+        tolerance = 1e-9 if chosen_by == (None, None, None) else 1e-4
         for found in run_ranks(run.world_size, body):
             assert len(found) == len(expected)
             for mine, theirs in zip(found, expected, strict=True):

@@ -152,6 +152,14 @@ def test_materialize_draws_what_one_process_would(name: str, world_size: int) ->
     assert torch.equal(torch.rand(3), following), "the generator is where one process leaves it"
 
 
+def test_materialize_draws_in_the_modules_own_order_where_the_policy_ignores_some() -> None:
+    model = zero3.shard(on_meta(stack), policy=zero3.ShardingPolicy(ignored=lambda name, info: name.endswith("bias")), device="cpu")
+    torch.manual_seed(5)
+    zero3.materialize(model, uniform)
+    torch.manual_seed(5)
+    assert_close(zero3.full_state_dict(model), whole(stack(), uniform).state_dict(), 0, "biases ignored")
+
+
 @WORLDS
 @pytest.mark.parametrize("whole_matrices", [False, True], ids=["chunks", "whole"])
 def test_materialize_then_train(world_size: int, whole_matrices: bool) -> None:

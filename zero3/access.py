@@ -11,7 +11,7 @@ from .comm.agreement import agree, all_go_on
 from .core.autograd import inside_backward
 from .core.gradient_types import CallersMistake
 from .core.layer_state import LayerState
-from .core.parameters import named
+from .core.parameters import named, plain_modules
 from .core.pinning import Pin, pin, refuse_to_write, unpin, write_back
 from .core.transforms import transformable
 from .layer import layers_of, states_in
@@ -288,7 +288,7 @@ def _states_in(module: nn.Module) -> list[LayerState]:
         raise TypeError(f"expected the sharded model, an nn.Module, found a {type(module).__name__}: pass the model, not its parameters")
     roots = (vars(inner).get("_zero3_root") for inner in module.modules())
     states = [*states_in(module), *(root for root in roots if isinstance(root, LayerState))]
-    for inner in module.modules():
+    for inner in plain_modules(module):
         for value in [*vars(inner).values(), *inner._parameters.values()]:
             owner = getattr(value, "zero3_state", None) if isinstance(value, nn.Parameter) else None
             if owner is not None and (state := owner()) is not None and state not in states:

@@ -10,6 +10,7 @@ from torch import nn
 
 from .access import states_of
 from .core.module_overrides import Override
+from .core.parameters import unwrapped
 from .layer import RootEntry, Zero3Layer, layers_of, run_sharded
 
 __all__: list[str] = []
@@ -36,7 +37,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         model.encode(batch).mean().backward()
     """
     states_of(module)  # raises if nothing is sharded
-    owner = module.module if isinstance(module, Zero3Layer) else module
+    owner = unwrapped(module)
     if not callable(getattr(owner, method_name, None)):
         raise ValueError(f"{type(owner).__name__} has no method {method_name!r}: register_forward_method takes the name of one")
     entry = vars(module).get("forward")

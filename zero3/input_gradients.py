@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from .core.module_overrides import Override
-from .core.parameters import parameters_of
-from .layer import Zero3Layer
+from .core.parameters import parameters_of, plain_modules, unwrapped
 
 __all__: list[str] = []
 
@@ -34,9 +33,9 @@ def _enable(module: nn.Module, enable: Callable[[], Any]) -> None:
 
 
 def _warn(model: nn.Module) -> None:
-    hooked = [_plain(m) for m in model.modules() if any(getattr(hook, "__name__", "") in _HOOKS for hook in m._forward_hooks.values())]
-    frozen = [module for module in hooked if not any(p.requires_grad for _, p in parameters_of(module) if p is not None)]
-    if frozen and not any(_recomputes_reentrantly(module) for module in model.modules()):
+    hooked = [module for each in model.modules() for module in {each, unwrapped(each)} if _makes_require_grad(module)]
+    frozen = [module for module in map(unwrapped, hooked) if not any(p.requires_grad for _, p in parameters_of(module) if p is not None)]
+    if frozen and not any(_recomputes_reentrantly(module) for module in plain_modules(model)):
         _log.warning(
             "%s: the output of its frozen embeddings needs gradients (%s). So backward gathers and differentiates all layers, also those "
             "below the first one that trains, for gradients that nobody uses. Only reentrant checkpointing needs that: call "
@@ -45,8 +44,8 @@ def _warn(model: nn.Module) -> None:
         )  # fmt: skip
 
 
-def _plain(module: nn.Module) -> nn.Module:
-    return module.module if isinstance(module, Zero3Layer) else module
+def _makes_require_grad(module: nn.Module) -> bool:
+    return any(getattr(hook, "__name__", "") in _HOOKS for hook in module._forward_hooks.values())
 
 
 def _recomputes_reentrantly(module: nn.Module) -> bool:

@@ -16,25 +16,26 @@ from .core.compiled import ends_graphs
 from .core.construction import Request, all_but, build_state
 from .core.layer_state import LayerState
 from .core.module_overrides import Override, check_conversion, guard, guard_layer, refuse, refuse_load_state_dict, refuse_state_dict
-from .core.parameters import own_module_name, own_modules
+from .core.parameters import WRAPPED, own_module_name, own_modules
 from .core.runtime import Runtime
+from .core.stand_in import StandIn
 from .core.wrappers import refuse_wrappers
 from .policy import ShardingPolicy
 
 __all__: list[str] = []
 
 
-class Zero3Layer(nn.Module):
+class Zero3Layer(StandIn):
     """Shards one module over the ranks of a process group (ZeRO stage 3).
 
     Each rank keeps 1/W of the parameters, as flat *chunks*. The full parameters exist only while the layer itself computes, in
     forward and in backward. All ranks wrap the same modules in the same order, and rank 0's values win. Freeze what should not
     train (`requires_grad_(False)`) before wrapping.
 
-    A single layer works as a model. Attributes that the layer lacks are read from the wrapped module, and `isinstance` answers for both:
-    models ask which block they call. `state_dict`, `deepcopy`,
-    pickle and conversions such as `.half()` would see only one rank's slice, so they raise RuntimeError, which names the function
-    to use instead.
+    A single layer works as a model. In a model it stands for the module that it wraps, which is its attribute `module`: `isinstance`
+    answers for both classes, and submodules, buffers and mode are the module's. Attributes that the layer lacks are read from the
+    module; in a model they are written to it as well. `state_dict`, `deepcopy`, pickle and conversions such as `.half()` would see
+    only one rank's slice, so they raise RuntimeError, which names the function to use instead.
 
     Args:
         module: Any module that is not sharded itself. A `Zero3Layer` inside it keeps its own parameters; this layer takes the
@@ -94,14 +95,14 @@ class Zero3Layer(nn.Module):
     def _wrap(self, state: LayerState, module: nn.Module, is_inner_layer: Callable[[nn.Module], bool]) -> None:
         self._runtime: Runtime | None = None
         self._state = state
-        self.module = module
+        self._listed = self.stand_for(module)  # beside its own parameters
         for _, inner in own_modules(module, is_inner_layer):
             guard(inner, is_layer)
         guard_layer(self)
 
     def _list_chunks(self) -> None:
-        self._state.registry = self._parameters
-        self._parameters.update(self._state.chunk_names())
+        self._state.registry = self._listed
+        self._listed.update(self._state.chunk_names())
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
         """This rank's trainable chunks of this layer and of the layers inside it. They are the parameters for the optimizer.
@@ -123,7 +124,7 @@ class Zero3Layer(nn.Module):
         runtime = self._runtime
         if runtime is None or (len(runtime.layers) == 1 and torch.is_grad_enabled()):
             runtime = self._find_runtime(args, kwargs)
-        return run_sharded(runtime, self._state, self, self.module, args, kwargs)
+        return run_sharded(runtime, self._state, self, self.__dict__[WRAPPED], args, kwargs)
 
     def _find_runtime(self, args: Any, kwargs: Any) -> Runtime:
         """The layer's runtime. If the inputs come from another layer, in the graph, this layer joins that layer's runtime.
@@ -142,45 +143,17 @@ class Zero3Layer(nn.Module):
             layer._runtime = upstream
         return upstream
 
-    # -- attributes and names of the wrapped module
+    # -- what tools ask of a module
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None:
-                raise
-            return getattr(module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Writes are the layer's own. But `torch.func.functional_call` may replace the wrapped module's parameters while they show."""
-        inner = self._modules.get("module") if isinstance(value, torch.Tensor) else None
-        if inner is not None and name in inner._parameters and self._state.pinned:
-            inner._parameters[name] = value
-        else:
-            super().__setattr__(name, value)
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Gives the wrapped module the wrapper's name, so that parameters have the same names as without the wrapper."""
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The layer and the modules inside its module. Raises if a wrapper of another library calls it."""
         refuse_wrappers(lambda: self._state.subject.name)
-        memo = set() if memo is None else memo
-        if self in memo:
-            return
-        if remove_duplicate:
-            memo.add(self)
-        yield prefix, self
-        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+        yield from super().named_modules(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The chunks, and the parameters of modules inside. Raises if a wrapper of another library calls it."""
         refuse_wrappers(lambda: self._state.subject.name)
         return super().named_parameters(*args, **kwargs)
-
-    def _get_name(self) -> str:
-        return type(self).__name__
 
     def extra_repr(self) -> str:
         state = self._state
@@ -192,13 +165,13 @@ class Zero3Layer(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         if not self._state.pinned:
             refuse_state_dict()
-        return self.module.state_dict(*args, **kwargs)
+        found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return found
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if not self._state.pinned:
             refuse_load_state_dict()
-        for name in [name for name in state_dict if name.startswith(prefix)]:  # the names are the unwrapped module's
-            state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+        self.module._load_from_state_dict(state_dict, prefix, *args)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         if not self._state.pinned:
@@ -221,7 +194,7 @@ class Zero3Layer(nn.Module):
             for chunk in state.chunks:
                 check_conversion(chunk.shard.new_empty(1), fn, f"layer {state.label}")
         if recurse:
-            self.module._apply(fn)  # type: ignore[no-untyped-call]
+            self.module._apply(fn)
         return self
 
 

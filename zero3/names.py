@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from .access import states_of
-from .core.parameters import own_name, parameters_of, wrapped_in
-from .layer import Zero3Layer
+from .core.parameters import own_name, parameters_of, unwrapped, wrapped_in
+from .layer import is_layer
 
 __all__: list[str] = []
 
@@ -25,9 +25,8 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def named_entries(model: nn.Module) -> Iterator[tuple[str, Tensor | nn.Module]]:
     """Yields the same as `named_tensors`, and each module that has extra state, with the name and the place of that in the state dict."""
     chunks = {id(part.parameter) for state in states_of(model) for chunk in state.chunks for part in chunk.parts}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, Zero3Layer):
-            continue
+    for prefix, entry in model.named_modules(remove_duplicate=False):
+        module = unwrapped(entry)
         dot = own_name(f"{prefix}.") if prefix else ""
         for name, parameter in parameters_of(module):
             if parameter is not None and id(parameter) not in chunks:
@@ -41,6 +40,6 @@ def named_entries(model: nn.Module) -> Iterator[tuple[str, Tensor | nn.Module]]:
 
 def innermost(model: nn.Module) -> nn.Module:
     """Returns the model inside a layer around the whole model, and inside torch's wrappers."""
-    while (inner := model.module if isinstance(model, Zero3Layer) else wrapped_in(model)) is not None:
+    while (inner := unwrapped(model) if is_layer(model) else wrapped_in(model)) is not None:
         model = inner
     return model

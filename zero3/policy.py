@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from .quantized.formats import Format
+from .quantized.formats import Float8, Format, Int8
 
 __all__: list[str] = []
 
@@ -120,6 +120,16 @@ class ShardingPolicy:
             accelerator. On the CPU that changes nothing. A directory, on a local disk: in memory-mapped files without a name, which
             vanish with the process. The directory need not be the same on all hosts. The optimizer then steps on the CPU, as
             `chunk` and `chunk.grad` are there. Results are the same to the bit. None: where layers compute.
+        gather_format: The format in which trainable chunks travel when they are gathered: `Int8` or `Float8` (of which a block has
+            `block[1]` elements). Each rank quantises its chunk from its first element on. What computes, in forward and in backward
+            and on the chunk's owner too, is `dequantize(quantize(chunk))` in `param_dtype` or in the chunk's dtype: weights rounded to
+            the nearest code, which is a bias. The chunks themselves, which the optimizer, state dicts and checkpoints see, stay exact.
+            None: as they are, or cast to `param_dtype`.
+        reduce_format: The format in which gradients travel to the rank that owns them: `Int8`. Each rank quantises what it sends to
+            each owner, itself included, once. The owner adds in float32, in rank order, and divides for the mean after that, so
+            `reduce_dtype` is only the dtype of gradients before they are sent. Rounding to the nearest code is a bias;
+            `Int8(stochastic=True)` has none. Sums over the replicas of a mesh stay exact. None: as they are. Where chunks are not cut
+            (one rank, or a mesh with one shard), neither format does anything.
 
     Raises:
         ValueError: A value is not allowed, or two options exclude each other.
@@ -149,6 +159,8 @@ class ShardingPolicy:
     resident_bytes: int = 0
     quantize: Format | None = None
     offload: str | os.PathLike[str] | None = None
+    gather_format: Format | None = None
+    reduce_format: Format | None = None
 
     def __post_init__(self) -> None:
         if repr(self.stage) not in ("1", "2", "3"):  # refuses True and 2.0 too
@@ -168,10 +180,11 @@ class ShardingPolicy:
                 raise TypeError(f"{name} must be True or False, found {getattr(self, name)!r}")
         if self.ignored is not None and not callable(self.ignored):
             raise TypeError(f"ignored must be a function (name, ParamInfo) -> bool or None, found {self.ignored!r}")
-        if self.quantize is not None and not isinstance(self.quantize, Format):
-            raise TypeError(f"quantize must be zero3.NF4(), Int8(), Float8(), MXFP4() or None, found {self.quantize!r}")
+        self._check_formats()
         if self.offload is not None and not (isinstance(self.offload, (str, os.PathLike)) and isinstance(os.fspath(self.offload), str)):
             raise TypeError(f'offload must be "cpu", a directory or None, found {self.offload!r}')
+        if self.offload is not None and self.gather_format is not None:
+            raise ValueError("offload and gather_format exclude each other: an offloaded chunk travels as it is, or cast to param_dtype")
         if self.transactional and self.stage == 1:
             raise ValueError("transactional=True needs stage 2 or 3: with stage=1 gradients are reduced after backward")
         for name in ("prefetch_depth", "compare_every", "resident_bytes"):
@@ -180,6 +193,24 @@ class ShardingPolicy:
                 raise TypeError(f"{name} must be an integer, found {number!r}")
             if number < 0:
                 raise ValueError(f"{name} must be 0 or more, found {number}")
+
+    def _check_formats(self) -> None:
+        for name, kinds, how in (
+            ("quantize", (Format,), "NF4(), Int8(), Float8(), MXFP4()"),
+            ("gather_format", (Int8, Float8), "Int8(), Float8()"),
+            ("reduce_format", (Int8,), "Int8()"),
+        ):
+            kind = getattr(self, name)
+            if kind is None:
+                continue
+            if not isinstance(kind, Format):
+                raise TypeError(f"{name} must be zero3.{how} or None, found {kind!r}")
+            if not isinstance(kind, kinds):
+                raise ValueError(f"{name} must be zero3.{how} or None, found {kind!r}: its errors are too large for what trains")
+            if name != "reduce_format" and isinstance(kind, Int8) and kind.stochastic:
+                raise ValueError(f"{name}={kind!r}: stochastic=True is for reduce_format alone. Weights must be the same every time")
+            if name != "quantize" and kind.select is not None:
+                raise ValueError(f"{name}={kind!r}: select= is for quantize alone. All that trains travels in one format")
 
     def __repr__(self) -> str:
         """Shows only the fields that differ from their defaults."""

@@ -20,7 +20,7 @@ from .core.ignored import without_ignored
 from .core.layer_state import LayerState
 from .core.layout import megabytes
 from .core.module_overrides import Override, guard, refuse_merges
-from .core.parameters import ParameterSites, check_parameters, find_parameters, is_callable, own_module_name, own_modules
+from .core.parameters import IN_MODEL, ParameterSites, check_parameters, find_parameters, is_callable, own_module_name, own_modules
 from .core.quantizing import formats_of
 from .input_gradients import watch_input_gradients
 from .layer import RootEntry, Zero3Layer, adopt, is_layer, layers_of
@@ -218,8 +218,9 @@ def _put(model: nn.Module, module: nn.Module, layer: Zero3Layer) -> None:
     """Puts `layer` into every place in the model that has `module`. A shared module has several places."""
     for owner in list(model.modules()):
         for name, child in owner._modules.items():
-            if child is module and owner is not layer:
+            if child is module:
                 owner._modules[name] = layer
+    vars(layer)[IN_MODEL] = True
 
 
 def _enter_through_root(state: LayerState, model: nn.Module) -> None:

@@ -144,16 +144,28 @@ def deepspeed3(modules: list[nn.Module], optimizer: str, **_: Any) -> Training:
     return DeepSpeedTraining(engine, wrapped)
 
 
-def zero3(modules: list[nn.Module], optimizer: str, *, param_dtype: torch.dtype | None = None, mesh: Any = None, **_: Any) -> Training:
-    from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential, no_sync
+def zero3(
+    modules: list[nn.Module], optimizer: str, *, param_dtype: torch.dtype | None = None, mesh: Any = None, int8: bool = False, **_: Any
+) -> Training:
+    from zero3 import Int8, ShardingPolicy, Zero3Layer, Zero3Sequential, no_sync
 
-    policy = ShardingPolicy(param_dtype=param_dtype)
+    kind = Int8() if int8 else None
+    policy = ShardingPolicy(param_dtype=param_dtype, gather_format=kind, reduce_format=kind)
     model = Zero3Sequential([Zero3Layer(module, policy=policy, process_group=mesh) for module in modules])
     return _train(model, model.get_trainable_chunk(), optimizer, partial(no_sync, model, replicas_only=True))
 
 
 def zero3_hsdp(modules: list[nn.Module], optimizer: str, **options: Any) -> Training:
     return zero3(modules, optimizer, mesh=_two_replicas(), **options)
+
+
+def zero3_int8(modules: list[nn.Module], optimizer: str, **options: Any) -> Training:
+    """Gathers and reductions in eight bits."""
+    return zero3(modules, optimizer, int8=True, **options)
+
+
+def zero3_hsdp_int8(modules: list[nn.Module], optimizer: str, **options: Any) -> Training:
+    return zero3_hsdp(modules, optimizer, int8=True, **options)
 
 
 def zero3_by_sockets(modules: list[nn.Module], optimizer: str, **options: Any) -> Training:
@@ -196,6 +208,9 @@ SYSTEMS: dict[str, Callable[..., Training]] = {
     "FSDP2 HSDP": fsdp2_hsdp,
     "zero3 HSDP": zero3_hsdp,
 }
+
+# other numbers than exact ones: by name only
+COMPRESSED: dict[str, Callable[..., Training]] = {"zero3 int8": zero3_int8, "zero3 HSDP int8": zero3_hsdp_int8}
 
 
 # torch.compile needs a C++ compiler on a CPU, and minutes: by name only.

@@ -35,7 +35,9 @@ def pictures(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("*.png")}
 
 
-@pytest.mark.parametrize("name", ["peers", "fabric", "overhead", "scale", "gpu", "optimizer", "construction", "architectures"])
+@pytest.mark.parametrize(
+    "name", ["peers", "fabric", "overhead", "scale", "gpu", "optimizer", "construction", "architectures", "convergence"]
+)
 def test_each_explains_itself(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     main = importlib.import_module(f"benchmarks.{name}.main")
     monkeypatch.setattr(sys, "argv", ["main.py", "--help"])
@@ -126,6 +128,17 @@ def test_gpu_in_smoke_mode(tmp_path: Path) -> None:
     assert not found["missing"]
     assert "kernels.png" in pictures(tmp_path)
     assert {"step-NVLink.png", "step-100-Gbit-s.png"} <= pictures(tmp_path)
+
+
+@pytest.mark.slow
+def test_convergence(tmp_path: Path) -> None:
+    """Both runs begin with the same weights, of which one rounds."""
+    sizes = "--width 32 --blocks 1 --heads 2 --vocabulary 300 --sequence-length 16 --held-out 8"
+    counts = ["--steps", "3", "--seeds", "0", "--ways", "exact", "int8 both"]
+    found = run("convergence", tmp_path, *counts, "--options", sizes)["found"]
+    exact, rounded = (found[way]["0"]["losses"] for way in ("exact", "int8 both"))
+    assert len(exact) == 3 and exact != rounded
+    assert rounded == pytest.approx(exact, rel=0.02)
 
 
 @pytest.mark.slow

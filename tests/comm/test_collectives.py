@@ -171,6 +171,26 @@ def test_rank_0_deals_out_its_slices(lengths: tuple[int, ...], way: str) -> None
     assert all(on_ranks(3, by, way, dealt_out, lengths))
 
 
+def swapped(rank: Rank, lengths: tuple[int, ...]) -> bool:
+    """Every rank sends slices of those lengths to the others, three times over, with all under way at once."""
+    mine, bounds = communicator(), (0, *itertools.accumulate(lengths))
+    equal = None if len(set(lengths)) == 1 else bounds
+    sent = [[numbers(10 * turn + each, bounds[-1], torch.uint8) for each in range(rank.world_size)] for turn in range(3)]
+    received = [torch.empty(rank.world_size * lengths[rank.number], dtype=torch.uint8) for _ in range(3)]
+    pending = [mine.all_to_all(place, all_of[rank.number].clone(), equal) for place, all_of in zip(received, sent, strict=True)]
+    own = slice(bounds[rank.number], bounds[rank.number + 1])
+    for each, place, all_of in zip(pending, received, sent, strict=True):
+        each.wait()
+        assert torch.equal(place, torch.cat([other[own] for other in all_of]))
+    return True
+
+
+@all_ways
+@pytest.mark.parametrize("lengths", [(1001, 1001, 1001), (5, 0, 70001), (0, 0, 0)], ids=["equal", "unequal", "empty"])
+def test_every_rank_sends_every_other_one_a_slice(lengths: tuple[int, ...], way: str) -> None:
+    assert all(on_ranks(3, by, way, swapped, lengths))
+
+
 # -- bytes on the wire
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import zero3
 from tests.support import processes
@@ -113,7 +114,7 @@ WHOLE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "of a layer by itself": (lambda m: compiled_by_itself_whole(zero3.shard(m).blocks[0]), "a Zero3Layer"),
     "of what the root owns": (lambda m: [compiled_by_itself_whole(m.norm), zero3.shard(m)], "'norm', a LayerNorm"),
     "of a Zero3Sequential": (
-        lambda m: torch.compile(zero3.Zero3Sequential([zero3.Zero3Layer(m.embed), zero3.Zero3Layer(m.head)]), fullgraph=True),
+        lambda m: torch.compile(sequential(m), fullgraph=True),
         "a Zero3Sequential",
     ),
 }
@@ -130,13 +131,43 @@ def test_compile_of_a_fullgraph_is_an_error_that_says_what_to_compile_when(way: 
         assert not zero3.is_sharded(model)
 
 
-def test_compile_of_a_fullgraph_with_a_sharded_model_in_it_gives_the_reason() -> None:
-    """torch's own error, as nothing of zero3 is asked before."""
+def sequential(model: Any) -> Any:
+    return zero3.Zero3Sequential([zero3.Zero3Layer(model.embed), zero3.Zero3Layer(model.head)])
+
+
+CALLED: dict[str, Callable[[Any], Any]] = {
+    "a sharded model": zero3.shard,
+    "a compiled sharded model": lambda m: torch.compile(zero3.shard(m), backend="eager"),
+    "a layer": zero3.Zero3Layer,
+    "a Zero3Sequential": sequential,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks, whoever's tensor it is
+@pytest.mark.parametrize("called", CALLED)
+@pytest.mark.parametrize("backward", [False, True])
+def test_compile_of_a_function_that_calls_what_is_sharded(called: str, backward: bool) -> None:
+    """It is right. As one graph it is an error of ours, after which everything goes on."""
+    model = CALLED[called](stack())
+
+    def step(words: Tensor) -> Tensor:
+        loss = 2 * model(words).sum()
+        if backward:
+            loss.backward()
+        return loss
+
     torch.compiler.reset()
+    words = words_of(Turn(0, 0, 1))
+    with pytest.raises(RuntimeError, match=r"^zero3: layers are fetched and released between graphs\. Leave fullgraph out") as raised:
+        torch.compile(step, backend="eager", fullgraph=True)(words)
+    assert type(raised.value).__module__.startswith("zero3.")
+    compiled = torch.compile(step, backend="eager")
+    for _ in range(2):
+        assert torch.equal(compiled(words), step(words))
+
+
+def test_compile_of_a_fullgraph_in_which_no_layer_is_called() -> None:
     model = zero3.shard(stack())
-    whole = torch.compile(lambda words: model(words).sum(), backend="eager", fullgraph=True)
-    with pytest.raises(RuntimeError, match=r"zero3: layers are fetched and released between graphs\. Leave fullgraph out"):
-        whole(words_of(Turn(0, 0, 1)))
-    inside = torch.compile(model.blocks[0].module.up, backend="eager", fullgraph=True)  # holds no layer: it may be one graph
+    inside = torch.compile(model.blocks[0].module.up, backend="eager", fullgraph=True)
     with zero3.resident(model):
         assert inside(torch.zeros(1, WIDTH, dtype=torch.float64)).shape == (1, 7)

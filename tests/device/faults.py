@@ -67,7 +67,7 @@ FAULTS = [
     Fault(
         "a reduction's buffers are given back at once",
         "core/gradient_reducer.py",
-        "Backup(mark, (full, summed, landed),",
+        "Backup(mark, (sending.travelling, summed, landed),",
         "Backup(mark, (),",
     ),
     Fault(
@@ -165,6 +165,41 @@ FAULTS = [
         "            pass\n",
     ),
     Fault(
+        "what a gather brings is given back before it is decoded",
+        "core/compressed.py",
+        "        room = self._room or self._new_room()\n",
+        "        room, self._room = self._room or self._new_room(), None\n",
+        "compressed",
+    ),
+    Fault(
+        "what a gather brings is allocated on another stream",
+        "core/compressed.py",
+        "            self._room = self._new_room()\n",
+        "            with torch.Stream(self.shard.device):\n                self._room = self._new_room()\n",
+        "compressed",
+    ),
+    Fault(
+        "gradients' codes are given back at once",
+        "core/compressed.py",
+        "        self.travelling = full, self._sent, self._received, self._work\n",
+        "        self.travelling = full\n",
+        "compressed",
+    ),
+    Fault(
+        "gradients are given back while they are encoded",
+        "core/compressed.py",
+        "        self.travelling = full, self._sent",
+        "        self.travelling = self._sent",
+        "compressed",
+    ),
+    Fault(
+        "a sum over replicas does not wait until gradients are decoded",
+        "core/replicas.py",
+        "            with lane.issue():",
+        "            with lane._stream:",
+        "mesh_compressed",
+    ),
+    Fault(
         "an activation is used before it is back, and freed before it is out",
         "offload/rests.py",
         "        if self._mark is not None:\n            self._mark.wait()\n        busy",
@@ -216,8 +251,8 @@ FAULTS = [
     Fault(
         "the memory in which a chunk is cast is given back at once",
         "core/offloaded_chunk.py",
-        "        return own if first is own else own.copy_(first)\n",
-        "        self._passing = self._nothing\n        return own if first is own else own.copy_(first)\n",
+        "        return self._communicator.all_gather(full, own if first",
+        "        self._passing = self._nothing\n        return self._communicator.all_gather(full, own if first",
         "offload_to_cpu_bf16",
     ),
     Fault(

@@ -62,6 +62,15 @@ _add(
 )
 
 
+_COMPRESSED = {"gather_format": zero3.Int8(32), "reduce_format": zero3.Int8(32)}
+_add("compressed", lambda me: sharded(me, **_COMPRESSED))
+_add("compressed_float8", lambda me: sharded(me, gather_format=zero3.Float8(block=(1, 16)), prefetch_depth=2))
+_add("compressed_stochastic", lambda me: sharded(me, reduce_format=zero3.Int8(stochastic=True)))
+_add("compressed_bf16", lambda me: sharded(me, param_dtype=torch.bfloat16, **_COMPRESSED))
+_add("compressed_stage_2", lambda me: sharded(me, stage=2, **_COMPRESSED))
+_add("compressed_transactional", lambda me: sharded(me, transactional=True, prefetch_depth=2, **_COMPRESSED))
+
+
 def on_mesh(me: Me) -> Me:
     """The rank in a mesh of two replicas."""
     names = ("dp_replicate", "dp_shard")
@@ -69,8 +78,9 @@ def on_mesh(me: Me) -> Me:
     return replace(me, group=mesh)
 
 
-ON_MESHES = {"mesh", "mesh_bf16_depth_2", "mesh_no_sync", "mesh_an_exception_and_on"}  # they need four ranks
+ON_MESHES = {"mesh", "mesh_bf16_depth_2", "mesh_no_sync", "mesh_an_exception_and_on", "mesh_compressed"}  # they need four ranks
 _add("mesh", lambda me: sharded(on_mesh(me)))
+_add("mesh_compressed", lambda me: sharded(on_mesh(me), **_COMPRESSED))
 _add("mesh_bf16_depth_2", lambda me: sharded(on_mesh(me), param_dtype=torch.bfloat16, reduce_dtype=torch.float32, prefetch_depth=2))
 
 
@@ -91,6 +101,16 @@ def mesh_no_sync(me: Me) -> list[Tensor]:
 @scenario
 def mesh_an_exception_and_on(me: Me) -> list[Tensor]:
     return an_exception_and_on(on_mesh(me))
+
+
+@scenario
+def compressed_whole_parameters(me: Me) -> list[Tensor]:
+    return param_groups_whole(me, **_COMPRESSED)
+
+
+@scenario
+def compressed_exception_and_on(me: Me) -> list[Tensor]:
+    return an_exception_and_on(me, **_COMPRESSED)
 
 
 @scenario
@@ -159,8 +179,8 @@ def grad_scaler(me: Me) -> list[Tensor]:
 
 
 @scenario
-def param_groups_whole(me: Me) -> list[Tensor]:
-    model = sharded(me)
+def param_groups_whole(me: Me, **policy: Any) -> list[Tensor]:
+    model = sharded(me, **policy)
     groups = zero3.param_groups(model, lambda name, info: {"whole": info.ndim == 2, "weight_decay": 0.1 * (info.ndim == 2)})
     return train(model, me, optimizer=torch.optim.AdamW(groups, lr=0.01, foreach=True))
 
@@ -391,9 +411,9 @@ def several_models(me: Me) -> list[Tensor]:
 
 
 @scenario
-def an_exception_and_on(me: Me) -> list[Tensor]:
+def an_exception_and_on(me: Me, **policy: Any) -> list[Tensor]:
     """A forward and a backward raise on all ranks, while gathers and reductions are under way; the next steps are right."""
-    model = sharded(me)
+    model = sharded(me, **policy)
 
     def fails(*_: Any) -> None:
         raise ArithmeticError("as told")

@@ -62,6 +62,7 @@ def test_every_collective_gives_what_it_should(asynchronous: bool) -> None:
 
         pair = dist.new_group([0, 2])
         gathered, mine, summed, dealt = [full(size) for size in sizes], full(sizes[rank], -1), full(2), full(1)
+        swapped = full(3 * sizes[rank], -1)
         of_two, largest, mean, told = full(4), full(2), full(2), full(2)
         slices = [full(1, 10 + each) for each in range(3)] if rank == 0 else None
         works = [
@@ -72,6 +73,7 @@ def test_every_collective_gives_what_it_should(asynchronous: bool) -> None:
             dist.all_reduce(mean, dist.ReduceOp.AVG, async_op=asynchronous),
             dist.broadcast(told, 1, async_op=asynchronous),
             dist.scatter(dealt, slices, async_op=asynchronous),
+            dist.all_to_all_single(swapped, full(5, rank + 1), [sizes[rank]] * 3, sizes, async_op=asynchronous),
             *([dist.all_gather(list(of_two.chunk(2)), full(2), group=pair, async_op=asynchronous)] if rank != 1 else []),
         ]
         for work in works:
@@ -79,7 +81,7 @@ def test_every_collective_gives_what_it_should(asynchronous: bool) -> None:
             if work is not None:
                 work.wait()
         found = {"all_gather": torch.cat(gathered), "reduce_scatter": mine, "sum": summed, "max": largest, "mean": mean}
-        found |= {"broadcast": told, "scatter": dealt, "of two": of_two}
+        found |= {"broadcast": told, "scatter": dealt, "of two": of_two, "all_to_all": swapped}
         values = {name: tensor.tolist() for name, tensor in found.items()}
         dist.barrier()
         return values
@@ -94,5 +96,6 @@ def test_every_collective_gives_what_it_should(asynchronous: bool) -> None:
             "mean": [1, 1],
             "broadcast": [1, 1],
             "scatter": [10 + rank],
+            "all_to_all": [source for source in (1, 2, 3) for _ in range(sizes[rank])],
             "of two": [1] * 4 if rank == 1 else [0, 0, 2, 2],
         }

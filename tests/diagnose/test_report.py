@@ -65,3 +65,15 @@ def test_report_of_lone_layers_has_no_root() -> None:
 def test_nothing_sharded_is_an_error() -> None:
     with pytest.raises(ValueError, match="is sharded"):
         zero3.report(nn.Linear(2, 2))
+
+
+def test_rounding_on_the_way_is_named_with_its_bias() -> None:
+    def text(shards: int, **policy: zero3.Int8) -> str:
+        group = LonelyCommunicator(shards) if shards > 1 else None
+        return str(zero3.report(Zero3Layer(nn.Linear(4, 4), policy=ShardingPolicy(**policy), process_group=group)))
+
+    both = text(2, gather_format=zero3.Int8(), reduce_format=zero3.Int8(64))
+    assert "Weights travel as int8(256), and what computes is rounded to it: that is a bias. " in both
+    assert "Gradients travel as int8(64), rounded to the nearest code: that is a bias. " in both
+    assert "rounded at random, without a bias. " in text(2, reduce_format=zero3.Int8(stochastic=True))
+    assert "travel" not in text(2) + text(1, gather_format=zero3.Int8(), reduce_format=zero3.Int8())

@@ -78,7 +78,12 @@ def test_files_that_pages_name_are_there(page: Path) -> None:
 
 
 def test_every_row_from_fsdp2_names_the_tests_that_show_it() -> None:
+    """Tests that say each name and keyword of the row."""
     section = (ROOT / "docs" / "migrating.md").read_text().partition("## From FSDP2")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")][2:]
     assert rows
     assert not [row for row in rows if not re.search(r"\| `tests/[\w/]+\.py`(, `tests/[\w/]+\.py`)* \|$", row)]
+    for row in rows:
+        ours, tests = row.split(" | ")[1], "".join((ROOT / name).read_text() for name in re.findall(r"`(tests/[\w/]+\.py)`", row))
+        said = {word for word in re.findall(r"zero3\.(\w+)", ours) if word != "ShardingPolicy"} | set(re.findall(r"\b(\w+)=", ours))
+        assert not [word for word in said if not re.search(rf"\b{word}\b", tests)], row

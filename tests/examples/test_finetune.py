@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+import zero3
 from tests.support.processes import Rank, on_ranks
 
 pytest.importorskip("transformers", reason="the example's packages are not installed: pip install 'zero3[examples]'")
@@ -87,6 +88,13 @@ def example() -> Iterator[ModuleType]:
     sys.path.insert(0, str(EXAMPLE.parent))
     yield importlib.import_module("finetune")
     sys.path.remove(str(EXAMPLE.parent))
+
+
+def test_weights_and_gradients_may_travel_in_eight_bits(example: ModuleType) -> None:
+    policy = example.parse_options(["--gather-format", "float8", "--reduce-format", "int8-stochastic", "--compute", "bf16"]).policy
+    expected = {"gather_format": zero3.Float8(), "reduce_format": zero3.Int8(stochastic=True)}
+    sums = torch.float32
+    assert policy == zero3.ShardingPolicy(param_dtype=torch.bfloat16, reduce_dtype=sums, output_dtype=sums, **expected)
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,8 @@ def in_files(tensor: Tensor) -> bool:
 
 POLICIES: list[dict[str, Any]] = [
     {}, {"stage": 2}, {"stage": 1}, {"param_dtype": torch.float32}, {"prefetch_depth": 0}, {"transactional": True}, {"dynamic": True},
-    {"prefetch_depth": 2, "reshard_after_forward": False}, {"resident_bytes": 10**6}, {"gradient_reduction": "sum", "compare_every": 1},
+    {"prefetch_depth": 2, "reshard_after_forward": False}, {"resident_bytes": 10**6}, {"reduce_format": zero3.Int8(block_size=4)},
+    {"gradient_reduction": "sum", "compare_every": 1},
 ]  # fmt: skip
 
 
@@ -445,6 +446,11 @@ def test_room_for_all_layers_is_looked_for_before_the_first_is_made(tmp_path: Pa
     asked, taken = sizes[:layers], sizes[layers:]
     assert sum(asked) == sum(chunk.shard.nbytes * (1 + chunk.shard.requires_grad) for chunk in chunks_of(model))
     assert sum(asked) <= sum(taken)
+
+
+def test_gather_format_is_refused() -> None:
+    with pytest.raises(ValueError, match="offload and gather_format exclude each other"):
+        ShardingPolicy(offload="cpu", gather_format=zero3.Int8())
 
 
 @pytest.mark.parametrize("wrong", [1, True, b"/tmp", ["/tmp"]])

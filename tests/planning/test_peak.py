@@ -41,6 +41,8 @@ CASES = [
     on(2, policy={"prefetch_depth": 0}, optimizer="SGD"),
     on(2, policy={"quantize": zero3.NF4()}, lora=4),
     on(3, policy={"quantize": zero3.Int8()}, lora=4, checkpointing=True, master_dtype=torch.bfloat16),
+    on(2, policy={"gather_format": zero3.Int8(), "reduce_format": zero3.Int8()}),
+    on(3, policy={"gather_format": zero3.Float8(), "reduce_format": zero3.Int8(stochastic=True), **BF16}, accumulation=2),
     on(3, policy=BF16, checkpointing=True),
     on(3, policy=MIXED, optimizer="SGD", batch=1, sequence=16),
     on(3, policy={"transactional": True, "prefetch_depth": 2}, accumulation=2),

@@ -222,7 +222,8 @@ def assert_close(found: Any, expected: Any, tolerance: float, what: str) -> None
         other = theirs[key]
         assert (value.shape, value.dtype) == (other.shape, other.dtype), f"{what}: {key}"
         if other.numel():
-            error = (value - other).abs().max().item() if value.is_floating_point() else float((value != other).any())
+            inexact = value.is_floating_point() or value.is_complex()
+            error = (value - other).abs().max().item() if inexact else float((value != other).any())
             assert error <= tolerance * (1 + other.abs().max().item()), f"{what}: {key} is off by {error}"
 
 

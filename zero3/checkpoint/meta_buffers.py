@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from ..core.layer_state import LayerState
 from ..core.module_overrides import Override
-from ..core.parameters import wrapped_in
-from ..layer import is_layer
+from ..core.parameters import parameters_of, plain_modules, released_in, unwrapped, wrapped_in
 
 __all__: list[str] = []
 
@@ -27,7 +26,7 @@ def put(model: nn.Module, old: Tensor, value: Tensor) -> None:
         old.copy_(value)
         return
     new = nn.Parameter(value, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else value
-    for module in model.modules():
+    for module in plain_modules(model):
         for held in (module._parameters, module._buffers):
             for attribute in [attribute for attribute, tensor in held.items() if tensor is old]:
                 setattr(module, attribute, new)
@@ -59,9 +58,9 @@ def initialise(model: nn.Module, states: list[LayerState]) -> list[tuple[str, Te
     for owner, attributes in _on_meta(states).items():
         filled += _fill(owner, {owner: attributes}, hooks.get(owner))
     left = _on_meta(states)
-    for around in reversed(list(model.modules()) if left else []):  # inner before outer
-        inside = {module: left[module] for module in around.modules() if module in left and module is not around}
-        if inside and not is_layer(around) and wrapped_in(around) is None:
+    for around in reversed(list(plain_modules(model)) if left else []):  # inner before outer
+        inside = {module: left[module] for module in plain_modules(around) if module in left and module is not around}
+        if inside and wrapped_in(around) is None:
             filled += _fill(around, inside, hooks.get(around))
             left = _on_meta(states)
     return filled
@@ -81,8 +80,9 @@ def hooks_of(model: nn.Module) -> dict[nn.Module, Callable[[nn.Module], Any]]:
     """Returns the `_init_weights` that counts for each module: that of the nearest model around it which has one."""
     hooks: dict[nn.Module, Callable[[nn.Module], Any]] = {}
 
-    def walk(module: nn.Module, hook: Callable[[nn.Module], Any] | None) -> None:
-        own = None if is_layer(module) else getattr(module, "_init_weights", None)
+    def walk(found: nn.Module, hook: Callable[[nn.Module], Any] | None) -> None:
+        module = unwrapped(found)
+        own = getattr(module, "_init_weights", None)
         hook = own if callable(own) else hook
         if hook is not None:
             hooks.setdefault(module, hook)
@@ -127,21 +127,20 @@ def twin(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) ->
 
     `copies` receives the copy of each module; a module in several places has one. Layers and torch's wrappers are left out.
     """
-    copies = {} if copies is None else copies
+    copies, module = {} if copies is None else copies, unwrapped(module)
     if module in copies:
         return copies[module]
-    if (inner := module.module if is_layer(module) else wrapped_in(module)) is not None:
-        return twin(inner, copies)  # type: ignore[arg-type]
+    if (inner := wrapped_in(module)) is not None:
+        return twin(inner, copies)
     copies[module] = copy = type(module).__new__(type(module))
     copy.__dict__ = {name: value for name, value in module.__dict__.items() if not isinstance(value, Override)}
     copy.__dict__["_state_dict_pre_hooks"] = OrderedDict()
-    released = {name: value for name, value in vars(module).items() if isinstance(value, nn.Parameter)}
-    for name in released:
+    for name, _ in released_in(module):
         del copy.__dict__[name]
-    parameters = {name: value for name, value in module._parameters.items() if not name.startswith(("trainable_chunk", "frozen_chunk"))}
     copy.__dict__["_parameters"] = {
         name: None if value is None else nn.Parameter(torch.empty(value.shape, dtype=value.dtype, device="meta"), requires_grad=False)
-        for name, value in {**parameters, **released}.items()
+        for name, value in parameters_of(module)
+        if not name.startswith(("trainable_chunk", "frozen_chunk"))
     }
     copy.__dict__["_buffers"] = {
         name: None if value is None else torch.empty_like(value, device="meta") for name, value in module._buffers.items()

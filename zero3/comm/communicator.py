@@ -58,6 +58,10 @@ class Communicator(Protocol):
         """
         ...
 
+    def all_to_all(self, received: Tensor, sent: Tensor, bounds: Bounds = None) -> Pending:
+        """Sends slice r of `sent` to each rank r. `received` takes what all ranks have sent to this one, in rank order."""
+        ...
+
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None: ...
 
     def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
@@ -105,6 +109,10 @@ class SoloCommunicator:
 
     def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
         torch.cat(list(pieces[0]), out=shard)
+        return Done()
+
+    def all_to_all(self, received: Tensor, sent: Tensor, bounds: Bounds = None) -> Pending:
+        received.copy_(sent)
         return Done()
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:

@@ -38,12 +38,12 @@ class NamingFailures:
     Code that runs for every transfer uses `except RuntimeError` and `explain` instead, because entering a context costs time.
     """
 
-    __slots__ = ("_communicator", "_doing", "_subject")
+    __slots__ = ("_communicator", "_doing", "subject")
 
     def __init__(self, communicator: Ranked, doing: str, subject: Subject) -> None:
         self._communicator = communicator
         self._doing = doing
-        self._subject = subject
+        self.subject = subject
 
     def __enter__(self) -> None:
         return None
@@ -57,11 +57,11 @@ class NamingFailures:
         if isinstance(failure, torch.OutOfMemoryError | torch.AcceleratorError):
             return
         where = advice = ""
-        if self._subject.log is not None:
-            where = f" {self._subject.log.where()}"
+        if self.subject.log is not None:
+            where = f" {self.subject.log.where()}"
             advice = "" if torch.is_grad_enabled() else f" {_OWN_PACE}"
         raise _of_transfer(
-            f"rank {self._communicator.rank} of {self._communicator.world_size}: {self._doing} {self._subject.name} failed: {failure}\n"
+            f"rank {self._communicator.rank} of {self._communicator.world_size}: {self._doing} {self.subject.name} failed: {failure}\n"
             f"Most often another rank died or was cut off, or took another path through the model: its own error says why.{where}{advice}"
         ) from failure
 

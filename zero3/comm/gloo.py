@@ -37,6 +37,13 @@ class _Transfers:
         self._then = None  # it runs once: a second call would wait for data that is already read
 
 
+def _copy_into(places: Sequence[Tensor] | Tensor, received: dict[int, Tensor]) -> None:
+    """Copies what came through shared memory. What came in messages is in its place already."""
+    for rank, tensor in received.items():
+        if tensor.data_ptr() != places[rank].data_ptr():
+            places[rank].copy_(tensor)
+
+
 class GlooCommunicator(GroupCommunicator):
     """Collectives built from gloo's sends and receives on the CPU.
 
@@ -67,15 +74,9 @@ class GlooCommunicator(GroupCommunicator):
             return self._staged(partial(self.all_gather, bounds=bounds), full, shard)
         if not full.numel():
             return Done()
-        slices = self._slices(full, bounds)
-
-        def copy(received: dict[int, Tensor]) -> None:
-            for rank, tensor in received.items():
-                if tensor is not slices[rank]:
-                    slices[rank].copy_(tensor)
-
-        others = self._others()
-        pending = self._swap(_GATHER, {rank: slices[rank] for rank in others}, dict.fromkeys(others, (shard,)), copy)
+        slices, others = self._slices(full, bounds), self._others()
+        incoming = {rank: slices[rank] for rank in others}
+        pending = self._swap(_GATHER, incoming, dict.fromkeys(others, (shard,)), partial(_copy_into, slices))
         if slices[self.rank].data_ptr() != shard.data_ptr():
             slices[self.rank].copy_(shard)
         return pending
@@ -105,6 +106,18 @@ class GlooCommunicator(GroupCommunicator):
 
         incoming = dict.fromkeys(others, shard) | dict(zip(far, room, strict=True))
         return self._swap(_REDUCE, incoming, {rank: parts[rank] for rank in others}, sum_up)
+
+    def all_to_all(self, received: Tensor, sent: Tensor, bounds: Bounds = None) -> Pending:
+        if sent.device.type != "cpu":
+            return self._staged(partial(self.all_to_all, bounds=bounds), received, sent)
+        if not sent.numel():
+            return Done()
+        slices, others = self._slices(sent, bounds), self._others()
+        places = received.view(self.world_size, received.numel() // self.world_size)
+        incoming = {rank: places[rank] for rank in others}
+        pending = self._swap(_REDUCE, incoming, {rank: (slices[rank],) for rank in others}, partial(_copy_into, places))
+        places[self.rank].copy_(slices[self.rank])
+        return pending
 
     def all_reduce_later(self, tensor: Tensor) -> Pending:
         """Works as `all_reduce` for a sum, but only starts it. It adds in rank order."""

@@ -7,7 +7,7 @@ replica 1   rank 2          rank 3      each column holds the same chunk: a sum 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .communicator import Bounds, Communicator, Told
 from .process_group import Gathered
-from .streams import Done, Lanes, OnHost, Pending, has_streams
+from .streams import Done, Lanes, OnHost, Pending, Then, has_streams
 
 __all__: list[str] = []
 
@@ -60,6 +60,9 @@ class MeshCommunicator:
     def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
         return self._row.reduce_pieces(shard, pieces)
 
+    def all_to_all(self, received: Tensor, sent: Tensor, bounds: Bounds = None) -> Pending:
+        return self._row.all_to_all(received, sent, bounds)
+
     def sum_replicas(self, shard: Tensor) -> Pending:
         """Sums `shard` `[S]` over the ranks that hold the same chunk, in place. It only starts it."""
         return self._column.all_reduce_later(shard) if shard.numel() else Done()
@@ -70,7 +73,7 @@ class MeshCommunicator:
 
     def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
         pending = self._row.scatter(shard, slices, bounds) if self.replica == 0 else Done()
-        return _Then(pending, lambda: self._column.broadcast(shard)) if shard.numel() else pending
+        return Then(pending, lambda: self._column.broadcast(shard)) if shard.numel() else pending
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         replica, shard_rank = divmod(source, self.shards)
@@ -98,17 +101,3 @@ class MeshCommunicator:
 
     def same_ranks(self, other: Communicator) -> bool:
         return isinstance(other, MeshCommunicator) and self._row.same_ranks(other._row) and self._column.same_ranks(other._column)
-
-
-class _Then:
-    """Work of the host that follows a transfer, in the order of waits, which is the same on all ranks."""
-
-    def __init__(self, pending: Pending, then: Callable[[], object]) -> None:
-        self._pending = pending
-        self._then: Callable[[], object] | None = then
-
-    def wait(self) -> None:
-        self._pending.wait()
-        if self._then is not None:
-            self._then()
-        self._then = None

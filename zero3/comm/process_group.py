@@ -76,6 +76,11 @@ class GroupCommunicator:
     def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
         raise NotImplementedError(f"{self._backend} reduces a buffer: takes_pieces is {self.takes_pieces}")
 
+    def all_to_all(self, received: Tensor, sent: Tensor, bounds: Bounds = None) -> Pending:
+        sizes = [stop - start for start, stop in pairwise(bounds)] if bounds is not None else None
+        own = [received.numel() // self.world_size] * self.world_size if sizes is not None else None
+        return dist.all_to_all_single(received, sent, own, sizes, group=self._group, async_op=not self._on_streams) or Done()
+
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         there = tensor.to(self._device)  # what is about gradients on the host (`offload`) may come from there
         dist.all_reduce(there, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self._group)

@@ -30,6 +30,20 @@ class Done:
         return None
 
 
+class Then:
+    """A transfer, and work that follows it: of the lane, or of the host in the order of waits, which is the same on all ranks."""
+
+    def __init__(self, pending: Pending, then: Callable[[], object]) -> None:
+        self._pending = pending
+        self._then: Callable[[], object] | None = then
+
+    def wait(self) -> None:
+        self._pending.wait()
+        if self._then is not None:
+            self._then()
+        self._then = None
+
+
 class Mark(Protocol):
     """A point in a lane's work that compute can wait for."""
 

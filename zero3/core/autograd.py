@@ -53,6 +53,34 @@ def leave_untraced(package: str) -> None:
         rules.add(package)
 
 
+class OneGraph(RuntimeError, AssertionError):
+    """`fullgraph=True` around what ends graphs. torch.compile puts any RuntimeError into one of its own, but no AssertionError."""
+
+
+class Untraced(str):
+    """Why torch.compile does not trace a function, as torch's own errors and logs say it. With `fullgraph=True` it is the error."""
+
+    __slots__ = ()
+
+    def __format__(self, spec: str) -> str:
+        if torch._guards.TracingContext.try_get() is not None:
+            _check_one_graph(str(self))
+        return super().__format__(spec)
+
+
+def end_graph(reason: str) -> None:
+    """Ends the graph that torch.compile is tracing before what has called this. Without such a graph it does nothing."""
+    if torch._guards.TracingContext.try_get() is not None:
+        _check_one_graph(reason)
+        raise sys.modules["torch._dynamo.exc"].Unsupported(reason)
+
+
+def _check_one_graph(reason: str) -> None:
+    tracer = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx()
+    if getattr(tracer, "one_graph", False):
+        raise OneGraph(reason)
+
+
 class EndOfBackward:
     """Calls a function at the end of a backward. If the backward raises instead, `missed` tells it afterwards."""
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..comm.communicator import Communicator
-from ..comm.streams import Lane, Mark
+from ..comm.streams import Lane, Mark, Pending
 from .flat import split, unpack, zero_padding
 from .layout import ChunkLayout
 
@@ -174,21 +174,18 @@ class Chunk:
                 self.full = self._new_buffer()
             return
         with lane.issue():
-            pending = self._communicator.all_gather(self.full.tensor, self._outgoing(self.full.tensor), self.layout.bounds)
-            self._in_flight = lane.complete(pending)
+            self._in_flight = lane.complete(self._gather(self.full.tensor))
 
     def take_part_in_fetch(self) -> None:
         """Takes part in a fetch that only other ranks need. This rank sends its chunk, and drops what it receives."""
         self.adopt_values()
         full = torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.device)
-        self._communicator.all_gather(full, self._outgoing(full), self.layout.bounds).wait()
+        self._gather(full).wait()
 
-    def _outgoing(self, full: Tensor) -> Tensor:
-        """The tensor that this rank sends: the chunk, or its cast in this rank's slice of the full buffer."""
-        if full.dtype == self.shard.dtype:
-            return self.shard.data
-        own = full[self._own]
-        return own.copy_(self.shard.data)
+    def _gather(self, full: Tensor) -> Pending:
+        """Sends the chunk, or its cast in this rank's slice of `full`."""
+        own = self.shard.data if full.dtype == self.shard.dtype else full[self._own].copy_(self.shard.data)
+        return self._communicator.all_gather(full, own, self.layout.bounds)
 
     def adopt_values(self) -> None:
         """Copies values of a part that was given other data (`parameter.data = values`) back into the shard."""
@@ -217,7 +214,11 @@ class Chunk:
             return torch.ones((), dtype=torch.bool, device=self.device)
         self.adopt_values()
         own = self.full.tensor[self._own]
-        return (own != self.shard.data.to(own)).any()
+        return (own != self._as_gathered(own.dtype).to(own.device)).any()
+
+    def _as_gathered(self, dtype: torch.dtype) -> Tensor:
+        """What the chunk's values are in a full buffer of that dtype."""
+        return self.shard.data.to(dtype)
 
     def release(self) -> None:
         self.finish_fetch()
@@ -265,8 +266,7 @@ class Chunk:
             torch.autograd.graph.increment_version(self.shard)
         self.unloaded.clear()
 
-    def receive(self, slices: list[Tensor] | None) -> None:
-        """Takes this rank's slice of what rank 0 sends: `slices`, one for each rank."""
+    def receive(self, slices: list[Tensor] | None) -> None:  # one for each rank, on rank 0
         self._communicator.scatter(self.shard.data, slices, self.layout.bounds).wait()
 
     def hand_over(self, take: Callable[[Tensor, Tensor], None], landed: Tensor, summed: Tensor) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .autograd import leave_untraced
+from .autograd import Untraced, leave_untraced
 
 __all__: list[str] = []
 
@@ -20,11 +20,12 @@ _INSTEAD = (
     "layers are fetched and released between graphs. Leave fullgraph out, or compile each block with it before sharding: "
     "block.compile(fullgraph=True), then zero3.shard(model)"
 )
+REASON = f"zero3: {_INSTEAD}"
 
 
 def ends_graphs(function: F) -> F:
     """Marks a function that torch.compile does not trace. Its error for `fullgraph=True` around any caller then gives the reason."""
-    marks = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": f"zero3: {_INSTEAD}"}  # `torch.compiler.disable` costs time
+    marks = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": Untraced(REASON)}  # `torch.compiler.disable` costs time
     vars(function).update(marks)
     return function
 

@@ -222,6 +222,11 @@ def _check_request(request: Request, communicator: Communicator, is_layer: Calla
         raise TypeError(f"policy must be a zero3.ShardingPolicy, found {type(request.policy).__name__}")
     if request.dtype is not None and not isinstance(request.dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype or None, found {request.dtype!r}")
+    if request.policy.reduce_format is not None and not hasattr(communicator, "all_to_all"):
+        raise ValueError(
+            f"reduce_format={request.policy.reduce_format} needs an all_to_all, which {type(communicator).__name__} does not have: add it, "
+            "or leave reduce_format out"
+        )
     for name, given, actual in (
         ("rank", request.rank, communicator.shard_rank),
         ("world_size", request.world_size, communicator.shards),

@@ -113,6 +113,10 @@ class GatedCommunicator:
         with self._gate.passing(Action.OTHER):
             return self.inner.reduce_pieces(shard, pieces)
 
+    def all_to_all(self, received: Tensor, sent: Tensor, bounds: Bounds = None) -> Pending:
+        with self._gate.passing(Action.OTHER):
+            return self.inner.all_to_all(received, sent, bounds)
+
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         with self._gate.passing(Action.OTHER):
             self.inner.all_reduce(tensor, maximum=maximum)

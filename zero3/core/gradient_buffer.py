@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..comm.communicator import Bounds, Communicator
+from ..comm.streams import Done, Pending
 from .layout import ChunkLayout
 
 __all__: list[str] = []
@@ -97,3 +99,24 @@ class GradientBuffer:
 
     def _slot(self, full: Tensor, index: int) -> Tensor:
         return full.as_strided(*self._layout.slots[index].strided)
+
+
+class Sending:
+    """What a reduction sends, and where its result comes: all the memory that it needs."""
+
+    __slots__ = ("full", "landed", "pieces", "summed", "travelling")
+
+    def __init__(self, pieces: list[list[Tensor]] | None, full: Tensor | None, summed: Tensor, landed: Tensor) -> None:
+        self.pieces = pieces  # what is sent to each rank, as it lies in autograd's gradients; otherwise it is in `full`
+        self.full = full  # 1-D [W*S]
+        self.summed = summed  # 1-D [S], takes the sum over ranks; where there is one shard it is `full`
+        self.landed = landed  # 1-D [S], takes the mean in the dtype of the chunk's gradient
+        self.travelling: object = full  # what else has to stay in memory until compute has waited for the sum
+
+    def start(self, communicator: Communicator, bounds: Bounds) -> Pending:
+        """[backup 2] Starts to sum over ranks, in the lane that is current."""
+        if self.pieces is not None:
+            return communicator.reduce_pieces(self.summed, self.pieces)
+        if self.full is None or self.full is self.summed:
+            return Done()
+        return communicator.reduce_scatter(self.summed, self.full, bounds)

@@ -12,11 +12,12 @@ from torch import Tensor
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from ..comm.log import Transfer, TransferLog
-from ..comm.streams import Done, Lane, Lanes, Mark, Pending
+from ..comm.streams import Lane, Lanes, Mark
 from ..policy import ShardingPolicy
 from .autograd import accumulates_into, as_plain_tensors
 from .chunk import Chunk, Part
-from .gradient_buffer import GradientBuffer
+from .compressed import sending_for
+from .gradient_buffer import GradientBuffer, Sending
 from .gradient_types import PieceGradient, ShardGradient, WholeGradient, accumulate
 from .kept_gradients import KeptGradients
 from .parameters import ShardedParameter
@@ -29,7 +30,7 @@ class Backup(NamedTuple):
     """A reduction under way. It holds its buffers until the compute stream has waited for it: then they may be freed."""
 
     mark: Mark
-    held: tuple[Tensor | None, ...]
+    held: tuple[object, ...]
     naming: NamingFailures
 
     def wait(self) -> Sequence[Backup]:
@@ -42,15 +43,6 @@ class Backup(NamedTuple):
         return () if later is None else (Backup(later, (), self.naming),)
 
 
-class Sending(NamedTuple):
-    """What a reduction sends, `pieces` or `full`, and where its result comes."""
-
-    pieces: list[list[Tensor]] | None
-    full: Tensor | None
-    summed: Tensor
-    landed: Tensor
-
-
 class GradientReducer(KeptGradients):
     """Adds up the gradients of a chunk's parameters. `prepare` and `back_up` reduce the sum over ranks into the chunk's own gradient.
 
@@ -61,11 +53,12 @@ class GradientReducer(KeptGradients):
         self.communicator = communicator
         self.averaged_over = communicator.world_size  # the number of ranks for the mean: fewer if some have no data left
         super().__init__(chunk, gradient_dtype(policy, chunk.shard.dtype))
+        self._sending, self._summed_as = sending_for(policy, chunk, communicator, naming.subject)
         self._mean = policy.gradient_reduction == "mean"
         self._lands_as = landed_dtype(policy, chunk.shard.dtype)
-        self._narrows = self._dtype.itemsize > self._lands_as.itemsize
+        self._narrows = self._summed_as.itemsize > self._lands_as.itemsize
         # fp16 overflows at 65504, so a part of the division for the mean is done before the sum
-        self._divide_first = 1 << (communicator.world_size.bit_length() - 1) // 2 if self._mean and self._dtype == torch.float16 else 1
+        self._divide_first = 1 << (communicator.world_size.bit_length() - 1) // 2 if self._mean and self._summed_as == torch.float16 else 1
         self._naming = naming
 
     def add(self, index: int, gradient: Tensor) -> None:
@@ -80,25 +73,22 @@ class GradientReducer(KeptGradients):
         summed = (
             full
             if full is not None and self._chunk.layout.world_size == 1
-            else torch.empty(self._chunk.shard.shape, dtype=self._dtype, device=self._chunk.device)
+            else torch.empty(self._chunk.shard.shape, dtype=self._summed_as, device=self._chunk.device)
         )
-        landed = summed if self._lands_as == self._dtype else torch.empty_like(summed, dtype=self._lands_as)
+        landed = summed if self._lands_as == self._summed_as else torch.empty_like(summed, dtype=self._lands_as)
         self._buffer, self._kept = GradientBuffer(self._chunk.layout, self._dtype, self._chunk.device), []
         self.pending = self.owed = False
-        return Sending(pieces, full, summed, landed)
+        return self._sending(pieces, full, summed, landed)
 
     def back_up(self, sending: Sending, lane: Lane, communicator: Communicator) -> Backup:
         """Starts to reduce the gradients into this rank's slice. The `Backup` owns the buffers."""
-        pieces, full, summed, landed = sending
+        summed, landed = sending.summed, sending.landed
         with lane.issue():
-            pending: Pending = Done()
-            if pieces is not None:
-                pending = communicator.reduce_pieces(summed, pieces)
-            elif full is not None and full is not summed:
-                full = full.div_(self._divide_first) if self._divide_first > 1 else full
-                pending = communicator.reduce_scatter(summed, full, self._chunk.layout.bounds)
+            if self._divide_first > 1 and sending.full is not None:
+                sending.full.div_(self._divide_first)
+            pending = sending.start(communicator, self._chunk.layout.bounds)
             mark = lane.complete(pending, lambda: self._land(summed, landed))
-        return Backup(self._chunk.way_home(mark), (full, summed, landed), self._naming)
+        return Backup(self._chunk.way_home(mark), (sending.travelling, summed, landed), self._naming)
 
     def _land(self, summed: Tensor, landed: Tensor) -> None:
         """[backup 3] Adds `summed` `[S]`, the sum over ranks, to the chunk's gradient. `landed` takes the mean in that gradient's dtype."""

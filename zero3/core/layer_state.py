@@ -22,7 +22,7 @@ from .flat import not_a_number
 from .gradient_reducer import GradientReducer
 from .marks import mark
 from .parameters import ParameterSites, ShardedParameter, remember_order, show_all
-from .policy_facts import keeps_until_backward, shards_parameters
+from .policy_facts import keeps_until_backward, rounding, shards_parameters
 from .replicas import gradients_for
 
 __all__: list[str] = []
@@ -139,7 +139,7 @@ class LayerState:
         if self.as_stored:
             raise RuntimeError(
                 f"rank {self.communicator.rank}: layer {self.label} was to compute inside zero3.full_params(), where its parameters are "
-                f"as they are stored, not in param_dtype={self.policy.param_dtype}. Use `with zero3.resident(model):` to compute."
+                f"as they are stored, not in {rounding(self.policy)}. Use `with zero3.resident(model):` to compute."
             )
         self.start_fetch()
         self.finish_fetch()

@@ -14,7 +14,7 @@ from torch import nn
 
 from .autograd import leave_untraced
 from .compiled import check_wrapper_of, compile_in_parts, ends_graphs
-from .parameters import named, own_modules, parameters_of, released_in
+from .parameters import IN_MODEL, WRAPPED, named, own_modules, parameters_of, plain_modules, released_in
 from .wrappers import refuse_wrappers
 
 __all__: list[str] = []
@@ -100,7 +100,7 @@ def guard_layer(module: nn.Module) -> None:
 
 def refuse_merges(model: nn.Module) -> None:
     """Makes peft's modules around a quantised weight refuse to merge into it, because it would have to be quantised again."""
-    for module in model.modules():
+    for module in plain_modules(model):
         base = module.get_base_layer() if callable(getattr(type(module), "get_base_layer", None)) else None  # type: ignore[operator]
         if isinstance(base, nn.Module) and any(hasattr(parameter, "zero3_recipe") for _, parameter in parameters_of(base)):
             Override(module, "merge", _refuse_merge)
@@ -131,7 +131,7 @@ def check_conversion(probe: torch.Tensor, fn: Callable[[torch.Tensor], torch.Ten
 
 
 def _guarded_apply(module: nn.Module, apply: Callable[..., nn.Module], fn: Any, recurse: bool = True) -> nn.Module:
-    for inner in module.modules():  # check all before the first is converted
+    for inner in plain_modules(module):  # check all before the first is converted
         for _, parameter in released_in(inner):
             check_conversion(torch.empty(1, dtype=parameter.dtype, device=parameter.device), fn, parameter.zero3_name)
     return apply(fn, recurse)
@@ -179,7 +179,7 @@ def _before_state_dict(module: nn.Module, *_: object) -> None:
 
 def _before_distributed_state_dict(module: nn.Module, method: Callable[[], dict[str, str]]) -> dict[str, str]:
     """Refuses torch's distributed state dicts, which would take each rank's slice for a replica of the whole."""
-    if any(released_in(inner) for inner in module.modules()):
+    if any(released_in(inner) for inner in plain_modules(module)):
         refuse(
             "get_optimizer_state_dict, set_optimizer_state_dict, get_state_dict and the like (torch.distributed.checkpoint.state_dict)",
             "every rank's chunk has the same name, so one rank's values would stand for all",
@@ -197,6 +197,8 @@ def _check_new_module(module: nn.Module, name: str, new: nn.Module | None) -> No
     """Raises if a new module in a sharded model has parameters of its own: they would be neither sharded, nor reduced, nor loaded."""
     if name == "_orig_mod" and new is not None:
         check_wrapper_of(new)
+    if isinstance(new, nn.Module) and WRAPPED in vars(new):
+        vars(new)[IN_MODEL] = True
     if _GUARDED in vars(module) and isinstance(new, nn.Module):
         _check_strangers(module, [f"{name}.{inner}" for inner, parameter in new.named_parameters() if not _is_sharded(parameter)])
 

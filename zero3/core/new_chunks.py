@@ -15,7 +15,6 @@ from .chunk import Chunk
 from .layout import ChunkLayout
 from .offloaded_chunk import chunk_of, quantized_chunk_of
 from .parameters import ParameterSites
-from .policy_facts import compute_dtype
 from .quantized_chunk import QuantizedSites
 from .residence import Residence, memory_for, residence_for
 from .scattering import scatter_parameters
@@ -98,6 +97,6 @@ def new_chunk(
     if quantized:
         chunk = quantized_chunk_of(residence, device, layout, parameter, communicator, quantized)
     else:
-        chunk = chunk_of(residence, device, layout, parameter, communicator, compute_dtype(policy, dtype))
+        chunk = chunk_of(residence, device, layout, parameter, communicator, policy)
     chunk.unloaded = {index for index, sites in enumerate(ordered) if sites.name in unloaded}
     return chunk, ordered

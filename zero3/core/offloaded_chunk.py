@@ -16,11 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.communicator import Communicator
-from ..comm.streams import Lane, Mark, Moment, OnHost
+from ..comm.streams import Lane, Mark, Moment, OnHost, Pending
+from ..policy import ShardingPolicy
 from .chunk import Chunk
+from .compressed import chunk_for
 from .gradient_types import DeferredGradient
 from .layer_state import LayerState
 from .layout import ChunkLayout
+from .policy_facts import compute_dtype
 from .quantized_chunk import QuantizedChunk
 from .residence import Residence
 
@@ -84,17 +87,17 @@ class OffloadedChunk(Chunk):
         if self._far and full.dtype != self.shard.dtype:
             self._passing = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
 
-    def _outgoing(self, full: Tensor) -> Tensor:
+    def _gather(self, full: Tensor) -> Pending:
         own = full[self._own]
         if not self._far or not own.numel():
-            return super()._outgoing(full)
+            return super()._gather(full)
         values = self.shard.data
         to_copy = self.residence.to_copy_from(values)
         first = own if full.dtype == self.shard.dtype else self._passing
         first.copy_(to_copy, non_blocking=True)
         if to_copy is values:
             self._read = Moment(self.device)
-        return own if first is own else own.copy_(first)
+        return self._communicator.all_gather(full, own if first is own else own.copy_(first), self.layout.bounds)
 
     def finish_fetch(self) -> None:
         super().finish_fetch()
@@ -161,26 +164,23 @@ class OffloadedQuantizedChunk(OffloadedChunk, QuantizedChunk):
     """A quantised chunk that rests on the host."""
 
 
-class OffloadedLayers:
+class OffloadedLayers(list[LayerState]):
     """A model's layers that have such chunks."""
 
     def __init__(self) -> None:
-        self._states: list[LayerState] = []
+        super().__init__()
         self._recent: list[_Whom] = [_nobody] * 3
-
-    def __bool__(self) -> bool:
-        return bool(self._states)
 
     def watch(self, state: LayerState) -> None:
         if state.policy.offload is not None:
-            self._states.append(state)
+            self.append(state)
 
     def settle(self, *, before_backward: bool = False) -> None:
         """The host waits until no device copies from a chunk that it may write now.
 
         Before a backward nobody writes a chunk without a gradient. Then the end of the backward is early enough to wait.
         """
-        for chunk in (chunk for state in self._states for chunk in _offloaded(state)):
+        for chunk in (chunk for state in self for chunk in _offloaded(state)):
             chunk.recent = self._recent
             if not (before_backward and chunk.begins):
                 chunk.settle()
@@ -196,9 +196,18 @@ def settle(state: LayerState) -> None:
         chunk.settle()
 
 
-def chunk_of(residence: Residence | None, device: torch.device, *others: Any) -> Chunk:
-    """A new chunk. `others`: as `Chunk` takes them."""
-    return Chunk(*others) if residence is None else OffloadedChunk(residence, device, *others)
+def chunk_of(
+    residence: Residence | None,
+    device: torch.device,
+    layout: ChunkLayout,
+    shard: nn.Parameter,
+    communicator: Communicator,
+    policy: ShardingPolicy,
+) -> Chunk:
+    """A new chunk, of parameters that are not quantised."""
+    if residence is None:
+        return chunk_for(layout, shard, communicator, policy)
+    return OffloadedChunk(residence, device, layout, shard, communicator, compute_dtype(policy, shard.dtype))
 
 
 def quantized_chunk_of(residence: Residence | None, device: torch.device, *others: Any) -> Chunk:

@@ -17,6 +17,8 @@ __all__: list[str] = []
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # hold, but are never called
 _ORDER = "_zero3_order"  # in a module's __dict__: the names of its parameters
+WRAPPED = "_zero3_module"  # in a layer's __dict__: the module that it wraps
+IN_MODEL = "_zero3_in_model"  # in a layer's __dict__, if the layer has a place in another module
 # Under which torch's wrappers hold the module that they wrap: those of activation checkpointing and offloading, and of torch.compile.
 _WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
 _PREFIX = re.compile(rf"(?<![^.:])(?:{'|'.join(_WRAPPED)})\.")  # in a name, or in a key of a file (`parameter:0.weight[0:4]`)
@@ -201,6 +203,17 @@ def restore_order(parameters: Iterable[ParameterSites]) -> None:
         if list(ordered) != list(module._parameters):
             module._parameters.clear()
             module._parameters.update(ordered)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module that a layer wraps, or `module` itself if it is no layer."""
+    inner: nn.Module = vars(module).get(WRAPPED, module)
+    return inner
+
+
+def plain_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Yields the modules of the unsharded model: for each layer the module that it wraps."""
+    return map(unwrapped, model.modules())
 
 
 def parameters_of(module: nn.Module) -> list[tuple[str, nn.Parameter | None]]:

@@ -11,6 +11,7 @@ from .chunk import Chunk
 from .layer_state import LayerState
 from .offloaded_chunk import settle
 from .parameters import ShardedParameter, named, restore_order
+from .policy_facts import rounding
 
 __all__: list[str] = []
 
@@ -25,7 +26,7 @@ def pin(state: LayerState, *, to_compute: bool = False) -> None:
     if state.pins and stored != state.as_stored:
         raise RuntimeError(
             f"rank {state.communicator.rank}: zero3.full_params shows layer {state.label} as it is stored, zero3.resident in "
-            f"param_dtype={state.policy.param_dtype}: leave one before you enter the other"
+            f"{rounding(state.policy)}: leave one before you enter the other"
         )
     state.as_stored = stored
     try:

@@ -7,7 +7,9 @@ from typing import Literal
 
 import torch
 
+from ..comm.communicator import Communicator
 from ..policy import ShardingPolicy
+from ..quantized.formats import Format
 
 __all__: list[str] = []
 
@@ -51,6 +53,22 @@ def rests_in(policy: ShardingPolicy) -> Literal["device", "cpu", "disk"]:
 def directory_of(policy: ShardingPolicy) -> str | None:
     """The directory in whose files chunks rest."""
     return os.fspath(policy.offload) if policy.offload is not None and policy.offload != "cpu" else None
+
+
+def gather_format(policy: ShardingPolicy, communicator: Communicator, stored: torch.dtype) -> Format | None:
+    """The format in which a chunk of dtype `stored` is gathered while it trains. None: as it is, or cast. One rank alone sends nothing."""
+    return policy.gather_format if communicator.shards > 1 and stored.is_floating_point else None
+
+
+def rounding(policy: ShardingPolicy) -> str:
+    """For errors: what makes that which computes other than the chunks."""
+    chosen = {"param_dtype": policy.param_dtype, "gather_format": policy.gather_format}
+    return " and ".join(f"{name}={value}" for name, value in chosen.items() if value is not None)
+
+
+def reduce_format(policy: ShardingPolicy, communicator: Communicator, stored: torch.dtype) -> Format | None:
+    """The format in which the gradients of a chunk of dtype `stored` are sent. None: as they are."""
+    return policy.reduce_format if communicator.shards > 1 and stored.is_floating_point else None
 
 
 def landed_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:

@@ -19,7 +19,8 @@ from ..comm.errors import Subject
 from ..comm.mesh import MeshCommunicator
 from ..comm.streams import Lane, Lanes, Mark, Pending
 from ..policy import ShardingPolicy
-from .gradient_reducer import Backup, GradientReducer, LayerGradients, Sending
+from .gradient_buffer import Sending
+from .gradient_reducer import Backup, GradientReducer, LayerGradients
 from .transactions import TransactionalReducer
 
 __all__: list[str] = []

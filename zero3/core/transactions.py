@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..comm.communicator import Communicator
 from .chunk import Part
-from .gradient_buffer import GradientBuffer
-from .gradient_reducer import GradientReducer, LayerGradients, Sending
+from .gradient_buffer import GradientBuffer, Sending
+from .gradient_reducer import GradientReducer, LayerGradients
 from .gradient_types import DeferredGradient, DefersReductions
 
 __all__: list[str] = []

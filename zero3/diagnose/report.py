@@ -11,8 +11,9 @@ from torch import nn
 from ..access import states_of
 from ..core.layer_state import LayerState
 from ..core.layout import megabytes
-from ..core.policy_facts import gradient_dtype, landed_dtype, shards_gradients, shards_parameters
+from ..core.policy_facts import gather_format, gradient_dtype, landed_dtype, reduce_format, shards_gradients, shards_parameters
 from ..policy import ShardingPolicy
+from ..quantized.wire import is_stochastic
 
 __all__: list[str] = []
 
@@ -34,6 +35,7 @@ class Report:
         full_parameters: The most bytes of full buffers that a step may hold at once. It assumes that the largest layers follow
             each other.
         full_gradients: The most bytes of full gradients that a step may hold at once.
+        transfers: What travels rounded to a format, and whether that is a bias: a text for each kind of transfer. Empty if all is exact.
         policies: The distinct policies, as text.
         largest_layer: The name of the largest layer; of those beside the root's own, where there are any.
         largest_layer_bytes: Bytes of its full parameters.
@@ -52,6 +54,7 @@ class Report:
     gathered: dict[str, int]
     full_parameters: int
     full_gradients: int
+    transfers: tuple[str, ...]
     policies: tuple[str, ...]
     largest_layer: str
     largest_layer_bytes: int
@@ -67,7 +70,7 @@ class Report:
             f"Chunks{rests}: {stored or 'none'}; gradients: {megabytes(self.gradients)}. "
             f"Computes in {', '.join(self.gathered) or 'nothing'}; a step holds up to {megabytes(self.full_parameters)} of full parameters "
             f"and {megabytes(self.full_gradients)} of full gradients. The largest layer is {self.largest_layer} with "
-            f"{megabytes(self.largest_layer_bytes)}{root}. {'; '.join(self.policies)}"
+            f"{megabytes(self.largest_layer_bytes)}{root}. {''.join(f'{text}. ' for text in self.transfers)}{'; '.join(self.policies)}"
         )
 
 
@@ -113,11 +116,24 @@ def report(model: nn.Module) -> Report:
             states, [state.full_nbytes() * (not all(c.resident for c in state.chunks)) for state in states], shards_parameters
         ),
         full_gradients=_at_once(states, [_gradient_nbytes(state) for state in states], shards_gradients),
+        transfers=_rounded(states),
         policies=tuple(dict.fromkeys(repr(state.policy) for state in states)),
         largest_layer=largest.label,
         largest_layer_bytes=largest.full_nbytes(),
         root_bytes=sum(state.full_nbytes() for state in states if id(state) in roots) if roots else None,
     )
+
+
+def _rounded(states: list[LayerState]) -> tuple[str, ...]:
+    found: dict[str, None] = {}
+    for state in states:
+        for dtype in {chunk.shard.dtype for chunk in state.chunks if chunk.shard.requires_grad}:
+            if (kind := gather_format(state.policy, state.communicator, dtype)) is not None:
+                found[f"Weights travel as {kind.name}, and what computes is rounded to it: that is a bias"] = None
+            if (kind := reduce_format(state.policy, state.communicator, dtype)) is not None:
+                how = "at random, without a bias" if is_stochastic(kind) else "to the nearest code: that is a bias"
+                found[f"Gradients travel as {kind.name}, rounded {how}"] = None
+    return tuple(found)
 
 
 def _gradient_nbytes(state: LayerState) -> int:

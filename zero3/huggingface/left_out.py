@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.meta_buffers import hooks_of, put, twin
 from ..core.layer_state import LayerState
-from ..core.parameters import parameters_of
-from ..layer import is_layer
+from ..core.parameters import parameters_of, plain_modules
 
 __all__: list[str] = []
 
@@ -35,7 +34,7 @@ def compute(model: nn.Module, states: list[LayerState], names: Mapping[int, str]
     hooks = hooks_of(model)
     found: dict[int, tuple[Tensor, Tensor]] = {}
     missing: dict[int, str] = {}
-    for owner in (module for module in model.modules() if not is_layer(module)):
+    for owner in plain_modules(model):
         for attribute, tensor in [*parameters_of(owner), *owner._buffers.items()]:
             key = id(tensor)
             if tensor is None or key not in names or key in found or not (key in empty or tensor.is_meta):

@@ -18,7 +18,7 @@ from ..checkpoint.full_state import not_a_dtype
 from ..checkpoint.safetensors_files import SafetensorsFiles, Stored
 from ..comm.agreement import agreeing
 from ..core.layer_state import LayerState
-from ..core.parameters import parameters_of
+from ..core.parameters import parameters_of, plain_modules
 from ..core.pinning import pin, unpin
 from ..core.quantized_chunk import QuantizedSites
 from ..names import innermost
@@ -139,7 +139,7 @@ class _MergedPlan(Plan):
         super().__init__(contents.owner, contents, directory, shards, None)
         self._originals = originals
         self._owners = {id(sharded.sites.parameter): state for state in contents.states for sharded in state.parameters}
-        self._mergers: list[Any] = [module for module in contents.owner.modules() if contents.adapted and _merges(module)]
+        self._mergers: list[Any] = [module for module in plain_modules(contents.owner) if contents.adapted and _merges(module)]
         for module in self._mergers:
             if module.merged_adapters:
                 raise ValueError("adapters are merged into the model already (merge_adapter): take that back first (unmerge_adapter)")
@@ -262,4 +262,4 @@ def _targets(module: Any) -> list[nn.Parameter]:
 
 
 def _all_parameters(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for inner in module.modules() for _, parameter in parameters_of(inner) if parameter is not None]
+    return [parameter for inner in plain_modules(module) for _, parameter in parameters_of(inner) if parameter is not None]

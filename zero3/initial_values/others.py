@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.meta_buffers import put
 from ..core.layer_state import LayerState
+from ..core.parameters import plain_modules
 
 __all__: list[str] = []
 
@@ -24,7 +25,7 @@ class Others:
         self.bare: list[str] = []  # parameters that nothing has given values
 
     def _places(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        for module in self._model.modules():
+        for module in plain_modules(self._model):
             for name, tensor in [*module._buffers.items(), *module._parameters.items()]:
                 if tensor is not None:
                     yield module, name, tensor

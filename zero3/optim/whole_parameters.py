@@ -109,7 +109,7 @@ def _empty_chunks(family: Family, layouts: list[ChunkLayout]) -> list[Chunk]:
             numel, place = layout.chunk_numel(state.communicator.shard_rank), residence_for(state.policy, state.device)
             values = memory_for(place, numel, old.shard.dtype, state.device, state.policy if trains else None)
             shard = nn.Parameter(values.zero_(), requires_grad=trains)
-            made.append(chunk_of(place, state.device, layout, shard, state.communicator, old.compute_dtype))
+            made.append(chunk_of(place, state.device, layout, shard, state.communicator, state.policy))
     return made
 
 

@@ -72,6 +72,9 @@ class AbsentRanks:
         self._move(shard.nbytes * (self.world_size - 1), shard)
         return _Adding(self, shard, pieces[self.rank])
 
+    def all_to_all(self, received: Tensor, sent: Tensor, bounds: Bounds = None) -> Pending:
+        return self._move(sent.nbytes - received.nbytes // self.world_size, sent)
+
     def _move(self, nbytes: int, sent: Tensor) -> Pending:
         self._moving = nbytes
         if self.takes_pieces:

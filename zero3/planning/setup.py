@@ -21,6 +21,7 @@ FOLLOWED = frozenset(
     {
         "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", "stage", "dynamic", "gradient_reduction", "ignored",
         "reshard_after_forward", "prefetch_depth", "separate_backup_group", "transactional", "compare_every", "grad_dtype", "quantize",
+        "gather_format", "reduce_format",
     }
 )  # fmt: skip
 

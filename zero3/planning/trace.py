@@ -16,7 +16,8 @@ from ..access import get_trainable_chunk, states_of
 from ..auto_wrap import Layers
 from ..core.autograd import inside_backward
 from ..core.chunk import Chunk
-from ..core.gradient_reducer import GradientReducer, Sending
+from ..core.gradient_buffer import Sending
+from ..core.gradient_reducer import GradientReducer
 from ..core.layer_state import LayerState
 from ..policy import ShardingPolicy
 from ..shard import shard

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .blocks import FLOAT8_MAX, encode_blocks
 from .codec import BlockCodec, Codec, Shape
 from .sections import QuantizedTensor
 
 __all__: list[str] = []
-
-INT8_MAX = 127
-FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 
 
 class Int8Codec(BlockCodec):
@@ -22,8 +20,9 @@ class Int8Codec(BlockCodec):
 
     def encode(self, values: Tensor, shape: Shape, start: int) -> tuple[Tensor, Tensor]:
         blocks = self.blocked(values)
-        scales = blocks.abs().amax(1) / INT8_MAX
-        codes = quotients(blocks, scales[:, None]).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
+        scales = blocks.new_empty(len(blocks))
+        codes = torch.empty_like(blocks, dtype=torch.int8)
+        encode_blocks(blocks, codes, scales, blocks.new_empty(blocks.numel() + len(blocks)))
         return codes.view(-1)[: values.numel()], scales
 
     def decode_units(self, quantized: QuantizedTensor, start: int, out: Tensor) -> None:
@@ -79,7 +78,8 @@ class Float8Codec(Codec):
         widest = pad(matrix.abs(), (0, -columns % self._width)).view(-1, tiles, self._width).amax(2)
         largest = widest.new_zeros(last + 1 - first, tiles).scatter_reduce_(0, bands[:, None].expand_as(widest), widest, "amax")
         scales = largest / FLOAT8_MAX
-        return quotients(matrix, self._spread(scales[bands], columns)).to(torch.float8_e4m3fn).view(-1), scales.view(-1)
+        quotients = _quotients(matrix, self._spread(scales[bands], columns)).clamp_(-FLOAT8_MAX, FLOAT8_MAX)
+        return quotients.to(torch.float8_e4m3fn).view(-1), scales.view(-1)
 
     def _spread(self, scales: Tensor, columns: int) -> Tensor:
         """`scales` `[rows, tiles]`, one for each column."""
@@ -97,9 +97,9 @@ class Float8Codec(Codec):
         torch.mul(values, spread, out=out.view(-1, columns))
 
 
-def quotients(values: Tensor, scales: Tensor) -> Tensor:
-    """`values / scales`, and 0 where a scale is 0."""
-    return torch.where(scales != 0, values / scales, 0)
+def _quotients(values: Tensor, scales: Tensor) -> Tensor:
+    """`values / scales`. Where a scale is 0, values are too small for any code but 0, and stay as they are."""
+    return values / torch.where(scales != 0, scales, 1)
 
 
 def _matrix(shape: Shape) -> tuple[int, int]:

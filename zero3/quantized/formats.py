@@ -167,6 +167,9 @@ class Int8(Format):
     Attributes:
         block_size: The elements of a block. Each block has one float32, its scale.
         select: A function `(name, ParamInfo) -> bool` that says which parameters a policy quantises. None: as for `NF4`.
+        stochastic: For `reduce_format` alone: an element between two integers becomes either at random, so that the mean of many
+            roundings is the element. False: it becomes the nearer one.
+        seed: Of those random numbers. The same seed, on as many ranks, gives the same numbers in every run.
 
     Raises:
         ValueError: `block_size` is not allowed.
@@ -179,15 +182,23 @@ class Int8(Format):
 
     block_size: int = 256
     select: Select | None = None
+    stochastic: bool = False
+    seed: int = 0
 
     def __post_init__(self) -> None:
         _check_size("block_size", self.block_size)
         _check_select(self.select)
+        if not isinstance(self.stochastic, bool):
+            raise TypeError(f"stochastic must be True or False, found {self.stochastic!r}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise TypeError(f"seed must be an integer, found {self.seed!r}")
 
     def _name(self) -> str:
-        return f"int8({self.block_size})"
+        return f"int8({self.block_size}{f', stochastic, seed {self.seed}' if self.stochastic else ''})"
 
     def _codec(self, device: torch.device) -> Codec:
+        if self.stochastic:
+            raise ValueError("stochastic=True is for ShardingPolicy(reduce_format=...): a tensor alone is quantised with stochastic=False")
         return Int8Codec(self.block_size)
 
     def _parts(self, shape: Shape) -> list[tuple[str, torch.dtype, int]]:

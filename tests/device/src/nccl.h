@@ -55,10 +55,14 @@ inline void exchange(Communicator::Exchange& e, const std::string& kind, int roo
     if (kind == "reduce_scatter") sent.push_back(reduced(rank));
     if (kind == "scatter") sent.push_back(in(root, rank).clone());
     if (kind == "broadcast") sent.push_back(in(root, 0).clone());
+    for (int to = 0; to < world && kind == "all_to_all"; ++to) sent.push_back(in(rank, to).clone());
     if (kind == "all_reduce") sent.push_back(rank == 0 ? reduced(0) : sent[0]);
   }
   for (int rank = 0; rank < world; ++rank) {
-    for (size_t k = 0; k < e.outs[rank].size(); ++k) look_at(e.outs[rank][k]).copy_(sent.at(kind == "all_gather" ? k : rank).view_as(look_at(e.outs[rank][k])));
+    for (size_t k = 0; k < e.outs[rank].size(); ++k) {
+      const size_t from = kind == "all_gather" ? k : kind == "all_to_all" ? k * world + rank : rank;
+      look_at(e.outs[rank][k]).copy_(sent.at(from).view_as(look_at(e.outs[rank][k])));
+    }
   }
 }
 
@@ -239,6 +243,10 @@ struct SimulatedNccl final : c10d::Backend {
   Ref<c10d::Work> _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& o) override {
     TORCH_CHECK(in.numel() == out.numel() * size_ && out.dtype() == in.dtype(), "simulated NCCL: reduce_scatter of ", in.numel(), " into ", out.numel());
     return issue("reduce_scatter", pieces(in), {out}, {o.asyncOp, 0, o.reduceOp});
+  }
+  Tensors split(Tensor& flat, const std::vector<int64_t>& sizes) { return sizes.empty() ? pieces(flat) : at::split_with_sizes(flat, sizes); }
+  Ref<c10d::Work> alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& outs, std::vector<int64_t>& ins, const c10d::AllToAllOptions& o) override {
+    return issue("all_to_all", split(in, ins), split(out, outs), {o.asyncOp});
   }
   Ref<c10d::Work> barrier(const c10d::BarrierOptions&) override {
     Tensor one = at::zeros({1}, at::TensorOptions().device(Device(TYPE, current_device)));
