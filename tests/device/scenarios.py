@@ -230,6 +230,29 @@ ON_MESHES |= {name for name in SCENARIOS if name.startswith("offload_to") and "m
 
 
 @scenario
+def offload_optimizer_to_files(me: Me) -> list[Tensor]:
+    model = sharded(replace(me, offload=me.directory))
+    return train(model, me, optimizer=zero3.offload_optimizer(torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.01, foreach=True)))
+
+
+def _stepping_in_backward(me: Me, where: str) -> list[Tensor]:
+    """The host writes chunks while the device is still in backward."""
+    model = sharded(replace(me, offload=where if where == "cpu" else me.directory))
+    adamw = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.01, foreach=True)
+    optimizer, losses = zero3.offload_optimizer(adamw, in_backward=True), []
+    for step in range(4):
+        loss = loss_of(model, me, step)
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+    return [*losses, *values(model)]
+
+
+SCENARIOS["offload_optimizer_to_files_in_backward"] = lambda me: _stepping_in_backward(me, "files")
+SCENARIOS["offload_optimizer_to_cpu_in_backward"] = lambda me: _stepping_in_backward(me, "cpu")
+
+
+@scenario
 def offload_and_forwards_without_backward(me: Me) -> list[Tensor]:
     """Between a backward and its step comes a forward without one: the host writes the chunks that it has read."""
     model = sharded(replace(me, offload="cpu"))

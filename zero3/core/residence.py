@@ -44,6 +44,10 @@ class Residence(Protocol):
         """A gradient, or one from `to_copy_into`, where it rests."""
         ...
 
+    def bring(self, tensor: Tensor, *, to_write: bool) -> None:
+        """Brings values, or a gradient, into memory, and returns when they are there: for a thread beside compute."""
+        ...
+
     def rest(self, values: Tensor) -> None:
         """They are not needed for now."""
         ...
@@ -74,6 +78,9 @@ class InPinnedMemory:
     def to_copy_from(self, values: Tensor) -> Tensor:
         return values
 
+    def bring(self, tensor: Tensor, *, to_write: bool) -> None:
+        return None
+
     def rest(self, values: Tensor) -> None:
         return None
 
@@ -90,12 +97,16 @@ class InFiles:
     at_once = True
 
     def __init__(self, directory: str) -> None:
-        values, self._gradients = MappedFiles(directory), MappedFiles(directory)
+        values, self._gradients = self._files = MappedFiles(directory), MappedFiles(directory)
         self.empty, self.rest, self.read_ahead = values.empty, values.rest, values.read_ahead
         self.rest_gradients = self._gradients.rest_all
 
     def reserve(self, numel: int, dtypes: Sequence[torch.dtype]) -> None:
         _ = [self._gradients.empty(numel, dtype) for dtype in dtypes]
+
+    def bring(self, tensor: Tensor, *, to_write: bool) -> None:
+        for files in self._files:
+            files.bring(tensor, to_write=to_write)
 
     def to_copy_from(self, values: Tensor) -> Tensor:
         return values.pin_memory()
