@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 8 examples/finetune.py --model DIR --text FILE    your model, your text
     torchrun ... --model DIR --text FILE --lora 16 --dtype bf16                 LoRA adapters on a frozen model
     torchrun ... --model DIR --text FILE --lora 16 --dtype bf16 --quantize nf4  the frozen model in four bits
+    torchrun ... --model DIR --text FILE --offload /local/scratch               more than memory holds: chunks and moments in files
     torchrun ... --checkpoint-every 50 --resume                                 goes on where it was killed, if it was
     python examples/finetune.py                                                 one plain process, to compare
 
@@ -66,6 +67,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--train", type=trainable, metavar="CHOICE", default="all", help="all, biases, or last-N: N blocks and what follows them")
     add("--lora", type=positive, metavar="R", help="train LoRA adapters of rank R instead (needs --model); they are what is saved")
     add("--quantize", choices=FORMATS, help="store the frozen model's linear layers in this format (needs --lora)")
+    add("--offload", metavar="WHERE", help="let chunks, gradients and moments rest in the host's memory (cpu), or in files in a directory")
     add("--dtype", choices=DTYPES, default="fp32", help=DTYPE_HELP)
     add("--compute", choices=DTYPES, help=COMPUTE_HELP)
     add("--gather-format", choices=GATHER_FORMATS, help="send weights in this format. What computes is rounded to it, the masters are not")
@@ -109,7 +111,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.quantize is not None:
         options.policy = replace(options.policy, quantize=FORMATS[options.quantize])
     travels = {"gather_format": GATHER_FORMATS.get(options.gather_format), "reduce_format": REDUCE_FORMATS.get(options.reduce_format)}
-    options.policy = replace(options.policy, **travels)
+    options.policy = replace(options.policy, offload=options.offload, **travels)
     options.checkpoint_dir = options.checkpoint_dir or options.output / "checkpoints"
     if options.lora is not None and options.model is None:
         parser.error("argument --lora: adapters belong to a model that was there before: name it with --model")
@@ -159,6 +161,7 @@ def finetune(options: argparse.Namespace, ranks: Ranks) -> Summary:
     if ranks.rank == 0:
         print(zero3.report(model.sharded), file=sys.stderr)
     optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model.sharded), lr=options.lr, weight_decay=options.weight_decay)
+    optimizer = zero3.offload_optimizer(optimizer)  # its state rests where the chunks do, with --offload
 
     texts: dict[str, str] = {}
     loss_before = evaluate(model, batches, ranks)

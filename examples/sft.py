@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 8 examples/sft.py --model DIR --data chats.jsonl     your model, your chats
     torchrun ... --model DIR --data DIR --lora 16 --merge                          LoRA adapters, and the model with them merged
     torchrun ... --model DIR --data DIR --lora 16 --quantize nf4                   adapters on a model in four bits (QLoRA)
+    torchrun ... --model DIR --data DIR --offload /local/scratch                   more than memory holds: state in files
     torchrun ... --resume                                                          goes on where it was killed, if it was
     torchrun --nnodes 4 ...                                                        several hosts: see examples/launch/
 
@@ -70,6 +71,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--packing", action="store_true", help="put several chats into each sequence of --max-length")
     add("--lr", type=float, metavar="X", help="peak learning rate (default: 2e-3 for the small model, 2e-5 with --model, 2e-4 with --lora)")
     add("--checkpointing", action="store_true", help="activation checkpointing: less memory, a third more time")
+    add("--offload", metavar="WHERE", help="let chunks, gradients and moments rest in the host's memory (cpu), or in files in a directory")
     add("--seed", type=int, metavar="N", default=0, help="of fresh weights, order and dropout")
 
     add = parser.add_argument_group("LoRA").add_argument
@@ -127,6 +129,7 @@ def load_model(options: argparse.Namespace, device: torch.device, bf16: bool) ->
     policy = zero3.ShardingPolicy(param_dtype=low, reduce_dtype=wide, output_dtype=wide) if bf16 else zero3.ShardingPolicy()
     if options.quantize is not None:
         policy = replace(policy, quantize={"nf4": zero3.NF4(), "int8": zero3.Int8()}[options.quantize])
+    policy = replace(policy, offload=options.offload)
     if options.model is None:
         transformers.set_seed(options.seed)
         model = AutoModelForCausalLM.from_config(small_config(VOCABULARY))

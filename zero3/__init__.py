@@ -17,6 +17,7 @@ from .huggingface.save_pretrained import save_pretrained
 from .layer import Zero3Layer
 from .materialize import materialize
 from .offload.activations import offload_activations
+from .offload.optimizer import offload_optimizer
 from .optim.check_optimizer import check_optimizer
 from .optim.clipping import clip_grad_norm_
 from .optim.grad_scaler import GradScaler
@@ -70,6 +71,7 @@ __all__ = [  # noqa: RUF022 (sorted as Python does)
     "named_gradients",
     "no_sync",
     "offload_activations",
+    "offload_optimizer",
     "param_groups",
     "parameter_norms",
     "plan",

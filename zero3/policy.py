@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -115,6 +116,10 @@ class ShardingPolicy:
         quantize: The format in which frozen parameters are stored and gathered: `NF4`, `Int8`, `Float8` or `MXFP4`. Its `select` says which
             parameters. Linear layers and experts compute with one full matrix at a time, in `param_dtype` or in the parameter's own
             dtype. None: nothing is quantised.
+        offload: Where chunks and their gradients rest between their uses. `"cpu"`: in host memory, pinned if layers compute on an
+            accelerator. On the CPU that changes nothing. A directory, on a local disk: in memory-mapped files without a name, which
+            vanish with the process. The directory need not be the same on all hosts. The optimizer then steps on the CPU, as
+            `chunk` and `chunk.grad` are there. Results are the same to the bit. None: where layers compute.
         gather_format: The format in which trainable chunks travel when they are gathered: `Int8` or `Float8` (of which a block has
             `block[1]` elements). Each rank quantises its chunk from its first element on. What computes, in forward and in backward
             and on the chunk's owner too, is `dequantize(quantize(chunk))` in `param_dtype` or in the chunk's dtype: weights rounded to
@@ -153,6 +158,7 @@ class ShardingPolicy:
     group_adapters: bool = True
     resident_bytes: int = 0
     quantize: Format | None = None
+    offload: str | os.PathLike[str] | None = None
     gather_format: Format | None = None
     reduce_format: Format | None = None
 
@@ -175,6 +181,10 @@ class ShardingPolicy:
         if self.ignored is not None and not callable(self.ignored):
             raise TypeError(f"ignored must be a function (name, ParamInfo) -> bool or None, found {self.ignored!r}")
         self._check_formats()
+        if self.offload is not None and not (isinstance(self.offload, (str, os.PathLike)) and isinstance(os.fspath(self.offload), str)):
+            raise TypeError(f'offload must be "cpu", a directory or None, found {self.offload!r}')
+        if self.offload is not None and self.gather_format is not None:
+            raise ValueError("offload and gather_format exclude each other: an offloaded chunk travels as it is, or cast to param_dtype")
         if self.transactional and self.stage == 1:
             raise ValueError("transactional=True needs stage 2 or 3: with stage=1 gradients are reduced after backward")
         for name in ("prefetch_depth", "compare_every", "resident_bytes"):

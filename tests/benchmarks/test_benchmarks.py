@@ -36,7 +36,7 @@ def pictures(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["peers", "fabric", "overhead", "scale", "gpu", "optimizer", "construction", "architectures", "convergence"]
+    "name", ["peers", "fabric", "overhead", "scale", "gpu", "optimizer", "construction", "architectures", "convergence", "offload"]
 )
 def test_each_explains_itself(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     main = importlib.import_module(f"benchmarks.{name}.main")
@@ -148,3 +148,27 @@ def test_optimizer(tmp_path: Path) -> None:
     assert {len(action["seconds"]) for action in found["times"].values()} == {1}
     ranks = found["padding"]
     assert 0 < ranks["2"][0] < ranks["8"][0] and 1 <= ranks["2"][1] < ranks["8"][1]
+
+
+@pytest.mark.slow
+def test_offload(tmp_path: Path) -> None:
+    """A model three times as large as what may be allocated: it trains in files alone, with the losses of a run without a limit."""
+    size = ["--width", "256", "--depth", "24", "--heads", "2", "--vocabulary", "64", "--sequence", "8", "--batch", "1"]
+    done = start("offload", "memory", *size, "--steps", "2", "--output", str(tmp_path), "--scratch", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "memory.json").read_text())
+    for system in ("zero3, files", "zero3, files, in backward"):
+        assert found[system]["losses"] == found["zero3, no limit"]["losses"], done.stdout
+        assert max(row[1] for row in found[system]["samples"]) - found[system]["begin"] < found["allowed"]
+    assert all("in step 1" in found[system]["died"] for system in ("zero3", "FSDP2")) and "died" in found["plain torch"]
+
+
+@pytest.mark.slow
+def test_offload_counts(tmp_path: Path) -> None:
+    """No chunk, gradient or moment is in anonymous memory, nothing else takes more, and a step brings each in once."""
+    done = start("offload", "counts", *TINY, "--output", str(tmp_path), "--scratch", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "counts.json").read_text())
+    files, memory = found["zero3, files"], found["zero3"]
+    assert files["resting"] == 0 < memory["resting"] and files["others"] <= 1.05 * memory["others"]
+    assert files["moved"] == files["size"]

@@ -162,3 +162,39 @@ def test_a_lost_peer_ends_the_process_by_the_watchdog() -> None:
     assert run.returncode == -signal.SIGABRT, run.stderr
     assert run.stdout.splitlines() == ["rank 0 goes on alone"]
     assert "watchdog" in run.stderr and "(1 of 2 ranks have started it)" in run.stderr
+
+
+def test_torchs_grad_scaler_is_refused_for_gradients_on_the_host() -> None:
+    """It copies the scale to the host, and does not wait for the copy."""
+    from tests.device import simulated
+
+    simulated.schedule("demand", 1)
+
+    def body(me: Me) -> None:
+        model = sharded(me, offload="cpu")
+        scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
+        scaler.scale(loss_of(model, me, 0)).backward()
+        with pytest.raises(RuntimeError, match=r"rest in host memory.*use zero3\.GradScaler"):
+            scaler.step(sgd(model))
+
+    run(2, body)
+
+
+def test_gradients_on_the_host_take_no_memory_of_the_device() -> None:
+    """Nor do chunks: after a step the device holds what it held before the model was made."""
+    from tests.device import simulated
+
+    simulated.schedule("demand", 1)
+
+    def body(me: Me) -> tuple[int, int, int]:
+        begin = torch.cuda.memory_allocated(me.device)
+        model = sharded(me, offload="cpu")
+        made = torch.cuda.memory_allocated(me.device) - begin
+        for step in range(3):
+            loss_of(model, me, step).backward()
+        chunks = sum(chunk.nbytes for chunk in zero3.get_trainable_chunk(model))
+        return made, torch.cuda.memory_allocated(me.device) - begin, chunks
+
+    for made, after, chunks in run(2, body):
+        assert made < chunks
+        assert after < chunks

@@ -30,6 +30,16 @@ NAMES = [
     "an activation is used before it is back, and freed before it is out",
     "a graph is dropped while activations come back",
     "a file's activation is written before it is on the host",
+    "the host takes a gradient before it has come",
+    "a gradient is copied to the host beside its lane",
+    "a gradient's buffers are given back before it is on the host",
+    "a chunk is copied to the device beside the fetch lane",
+    "the memory in which a chunk is cast is given back at once",
+    "the host writes a chunk that is being copied, after a forward",
+    "the host writes a chunk that is being copied, after a forward with gradients",
+    "the host writes a chunk that is being copied, after a backward",
+    "the host writes a chunk that is being copied, after full_params",
+    "gradients on the host are unscaled by a number that has not come",
 ]
 
 

@@ -29,6 +29,7 @@ class Me:
     device: torch.device
     group: Any
     directory: Path
+    offload: Any = None  # the policy's
 
     def tensor(self, step: int, *shape: int) -> Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + self.rank)).to(self.device)
@@ -105,12 +106,14 @@ def built(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 
 def sharded(me: Me, make: Callable[[], nn.Module] = Stack, seed: int = 0, **policy: Any) -> nn.Module:
+    policy = {"offload": me.offload, **policy}
     return zero3.shard(built(make, seed), device=me.device, process_group=me.group, policy=ShardingPolicy(**policy))
 
 
 def in_sequence(me: Me, **policy: Any) -> zero3.Zero3Sequential:
     blocks = [built(Block, number) for number in range(4)]
-    made = [zero3.Zero3Layer(b, device=me.device, process_group=me.group, policy=ShardingPolicy(**policy)) for b in blocks]
+    choice = ShardingPolicy(offload=me.offload, **policy)
+    made = [zero3.Zero3Layer(b, device=me.device, process_group=me.group, policy=choice) for b in blocks]
     return zero3.Zero3Sequential(made)
 
 

@@ -77,6 +77,7 @@ def two(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
         "full": ["--model", directories["llama"], *FULL, "--generate", PROMPT, "--generate-tokens", 12],
         "llama": ["--model", directories["llama"], *LORA],
         "neox": ["--model", directories["neox"], *LORA],
+        "files": ["--model", directories["llama"], *FULL, "--offload", output],
     }
     return run_in_two_processes(output, options)
 
@@ -96,6 +97,13 @@ def test_llama_learns_on_two_processes_and_is_saved(example: ModuleType, two: di
     prompt = tokenizer(PROMPT, return_tensors="pt").input_ids
     written = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12)
     assert tokenizer.decode(written[0]) == summary["texts"]["after"]
+
+
+@pytest.mark.slow
+def test_offload_to_files_gives_the_same_losses(two: dict[str, Outcome]) -> None:
+    full, files = two["full"].summary, two["files"].summary
+    for number in ("losses", "held_out_loss_before", "held_out_loss_after"):
+        assert files[number] == full[number]
 
 
 def test_llama_on_one_process(

@@ -55,9 +55,9 @@ def test_sft_of_the_small_model_gets_better_and_leaves_a_model(small: tuple[Path
 
 @pytest.mark.slow
 def test_sft_goes_on_with_another_number_of_processes(small: tuple[Path, str]) -> None:
-    """And to a later end."""
+    """And to a later end, with its state in files."""
     directory, _ = small
-    longer = ["--device", "cpu", "--steps", 6, "--every", 2, "--samples", 1, "--batch-size", 4, "--patience", 3]
+    longer = ["--device", "cpu", "--steps", 6, "--every", 2, "--samples", 1, "--batch-size", 4, "--patience", 3, "--offload", directory]
     command = [sys.executable, EXAMPLE, *longer, "--output", directory, "--resume"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(

@@ -6,8 +6,27 @@ from typing import Any
 
 import pytest
 
+import zero3
+from tests.offload.test_offload_optimizer import in_files
 from tests.support.processes import Rank, on_ranks
-from tests.support.trainers import launched, llama, trainer_of
+from tests.support.trainers import launched, llama, logged, trainer_of
+
+
+def same_losses_in_files(rank: Rank) -> None:
+    """The trainer offloads its optimizer when the policy offloads chunks."""
+    with launched(rank):
+        losses = []
+        for place in (None, rank.scratch):
+            trainer = trainer_of(True, llama(), rank.scratch / str(place is None), policy=zero3.ShardingPolicy(offload=place), max_steps=3)
+            trainer.train()
+            losses.append(logged(trainer, "loss", "grad_norm"))
+        assert losses[0] == losses[1] and len(losses[0]) > 1
+        state = trainer.optimizer.optimizer.state.values()
+        assert in_files([value for kept in state for value in kept.values() if value.ndim])
+
+
+def test_offload_gives_the_same_losses() -> None:
+    on_ranks(2, same_losses_in_files)
 
 
 def refuse_what_takes_the_model(rank: Rank) -> None:

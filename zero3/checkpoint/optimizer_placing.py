@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..comm.plain_values import decode_scalar, dtype_named
 from ..optim.several import Together
+from ..optim.state_memory import empty_state
 from .contents import Contents, Span, listed
 from .optimizer_contents import Held, NamedState, OptimizerContents, is_whole
 from .optimizer_keys import KeptKeys
@@ -152,9 +153,9 @@ def _allocate(placing: Placing, held: Held, named: dict[str, NamedState]) -> Non
     state: dict[str, Any] = {key: decode_scalar(value, parameter.device) for key, value in first.scalars.items()}
     covered = sum(span.stop - span.start for span in held.spans) == parameter.numel()
     for key in first.elements:
-        dtype = dtype_named(first.elements[key])
-        make = torch.empty if covered else torch.zeros  # padding is zero
-        state[key] = make(parameter.shape, dtype=dtype, device=parameter.device)
+        state[key] = empty_state(parameter, dtype_named(first.elements[key]))
+        if not covered:
+            state[key].zero_()  # padding is zero
         flat = state[key].view(-1)  # a view of the state, so that the state itself is a view of nothing
         placing.targets += [Target(key, span, flat) for span in held.spans if span.start < span.stop]
     for key, (name_of_dtype, shape) in first.whole.items():

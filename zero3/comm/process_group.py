@@ -82,7 +82,10 @@ class GroupCommunicator:
         return dist.all_to_all_single(received, sent, own, sizes, group=self._group, async_op=not self._on_streams) or Done()
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self._group)
+        there = tensor.to(self._device)  # what is about gradients on the host (`offload`) may come from there
+        dist.all_reduce(there, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self._group)
+        if there is not tensor:
+            tensor.copy_(there)
 
     def all_reduce_later(self, tensor: Tensor) -> Pending:
         """Works as `all_reduce` for a sum, but only starts it. The order of the sum depends on the backend."""

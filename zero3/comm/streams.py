@@ -146,17 +146,32 @@ def random_state_kept(device: torch.device) -> AbstractContextManager[object]:
     return torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cpu")
 
 
-class OnHost:
-    """A copy of a small tensor in host memory. The current stream makes it, and the host does not wait."""
+class Moment:
+    """A point in the current stream's work, which the host can wait for."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.Event(device)
+        self._event.record(torch.accelerator.current_stream(device))
+
+    def query(self) -> bool:
+        """Whether the stream has come here."""
+        return self._event.query()
+
+    def synchronize(self) -> None:
+        """Blocks the host until the stream has come here."""
+        self._event.synchronize()
+
+
+class OnHost:
+    """A copy of a tensor in host memory: in `into`, pinned, or in new memory. The current stream makes it, the host does not wait."""
+
+    def __init__(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> None:
         later = has_streams(tensor.device)
-        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=later)
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=later) if into is None else into
         self._copy.copy_(tensor, non_blocking=True)
-        self._made: torch.Event | None = None
+        self._made: Moment | None = None
         if later:
-            self._made = torch.Event(tensor.device)
-            self._made.record(torch.accelerator.current_stream(tensor.device))
+            self._made = Moment(tensor.device)
 
     def ready(self) -> bool:
         return self._made is None or self._made.query()

@@ -24,6 +24,7 @@ from .autograd import EndOfBackward, accumulates_everywhere, backward_task, befo
 from .coordination import Activity, Gate
 from .gradient_reducer import Backup
 from .layer_state import LayerState, Presence, reducers_of
+from .offloaded_chunk import OffloadedLayers
 from .schedule import Call, CallStack, CallTrace, ForwardOrder, Step
 
 __all__: list[str] = []
@@ -40,8 +41,7 @@ class Backward:
     def __init__(
         self, stack: CallStack[LayerState], communicator: Communicator, backup_communicator: Communicator, device: torch.device, depth: int
     ) -> None:
-        # the order of traces, each with its layers and what is done with their gradients
-        self.order: ForwardOrder[tuple[tuple[LayerState, ...], tuple[str, ...]]] = ForwardOrder()
+        self.order: ForwardOrder[tuple[tuple[LayerState, ...], tuple[str, ...]]] = ForwardOrder()  # layers, and gradients' fates
         self._stack = stack
         self._communicator = communicator
         self._backup_communicator = backup_communicator
@@ -49,7 +49,8 @@ class Backward:
         self._depth = depth
         self._touched: list[LayerTrace] = []  # the traces that this backward has reached
         self._backups: deque[Backup] = deque()
-        self._later: deque[Backup] = deque()  # what goes on after a backup, and is waited for at the end: sums over replicas
+        self._later: deque[Backup] = deque()  # what goes on after a backup: sums over replicas, copies to the host
+        self.offloaded = OffloadedLayers()
         self._reduces = False  # whether this backward reduces gradients; `autograd.grad` does not
         self.owes = False  # whether gradients were ever kept for later (`no_sync`, stage 1)
         self._activity: AbstractContextManager[Any] | None = None  # the gate's context for this backward, entered
@@ -59,6 +60,7 @@ class Backward:
     def watch(self, state: LayerState) -> None:
         """Adds a layer: from now on, any gradient that it gets is reduced by the end of the backward."""
         state.gradients.backward = weakref.ref(self)
+        self.offloaded.watch(state)
 
     def follow(self, trace: LayerTrace, call: LayerCall, nodes: Iterable[Node], mark: object) -> None:
         """From now on, a gradient that flows into `nodes` opens `call` first."""
@@ -258,21 +260,22 @@ class Backward:
         while self._backups:
             self._later.extend(self._backups.popleft().wait())
         while self._later:
-            self._later.popleft().wait()
+            self._later.extend(self._later.popleft().wait())
 
     def _end(self) -> None:
         """[B6] Every layer's gradients are reduced, every layer is released, nothing is in flight."""
         for trace in sorted(self._touched, key=lambda trace: -trace.serial):
             self._finish(trace)
         for state in self._stack.layers:
-            gradients = state.gradients
-            if gradients.pending() or (self.owes and self._reduces and gradients.due()):
+            if state.gradients.pending() or (self.owes and self._reduces and state.gradients.due()):
                 self._back_up(state)
         self.drain_backups()
         self._reduces = False
         for state in self._stack.layers:
             state.calls_left = 0
             self.release(state)
+        if self.offloaded:
+            self.offloaded.settle()
         self.order.learn()
         if not self._outer_ending.awaited:
             self._end_outer()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -94,8 +94,16 @@ class Part(NamedTuple):
 class Chunk:
     """This rank's slice, `shard` `[S]`, of a layer's parameters of one dtype, either trainable or frozen."""
 
-    def __init__(self, layout: ChunkLayout, shard: nn.Parameter, communicator: Communicator, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        layout: ChunkLayout,
+        shard: nn.Parameter,
+        communicator: Communicator,
+        compute_dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
         self.layout = layout
+        self.device = device or shard.device  # where the layer computes
         self.shard = shard  # 1-D [S], in the dtype that the optimizer updates
         self.compute_dtype = compute_dtype  # the dtype of gathers and of the full buffer
         self.parts = [Part(shard, 0, shard.numel())]  # the optimizer's parameters: the shard itself, or parts of it
@@ -126,6 +134,7 @@ class Chunk:
         return isinstance(self.full, ResidentBuffer)
 
     read_only = False  # whether its values can't be written, only loaded
+    rests = "memory"  # where reports say that it rests
 
     @property
     def stored_as(self) -> str:
@@ -170,7 +179,7 @@ class Chunk:
     def take_part_in_fetch(self) -> None:
         """Takes part in a fetch that only other ranks need. This rank sends its chunk, and drops what it receives."""
         self.adopt_values()
-        full = torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.shard.device)
+        full = torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.device)
         self._gather(full).wait()
 
     def _gather(self, full: Tensor) -> Pending:
@@ -202,10 +211,10 @@ class Chunk:
     def is_stale(self) -> Tensor:
         """Whether the full buffer has to be gathered because of this rank's chunk, as a 0-dim tensor."""
         if not self.filled:
-            return torch.ones((), dtype=torch.bool, device=self.shard.device)
+            return torch.ones((), dtype=torch.bool, device=self.device)
         self.adopt_values()
         own = self.full.tensor[self._own]
-        return (own != self._as_gathered(own.dtype)).any()
+        return (own != self._as_gathered(own.dtype).to(own.device)).any()
 
     def _as_gathered(self, dtype: torch.dtype) -> Tensor:
         """What the chunk's values are in a full buffer of that dtype."""
@@ -252,18 +261,28 @@ class Chunk:
     def scatter(self) -> None:
         """Cuts rank 0's full buffer into the chunks of all ranks."""
         zero_padding(self.full.tensor, self.layout)
-        if self._communicator.world_size > 1:
-            slices = split(self.full.tensor, self.layout) if self._communicator.rank == 0 else None
-            self._communicator.scatter(self.shard.data, slices, self.layout.bounds).wait()
+        if not self.resident:
+            self.receive(split(self.full.tensor, self.layout) if self._communicator.rank == 0 else None)
             torch.autograd.graph.increment_version(self.shard)
         self.unloaded.clear()
+
+    def receive(self, slices: list[Tensor] | None) -> None:  # one for each rank, on rank 0
+        self._communicator.scatter(self.shard.data, slices, self.layout.bounds).wait()
+
+    def hand_over(self, take: Callable[[Tensor, Tensor], None], landed: Tensor, summed: Tensor) -> None:
+        """Lets a reducer `take` a gradient that has landed, and the sum that it was made from, in the order of the lane."""
+        take(landed, summed)
+
+    def way_home(self, mark: Mark) -> Mark:
+        """`mark`, or if the gradient that it is the end of has further to go, the mark of all the way."""
+        return mark
 
     def _new_buffer(self) -> FullBuffer | ResidentBuffer:
         with torch.inference_mode(False):  # training may use the same buffer later
             dtype = self.shard.dtype if self._as_stored else self.compute_dtype
-            if self._communicator.world_size == 1 and dtype == self.shard.dtype:
+            if self._communicator.world_size == 1 and dtype == self.shard.dtype and self.device == self.shard.device:
                 return ResidentBuffer(self.layout, self.shard)
-            return FullBuffer(self.layout, dtype, self.shard.device)
+            return FullBuffer(self.layout, dtype, self.device)
 
 
 def registered(chunks: Sequence[Chunk]) -> dict[str, nn.Parameter | None]:

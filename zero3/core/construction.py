@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 
 import torch
@@ -14,12 +15,15 @@ from ..comm.communicator import Communicator
 from ..comm.factory import IDENTITY_BYTES, WrongMesh, any_device_of, communicator_for
 from ..policy import ShardingPolicy
 from ..quantized.formats import Format
+from ..scratch.nameless_file import room_on_disk
 from .ignored import without_ignored
 from .layer_state import LayerState
 from .marks import mark_sharded
-from .new_chunks import chunk_groups, new_chunk
+from .new_chunks import chunk_groups, new_chunk, offloaded
 from .parameters import CONTAINERS, ParameterSites, check_parameters, find_parameters, is_callable, own_modules
+from .policy_facts import directory_of, gradient_itemsize, rests_in
 from .quantizing import formats_of, nothing_selected
+from .residence import check_residence
 from .wrappers import wrapper_in
 
 __all__: list[str] = []
@@ -71,6 +75,16 @@ class _Examined:
     def label(self) -> str:
         return self.request.label or type(self.request.module).__name__
 
+    def take_room(self, held: ExitStack) -> None:
+        """Takes as much room on a disk as the layer will need, until `held` is closed."""
+        policy, shards = self.request.policy, self.communicator.shards
+        if (directory := directory_of(policy)) is not None:
+            nbytes = 0
+            for parameter, kind in ((b.parameter, self.formats.get(b.name)) for b in self.parameters):
+                nbytes += parameter.nbytes if kind is None else kind.nbytes(parameter.shape)
+                nbytes += parameter.numel() * gradient_itemsize(policy, parameter.dtype) * parameter.requires_grad
+            held.enter_context(room_on_disk(directory, nbytes // shards))
+
     def agree(self) -> bytes:
         """Compares the ranks. Returns rank 0's note: the layer's number among ranks, and whether rank 0 has any tensor on meta."""
         subject = "a new layer" if self.error is not None else f"a new layer ({self.label})"
@@ -91,7 +105,13 @@ def agree_on(requests: Sequence[Request], is_layer: Callable[[nn.Module], bool],
         parameters = [sites for each in quantizing for sites in each.parameters]
         error = nothing_selected(f"this {type(requests[0].module).__name__}", quantizing[0].request.policy, parameters)
     lines = [f"{each.label}: {line}" for each in examined for line in each.lines]
-    agree(first.communicator, first.device, "what becomes a layer", lines, error)
+    with ExitStack() as held:  # until all ranks have looked: those of one host share a disk
+        try:
+            for each in examined if error is None else ():
+                each.take_room(held)
+        except (OSError, ValueError) as caught:
+            error = caught
+        agree(first.communicator, first.device, "what becomes a layer", lines, error)
 
 
 def all_but(request: Request, is_layer: Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:
@@ -118,8 +138,9 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     if note[IDENTITY_BYTES]:
         empty_on_rank_0 = communicator.exchange(bytes(examined.on_meta.values()), device)[0]
         unloaded = {name for name, empty in zip(examined.on_meta, empty_on_rank_0, strict=True) if empty}
-    for group in chunk_groups(examined.parameters, examined.formats, request.policy, device):
-        state.add_chunk(*new_chunk(group, communicator, device, unloaded, request.policy))
+    groups = chunk_groups(examined.parameters, examined.formats, request.policy, device)
+    for group, place in zip(groups, offloaded(groups, communicator, device, request.policy), strict=True):
+        state.add_chunk(*new_chunk(group, communicator, device, unloaded, request.policy, place))
     for sharded in state.parameters:
         mark_sharded(sharded.sites.parameter, f"{sharded.sites.name!r} of layer {label}", state)
     for buffer in examined.buffers:
@@ -148,6 +169,7 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
             found = find_parameters(request.module, is_layer, request.elsewhere, request.borrowed)
             parameters = without_ignored(found, request.policy, request.prefix)
             check_parameters(parameters, request.dtype, request.label or type(request.module).__name__)
+            check_residence(request.policy, device)
             formats = formats_of(parameters, request.policy, request.prefix, request.module if request.model is None else request.model)
             alone = request.label is None and not any(is_layer(inner) for inner in request.module.modules())
             if request.policy.quantize is not None and not formats and alone:  # `shard` looks at all layers together
@@ -233,6 +255,7 @@ def _digest(
 ) -> list[str]:
     told_by_parameters = ("ignored", "quantize")
     chosen = {f.name: getattr(request.policy, f.name) for f in fields(request.policy) if f.name not in told_by_parameters}
+    chosen["offload"] = rests_in(request.policy)  # hosts may have different directories
     lines = [f"policy {chosen}", f"device type {device.type}"]
     lines += [
         f"parameter {b.name}: shape {tuple(b.parameter.shape)}, {b.parameter.dtype}, requires_grad={b.parameter.requires_grad}"

@@ -19,12 +19,12 @@ class GradientBuffer:
     slot's second gradient, because sums are made in the buffer's dtype.
     """
 
-    __slots__ = ("_came", "_dtype", "_layout", "_like", "_written", "full")
+    __slots__ = ("_came", "_device", "_dtype", "_layout", "_written", "full")
 
-    def __init__(self, layout: ChunkLayout, like: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, layout: ChunkLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._layout = layout
-        self._like = like  # a tensor on the buffer's device
         self._dtype = dtype
+        self._device = device
         self._came: dict[int, Tensor] = {}  # slot -> gradient that is not in the buffer yet
         self._written: set[int] = set()  # slots that are in the buffer
         self.full: Tensor | None = None  # 1-D [W*S]
@@ -45,7 +45,7 @@ class GradientBuffer:
     def flat(self) -> Tensor:
         """Makes the buffer with all gradients so far, and frees these. Slots without a gradient are not written."""
         if self.full is None:
-            self.full = self._like.new_empty(self._layout.padded_numel, dtype=self._dtype)
+            self.full = torch.empty(self._layout.padded_numel, dtype=self._dtype, device=self._device)
         while self._came:
             self._write(self.full, *self._came.popitem())
         return self.full
@@ -65,10 +65,10 @@ class GradientBuffer:
 
     def _fits(self, gradient: Tensor) -> bool:
         lazy = gradient.is_conj() or gradient.is_neg()  # then the bytes in memory are not the values
-        return gradient.dtype == self._dtype and gradient.layout == torch.strided and gradient.device == self._like.device and not lazy
+        return gradient.dtype == self._dtype and gradient.layout == torch.strided and gradient.device == self._device and not lazy
 
     def _zeros(self, numel: int) -> Tensor:
-        return self._like.new_zeros(numel, dtype=self._dtype)
+        return torch.zeros(numel, dtype=self._dtype, device=self._device)
 
     def complete(self) -> Tensor:
         """The buffer `[W*S]`, with zeros for slots without a gradient. From now on the buffer is the caller's."""

@@ -34,13 +34,13 @@ class Backup(NamedTuple):
     naming: NamingFailures
 
     def wait(self) -> Sequence[Backup]:
-        """Waits, and returns what goes on. It is waited for at the end of the backward, and holds only what it needs."""
+        """Waits, and returns what goes on, whose mark holds what it needs. That is waited for at the end of the backward."""
         try:
             later = self.mark.wait()
         except RuntimeError as failure:
             self.naming.explain(failure)
             raise
-        return () if later is None else (Backup(later, self.held[1:], self.naming),)
+        return () if later is None else (Backup(later, (), self.naming),)
 
 
 class GradientReducer(KeptGradients):
@@ -70,10 +70,13 @@ class GradientReducer(KeptGradients):
         """[backup 1] Takes the gradients out, zeros for slots without one, and allocates all that their reduction needs."""
         pieces = self._buffer.pieces() if communicator.takes_pieces and self._divide_first == 1 else None
         full = self._buffer.complete() if pieces is None else None
-        shard = self._chunk.shard
-        summed = full if full is not None and self._chunk.layout.world_size == 1 else torch.empty_like(shard.data, dtype=self._summed_as)
+        summed = (
+            full
+            if full is not None and self._chunk.layout.world_size == 1
+            else torch.empty(self._chunk.shard.shape, dtype=self._summed_as, device=self._chunk.device)
+        )
         landed = summed if self._lands_as == self._summed_as else torch.empty_like(summed, dtype=self._lands_as)
-        self._buffer, self._kept = GradientBuffer(self._chunk.layout, self._chunk.shard, self._dtype), []
+        self._buffer, self._kept = GradientBuffer(self._chunk.layout, self._dtype, self._chunk.device), []
         self.pending = self.owed = False
         return self._sending(pieces, full, summed, landed)
 
@@ -85,7 +88,7 @@ class GradientReducer(KeptGradients):
                 sending.full.div_(self._divide_first)
             pending = sending.start(communicator, self._chunk.layout.bounds)
             mark = lane.complete(pending, lambda: self._land(summed, landed))
-        return Backup(mark, (sending.travelling, summed, landed), self._naming)
+        return Backup(self._chunk.way_home(mark), (sending.travelling, summed, landed), self._naming)
 
     def _land(self, summed: Tensor, landed: Tensor) -> None:
         """[backup 3] Adds `summed` `[S]`, the sum over ranks, to the chunk's gradient. `landed` takes the mean in that gradient's dtype."""
@@ -99,7 +102,7 @@ class GradientReducer(KeptGradients):
             landed.copy_(summed)
         if not self._narrows and divisor != 1:
             landed.div_(divisor)
-        self._take(landed, summed)
+        self._chunk.hand_over(self._take, landed, summed)
 
     def _take(self, landed: Tensor, summed: Tensor) -> None:
         for part in self._chunk.parts:

@@ -57,6 +57,11 @@ class ShardGradient(Tensor):
             cls._before_norm(sys._getframe(1))
         if func is _UNSCALE:
             cls._before_unscale(args[0])
+            if args[2].is_pinned():  # torch copies the scale to the host without waiting for the copy
+                raise RuntimeError(
+                    "gradients rest in host memory (offload=), where torch.amp.GradScaler would unscale them by a number that "
+                    "may not have come yet: use zero3.GradScaler, which takes the same arguments"
+                )
         with as_plain_tensors():
             result = func(*args, **(kwargs or {}))
         if func in _STILL_A_SLICE:

@@ -30,7 +30,7 @@ class KeptGradients:
         self._accumulators: dict[int, Node | None] = {}  # by id of the part's parameter, if its gradient was ever deferred
 
     def _new_buffer(self) -> GradientBuffer:
-        return GradientBuffer(self._chunk.layout, self._chunk.shard, self._dtype)
+        return GradientBuffer(self._chunk.layout, self._dtype, self._chunk.device)
 
     def watch(self, layer: DefersReductions) -> None:
         """From now on this chunk sees gradients that flow straight into it, as those of a penalty over parameters do."""

@@ -81,7 +81,7 @@ class LayerState:
         self.chunks.append(chunk)
         mark(chunk.shard, self)
         self.gradients.add_chunk(chunk)
-        blank = not_a_number(chunk.compute_dtype, chunk.shard.device)
+        blank = not_a_number(chunk.compute_dtype, chunk.device)
         remember_order(parameters)
         for index, sites in enumerate(parameters):
             stand_in = sites.stand_in(blank)

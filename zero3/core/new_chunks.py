@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ..comm.agreement import agreeing
 from ..comm.communicator import Communicator
 from ..policy import ShardingPolicy
 from ..quantized.formats import Format
 from .chunk import Chunk
-from .compressed import chunk_for
 from .layout import ChunkLayout
+from .offloaded_chunk import chunk_of, quantized_chunk_of
 from .parameters import ParameterSites
-from .quantized_chunk import QuantizedChunk, QuantizedSites
+from .quantized_chunk import QuantizedSites
+from .residence import Residence, memory_for, residence_for
 from .scattering import scatter_parameters
 
 __all__: list[str] = []
@@ -34,19 +36,50 @@ def chunk_groups(
     return list(groups.values())
 
 
+def offloaded(
+    groups: list[list[ParameterSites]], communicator: Communicator, device: torch.device, policy: ShardingPolicy
+) -> list[tuple[Residence, Tensor] | None]:
+    """Where the chunk of each group rests, and memory for its values there, and for its gradients. None: where its layer computes.
+
+    Raises:
+        OSError, RuntimeError, ValueError: There is no room for them on some rank. All ranks raise it.
+    """
+    if policy.offload is None:
+        return [None for _ in groups]
+    found: list[tuple[Residence, Tensor] | None] = []
+    with agreeing(communicator, device, "the memory for what is offloaded"):
+        for group in groups:
+            residence = residence_for(policy, device)
+            if residence is None:
+                found.append(None)
+                continue
+            numel, trains = _layout_of(group, communicator).shard_numel, policy if group[0].parameter.requires_grad else None
+            found.append((residence, memory_for(residence, numel, group[0].stored_dtype, device, trains)))
+    return found
+
+
+def _layout_of(group: list[ParameterSites], communicator: Communicator) -> ChunkLayout:
+    return ChunkLayout.build([(b.name, b.stored_shape) for b in group], communicator.shards)
+
+
 @torch.no_grad()
 def new_chunk(
-    group: list[ParameterSites], communicator: Communicator, device: torch.device, unloaded: set[str], policy: ShardingPolicy
+    group: list[ParameterSites],
+    communicator: Communicator,
+    device: torch.device,
+    unloaded: set[str],
+    policy: ShardingPolicy,
+    offloaded: tuple[Residence, Tensor] | None,
 ) -> tuple[Chunk, list[ParameterSites]]:
     """Makes one group's chunk from rank 0's values. A rank holds no more memory than its module and this chunk.
 
     Parameters in `unloaded` have no values on rank 0, and are loaded later. If all are unloaded, nothing is sent.
     """
-    layout = ChunkLayout.build([(b.name, b.stored_shape) for b in group], communicator.shards)
+    layout = _layout_of(group, communicator)
     by_name = {sites.name: sites for sites in group}
     ordered = [by_name[slot.name] for slot in layout.slots]
     dtype, trainable = group[0].stored_dtype, group[0].parameter.requires_grad
-    shard = torch.empty(layout.shard_numel, dtype=dtype, device=device)
+    residence, shard = offloaded or (None, torch.empty(layout.shard_numel, dtype=dtype, device=device))
     if unloaded.issuperset(by_name):  # the loader will write everything except the padding
         shard[max(0, layout.numel - communicator.shard_rank * layout.shard_numel) :].zero_()
     else:
@@ -56,9 +89,15 @@ def new_chunk(
             sites = ordered[index]
             return blank.expand(sites.stored_shape) if sites.name in unloaded else sites.to_store(device)
 
-        scatter_parameters(shard, layout, communicator, value if communicator.rank == 0 else None)
+        here = shard if shard.device == device else torch.empty_like(shard, device=device)
+        scatter_parameters(here, layout, communicator, value if communicator.rank == 0 else None)
+        if here is not shard:
+            shard.copy_(here)
     parameter = nn.Parameter(shard, requires_grad=trainable)
     quantized = [sites for sites in ordered if isinstance(sites, QuantizedSites)]  # all of them, or none
-    chunk = QuantizedChunk(layout, parameter, communicator, quantized) if quantized else chunk_for(layout, parameter, communicator, policy)
+    if quantized:
+        chunk = quantized_chunk_of(residence, device, layout, parameter, communicator, quantized)
+    else:
+        chunk = chunk_of(residence, device, layout, parameter, communicator, policy)
     chunk.unloaded = {index for index, sites in enumerate(ordered) if sites.name in unloaded}
     return chunk, ordered

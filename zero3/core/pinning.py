@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .chunk import Chunk
 from .layer_state import LayerState
+from .offloaded_chunk import settle
 from .parameters import ShardedParameter, named, restore_order
 from .policy_facts import rounding
 
@@ -31,6 +32,7 @@ def pin(state: LayerState, *, to_compute: bool = False) -> None:
     try:
         state.start_fetch()
         state.finish_fetch()
+        settle(state)
     except BaseException:
         state.as_stored = False
         raise

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import Literal
+
 import torch
 
 from ..comm.communicator import Communicator
@@ -34,6 +37,22 @@ def compute_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:
 def gradient_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:
     """The dtype of the full gradient, and of its reduction, for a chunk of dtype `stored`."""
     return policy.reduce_dtype if policy.reduce_dtype is not None and stored.is_floating_point else compute_dtype(policy, stored)
+
+
+def gradient_itemsize(policy: ShardingPolicy, stored: torch.dtype) -> int:
+    """The bytes of an element of the gradient `[S]` of a chunk of dtype `stored`, and of the wider sum that is kept beside it."""
+    lands, reduced = landed_dtype(policy, stored).itemsize, gradient_dtype(policy, stored).itemsize
+    return lands + reduced * (reduced > lands)
+
+
+def rests_in(policy: ShardingPolicy) -> Literal["device", "cpu", "disk"]:
+    """Where chunks rest."""
+    return "device" if policy.offload is None else "cpu" if policy.offload == "cpu" else "disk"
+
+
+def directory_of(policy: ShardingPolicy) -> str | None:
+    """The directory in whose files chunks rest."""
+    return os.fspath(policy.offload) if policy.offload is not None and policy.offload != "cpu" else None
 
 
 def gather_format(policy: ShardingPolicy, communicator: Communicator, stored: torch.dtype) -> Format | None:

@@ -86,10 +86,17 @@ class QuantizedChunk(Chunk):
 
     read_only = True
 
-    def __init__(self, layout: ChunkLayout, shard: nn.Parameter, communicator: Communicator, sites: Sequence[QuantizedSites]) -> None:
+    def __init__(
+        self,
+        layout: ChunkLayout,
+        shard: nn.Parameter,
+        communicator: Communicator,
+        sites: Sequence[QuantizedSites],
+        device: torch.device | None = None,
+    ) -> None:
         self._sites = sites  # in the order of slots
         self._seen: FullBuffer | ResidentBuffer | None = None
-        super().__init__(layout, shard, communicator, shard.dtype)
+        super().__init__(layout, shard, communicator, shard.dtype, device)
 
     @property
     def stored_as(self) -> str:

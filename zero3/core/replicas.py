@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import cast
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
@@ -89,10 +89,21 @@ class _Onward:
                 reducer.partial = sending.summed
                 return
             with lane.issue():  # this lane waits for the backup lane, which is the current one
-                reduced.later = lane.complete(self._communicator.sum_replicas(sending.summed), then)
+                later = lane.complete(self._communicator.sum_replicas(sending.summed), then)
+            reduced.later = _Later(later, (sending.summed, sending.landed))
 
         reduced.mark = self._lanes.backup.complete(pending, go_on)
         return reduced
+
+
+class _Later(NamedTuple):
+    """The end of a sum over replicas, which holds its buffers until then."""
+
+    mark: Mark
+    held: tuple[Tensor, ...]
+
+    def wait(self) -> Mark | None:
+        return self.mark.wait()
 
 
 class _Reduced:

@@ -180,6 +180,8 @@ class Runtime:
                 activity.__exit__(type(failure), failure, None)
             raise
         if activity is not None:
+            if self.backward.offloaded:
+                self.backward.offloaded.settle(before_backward=self.awaits_backward)
             activity.__exit__(None if error is None else type(error), error, None)
 
     def _finish_pass(self) -> None:

@@ -149,8 +149,9 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     for state in states_of(model):
         for chunk in (chunk for chunk in state.chunks if chunk.shard.requires_grad):
             own = torch.zeros_like(chunk.shard) if chunk.shard.grad is None else chunk.shard.grad.as_subclass(Tensor)
+            own = own.detach().to(chunk.device)
             full = own.new_empty(chunk.layout.padded_numel)
-            state.communicator.all_gather(full, own.detach()).wait()
+            state.communicator.all_gather(full, own).wait()
             for name, place in places.items():
                 if place.sharded.chunk is chunk:
                     slot = chunk.layout.slots[place.sharded.index]

@@ -30,6 +30,7 @@ class Report:
         parameters: Elements of the whole model, trainable and frozen.
         chunks: Bytes by kind and dtype or format, such as `"trainable float32"` and `"frozen nf4(64, double)"`.
         gradients: Bytes of the trainable chunks' gradients.
+        rests: Where chunks and gradients rest: `"memory"` of the device that computes, `"host memory"` beside an accelerator, `"files"`.
         gathered: Bytes of all layers' full buffers by dtype or format. A step holds only `full_parameters` of them at once.
         full_parameters: The most bytes of full buffers that a step may hold at once. It assumes that the largest layers follow
             each other.
@@ -49,6 +50,7 @@ class Report:
     parameters: int
     chunks: dict[str, int]
     gradients: int
+    rests: tuple[str, ...]
     gathered: dict[str, int]
     full_parameters: int
     full_gradients: int
@@ -61,10 +63,11 @@ class Report:
     def __str__(self) -> str:
         root = f", the root's own holds {megabytes(self.root_bytes)}" if self.root_bytes is not None else ""
         mesh = f" ({self.world_size // self.shards} replicas of {self.shards} shards)" if self.shards < self.world_size else ""
+        rests = f" in {' and '.join(self.rests)}" if self.rests != ("memory",) else ""
         stored = ", ".join(f"{kind} {megabytes(nbytes)}" for kind, nbytes in self.chunks.items())
         return (
             f"zero3: rank {self.rank} of {self.world_size}{mesh}, {self.parameters / 1e6:.1f} M parameters in {self.layers} layers. "
-            f"Chunks: {stored or 'none'}; gradients: {megabytes(self.gradients)}. "
+            f"Chunks{rests}: {stored or 'none'}; gradients: {megabytes(self.gradients)}. "
             f"Computes in {', '.join(self.gathered) or 'nothing'}; a step holds up to {megabytes(self.full_parameters)} of full parameters "
             f"and {megabytes(self.full_gradients)} of full gradients. The largest layer is {self.largest_layer} with "
             f"{megabytes(self.largest_layer_bytes)}{root}. {''.join(f'{text}. ' for text in self.transfers)}{'; '.join(self.policies)}"
@@ -107,6 +110,7 @@ def report(model: nn.Module) -> Report:
         parameters=sum(sharded.stand_in.numel() for state in states for sharded in state.parameters),
         chunks=chunks,
         gradients=sum(part.numel() * landed_dtype(s.policy, part.dtype).itemsize for s in states for part in s.trainable()),
+        rests=tuple(dict.fromkeys(chunk.rests for state in states for chunk in state.chunks)) or ("memory",),
         gathered=gathered,
         full_parameters=_at_once(
             states, [state.full_nbytes() * (not all(c.resident for c in state.chunks)) for state in states], shards_parameters

@@ -49,11 +49,11 @@ class Wire:
             bounds = chunk.layout.bounds
             if command == Command.FETCH:
                 chunk.adopt_values()
-                whole = full[chunk] if full is not None else chunk.shard.data.new_empty(chunk.layout.padded_numel)
-                self._communicator.all_gather(whole, chunk.shard.data, bounds).wait()
+                own = chunk.shard.data.to(chunk.device)
+                whole = full[chunk] if full is not None else own.new_empty(chunk.layout.padded_numel)
+                self._communicator.all_gather(whole, own, bounds).wait()
             else:
-                slices = split(full[chunk], chunk.layout) if full is not None else None
-                self._communicator.scatter(chunk.shard.data, slices, bounds).wait()
+                chunk.receive(split(full[chunk], chunk.layout) if full is not None else None)
 
 
 class Hand(TorchFunctionMode):
@@ -90,7 +90,7 @@ class Hand(TorchFunctionMode):
             self._store(number)
         for number in sorted(needed - self._held.keys()):
             state = self._states[number]
-            full = {chunk: chunk.shard.data.new_zeros(chunk.layout.padded_numel) for chunk in state.chunks}
+            full = {c: torch.zeros(c.layout.padded_numel, dtype=c.shard.dtype, device=c.device) for c in state.chunks}
             if number in self._stored or any(each.index not in each.chunk.unloaded for each in state.parameters):
                 self._wire.tell(Command.FETCH, number, full)
             for each, parameter in zip(state.parameters, self._lent[number], strict=True):

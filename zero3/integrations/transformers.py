@@ -17,6 +17,7 @@ from ..comm.factory import communicator_for
 from ..core.module_overrides import Override
 from ..huggingface.save_pretrained import save_pretrained
 from ..names import named_tensors
+from ..offload.optimizer import offload_optimizer
 from ..optim.check_optimizer import check_optimizer
 from ..optim.param_groups import param_groups
 from ..policy import ParamInfo
@@ -185,6 +186,7 @@ class Zero3Mixin(_Base):
                 group["weight_decay"] *= self.args.weight_decay
             self.optimizer = kind(groups, **options)
             check_optimizer(self.model, self.optimizer)
+            self.optimizer = offload_optimizer(self.optimizer)
         return self.optimizer  # type: ignore[no-any-return]
 
     def floating_point_ops(self, inputs: Any) -> int:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from io import FileIO
 from threading import Lock
-from typing import IO
 from weakref import finalize
 
 from torch import Tensor
 
 from ..checkpoint.file_operations import write_at
 from ..checkpoint.safetensors_files import bytes_of
+from ..scratch.nameless_file import nameless_file
 
 __all__: list[str] = []
 
@@ -27,12 +27,7 @@ class ScratchFile:
         Raises:
             ValueError: `directory` is none, or no file can be made there.
         """
-        try:
-            if not os.path.isdir(directory):
-                raise NotADirectoryError("it is no directory")
-            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115  as long as this object
-        except OSError as error:
-            raise ValueError(f"{directory!r} can't hold what is offloaded: {error}. Name a directory, on a local disk") from error
+        self._file = nameless_file(directory)
         self._end = 0
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # sizes -> places
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="zero3-offload")
@@ -66,6 +61,6 @@ class ScratchFile:
             rest, place = rest[count:], place + count
 
 
-def _close(threads: ThreadPoolExecutor, file: IO[bytes]) -> None:
+def _close(threads: ThreadPoolExecutor, file: FileIO) -> None:
     threads.shutdown(wait=False)  # they have nothing to do any more: a job holds the ScratchFile
     file.close()

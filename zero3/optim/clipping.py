@@ -56,7 +56,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
     if error is not None:
         local = local + math.nan
     elif filled:
-        local = torch.nn.utils.get_total_norm(filled, norm_type).to(torch.float64)
+        local = torch.nn.utils.get_total_norm(filled, norm_type).to(local)
     total = _over_ranks(states[0], local, norm_type, error)  # [S1]
     limit = float(max_norm)  # ranks that scale by different ones are told when they compare their transfers
     states[0].log.note("clipping", f"the gradients to max_norm={limit} of norm {norm_type}", norm_type, limit)

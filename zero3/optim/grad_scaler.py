@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -44,8 +46,10 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         reduce_deferred(parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+        # To gradients on the host torch would copy both without waiting for the copies.
+        scale, none = (each.cpu() if self._from_afar(optimizer) else each for each in (inv_scale, found_inf))
         with as_plain_tensors():  # an operation on a deferred gradient would begin its reduction
-            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            found = super()._unscale_grads_(optimizer, scale, none, allow_fp16)
         agreed = found_inf
         for other in found.values():
             agreed = torch.maximum(agreed, other.to(agreed.device))
@@ -54,6 +58,32 @@ class GradScaler(torch.amp.GradScaler):
             with NamingFailures(state.communicator, "comparing", Subject("whether the gradients are finite")):
                 state.communicator.all_reduce(agreed, maximum=True)
         return {device: agreed.to(device) for device in [*found, agreed.device]}
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Steps, unless any rank has found inf or nan: see `torch.amp.GradScaler.step`.
+
+        Args:
+            optimizer: The optimizer.
+            *args: For the optimizer's step.
+            **kwargs: For the optimizer's step.
+
+        Returns:
+            What the optimizer's step returned; None if it was skipped.
+        """
+        own = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if not own or not self._from_afar(optimizer):
+            return super().step(optimizer, *args, **kwargs)
+        # Else it would read copies that have not come yet.
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            optimizer._step_supports_amp_scaling = own  # type: ignore[attr-defined]
+
+    def _from_afar(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the scale is on an accelerator, and gradients are on the host (`offload`)."""
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return self._device != "cpu" and any(p.grad is not None and p.grad.device.type == "cpu" for p in parameters)
 
 
 def _one_layer_of_each_group(optimizer: torch.optim.Optimizer) -> list[LayerState]:

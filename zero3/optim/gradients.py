@@ -153,7 +153,7 @@ def _has_gradients(state: LayerState) -> bool:
 @torch.no_grad()
 def _gathered(chunk: Chunk, communicator: Communicator) -> Tensor:
     """The chunk's whole gradient `[W*S]`. Where a rank has none it is zero."""
-    own = torch.zeros_like(chunk.shard.data, dtype=chunk.shard.grad_dtype)
+    own = torch.zeros_like(chunk.shard.data, dtype=chunk.shard.grad_dtype, device=chunk.device)
     for part in chunk.parts:
         if part.parameter.grad is not None:
             part.of(own).copy_(part.parameter.grad.as_subclass(Tensor))
@@ -165,7 +165,7 @@ def _gathered(chunk: Chunk, communicator: Communicator) -> Tensor:
 @torch.no_grad()
 def _write(full: Mapping[Chunk, Tensor], communicator: Communicator) -> None:
     for chunk, gradient in full.items():
-        own = torch.empty_like(chunk.shard.data, dtype=chunk.shard.grad_dtype)
+        own = torch.empty_like(chunk.shard.data, dtype=chunk.shard.grad_dtype, device=chunk.device)
         slices = split(gradient, chunk.layout) if communicator.rank == 0 else None
         communicator.scatter(own, slices, chunk.layout.bounds).wait()
         for part in chunk.parts:

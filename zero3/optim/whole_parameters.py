@@ -11,10 +11,11 @@ from torch import nn
 
 from ..comm.agreement import agree, agreeing
 from ..core.chunk import Chunk
-from ..core.compressed import chunk_for
 from ..core.layer_state import LayerState
 from ..core.layout import ChunkLayout, Slot, deal
+from ..core.offloaded_chunk import chunk_of
 from ..core.pinning import replace_chunks
+from ..core.residence import memory_for, residence_for
 from .pieces import retire
 
 __all__: list[str] = []
@@ -100,13 +101,15 @@ def repartition(wanted: Sequence[tuple[Family, list[ChunkLayout]]]) -> None:
 
 
 def _empty_chunks(family: Family, layouts: list[ChunkLayout]) -> list[Chunk]:
-    communicator, old = family.state.communicator, family.chunks[0]
+    state, old = family.state, family.chunks[0]
     made = []
     with torch.inference_mode(False):
         for layout in layouts:
             trains = family.frozen is None or layout.slots[0].name not in family.frozen
-            shard = nn.Parameter(old.shard.data.new_zeros(layout.chunk_numel(communicator.shard_rank)), requires_grad=trains)
-            made.append(chunk_for(layout, shard, communicator, family.state.policy))
+            numel, place = layout.chunk_numel(state.communicator.shard_rank), residence_for(state.policy, state.device)
+            values = memory_for(place, numel, old.shard.dtype, state.device, state.policy if trains else None)
+            shard = nn.Parameter(values.zero_(), requires_grad=trains)
+            made.append(chunk_of(place, state.device, layout, shard, state.communicator, state.policy))
     return made
 
 

@@ -1,0 +1,239 @@
+"""A chunk that rests on the host, with its gradient, if its layer computes elsewhere, or if it rests in files.
+
+fetch      the chunk is copied into its slice of the full buffer, on the fetch lane, and gathered from there
+backup     the gradient's slice is copied to the host, on the backup lane
+landing    the host waits for that copy, and makes it the chunk's gradient, or adds it to that
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.communicator import Communicator
+from ..comm.streams import Lane, Mark, Moment, OnHost, Pending
+from ..policy import ShardingPolicy
+from .chunk import Chunk
+from .compressed import chunk_for
+from .gradient_types import DeferredGradient
+from .layer_state import LayerState
+from .layout import ChunkLayout
+from .policy_facts import compute_dtype
+from .quantized_chunk import QuantizedChunk
+from .residence import Residence
+
+__all__: list[str] = []
+
+Take = Callable[[Tensor, Tensor], None]
+_Whom = Callable[[], "OffloadedChunk | None"]  # a weak reference
+_Leaving = tuple[Take, list[OnHost]]
+
+
+def _nobody() -> None:
+    return None
+
+
+class OffloadedChunk(Chunk):
+    """`shard`, the parameter that the optimizer sees, is on the host, and so is its gradient. `full` is where the layer computes."""
+
+    def __init__(
+        self, residence: Residence, device: torch.device, layout: ChunkLayout, shard: nn.Parameter, communicator: Communicator, kind: Any
+    ) -> None:
+        """`kind`: the dtype of full buffers, or the quantised parameters."""
+        self.residence, self.rests = residence, residence.name
+        self._passing = self._nothing = torch.empty(0)  # on the device, in the chunk's dtype, on its way to a full buffer of another dtype
+        self._read: Moment | None = None  # the end of the last copy to the device
+        self._leaving: list[_Leaving] = []  # gradients on their way to the host
+        self.recent: list[_Whom] = [_nobody] * 3  # the last chunks of the model that were fetched
+        self.followers: dict[tuple[_Whom, _Whom], _Whom] = {}  # the two that were fetched before this one -> the one fetched next
+        super().__init__(layout, shard, communicator, kind, device)
+
+    @property
+    def _far(self) -> bool:
+        return self.shard.device != self.device
+
+    # -- the way in
+
+    def start_fetch(self, lane: Lane) -> None:
+        self._read_ahead()
+        super().start_fetch(lane)
+
+    def _read_ahead(self) -> None:
+        """The chunk that was fetched next, when this one was last fetched after the same two, is most likely fetched next again."""
+        (first, second, third), own = self.recent, weakref.ref(self)
+        self.recent[:] = second, third, own
+        if (previous := third()) is not None:
+            previous.followers[first, second] = own
+        if (follower := self.followers.get((second, third), _nobody)()) is not None:
+            follower.residence.read_ahead(follower.shard.data)
+
+    def make_room(self, *, as_stored: bool = False) -> None:
+        super().make_room(as_stored=as_stored)
+        if not self.filled:
+            self._prepare_cast(self.full.tensor)
+
+    def take_part_in_fetch(self) -> None:
+        self._prepare_cast(self.shard if self._as_stored else torch.empty(0, dtype=self.compute_dtype))
+        super().take_part_in_fetch()
+        self._passed()
+
+    def _prepare_cast(self, full: Tensor) -> None:
+        """Memory of the device is allocated on the compute stream, so before the lane's work is issued."""
+        if self._far and full.dtype != self.shard.dtype:
+            self._passing = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
+
+    def _gather(self, full: Tensor) -> Pending:
+        own = full[self._own]
+        if not self._far or not own.numel():
+            return super()._gather(full)
+        values = self.shard.data
+        to_copy = self.residence.to_copy_from(values)
+        first = own if full.dtype == self.shard.dtype else self._passing
+        first.copy_(to_copy, non_blocking=True)
+        if to_copy is values:
+            self._read = Moment(self.device)
+        return self._communicator.all_gather(full, own if first is own else own.copy_(first), self.layout.bounds)
+
+    def finish_fetch(self) -> None:
+        super().finish_fetch()
+        if not self.resident:
+            self._passed()
+
+    def _passed(self) -> None:
+        self._passing = self._nothing
+        self.residence.rest(self.shard.data)
+
+    def release(self) -> None:
+        super().release()
+        self.residence.rest(self.shard.data)
+
+    def settle(self) -> None:
+        read, self._read = self._read, None
+        if read is not None:
+            read.synchronize()
+
+    def receive(self, slices: list[Tensor] | None) -> None:
+        if self._far:
+            own = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
+            self._communicator.scatter(own, slices, self.layout.bounds).wait()
+            self.shard.data.copy_(own)
+        else:
+            super().receive(slices)
+        self.residence.rest(self.shard.data)
+
+    # -- the way of the gradient
+
+    def hand_over(self, take: Take, landed: Tensor, summed: Tensor) -> None:
+        if landed.device == self.shard.device:
+            self._land(take, landed, summed)
+            return
+        both = (landed, summed) if summed.dtype.itemsize > landed.dtype.itemsize else (landed,)
+        self._leaving.append((take, [OnHost(each, self.residence.to_copy_into(each.numel(), each.dtype)) for each in both]))
+
+    def way_home(self, mark: Mark) -> Mark:
+        leaving, self._leaving = self._leaving, []
+        return _WayHome(mark, partial(self._arrive, leaving), at_once=self.residence.at_once) if self._far else mark
+
+    def _arrive(self, leaving: list[_Leaving]) -> None:
+        """The host waits for the copies."""
+        for take, copies in leaving:
+            self._land(take, copies[0].tensor(), copies[-1].tensor())
+        leaving.clear()
+
+    @torch.no_grad()
+    def _land(self, take: Take, landed: Tensor, summed: Tensor) -> None:
+        if self.begins:
+            kept = self.residence.keep(landed)
+            landed, summed = kept, self.residence.keep(summed) if summed.dtype.itemsize > landed.dtype.itemsize else kept
+        take(landed, summed)
+        self.residence.rest_gradients()
+
+    @property
+    def begins(self) -> bool:
+        """Whether the next gradient is the first one since they were zeroed."""
+        gradients = [part.parameter.grad for part in self.parts]
+        return all(g is None or (isinstance(g, DeferredGradient) and g.earlier is None) for g in gradients)
+
+
+class OffloadedQuantizedChunk(OffloadedChunk, QuantizedChunk):
+    """A quantised chunk that rests on the host."""
+
+
+class OffloadedLayers(list[LayerState]):
+    """A model's layers that have such chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._recent: list[_Whom] = [_nobody] * 3
+
+    def watch(self, state: LayerState) -> None:
+        if state.policy.offload is not None:
+            self.append(state)
+
+    def settle(self, *, before_backward: bool = False) -> None:
+        """The host waits until no device copies from a chunk that it may write now.
+
+        Before a backward nobody writes a chunk without a gradient. Then the end of the backward is early enough to wait.
+        """
+        for chunk in (chunk for state in self for chunk in _offloaded(state)):
+            chunk.recent = self._recent
+            if not (before_backward and chunk.begins):
+                chunk.settle()
+
+
+def _offloaded(state: LayerState) -> list[OffloadedChunk]:
+    return [chunk for chunk in state.chunks if isinstance(chunk, OffloadedChunk)]
+
+
+def settle(state: LayerState) -> None:
+    """The host waits until no device copies from the layer's chunks."""
+    for chunk in _offloaded(state):
+        chunk.settle()
+
+
+def chunk_of(
+    residence: Residence | None,
+    device: torch.device,
+    layout: ChunkLayout,
+    shard: nn.Parameter,
+    communicator: Communicator,
+    policy: ShardingPolicy,
+) -> Chunk:
+    """A new chunk, of parameters that are not quantised."""
+    if residence is None:
+        return chunk_for(layout, shard, communicator, policy)
+    return OffloadedChunk(residence, device, layout, shard, communicator, compute_dtype(policy, shard.dtype))
+
+
+def quantized_chunk_of(residence: Residence | None, device: torch.device, *others: Any) -> Chunk:
+    return QuantizedChunk(*others) if residence is None else OffloadedQuantizedChunk(residence, device, *others)
+
+
+class _WayHome(NamedTuple):
+    """The way of a gradient to the host. `mark`: the end of what the device does."""
+
+    mark: Mark
+    arrive: Callable[[], None]
+    at_once: bool
+
+    def wait(self) -> Mark | None:
+        later = self.mark.wait()
+        if later is not None:
+            return self._replace(mark=later)
+        if self.at_once:
+            self.arrive()
+            return None
+        return _Arrival(self.arrive)  # at the end of the backward, so that the host goes on
+
+
+class _Arrival(NamedTuple):
+    arrive: Callable[[], None]
+
+    def wait(self) -> Mark | None:
+        self.arrive()
+        return None

@@ -1,0 +1,81 @@
+"""Steps each chunk inside backward, as soon as its gradient has landed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ..core.gradient_types import CallersMistake, DeferredGradient
+from .turns import Turn, Turns
+
+__all__: list[str] = []
+
+
+class InBackward:
+    """Hooks on an optimizer's parameters. A parameter that is stepped has a gradient without values until `optimizer.step()`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, turns: Turns, step: Callable[[torch.optim.Optimizer], object]) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._turns, self._step = turns, step
+        self._turn_of: dict[int, Turn] = {}
+        self._made: list[Turn] = []  # since the last `optimizer.step()`, in order
+        self._before: list[Turn] = []  # the same of the step before, which the next one is expected to be like
+        for turn in turns.of(optimizer):
+            for number, parameters in turn.parameters.items():
+                for parameter in parameters:
+                    if getattr(parameter, "zero3_state", None) is not None and parameter.requires_grad:
+                        self._turn_of[id(parameter)] = Turn(turn.chunk, turn.files, {number: [parameter]})
+                        _call_when_landed(parameter, self)
+
+    def landed(self, parameter: nn.Parameter) -> None:
+        optimizer, turn = self._optimizer(), self._turn_of[id(parameter)]
+        state = parameter.zero3_state()  # type: ignore[attr-defined]
+        if optimizer is None or state is None or state.gradients.deferrals:  # a single rank keeps nothing for later under `no_sync`
+            return
+        if turn in self._made:
+            raise CallersMistake(
+                f"a chunk of layer {state.label} got a second gradient before optimizer.step(), and was stepped by the first one already "
+                "(offload_optimizer with in_backward=True). Run the backwards of all micro-batches but the last inside "
+                "zero3.no_sync(model), add no penalty over chunks, and call each layer in one forward a step; or leave in_backward out. "
+                "This training has to go on from a checkpoint"
+            )
+        self._made.append(turn)
+        place = len(self._made)
+        following = self._before[place] if place < len(self._before) else None
+        self._turns.make(optimizer, turn, following if following not in self._made else None, lambda: self._step(optimizer))
+        parameter.grad = None
+        parameter.grad = DeferredGradient.like(parameter, _Used)
+
+    def finish(self) -> None:
+        """Called by `optimizer.step()`: the gradients that were used are gone."""
+        for turn in self._made:
+            for parameter in turn.all():
+                if isinstance(parameter.grad, DeferredGradient):
+                    parameter.grad = None
+        self._before, self._made = self._made, []
+
+
+def _call_when_landed(parameter: nn.Parameter, hooks: InBackward) -> None:
+    reference = weakref.ref(hooks)  # the cycle collector can't see into hooks
+
+    def landed(leaf: Tensor) -> None:
+        if (hooks := reference()) is not None and isinstance(leaf, nn.Parameter):
+            hooks.landed(leaf)
+
+    parameter.register_post_accumulate_grad_hook(landed)  # type: ignore[no-untyped-call]
+
+
+class _Used:
+    """Stands where a deferred gradient has the layer that will reduce it."""
+
+    holds = 0
+
+    def reduce_deferred(self) -> NoReturn:
+        raise CallersMistake(
+            "this gradient is used up: its chunk was stepped inside backward (offload_optimizer with in_backward=True), so nothing can "
+            "clip, unscale or measure it any more. Leave in_backward out for that"
+        )

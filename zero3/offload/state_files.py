@@ -1,0 +1,98 @@
+"""An optimizer's state in mapped files: how it comes there, and what comes and goes during a step."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..core.residence import Residence
+from ..scratch.mapped_files import MappedFiles
+
+__all__: list[str] = []
+
+
+class StateFiles:
+    """Memory for the state of one optimizer, beside the chunks in one directory."""
+
+    def __init__(self, directory: str) -> None:
+        self.files = MappedFiles(directory)
+        self._reserved: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._is_full = False  # once it was, nothing more comes here
+
+    def reserve(self, numel: int, dtype: torch.dtype) -> None:
+        """
+        Raises:
+            OSError: The disk is full.
+            ValueError: There is no such directory.
+        """
+        self._reserved[numel, dtype].append(self.files.empty(numel, dtype))
+
+    def place(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """A 1-D tensor with any values. None, at first with a warning, if there is no room."""
+        if reserved := self._reserved[numel, dtype]:
+            return reserved.pop()
+        try:
+            return None if self._is_full else self.files.empty(numel, dtype)
+        except (OSError, ValueError) as error:
+            self._is_full = True
+            warnings.warn(f"state of the optimizer stays in memory, because it can't be offloaded: {error}", stacklevel=2)
+            return None
+
+    def take_in(self, state: MutableMapping[str, Any]) -> None:
+        """Moves those tensors of one parameter's state into files that are not there yet."""
+        for key, value in state.items():
+            if type(value) is not Tensor or not value.ndim or value.device.type != "cpu" or value in self.files:
+                continue
+            if (place := self.place(value.numel(), value.dtype)) is not None:
+                state[key] = place.view(value.shape).copy_(value)
+
+
+class ZerosInFiles(TorchFunctionMode):
+    """Inside, an optimizer that makes state as zeros like a parameter makes it in a file, so that it is never in memory."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], files: StateFiles) -> None:
+        super().__init__()
+        self._own = {id(parameter) for parameter in parameters}
+        self._files = files
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if func is torch.zeros_like and id(args[0]) in self._own and options.keys() <= {"memory_format", "dtype"}:
+            like = args[0]
+            place = self._files.place(like.numel(), options.get("dtype") or like.dtype)
+            if place is not None:
+                return place.zero_().view(like.shape)
+        return func(*args, **options)
+
+
+class Visit(NamedTuple):
+    """What a turn works on, of what lies in files."""
+
+    residence: Residence
+    values: list[Tensor]
+    gradients: list[Tensor]
+    files: MappedFiles
+    state: list[Tensor]
+
+    def bring(self) -> None:
+        for tensor in self.values:
+            self.residence.bring(tensor, to_write=True)
+        for tensor in self.gradients:
+            self.residence.bring(tensor, to_write=False)
+        for tensor in self.state:
+            self.files.bring(tensor, to_write=True)
+
+    def let_go(self) -> None:
+        for tensor in self.values:
+            self.residence.rest(tensor)
+        self.residence.rest_gradients()
+        for tensor in self.state:
+            self.files.rest(tensor)

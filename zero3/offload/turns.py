@@ -1,0 +1,149 @@
+"""An optimizer's step in turns, chunk by chunk: while one is stepped, the next one's numbers come, and those of the last one leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..core.chunk import Chunk
+from ..core.gradient_types import DeferredGradient
+from ..core.layer_state import LayerState
+from ..core.offloaded_chunk import OffloadedChunk
+from ..core.policy_facts import directory_of
+from ..optim.state_memory import set_state_memory
+from .one_by_one import narrowed, try_out
+from .state_files import StateFiles, Visit, ZerosInFiles
+
+__all__: list[str] = []
+
+
+def layers_of(optimizer: torch.optim.Optimizer) -> list[LayerState]:
+    """The layers that the optimizer's parameters belong to."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    owners = (getattr(parameter, "zero3_state", None) for parameter in parameters)
+    return list(dict.fromkeys(state for owner in owners if owner is not None and (state := owner()) is not None))
+
+
+@dataclass(eq=False)
+class Turn:
+    """Those of the optimizer's parameters that are stepped together: in one chunk, or all that rest in no files."""
+
+    chunk: Chunk | None
+    files: StateFiles | None
+    parameters: dict[int, list[nn.Parameter]] = field(default_factory=dict)  # by the number of their group
+
+    def all(self) -> Iterator[nn.Parameter]:
+        for parameters in self.parameters.values():
+            yield from parameters
+
+    def visit(self, optimizer: torch.optim.Optimizer) -> Visit | None:
+        """What lies in files of all that the turn works on."""
+        if self.files is None or not isinstance(self.chunk, OffloadedChunk):
+            return None
+        parameters = list(self.all())
+        gradients = [p.grad for p in parameters if p.grad is not None and not isinstance(p.grad, DeferredGradient)]
+        kept = (value for parameter in parameters for value in optimizer.state.get(parameter, {}).values())
+        state = [value for value in kept if type(value) is Tensor and value.ndim]
+        return Visit(self.chunk.residence, [parameter.data for parameter in parameters], gradients, self.files.files, state)
+
+
+class Turns:
+    """Makes an optimizer's turns. `rests`: where its state lies, by the directory of the chunks.
+
+    A thread brings numbers in and lets them go, so that computing need not wait for a disk. It does one thing after another. So when a
+    turn's numbers are here, those of the turn before the last one have left.
+    """
+
+    def __init__(self, rests: dict[str, StateFiles]) -> None:
+        self._rests = rests
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero3-offload")
+        self._coming: tuple[Turn, Future[None] | None] | None = None  # the turn whose numbers are on their way
+
+    def of(self, optimizer: torch.optim.Optimizer) -> list[Turn]:
+        """First what rests in no files, then chunk by chunk, in the order of the groups."""
+        chunks: dict[int, tuple[Chunk, StateFiles]] = {}
+        for state in layers_of(optimizer):
+            if (directory := directory_of(state.policy)) is not None:
+                found = ((id(part.parameter), chunk) for chunk in state.chunks for part in chunk.parts)
+                chunks |= {key: (chunk, self._rests[directory]) for key, chunk in found}
+        turns: dict[Chunk | None, Turn] = {None: Turn(None, None)}
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                chunk, files = chunks.get(id(parameter), (None, None))
+                turn = turns.setdefault(chunk, Turn(chunk, files))
+                turn.parameters.setdefault(number, []).append(parameter)
+        return list(turns.values())
+
+    def reserve(self, optimizer: torch.optim.Optimizer) -> None:
+        """Finds room for what the optimizer will keep.
+
+        Raises:
+            ValueError: It can't step one chunk after another, or there is no such directory.
+            OSError: The disk is full.
+        """
+        kept: dict[tuple[int, int, torch.dtype], list[torch.dtype]] = {}
+        for turn in self.of(optimizer):
+            for number, parameters in turn.parameters.items():
+                for parameter in parameters:
+                    kind = (number, parameter.ndim, parameter.dtype)
+                    if kind not in kept:
+                        kept[kind] = try_out(optimizer, optimizer.param_groups[number], parameter)
+                    if turn.files is not None and parameter not in optimizer.state:
+                        for dtype in kept[kind]:
+                            turn.files.reserve(parameter.numel(), dtype)
+
+    def lead_loads(self, optimizer: torch.optim.Optimizer) -> None:
+        """From now on zero3's loads put state into files."""
+        for turn in self.of(optimizer):
+            if (files := turn.files) is not None:
+                for parameter in turn.all():
+                    set_state_memory(parameter, files.place)
+
+    def take_in(self, optimizer: torch.optim.Optimizer) -> None:
+        """Moves state that is in memory, after a load of torch's, into files."""
+        for turn in self.of(optimizer):
+            self._take_in(optimizer, turn)
+
+    def _take_in(self, optimizer: torch.optim.Optimizer, turn: Turn) -> None:
+        if (files := turn.files) is not None:
+            for parameter in turn.all():
+                if parameter in optimizer.state:
+                    files.take_in(optimizer.state[parameter])
+
+    def make_all(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
+        """Makes one step. `step`: the optimizer's own, of all its parameters."""
+        turns = [turn for turn in self.of(optimizer) if any(parameter.grad is not None for parameter in turn.all())]
+        for turn, following in zip(turns, [*turns[1:], None], strict=False):
+            self.make(optimizer, turn, following, step)
+
+    def make(self, optimizer: torch.optim.Optimizer, turn: Turn, following: Turn | None, step: Callable[[], object]) -> None:
+        """Makes one turn, while the numbers of the following one come."""
+        expected, self._coming = self._coming, None
+        here = expected[1] if expected is not None and expected[0] is turn else self._bring(optimizer, turn)
+        if following is not None:
+            self._coming = following, self._bring(optimizer, following)
+        groups = optimizer.param_groups
+        with narrowed(optimizer) as narrow:
+            narrow([(groups[number], parameters) for number, parameters in turn.parameters.items()])
+            if here is not None:
+                here.result()
+            self._step(optimizer, turn, step)
+        if (visit := turn.visit(optimizer)) is not None:
+            self._thread.submit(visit.let_go)
+
+    def _bring(self, optimizer: torch.optim.Optimizer, turn: Turn) -> Future[None] | None:
+        visit = turn.visit(optimizer)
+        return self._thread.submit(visit.bring) if visit is not None else None
+
+    def _step(self, optimizer: torch.optim.Optimizer, turn: Turn, step: Callable[[], object]) -> None:
+        fresh = [parameter for parameter in turn.all() if not optimizer.state.get(parameter)]
+        if turn.files is not None and fresh:
+            with ZerosInFiles(fresh, turn.files):
+                step()
+        else:
+            step()
+        self._take_in(optimizer, turn)

@@ -1,0 +1,1 @@
+"""Files without a name, as memory that the kernel may write to a disk."""

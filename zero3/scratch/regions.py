@@ -1,0 +1,63 @@
+"""Memory that is used again: a tensor takes a region, and gives it back when nobody holds the tensor or a view of it any more."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from collections import defaultdict
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__: list[str] = []
+
+
+class Region(Protocol):
+    """Memory of some whole pages, as long as the object lives."""
+
+    address: int
+
+
+class Regions:
+    """Gives out memory of one kind. A region is for one tensor. It lives as long as this object, or the tensor."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[Region]] = defaultdict(list)  # by their bytes
+        self.nbytes = 0  # of all regions
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D tensor of the host with any values.
+
+        Raises:
+            OSError, RuntimeError, ValueError: There is no such memory left, or none to be had.
+        """
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        nbytes = -(-numel * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+        free = self._free[nbytes]
+        if free:
+            region = free.pop()
+        else:
+            region = self._new_region(nbytes)
+            self.nbytes += nbytes
+        memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(region.address)
+        weakref.finalize(memory, free.append, region).atexit = False  # the tensor's storage holds `memory`
+        return torch.frombuffer(memory, dtype=dtype)
+
+    def _new_region(self, nbytes: int) -> Region:
+        raise NotImplementedError
+
+
+class PinnedRegions(Regions):
+    """Pinned memory of the host."""
+
+    def _new_region(self, nbytes: int) -> Region:
+        return _Pinned(nbytes)
+
+
+class _Pinned:
+    def __init__(self, nbytes: int) -> None:
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        self.address = self._memory.data_ptr()
