@@ -34,10 +34,10 @@ class Counter(Protocol):
 
 
 class _Mallinfo(ctypes.Structure):
-    _fields_ = [
+    _fields_ = tuple(
         (name, ctypes.c_size_t)
         for name in ("arena", "free", "fast", "maps", "mapped", "highest", "fast_bytes", "used", "free_bytes", "top")
-    ]
+    )
 
 
 class HostMemory:
@@ -138,4 +138,4 @@ def _after(watch: Watch, module: nn.Module, args: object, output: object) -> Non
 def _held_by(model: nn.Module, device: torch.device) -> int:
     """The bytes of a sharded model's chunks and buffers on its device."""
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device == device]
-    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
