@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import zero3
 from tests.support.architectures import ARCHITECTURES
@@ -42,6 +43,49 @@ def test_training_equals_the_unsharded_model(name: str, world_size: int, checkpo
 
     tolerance = architecture.tolerance if world_size > 1 else 0.0  # one rank: the same bits
     check_parity(build, architecture.loss, world_size=world_size, shard=in_place, tolerance=tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ["Llama", "T5"])
+def test_gradient_checkpointing_after_shard_reaches_the_blocks(name: str) -> None:
+    """transformers sets it at each module of the model. Blocks compute twice then, and once again after it was disabled."""
+    counts, computed = list[list[str]](), list[str]()
+    for shards in (False, True):
+        model: Any = ARCHITECTURES[name].build().train()
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                first = next(inner for inner in module.modules() if isinstance(inner, nn.Linear))
+                first.register_forward_hook(lambda module, *_: computed.append(type(module).__name__))
+        if shards:
+            zero3.shard(model)
+        for how in ("enable", "disable"):
+            getattr(model, f"gradient_checkpointing_{how}")()
+            ARCHITECTURES[name].loss(model, Turn(0, 0, 1))
+            counts.append(sorted(computed))
+            computed.clear()
+    assert counts[:2] == counts[2:] and len(counts[0]) > len(counts[1]) > 0
+
+
+@pytest.mark.parametrize("name", ["Llama", "T5"])
+def test_hidden_states_and_attentions_after_shard_are_counted_once(name: str) -> None:
+    """transformers hooks each module of the class of its blocks, and tells by it what they have put out."""
+    models: list[Any] = [ARCHITECTURES[name].build() for _ in range(3)]
+    kept: list[list[Tensor]] = []
+    for model in models:
+        model.set_attn_implementation("eager")
+    recorded(models[2])  # hooks from before
+    for model in (models[0], zero3.shard(models[1]), zero3.shard(models[2])):
+        kept.append(recorded(model))
+    for found in kept[1:]:
+        assert len(found) == len(kept[0]) > 4 and all(torch.equal(one, other) for one, other in zip(found, kept[0], strict=True))
+
+
+def recorded(model: Any) -> list[Tensor]:
+    ids = Turn(0, 0, 1).integers(20, 2, 5)
+    more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        output = model.eval()(input_ids=ids, output_hidden_states=True, output_attentions=True, **more)
+    return [tensor for key, found in output.items() if isinstance(found, tuple) and "past" not in key for tensor in found]
 
 
 @architectures

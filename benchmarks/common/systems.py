@@ -145,12 +145,20 @@ def deepspeed3(modules: list[nn.Module], optimizer: str, **_: Any) -> Training:
 
 
 def zero3(
-    modules: list[nn.Module], optimizer: str, *, param_dtype: torch.dtype | None = None, mesh: Any = None, int8: bool = False, **_: Any
+    modules: list[nn.Module],
+    optimizer: str,
+    *,
+    param_dtype: torch.dtype | None = None,
+    mesh: Any = None,
+    int8: bool = False,
+    chosen: Any = None,
+    **_: Any,
 ) -> Training:
+    """`chosen`: other fields of the policy."""
     from zero3 import Int8, ShardingPolicy, Zero3Layer, Zero3Sequential, no_sync
 
     kind = Int8() if int8 else None
-    policy = ShardingPolicy(param_dtype=param_dtype, gather_format=kind, reduce_format=kind)
+    policy = ShardingPolicy(param_dtype=param_dtype, gather_format=kind, reduce_format=kind, **(chosen or {}))
     model = Zero3Sequential([Zero3Layer(module, policy=policy, process_group=mesh) for module in modules])
     return _train(model, model.get_trainable_chunk(), optimizer, partial(no_sync, model, replicas_only=True))
 
@@ -219,6 +227,16 @@ COMPILED: dict[str, Callable[..., Training]] = {
     "zero3, model compiled": zero3_in_compiled_model,
     "FSDP2, blocks compiled": fsdp2_compiled,
 }
+
+
+# Policies of zero3 beside its default: by name only.
+POLICIES: dict[str, dict[str, Any]] = {
+    "zero3, nothing ahead": {"prefetch_depth": 0},
+    "zero3, two ahead": {"prefetch_depth": 2},
+    "zero3, gathered once": {"reshard_after_forward": False},
+    "zero3, stage 2": {"stage": 2},
+}
+BY_NAME = COMPILED | COMPRESSED | {name: partial(zero3, chosen=chosen) for name, chosen in POLICIES.items()}
 
 
 def missing(system: str) -> str:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from .counters import LiveBytes, Resident, sent_bytes
 from .model import Size, batch, layers, loss_of
-from .systems import COMPILED, COMPRESSED, SYSTEMS, plain
+from .systems import BY_NAME, SYSTEMS, plain
 
 
 def train(
@@ -24,7 +24,7 @@ def train(
     dist.barrier()
     resident.restart()  # the peak of sharding begins at a whole model, initialised
     begin = time.perf_counter()
-    training = (SYSTEMS | COMPILED | COMPRESSED)[system](modules, "adamw")
+    training = (SYSTEMS | BY_NAME)[system](modules, "adamw")
     del modules
     report: dict[str, Any] = {"construction": time.perf_counter() - begin, "rss_construction": resident.peak()}
     resident.restart()
@@ -50,7 +50,7 @@ def train(
 def check(rank: int, world_size: int, system: str, size: Size, steps: int) -> dict[str, Any]:
     """Counted: live bytes and collectives under AdamW, and the losses of AdamW and SGD, averaged over the ranks."""
     with LiveBytes() as live:
-        training = (SYSTEMS | COMPILED | COMPRESSED)[system](layers(size), "adamw")
+        training = (SYSTEMS | BY_NAME)[system](layers(size), "adamw")
         report: dict[str, Any] = {"live_construction": live.now, "live_construction_peak": live.peak}
         losses = []
         for step in range(steps):
@@ -58,7 +58,7 @@ def check(rank: int, world_size: int, system: str, size: Size, steps: int) -> di
             losses.append(_step(training, size, step, rank))
             report |= {"live_step": live.now, "live_peak": live.peak, "collectives": dict(live.collectives)}
     report["adamw"] = _averaged(losses, world_size)
-    training = (SYSTEMS | COMPILED | COMPRESSED)[system](layers(size), "sgd")
+    training = (SYSTEMS | BY_NAME)[system](layers(size), "sgd")
     return report | {"sgd": _averaged([_step(training, size, step, rank) for step in range(steps)], world_size)}
 
 

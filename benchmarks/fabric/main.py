@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anyw
 from benchmarks.common.model import Size
 from benchmarks.common.ranks import RanksFailed, on_ranks
 from benchmarks.common.report import MEGABYTE, markdown, median, new_figure, progress, save, spread, write
-from benchmarks.common.systems import COMPRESSED, NO_COMMUNICATION, SYSTEMS, missing
+from benchmarks.common.systems import COMPRESSED, NO_COMMUNICATION, POLICIES, SYSTEMS, missing
 from benchmarks.common.training import slowest, train
 from benchmarks.fabric.network import INTERFACE, Cable, NoNetwork, cable
 
@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     Size.add_flags(parser)
     parser.set_defaults(batch=8)
-    peers = [system for system in SYSTEMS | COMPRESSED if system != NO_COMMUNICATION]
+    peers = [system for system in (*SYSTEMS, *COMPRESSED, *POLICIES) if system != NO_COMMUNICATION]
     parser.add_argument("--rates", nargs="+", type=float, default=[0.5, 1, 2, 3, 5, 10], metavar="GBIT", help="default: %(default)s")
     parser.add_argument("--systems", nargs="+", default=["DDP", "FSDP2", "zero3"], choices=peers, metavar="SYSTEM", help=", ".join(peers))
     parser.add_argument("--repetitions", type=int, default=3, help="default: %(default)s")

@@ -28,6 +28,7 @@ from zero3.planning.work import Work
 MEASURED = Path(__file__).parents[1] / "fabric" / "README.md"
 FITTED = (1.0, 5.0)  # Gbit/s: one of each of the two runs, whose computation differs by a twentieth
 SHARE = 1448 / 1514  # of a link's rate is data: the rest of a frame is headers of Ethernet, IP and TCP
+SIZE = Size(batch=8)  # of what was measured
 HOST_COSTS = [number * 1e-10 for number in range(31)]  # seconds of processor time a byte
 
 
@@ -54,9 +55,8 @@ def measured() -> list[Measured]:
 
 
 @cache
-def events(policy: zero3.ShardingPolicy = zero3.ShardingPolicy()) -> list[Any]:
-    """A step of the benchmark's model on rank 0 of 2."""
-    size = Size(batch=8)
+def events(policy: zero3.ShardingPolicy = zero3.ShardingPolicy(), size: Size = SIZE, ranks: int = 2, replicas: int = 1) -> list[Any]:
+    """A step of the benchmark's model on rank 0."""
     with torch.device("meta"):
         modules = layers(size)
 
@@ -65,24 +65,25 @@ def events(policy: zero3.ShardingPolicy = zero3.ShardingPolicy()) -> list[Any]:
         return loss_of(model, ids, ids)
 
     traced = Trace(
-        nn.Sequential(*modules), ranks=2, policy=policy, device="cpu", optimizer=torch.optim.AdamW, layers=modules, loss=loss
+        nn.Sequential(*modules), ranks=ranks, replicas=replicas, policy=policy, device="cpu", optimizer=torch.optim.AdamW, layers=modules,
+        loss=loss,
     )  # fmt: skip
     return traced.events(size.batch, size.sequence)
 
 
 @cache
-def host(computing: float) -> Cluster:
+def host(computing: float, size: Size = SIZE) -> Cluster:
     """A processor as fast as the measured computation."""
-    flops, works = 1e11, [event for event in events() if isinstance(event, Work)]
+    flops, works = 1e11, [event for event in events(size=size) if isinstance(event, Work)]
     for _ in range(20):  # its speed is a share of a sum of maxima: it settles
         found = Cluster(flops=flops, memory_bandwidth=12e9, link=1.0, latency=2e-4, ranks_per_node=1)
         flops *= sum(map(found.computing, works)) / computing
     return found
 
 
-def predicted(step: list[Any], each: Measured, host_cost: float) -> float:
+def predicted(step: list[Any], each: Measured, host_cost: float, size: Size = SIZE) -> float:
     link = SHARE * each.gbits * 1e9 / 8 / LINK
-    return replay(step, replace(host(each.computing), link=link, host_cost=host_cost), 2)
+    return replay(step, replace(host(each.computing, size), link=link, host_cost=host_cost), 2)
 
 
 def null(step: list[Any], each: Measured) -> float:

@@ -1,10 +1,11 @@
 """The table of docs/plan.md: what a rank holds for models of five sizes, on 1 to 64 GPUs.
 
-    python -m benchmarks.plan.table                # some ten minutes on two cores; no GPU, no weights, no network
+    python -m benchmarks.plan.table                # some ten minutes of two quiet cores; no GPU, weights or network
     python -m benchmarks.plan.table 8B --ranks 8
 
 A cell is the peak of a step in GiB: one sequence of 2048 tokens a rank, checkpoints in each block, computation in bf16, AdamW.
-Full training has fp32 masters; LoRA has frozen weights in bf16 and adapters of rank 16 where peft puts them by default.
+Full training has fp32 masters; LoRA has frozen weights in bf16 and adapters of rank 16 where peft puts them by default. QLoRA
+stores these frozen weights as NF4.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
 TRAININGS: dict[str, dict[str, Any]] = {
     "full": {"master_dtype": torch.float32, "policy": zero3.ShardingPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
     "LoRA": {"master_dtype": torch.bfloat16, "lora": 16},
+    "QLoRA": {"master_dtype": torch.bfloat16, "lora": 16, "policy": zero3.ShardingPolicy(quantize=zero3.NF4())},
 }
 GPUS = (24, 80)  # GB
 
@@ -54,6 +56,7 @@ def cell(directory: str, ranks: int, training: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", choices=[*MODELS, []], help="all of them, if none is named")
+    parser.add_argument("--trainings", nargs="+", choices=TRAININGS, default=list(TRAININGS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4, 16, 64])
     options = parser.parse_args()
     warnings.filterwarnings("ignore", ".* is deprecated and will be removed", FutureWarning)  # transformers' of what peft asks it
@@ -61,9 +64,9 @@ def main() -> None:
     for name in options.models or MODELS:
         with tempfile.TemporaryDirectory() as directory:
             MODELS[name]().save_pretrained(directory)
-            for training in TRAININGS:
-                print(name, training, file=sys.stderr, flush=True)
+            for training in options.trainings:
                 rows.append([name, training, *(cell(directory, ranks, training) for ranks in options.ranks)])
+                print(*rows[-1], file=sys.stderr, flush=True)
     print(markdown(columns, rows))
 
 

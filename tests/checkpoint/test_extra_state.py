@@ -41,7 +41,7 @@ def keeping(first: int, group: ThreadCommunicator) -> nn.Module:
 
 
 def kept(model: nn.Module) -> list[Any]:
-    return [module.kept for module in model.modules() if type(module) is Keeping]
+    return [module.kept for module in model.modules() if isinstance(module, Keeping)]
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(1, 1), (2, 3), (3, 1)])

@@ -59,7 +59,7 @@ def on_counting(world_size: int, body: Callable[[Any, ThreadCommunicator], Any],
 
 
 def counts(model: nn.Module) -> list[Any]:
-    return [module.kept["count"] for module in model.modules() if type(module) in (Counting, Nested)]
+    return [module.kept["count"] for module in model.modules() if isinstance(module, Counting | Nested)]
 
 
 @worlds

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import zero3
-from tests.support.planned import FAMILIES
+from tests.support.planned import FAMILIES, PLANS
 from zero3.__main__ import main
 from zero3.planning.ledger import CAUSES
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning")  # transformers' of what peft asks it
+pytestmark = PLANS
 
 ARGUMENTS = ["--ranks", "2", "--device", "cpu", "--sequence", "48", "--batch", "3", "--optimizer", "SGD"]
 
@@ -54,9 +54,13 @@ def test_plan_that_cannot_tell_ends_with_2(directory: str, tmp_path: Path, capsy
     assert "peak" in told.out and "largest batch" not in told.out and not told.err
     assert main(["plan", str(tmp_path), "--ranks", "2"]) == 2
     assert "has no config.json" in capsys.readouterr().err
-    for option in (["--offload", "cpu"], ["--mesh", "2x4"]):
+    for option, says in (
+        (["--offload", "cpu"], "do not know --offload yet"),
+        (["--mesh", "2"], "such as 2x4"),
+        (["--mesh", "2x4"], "as many"),
+    ):
         assert main(["plan", directory, "--ranks", "2", *option]) == 2
-        assert f"do not know {option[0]} yet" in capsys.readouterr().err
+        assert says in capsys.readouterr().err
 
 
 def test_plan_of_a_model_that_raises_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,6 +71,11 @@ def test_plan_of_a_model_that_raises_ends_with_2(tmp_path: Path, capsys: pytest.
     assert main(["plan", str(tmp_path), *ARGUMENTS, "--memory", "1GiB"]) == 2
     told = capsys.readouterr()
     assert "pad_token_id" in told.err and not told.out
+
+
+def test_plan_of_a_mesh(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", directory, "--ranks", "4", "--mesh", "2x2", "--sequence", "32", "--rank", "3", "--device", "cpu"]) == 2
+    assert "rank 3 of 4 (2 replicas of 2 shards) on cpu" in capsys.readouterr().out
 
 
 def test_plan_follows_its_options(directory: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -138,3 +138,10 @@ def test_a_buffer_that_is_registered_at_a_layer_is_the_modules() -> None:
     model: Any = zero3.shard(stack(), Block)
     model.blocks[0].register_buffer("seen", torch.zeros(1))
     assert model.blocks[0].module.seen is model.blocks[0].seen is dict(model.named_buffers())["blocks.0.seen"]
+
+
+def test_the_module_of_a_layer_can_not_be_replaced() -> None:
+    model: Any = zero3.shard(stack(), Block)
+    with pytest.raises(AttributeError, match="the module of this Zero3Layer stays the one"):
+        model.blocks[0].module = nn.Tanh()
+    assert type(model.blocks[0].module) is Block

@@ -30,6 +30,7 @@ from tests.support.models import WIDTH, seeded
 from tests.support.reference import assert_at_rest, assert_close, full_parameters, in_place, in_sequence, nested, process_group
 from zero3.access import states_of
 from zero3.core.layer_state import Presence, reducers_of
+from zero3.core.parameters import unwrapped
 
 EXAMPLES = int(os.environ.get("ZERO3_EXAMPLES", "25"))
 BLOCKS = 3
@@ -184,7 +185,7 @@ class Life(RuleBasedStateMachine):
 
         def make(me: Member) -> None:
             me.model = shard(copies[me.group.rank].to(me.device), process_group(me.group), self.policy)
-            me.blocks = [module for module in me.model.modules() if type(module) is Block]
+            me.blocks = [unwrapped(module) for module in me.model.modules() if isinstance(module, Block)]
             me.optimizer = self._optimizer(zero3.get_trainable_chunk(me.model))
             copies[me.group.rank] = None  # type: ignore[call-overload]
             with zero3.full_params(me.model):  # this makes buffers that are made at their first use

@@ -18,7 +18,7 @@ from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, assert_at_rest, assert_close, process_group
 from tests.support.stacks import WIDTH, Block, built
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's jvp uses it
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's jvp uses it
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 ONE_AT_A_TIME = threading.Lock()  # torch has one level of forward-mode differentiation for all threads
@@ -138,7 +138,7 @@ def test_torch_func_of_a_recurrent_layer() -> None:
 
 
 def on_a_process(rank: processes.Rank) -> dict[str, list[Tensor]]:
-    warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
+    warnings.filterwarnings("ignore", "`torch.jit")
     model = zero3.shard(built(Map), policy=zero3.ShardingPolicy(param_dtype=torch.float64))
     with pytest.raises(RuntimeError, match=r"torch\.func transform"):
         grad(size_of(model))(x_of(Turn(0, 0, 1)))

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import zero3
-from tests.support.planned import Case, model_of, peak_on, plan_of
+from tests.support.planned import COMMON, PLANS, Case, model_of, peak_on, plan_of
 from tests.support.processes import on_ranks
 from zero3.planning.absent import AbsentRanks
 from zero3.planning.limits import largest
 from zero3.planning.units import gib, parse_bytes, parse_rate
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning")  # transformers' of what peft asks it
+pytestmark = PLANS
 
 lines = st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 10**4)), min_size=1, max_size=4)
 
@@ -81,6 +85,56 @@ def test_plan_with_room_gathers_once() -> None:
     assert plan_of(Case(), 2, memory=kept.peak_bytes).policy == roomy.policy
 
 
+ADAPTERS = Case(lora=4, batch=1, sequence=16)
+
+
+@pytest.mark.slow
+def test_plan_with_room_keeps_frozen_buffers_resident() -> None:
+    """`resident_bytes`: all of them, as many as fit, or none where these are not worth it. Ranks hold what the plan says."""
+    buffers = plan_of(ADAPTERS, 2).setup.trace().frozen_buffers
+    assert plan_of(ADAPTERS, 2, memory="1GiB").policy == zero3.ShardingPolicy(resident_bytes=sum(buffers))
+    memory = 1_600_000
+    chosen = plan_of(ADAPTERS, 2, memory=memory).policy
+    sums = list(accumulate(buffers))
+    following = sums[sums.index(chosen.resident_bytes) + 1]
+    few, more = (ADAPTERS._replace(policy=(("resident_bytes", nbytes),)) for nbytes in (chosen.resident_bytes, following))
+    assert 0 < chosen.resident_bytes < sum(buffers) and plan_of(few, 2).peak_bytes <= memory < plan_of(more, 2).peak_bytes
+    assert max(on_ranks(2, peak_on, few)) <= memory
+    narrow = plan_of(ADAPTERS, 2, memory=plan_of(ADAPTERS, 2).peak_bytes + buffers[0])
+    assert narrow.fits and narrow.policy == zero3.ShardingPolicy()
+
+
+@pytest.mark.slow
+def test_plan_advises_a_policy_that_spends_less() -> None:
+    """Before anything that costs computation; and that is then the plan's policy."""
+    spends = (("reshard_after_forward", False), ("stage", 2), ("resident_bytes", 5))
+    plan = plan_of(Case(optimizer="SGD", batch=1, sequence=16, policy=spends), 2, memory=1_700_000)
+    assert plan.advice == ("--stage", "3", "--no-keep", "--resident", "0") and plan.policy == zero3.ShardingPolicy()
+
+
+@pytest.mark.slow
+def test_plan_advises_fewer_replicas_before_more_ranks() -> None:
+    case = Case(optimizer="SGD", batch=1, sequence=16, checkpointing=True, replicas=2, policy=(("param_dtype", torch.bfloat16),))
+    whole, cut = plan_of(case, 4), plan_of(case._replace(replicas=1), 4)
+    plan = plan_of(case, 4, memory=cut.peak_bytes)
+    assert plan.advice == ("--mesh", "1x4") and plan.advised_bytes == cut.peak_bytes < whole.peak_bytes == plan.peak_bytes
+
+
+@pytest.mark.slow
+def test_plan_advises_quantize_for_what_is_frozen() -> None:
+    """Where computation in bf16 and checkpoints do not do it."""
+    config = LlamaConfig(**{**COMMON, "hidden_size": 256}, intermediate_size=688, num_key_value_heads=4, tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(config)
+    arguments: dict[str, Any] = {"ranks": 2, "batch": 1, "sequence": 16, "lora": 4, "device": "cpu"}
+    plan = zero3.plan(model, memory=4_000_000, **arguments)
+    assert plan.advice == ("--checkpointing", "--dtype", "bf16", "--quantize", "nf4")
+    policy = zero3.ShardingPolicy(param_dtype=torch.bfloat16)
+    without = zero3.plan(model, policy=policy, checkpointing=True, **arguments)
+    assert plan.advised_bytes is not None and plan.advised_bytes <= 4_000_000 < without.peak_bytes
+    assert plan.policy == replace(policy, quantize=zero3.NF4())
+    assert zero3.plan(model, policy=plan.policy, checkpointing=True, **arguments).peak_bytes == plan.advised_bytes
+
+
 class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -103,6 +157,12 @@ def sharded() -> nn.Module:
         ({"memory": "24 apples"}, ValueError, "24GiB"),
         ({"lora": 0}, ValueError, "lora"),
         ({"policy": {"stage": 2}}, TypeError, "ShardingPolicy"),
+        ({"mesh": (2, 4)}, ValueError, "as many ranks as there are, 2, found 2 replicas of 4"),
+        ({"mesh": (0, 2)}, ValueError, "0 replicas"),
+        ({"mesh": "2x1"}, TypeError, "mesh must be"),
+        ({"mesh": (True, 2)}, TypeError, "mesh must be"),
+        ({"rank": 2}, ValueError, "0 to 1, found 2"),
+        ({"rank": "0"}, TypeError, "rank must be an integer"),
     ],
 )
 def test_plan_refuses_by_name(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
@@ -144,3 +204,13 @@ def test_rates_are_read_as_people_write_them(text: str, rate: float) -> None:
 
 def test_bytes_are_shown_as_people_read_them() -> None:
     assert [gib(n) for n in (0, 2000, 3 * 2**20, 5 * 2**29)] == ["0 B", "1.95 KiB", "3.00 MiB", "2.50 GiB"]
+
+
+def test_rotary_embeddings_that_need_values_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(*_: object, **__: object) -> None:
+        raise RuntimeError("unknown device type for autocast in get_autocast_dispatch_key_from_device_type")  # as with transformers 5.1
+
+    model = model_of(Case("Llama"))
+    monkeypatch.setattr(type(model.model.rotary_emb), "forward", forward)
+    with pytest.raises(RuntimeError, match=r"needs transformers 5\.4 or later.*pip install"):
+        zero3.plan(model, ranks=2, device="cpu")

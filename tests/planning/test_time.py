@@ -11,27 +11,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zero3
-from tests.support.planned import Case, model_of
+from tests.support.planned import PLANS, Case, model_of
 from zero3.planning.absent import Awaited, Issued
 from zero3.planning.cluster import Cluster, cluster_of, replay
 from zero3.planning.setup import Setup
 from zero3.planning.work import Work
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, *PLANS]
 
 MACHINE = Cluster(flops=1e12, memory_bandwidth=1e11, link=1e9, ranks_per_node=1)
 
 
 @cache
-def step(ranks: int = 4, **policy: Any) -> list[Any]:
+def step(ranks: int = 4, mesh: tuple[int, int] | None = None, lora: int | None = None, accumulation: int = 1, **policy: Any) -> list[Any]:
     """A step's events."""
     import torch
 
     setup = Setup(
         source=model_of(Case()), ranks=ranks, batch=2, sequence=64, policy=zero3.ShardingPolicy(**policy), checkpointing=False,
-        optimizer=torch.optim.SGD, accumulation=1, lora=None, device="cuda",
+        optimizer=torch.optim.SGD, accumulation=accumulation, lora=lora, device="cuda", mesh=mesh,
     )  # fmt: skip
-    return setup.trace().events(2, 64)
+    return setup.trace().events(2, 64, accumulation)
+
+
+def received(events: list[Any], lane: str) -> int:
+    """The bytes of a lane's transfers."""
+    return sum(event.nbytes for event in events if isinstance(event, Issued) and event.lane == lane)
 
 
 def alone(events: list[Any], cluster: Cluster, ranks: int) -> tuple[float, float]:
@@ -72,6 +77,34 @@ def test_the_events_of_a_step_are_those_of_its_policy() -> None:
         elif isinstance(event, Issued):
             seen.add(event.number)
     assert not seen
+
+
+def test_what_stays_is_not_fetched_again() -> None:
+    """At stage 2 after a step alone; frozen parameters that are resident never. Adapters go on being fetched."""
+    once = received(step(stage=2), "fetch")
+    assert once == received(step(stage=2, accumulation=2), "fetch") == received(step(reshard_after_forward=False), "fetch")
+    adapters, everything = (received(step(lora=4, resident_bytes=nbytes), "fetch") for nbytes in (1 << 30, 0))
+    some = received(step(lora=4, resident_bytes=400_000), "fetch")
+    assert 0 < adapters < everything / 16 and adapters < some < everything
+
+
+def test_a_mesh_gathers_inside_a_replica_and_sums_over_replicas_once() -> None:
+    """As many sums as reductions, each awaited after it was issued; and less over slow links between nodes than without replicas."""
+    plain, mesh = step(4), step(4, (2, 2))
+    row = step(2)
+    assert [received(mesh, lane) for lane in ("fetch", "backup")] == [received(row, lane) for lane in ("fetch", "backup")]
+    assert received(mesh, "replicas") == received(row, "backup") and not received(plain, "replicas")
+    issued = [e.number for e in mesh if isinstance(e, Issued)]
+    assert issued == sorted(issued) == sorted(e.number for e in mesh if isinstance(e, Awaited))
+    nodes = replace(MACHINE, link=1e7, ranks_per_node=2, node_link=1e12)
+    assert replay(mesh, nodes, 4, replicas=2) < replay(plain, nodes, 4)
+
+
+def test_sums_over_replicas_cross_nodes_where_these_are_in_several() -> None:
+    """Ranks that are `apart` by a node's size are each in a node of their own, and have its links to themselves."""
+    nodes = Cluster(flops=1, memory_bandwidth=1, link=1e9, latency=1e-9, ranks_per_node=8, node_link=1e12)
+    assert nodes.moving(10**9, 2, apart=8) == pytest.approx(1 / 0.85, rel=0.01)
+    assert nodes.moving(10**9, 2, apart=4) == nodes.moving(10**9, 2), "both in one node"
 
 
 def test_fetching_ahead_hides_transfers_and_one_rank_has_none() -> None:
@@ -127,3 +160,18 @@ def test_the_fabric_benchmarks_steps_are_told_within_8_percent() -> None:
     assert max(errors.values()) < 0.08
     nulls = {each.gbits: abs(fabric.null(step, each) / each.seconds - 1) for each in steps}
     assert sum(errors[gbits] < nulls[gbits] for gbits in errors) >= 4
+
+
+@pytest.mark.slow
+def test_policies_are_ranked_as_the_fabric_benchmark_measured_them() -> None:
+    """All pairs of policies whose measured steps differ by more than 8 %."""
+    from benchmarks.plan import fabric, ranking
+
+    host_cost = fabric.fit(fabric.events(), fabric.measured())
+    computing, rates = ranking.measured()
+    assert computing and rates
+    for rate, found in rates.items():
+        told = {system: ranking.predicted(computing, rate, system, host_cost) for system in found}
+        assert len(ranking.pairs(found)) > 3
+        for fast, slow in ranking.pairs(found):
+            assert told[fast] < told[slow], f"{fast}, {slow} at {rate} Gbit/s"

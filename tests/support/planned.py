@@ -6,8 +6,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
+import torch.distributed as dist
+import transformers
+from packaging.version import Version
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -24,6 +29,10 @@ from tests.support.live import LiveBytes
 from tests.support.processes import Rank
 from zero3.planning.result import Plan
 
+PLANS = [  # marks of tests that plan
+    pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning"),  # transformers' of what peft asks it
+    pytest.mark.skipif(Version(transformers.__version__) < Version("5.4"), reason="rotary embeddings need values before transformers 5.4"),
+]
 WIDTH, WORDS = 64, 320
 COMMON: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": WORDS}
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
@@ -53,6 +62,12 @@ class Case(NamedTuple):
     optimizer: str = "AdamW"
     master_dtype: torch.dtype = torch.float32
     policy: tuple[tuple[str, Any], ...] = ()
+    replicas: int = 1
+
+
+def norms(name: str, info: zero3.ParamInfo) -> bool:
+    """For a policy: which parameters are left alone."""
+    return info.ndim == 1
 
 
 def policy_of(case: Case) -> zero3.ShardingPolicy:
@@ -68,8 +83,15 @@ def model_of(case: Case) -> nn.Module:
 def plan_of(case: Case, ranks: int, **more: Any) -> Plan:
     return zero3.plan(
         model_of(case), ranks=ranks, batch=case.batch, sequence=case.sequence, policy=policy_of(case), checkpointing=case.checkpointing,
-        optimizer=getattr(torch.optim, case.optimizer), accumulation=case.accumulation, lora=case.lora, device="cpu", **more,
+        optimizer=getattr(torch.optim, case.optimizer), accumulation=case.accumulation, lora=case.lora, device="cpu",
+        mesh=None if case.replicas == 1 else (case.replicas, ranks // case.replicas), **more,
     )  # fmt: skip
+
+
+def group_of(case: Case) -> Any:
+    """The mesh of the case's ranks; None for all of them."""
+    shape = (case.replicas, dist.get_world_size() // case.replicas) if case.replicas > 1 else ()
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")) if shape else None
 
 
 def peak_on(rank: Rank, case: Case) -> int:
@@ -85,7 +107,7 @@ def peak_on(rank: Rank, case: Case) -> int:
             model = peft.get_peft_model(model, peft.LoraConfig(r=case.lora))
         if case.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        zero3.shard(model, policy=policy_of(case))
+        zero3.shard(model, policy=policy_of(case), process_group=group_of(case))
         optimizer = getattr(torch.optim, case.optimizer)(zero3.get_trainable_chunk(model))
 
         def step() -> None:

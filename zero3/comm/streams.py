@@ -183,6 +183,25 @@ class OnHost:
         return self._copy
 
 
+class DeviceMemory:
+    """What a device's allocator has given out to this process, in bytes. It counts that anyway."""
+
+    keeps_peak = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> int:
+        return torch.accelerator.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        """The most since `forget_peak`."""
+        return torch.accelerator.max_memory_allocated(self._device)
+
+    def forget_peak(self) -> None:
+        torch.accelerator.reset_peak_memory_stats(self._device)
+
+
 class Clock(Protocol):
     """Measures the time of work on the current stream. The host does not wait for the work."""
 

@@ -20,7 +20,7 @@ import torch
 from ..planning.cluster import cluster_of
 from ..planning.plan import plan
 from ..planning.result import Plan
-from ..planning.units import parse_rate
+from ..planning.units import parse_bytes, parse_rate
 from ..policy import ShardingPolicy
 from ..quantized.formats import MXFP4, NF4, Float8, Int8
 
@@ -50,9 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--master-dtype", choices=_DTYPES, help="what parameters are stored in (config.json's)")
     parser.add_argument("--optimizer", choices=_OPTIMIZERS, default="AdamW", help="of torch.optim (%(default)s)")
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3, help="what is divided, beside optimizer state (%(default)s)")
-    parser.add_argument("--keep", action="store_true", help="reshard_after_forward=False: a layer stays gathered until its backward")
+    parser.add_argument(
+        "--keep", action=argparse.BooleanOptionalAction, default=False, help="reshard_after_forward=False: a layer stays until its backward"
+    )
+    parser.add_argument(
+        "--resident", default="0", metavar="BYTES", help="resident_bytes: frozen parameters that are gathered once, such as 2GiB"
+    )
     parser.add_argument("--prefetch-depth", type=int, default=1, metavar="N", help="layers gathered ahead (%(default)s)")
     parser.add_argument("--mesh", metavar="RxS", help="replicas x ranks that share the model")
+    parser.add_argument(
+        "--rank", type=int, default=0, metavar="N", help="the rank to plan for (%(default)s); with gloo ranks differ a little"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="GPUs and NCCL, or CPUs and gloo (%(default)s)")
     parser.add_argument("--gpu", metavar="KIND", help="such as h100, for the time of a step")
     parser.add_argument("--link", metavar="RATE", help="one GPU's bandwidth between nodes, such as 400Gbit")
@@ -79,9 +87,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    for name in ("offload", "mesh"):
-        if getattr(options, name) is not None:
-            raise NotImplementedError(f"plans do not know --{name} yet")
+    if options.offload is not None:
+        raise NotImplementedError("plans do not know --offload yet")
     if (options.gpu is None) is not (options.link is None):
         raise ValueError("--gpu and --link go together: the time of a step needs both")
     cluster = None if options.gpu is None else cluster_of(options.gpu, parse_rate(options.link))
@@ -99,7 +106,16 @@ def _plan(options: argparse.Namespace) -> Plan:
         lora=options.lora,
         device=options.device,
         master_dtype=_DTYPES.get(options.master_dtype),
+        mesh=None if options.mesh is None else _mesh_of(options.mesh),
+        rank=options.rank,
     )
+
+
+def _mesh_of(text: str) -> tuple[int, int]:
+    replicas, _, shards = text.partition("x")
+    if not (replicas.isdecimal() and shards.isdecimal()):
+        raise ValueError(f"--mesh must be such as 2x4, replicas x ranks that share the model, found {text!r}")
+    return int(replicas), int(shards)
 
 
 def _policy(options: argparse.Namespace) -> ShardingPolicy:
@@ -110,6 +126,7 @@ def _policy(options: argparse.Namespace) -> ShardingPolicy:
         stage=options.stage,
         reshard_after_forward=not options.keep,
         prefetch_depth=options.prefetch_depth,
+        resident_bytes=0 if options.resident == "0" else parse_bytes(options.resident),
     )
 
 

@@ -66,6 +66,8 @@ class StandIn(_Posing, nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Writes stay here. But in a model they reach the wrapped module: whoever walks over a model sets flags at its modules."""
         own = self.__dict__
+        if name == "module" and WRAPPED in own:  # torch would take another one for a submodule
+            raise AttributeError(f"the module of this {type(self).__name__} stays the one that it was made with")
         reaches = WRAPPED in own and (name == "training" or IN_MODEL in own)
         if reaches and name not in own and not hasattr(type(self), name):
             setattr(self.module, name, value)

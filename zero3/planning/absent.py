@@ -15,7 +15,7 @@ from ..comm.streams import Done, Lanes, Mark, Pending
 
 __all__: list[str] = []
 
-Kind = Literal["fetch", "backup"]
+Kind = Literal["fetch", "backup", "replicas"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +38,21 @@ Event = Issued | Awaited
 
 
 class AbsentRanks:
-    """Rank 0 of `world_size`. The others are thought to do as it does, and at once.
+    """Rank `rank` of `world_size`. The others are thought to do as it does, and at once. `replicas`: so many ranks hold the same chunk.
 
     `pieces`: gradients travel from where autograd made them, and what is sent is written into memory of the host, as on gloo between
     processes of one host. Otherwise they travel in a flat buffer, and land as soon as they are on their lane, as with NCCL.
     """
 
     on_paper = True  # the layers may compute on the meta device
-    rank = shard_rank = replica = 0
     channel = 0
 
-    def __init__(self, world_size: int, *, pieces: bool) -> None:
-        self.world_size = self.shards = world_size
-        self.takes_pieces = pieces and world_size > 1
+    def __init__(self, world_size: int, *, pieces: bool, rank: int = 0, replicas: int = 1) -> None:
+        self.rank, self.world_size, self.shards = rank, world_size, world_size // replicas
+        self.replica, self.shard_rank = divmod(rank, self.shards)
+        self.takes_pieces = pieces and self.shards > 1
         self.tags_messages = pieces or world_size == 1
+        self._replicas = replicas
         self.on_event: Callable[[Event], object] = lambda event: None
         self.making: Callable[[], AbstractContextManager[object]] = nullcontext  # around what is made for a transfer alone
         self._moving = 0  # bytes of the transfer that was asked for last
@@ -66,24 +67,35 @@ class AbsentRanks:
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
         moving = self._move(full.nbytes - shard.nbytes, shard)
-        return _Adding(self, shard, [full]) if self.takes_pieces else moving
+        return _Adding(self, shard, [full], self.shards) if self.takes_pieces else moving
 
     def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
-        self._move(shard.nbytes * (self.world_size - 1), shard)
-        return _Adding(self, shard, pieces[self.rank])
+        self._move(shard.nbytes * (self.shards - 1), shard)
+        return _Adding(self, shard, pieces[self.shard_rank], self.shards)
+
+    def sum_replicas(self, shard: Tensor) -> Pending:
+        """As that of `MeshCommunicator`. On gloo more than two replicas each add up a part, and gather the parts."""
+        parts = self._replicas if self._replicas > 2 else 1
+        own = shard[: -(-shard.numel() // parts)]
+        self._move(2 * shard.nbytes * (self._replicas - 1) // self._replicas, own)
+        if self._lands_at_once or parts == 1:
+            return Done()
+        with self.making():
+            return _Adding(self, torch.empty_like(own), [shard], parts)
 
     def all_to_all(self, received: Tensor, sent: Tensor, bounds: Bounds = None) -> Pending:
-        return self._move(sent.nbytes - received.nbytes // self.world_size, sent)
+        return self._move(sent.nbytes - received.nbytes // self.shards, sent)
 
     def _move(self, nbytes: int, sent: Tensor) -> Pending:
         self._moving = nbytes
-        if self.takes_pieces:
+        if not self._lands_at_once and self.world_size > 1:
             with self.making():
                 torch.empty_like(sent)  # written, and read by the other ranks, while no tensor of this rank shows it
         return Done()
 
     def lanes(self, device: torch.device) -> Lanes:
-        self._lanes = self._lanes or Lanes(_PaperLane(self, "fetch"), _PaperLane(self, "backup"))
+        over_replicas = _PaperLane(self, "replicas") if self._replicas > 1 else None
+        self._lanes = self._lanes or Lanes(_PaperLane(self, "fetch"), _PaperLane(self, "backup"), over_replicas)
         return self._lanes
 
     def issued(self, lane: Kind) -> int:
@@ -138,14 +150,14 @@ class _Said:
 class _Adding:
     """A reduction that adds up when it is waited for: the rank's own summands, and those of the others in the host's memory."""
 
-    def __init__(self, ranks: AbsentRanks, shard: Tensor, own: Sequence[Tensor]) -> None:
-        self._ranks, self._shard = ranks, shard
+    def __init__(self, ranks: AbsentRanks, shard: Tensor, own: Sequence[Tensor], among: int) -> None:
+        self._ranks, self._shard, self._among = ranks, shard, among
         self._own: Sequence[Tensor] | None = own
 
     def wait(self) -> None:
         if self._own is not None:
             with self._ranks.making():
-                self._shard.new_empty(self._ranks.world_size - 1, self._shard.numel())
+                self._shard.new_empty(self._among - 1, self._shard.numel())
         self._own = None
 
 

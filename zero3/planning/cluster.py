@@ -61,17 +61,21 @@ class Cluster:
             if number != field.default and (wrong or number <= 0):
                 raise ValueError(f"{field.name} must be a number above 0, found {number!r}")
 
-    def moving(self, nbytes: int, ranks: int) -> float:
-        """The seconds in which each of so many `ranks` receives `nbytes` from the others, in slices of equal size."""
+    def moving(self, nbytes: int, ranks: int, apart: int = 1) -> float:
+        """The seconds in which each of so many `ranks` receives `nbytes` from the others, in slices of equal size.
+
+        `apart`: each is the `apart`-th after the one before, as those that hold the same chunk are on a mesh.
+        """
         if ranks == 1:
             return 0.0
-        if ranks <= self.ranks_per_node:
+        near = max(1, self.ranks_per_node // apart)  # of these ranks, those in one node
+        if ranks <= near:
             return self.latency + nbytes / (LINK * (self.node_link or self.link))
-        # Between nodes, each byte enters a node once, over the links of all its GPUs. Inside, it goes on to the others.
-        outside = 1 - (self.ranks_per_node - 1) / (ranks - 1)
-        between = nbytes * outside / (self.ranks_per_node * self.link)
-        inside = nbytes / (self.node_link or self.link) if self.ranks_per_node > 1 else 0.0
-        return self.latency * (1 + math.log2(ranks / self.ranks_per_node)) + max(between, inside) / LINK
+        # Between nodes, each byte enters a node once, over the links of all these ranks in it. Inside, it goes on to the others.
+        outside = 1 - (near - 1) / (ranks - 1)
+        between = nbytes * outside / (near * self.link)
+        inside = nbytes / (self.node_link or self.link) if near > 1 else 0.0
+        return self.latency * (1 + math.log2(ranks / near)) + max(between, inside) / LINK
 
     def slowest(self, ranks: int) -> float:
         """How much longer the slowest of `ranks` takes than their mean: the largest of so many deviations of a normal distribution."""
@@ -105,18 +109,23 @@ def cluster_of(gpu: str, link: float) -> Cluster:
     return Cluster(flops=flops, memory_bandwidth=memory_bandwidth, link=link, node_link=node_link)
 
 
-def replay(events: Iterable[Any], cluster: Cluster, ranks: int, *, one_queue: bool = True) -> float:
-    """The seconds of a step. `one_queue`: one communicator makes all transfers, one after another."""
-    now = 0.0
-    free = {"fetch": 0.0, "backup": 0.0}  # when each lane is done with what it has
+def replay(events: Iterable[Any], cluster: Cluster, ranks: int, *, replicas: int = 1, one_queue: bool = True) -> float:
+    """The seconds of a step. `one_queue`: one communicator makes all fetches and backups, one after another.
+
+    Sums over `replicas` have a communicator of their own. Each begins after the backup that was issued before it.
+    """
+    now, shards = 0.0, ranks // replicas
+    free = {"fetch": 0.0, "backup": 0.0, "replicas": 0.0}  # when each lane is done with what it has
     ends: dict[int, float] = {}
     for event in events:
         if isinstance(event, Work):
             now += cluster.computing(event)
         elif isinstance(event, Issued):
             now += cluster.host_cost * event.nbytes
-            begin = max(now, *free.values()) if one_queue else max(now, free[event.lane])
-            free[event.lane] = ends[event.number] = begin + cluster.moving(event.nbytes, ranks)
+            among, apart = (replicas, shards) if event.lane == "replicas" else (shards, 1)
+            after = (event.lane, "backup") if event.lane == "replicas" else ("fetch", "backup") if one_queue else (event.lane,)
+            begin = max(now, *(free[lane] for lane in after))
+            free[event.lane] = ends[event.number] = begin + cluster.moving(event.nbytes, among, apart)
         elif isinstance(event, Awaited):
             now = max(now, ends[event.number])
     return max(now, *free.values()) * cluster.slowest(ranks)

@@ -90,6 +90,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.moments.append(Moment(layer, phase, self._clock, self._now, self._totals.copy(), self._clock))
 
     @property
+    def now(self) -> int:
+        """The bytes that are alive now."""
+        return self._now
+
+    @property
     def totals(self) -> dict[str, int]:
         """The bytes that are alive now, by cause."""
         return {cause: self._totals[cause] for cause in CAUSES}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..policy import ShardingPolicy
+from ..quantized.formats import NF4
 from .setup import Setup
 from .trace import Trace, peak_of
 
@@ -16,7 +17,6 @@ __all__: list[str] = []
 
 _MOST = 1 << 16  # no batch or number of blocks of tokens is looked for beyond it
 MANY_RANKS = 1024
-TRIES = 16  # changes that are tried, at most
 
 
 def largest(peak: Callable[[int], int], room: int) -> int:
@@ -62,29 +62,78 @@ class Change(NamedTuple):
     setup: Setup
 
 
-def changes(setup: Setup, fitting: int) -> Iterator[Change]:
-    """Changes that take less memory, the cheapest first: what costs no time, then what costs time, then numbers of other
-    precision, then GPUs, then another training. `fitting`: the largest batch that fits."""
-    smaller: list[tuple[_Options, Setup]] = [((), setup)]
+def levels(setup: Setup, fitting: int) -> Iterator[list[Change]]:
+    """Changes that take less memory, the cheapest first: what costs no time, then communication, then computation, then numbers of
+    other precision, then GPUs, then another training. In a level each takes less than those before it. `fitting`: the largest batch
+    that fits."""
     if 0 < fitting < setup.batch:
-        yield Change(("--batch", str(fitting)), setup.but(batch=fitting))
-    if not setup.checkpointing:
-        smaller.append((("--checkpointing",), setup.but(checkpointing=True)))
-    policies: list[tuple[_Options, ShardingPolicy]] = [((), setup.policy)]
+        yield [Change(("--batch", str(fitting)), setup.but(batch=fitting))]
+    options, policy = _thrifty(setup.policy)
+    if options:
+        yield [Change(options, setup.but(policy=policy))]
+    tried = (setup, setup.but(policy=policy))
+    for with_training, training in _trainings(setup.but(policy=policy)):
+        for with_ranks, ranks in _more_ranks(training):
+            for with_bits, bits in _fewer_bits(ranks):
+                level = [
+                    Change((*with_batch, *with_less, *options, *with_dtype, *with_bits, *with_ranks, *with_training), last)
+                    for with_dtype, dtype in _compute_dtypes(bits)
+                    for with_batch, batch in _smaller_batches(dtype)
+                    for with_less, last in _checkpoints(batch)
+                ]
+                if level := [change for change in level if change.setup not in tried]:
+                    yield level
+
+
+def _thrifty(policy: ShardingPolicy) -> tuple[_Options, ShardingPolicy]:
+    """The policy without what it spends memory on, in order to communicate less."""
+    options: _Options = ("--stage", "3") if policy.stage != 3 else ()
+    options += ("--no-keep",) if not policy.reshard_after_forward else ()
+    options += ("--resident", "0") if policy.resident_bytes else ()
+    return options, replace(policy, stage=3, reshard_after_forward=True, resident_bytes=0)
+
+
+def _checkpoints(setup: Setup) -> list[Change]:
+    more = [] if setup.checkpointing else [Change(("--checkpointing",), setup.but(checkpointing=True))]
+    return [Change((), setup), *more]
+
+
+def _smaller_batches(setup: Setup) -> list[Change]:
+    return [Change((), setup), *([Change(("--batch", "1"), setup.but(batch=1))] if setup.batch > 1 else [])]
+
+
+def _compute_dtypes(setup: Setup) -> list[Change]:
+    found = [Change((), setup)]
     if setup.policy.param_dtype is None and any(p.dtype == torch.float32 for p in setup.source.parameters()):
-        policies.append((("--dtype", "bf16"), replace(setup.policy, param_dtype=torch.bfloat16)))
-    batches: list[tuple[_Options, int]] = [((), setup.batch), *([(("--batch", "1"), 1)] if setup.batch > 1 else [])]
-    all_train = setup.lora is None and all(parameter.requires_grad for parameter in setup.source.parameters())
-    ranks: list[tuple[_Options, int]] = [((), setup.ranks)]
-    while ranks[-1][1] < MANY_RANKS and len(ranks) < 6:
-        more = 2 * ranks[-1][1]
-        ranks.append((("--ranks", str(more)), more))
-    adapters: list[tuple[_Options, Any]] = [((), setup.lora), *([(("--lora", "16"), 16)] if all_train else [])]
-    for with_adapters, lora in adapters:
-        for with_ranks, number in ranks:
-            for with_policy, policy in policies:
-                for with_batch, batch in batches:
-                    for with_less, less in smaller:
-                        options = (*with_batch, *with_less, *with_policy, *with_ranks, *with_adapters)
-                        if options:
-                            yield Change(options, less.but(batch=batch, policy=policy, ranks=number, lora=lora))
+        policy = replace(setup.policy, param_dtype=torch.bfloat16)
+        found.append(Change(("--dtype", "bf16"), setup.but(policy=policy)))
+    return found
+
+
+def _fewer_bits(setup: Setup) -> list[Change]:
+    found = [Change((), setup)]
+    if setup.may_quantize:
+        found.append(Change(("--quantize", "nf4"), setup.but(policy=replace(setup.policy, quantize=NF4()))))
+    return found
+
+
+def _more_ranks(setup: Setup) -> list[Change]:
+    """Fewer replicas of the same ranks, then more ranks."""
+    found = [Change((), setup)]
+    for replicas in range(setup.replicas - 1, 0, -1):
+        if setup.ranks % replicas == 0:
+            shards = setup.ranks // replicas
+            found.append(Change(("--mesh", f"{replicas}x{shards}"), setup.but(mesh=(replicas, shards))))
+    for ranks in [setup.ranks << doublings for doublings in range(1, 6)]:
+        options: _Options = () if setup.mesh is None else ("--mesh", f"1x{ranks}")
+        if ranks <= MANY_RANKS:
+            found.append(Change(("--ranks", str(ranks), *options), setup.but(ranks=ranks, mesh=setup.mesh and (1, ranks))))
+    return found
+
+
+def _trainings(setup: Setup) -> list[Change]:
+    """The same, and adapters in place of a whole model."""
+    found = [Change((), setup)]
+    if setup.lora is None and all(parameter.requires_grad for parameter in setup.source.parameters()):
+        found.append(Change(("--lora", "16"), setup.but(lora=16)))
+    return found

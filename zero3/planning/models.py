@@ -93,13 +93,25 @@ def _with_adapters(model: nn.Module, lora: Any) -> nn.Module:
 
 def vocabulary_of(model: nn.Module) -> int:
     """The last dimension of the model's logits. 0: not known."""
-    head = model.get_output_embeddings() if callable(getattr(model, "get_output_embeddings", None)) else None  # type: ignore[operator]
-    weight = getattr(head, "weight", None)
+    weight = getattr(output_embeddings_of(model), "weight", None)
     return int(weight.shape[0]) if isinstance(weight, Tensor) else 0
+
+
+def output_embeddings_of(model: nn.Module) -> Any:
+    """The module that makes the logits. None: not known."""
+    return model.get_output_embeddings() if callable(getattr(model, "get_output_embeddings", None)) else None  # type: ignore[operator]
 
 
 def loss_of(model: nn.Module, batch: int, sequence: int) -> Tensor:
     """The loss of one micro-batch of token numbers, as a trainer computes it."""
     ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
-    loss: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+    try:
+        loss: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+    except RuntimeError as error:
+        if "unknown device type for autocast" not in str(error):
+            raise
+        raise RuntimeError(
+            "a plan of this model needs transformers 5.4 or later: rotary embeddings of older ones can't be computed without values. "
+            "Install it: pip install --upgrade transformers"
+        ) from error
     return loss

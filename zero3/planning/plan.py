@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..policy import ShardingPolicy
 from . import limits
+from .choosing import advised, roomier
 from .cluster import Cluster
 from .models import Source, on_paper
 from .result import Plan
@@ -34,6 +34,8 @@ def plan(
     device: str = "cuda",
     cluster: Cluster | None = None,
     master_dtype: torch.dtype | None = None,
+    mesh: tuple[int, int] | None = None,
+    rank: int = 0,
 ) -> Plan:
     """Tells what a training step of a Hugging Face model will hold on each rank, before anything is loaded or bought.
 
@@ -44,7 +46,7 @@ def plan(
     Args:
         model_or_directory: A model that is not sharded yet, or a directory with a config.json. A model at hand is planned for as it is:
             frozen parameters stay frozen, adapters stay.
-        ranks: The number of ranks that share the model.
+        ranks: The number of ranks that train together.
         batch: Sequences in a rank's micro-batch.
         sequence: Tokens in a sequence.
         policy: As `shard` takes it.
@@ -57,6 +59,9 @@ def plan(
         device: `"cuda"` plans for NCCL, and rounds as CUDA's allocator does. `"cpu"` plans for gloo between processes of one host.
         cluster: The machines, as a `Cluster`, for the time of a step.
         master_dtype: The dtype of the model's parameters. None: as the model has it, or config.json says.
+        mesh: `(replicas, shards)`: chunks are cut over `shards` ranks, and repeated `replicas` times. Their product is `ranks`. None:
+            chunks are cut over all ranks.
+        rank: The rank to plan for. On NCCL all ranks hold the same. On gloo each holds the gradients of other parameters for a moment.
 
     Returns:
         A `Plan`.
@@ -80,6 +85,7 @@ def plan(
     setup = Setup(
         source=on_paper(model_or_directory, master_dtype), ranks=ranks, batch=batch, sequence=sequence, policy=policy,
         checkpointing=checkpointing, optimizer=optimizer, accumulation=accumulation, lora=lora, device=device,
+        mesh=mesh, rank=rank,
     )  # fmt: skip
     return _planned(setup, room, cluster)
 
@@ -88,10 +94,11 @@ def _planned(setup: Setup, memory: int | None, cluster: Cluster | None) -> Plan:
     trace = setup.trace()
     moments = trace.measure(setup.batch, setup.sequence, setup.accumulation)
     peak, by_cause = peak_of(moments)
+    after_forward = trace.after_forward
     highest = max(moments, key=lambda moment: moment.peak)
     attention = {kernel: count // min(setup.accumulation, 2) for kernel, count in trace.kernels.attention.items()}
     seconds = None if cluster is None else setup.seconds(trace, cluster)
-    fits = batch = sequence = advised = None
+    fits = batch = sequence = advised_bytes = None
     advice: tuple[str, ...] = ()
     policy = setup.policy
     if memory is not None:
@@ -100,38 +107,14 @@ def _planned(setup: Setup, memory: int | None, cluster: Cluster | None) -> Plan:
         batch = limits.largest_batch(trace, setup, room)
         sequence = limits.largest_sequence(trace, setup, room)
         if fits:
-            policy = _roomier(setup, room)
+            policy = roomier(setup, trace, room, peak)
         else:
             state = int(by_cause["chunks"] * (1 + trace.trainable / trace.parameters)) + by_cause["optimizer"]
-            advice, advised = _advised(setup, room, batch, state)
+            if (found := advised(setup, room, batch, state)) is not None:
+                advice, advised_bytes, policy = found.change.options, found.peak, found.change.setup.policy
     return Plan(
         peak_bytes=peak, by_cause=by_cause, unknown=setup.unknown(peak), where=highest.name, memory=memory, fits=fits,
-        largest_batch=batch, largest_sequence=sequence, advice=advice, advised_bytes=advised, policy=policy, seconds=seconds,
+        largest_batch=batch, largest_sequence=sequence, advice=advice, advised_bytes=advised_bytes, policy=policy, seconds=seconds,
         attention=attention, parameters=trace.parameters, trainable=trace.trainable, moments=tuple(moments), setup=setup, cluster=cluster,
+        after_forward=after_forward,
     )  # fmt: skip
-
-
-def _roomier(setup: Setup, room: int) -> ShardingPolicy:
-    """The policy that keeps full parameters from forward to backward, if that fits; else the setup's own."""
-    if setup.ranks == 1 or setup.policy.stage != 3 or not setup.policy.reshard_after_forward:
-        return setup.policy
-    kept = replace(setup.policy, reshard_after_forward=False)
-    return kept if _peak_of(setup.but(policy=kept)) <= room else setup.policy
-
-
-def _advised(setup: Setup, room: int, fitting: int, state: int) -> tuple[tuple[str, ...], int | None]:
-    """The first change that fits. `state`: the bytes of chunks, their gradients and the optimizer's state: more ranks alone make
-    them less."""
-    tries = 0
-    for change in limits.changes(setup, fitting):
-        if change.setup.lora == setup.lora and state * setup.ranks // change.setup.ranks > room:
-            continue
-        if (tries := tries + 1) > limits.TRIES:
-            break
-        if (peak := _peak_of(change.setup)) <= room:
-            return change.options, peak
-    return (), None
-
-
-def _peak_of(setup: Setup) -> int:
-    return peak_of(setup.trace().measure(setup.batch, setup.sequence, setup.accumulation))[0]

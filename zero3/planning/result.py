@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
+from torch import nn
+
 from ..policy import ShardingPolicy
 from .cluster import Cluster
 from .ledger import CAUSES, Moment
@@ -14,6 +16,7 @@ from .picture import draw
 from .setup import Setup
 from .trace import peak_of
 from .units import gib
+from .watching import Watch
 
 __all__: list[str] = []
 
@@ -54,12 +57,14 @@ class Plan:
         advice: If it does not fit: the command line's options that make it fit with the least change. `()` if it fits, if
             nothing that was tried does, and without `memory`.
         advised_bytes: The peak with `advice`. None without advice.
-        policy: The policy to train with. It is the given one, or where `memory` has room for it, the same with
-            `reshard_after_forward=False`, which gathers once in a step and not twice.
+        policy: The policy to train with. It is the given one. Where `memory` has room for it, frozen parameters stay from step to step
+            (`resident_bytes`, as much as fits), and trainable ones from forward to backward (`reshard_after_forward=False`). Where
+            the given one does not fit, it is that of `advice`.
         seconds: The time of a step. None without a cluster.
         attention: The kernels of attention, and the number of their calls in a micro-batch, recomputation included.
         parameters: The number of the model's elements.
         trainable: The number of those that train.
+        after_forward: The most bytes that are there when a micro-batch's forward ends, outputs included: what `watch` looks at on CPUs.
         moments: A `Moment` for each part of the step, in order: what a rank holds in it at most.
         setup: What was planned: the model without values, and the arguments.
         cluster: The cluster that was given.
@@ -80,6 +85,7 @@ class Plan:
     attention: Mapping[str, int]
     parameters: int
     trainable: int
+    after_forward: int
     moments: tuple[Moment, ...] = field(repr=False)
     setup: Any = field(repr=False)
     cluster: Cluster | None = field(repr=False)
@@ -91,6 +97,7 @@ class Plan:
             "memory": self.memory, "fits": self.fits, "largest_batch": self.largest_batch, "largest_sequence": self.largest_sequence,
             "advice": list(self.advice), "advised_bytes": self.advised_bytes, "policy": repr(self.policy), "seconds": self.seconds,
             "attention": dict(self.attention), "parameters": self.parameters, "trainable": self.trainable,
+            "after_forward": self.after_forward,
         }  # fmt: skip
 
     def compare(self, policies: Iterable[ShardingPolicy]) -> list[Comparison]:
@@ -117,6 +124,30 @@ class Plan:
             found.append(Comparison(policy, peak, seconds, fits))
         return sorted(found, key=lambda each: (each.fits is False, each.seconds or 0.0, each.peak_bytes))
 
+    def watch(self, model: nn.Module) -> None:
+        """Warns once if a run of `model` takes over 2 % more or less than was planned, with both numbers.
+
+        Call it on each rank after `shard`, before the first step. It looks at counters that allocators keep anyway. On a GPU that is the
+        peak of what tensors take, reset after the first step, at steps 2, 4, 8 and so on. On a CPU no counter keeps a peak: it is what
+        the C library has given out at the end of each forward, against `after_forward`; up to 16 MiB there tell nothing, because
+        Python's own objects are among them. Less than planned is said after eight steps. Forwards in `eval` mode or under `no_grad` are
+        left out.
+
+        Args:
+            model: The sharded model.
+
+        Raises:
+            ValueError: `model` is not sharded.
+            RuntimeError: The device's allocator, or the C library, does not tell what it has given out.
+
+        Example::
+
+            plan = zero3.plan(directory, ranks=8, memory="24GiB", sequence=4096)
+            model = zero3.shard(model, policy=plan.policy)
+            plan.watch(model)
+        """
+        Watch(model, self.peak_bytes, self.after_forward, self.setup.accumulation)
+
     def draw(self, path: str | PathLike[str]) -> None:
         """Draws the memory of a step, part by part, by cause.
 
@@ -136,8 +167,9 @@ def _table(plan: Plan, setup: Setup) -> str:
     """One line for each cause, then what limits, what fits, and what would."""
     train = "all of them train" if plan.trainable == plan.parameters else f"{plan.trainable:,} train"
     micro = f", {setup.accumulation} micro-batches a step" if setup.accumulation > 1 else ""
+    mesh = "" if setup.mesh is None else f" ({setup.mesh[0]} replicas of {setup.mesh[1]} shards)"
     lines = [
-        f"{plan.parameters:,} parameters, {train}; rank 0 of {setup.ranks} on {setup.device}; "
+        f"{plan.parameters:,} parameters, {train}; rank {setup.rank} of {setup.ranks}{mesh} on {setup.device}; "
         f"a micro-batch is {setup.batch} x {setup.sequence} tokens{micro}",
         *(_row(cause.replace("_", " "), gib(plan.by_cause[cause])) for cause in CAUSES if plan.by_cause[cause]),
         _row("peak", gib(plan.peak_bytes), f"in the {plan.where}; most of it {_most(plan)}"),
@@ -148,8 +180,8 @@ def _table(plan: Plan, setup: Setup) -> str:
     lines += _fitting(plan)
     if plan.attention:
         lines.append(_row("attention", ", ".join(f"{name}, {count} calls" for name, count in plan.attention.items())))
-    if plan.policy != setup.policy:
-        lines.append(_row("faster", repr(plan.policy), "fits too, and gathers once a step"))
+    if plan.fits and plan.policy != setup.policy:
+        lines.append(_row("faster", repr(plan.policy), "fits too, and gathers less"))
     if plan.seconds is not None:
         tokens = setup.batch * setup.sequence * setup.accumulation / plan.seconds
         lines.append(_row("a step", f"{plan.seconds:.3f} s", f"{tokens:,.0f} tokens a second and rank"))
@@ -167,7 +199,7 @@ def _fitting(plan: Plan) -> list[str]:
     if plan.advice and plan.advised_bytes is not None:
         lines.append(_row("it fits with", " ".join(plan.advice), f"peak {gib(plan.advised_bytes)}"))
     elif not plan.fits:
-        lines.append(_row("it fits with", "nothing that was tried", "smaller batches, checkpoints, bf16, more ranks, adapters"))
+        lines.append(_row("it fits with", "nothing that was tried", "smaller batches, checkpoints, bf16, more ranks, adapters, four bits"))
     return lines
 
 

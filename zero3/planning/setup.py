@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from ..policy import ShardingPolicy
+from ..quantized.configured import configured_in
 from .cluster import Cluster, replay
-from .models import on_paper, prepare
+from .models import on_paper, output_embeddings_of, prepare
 from .trace import OptimizerClass, Trace
 
 __all__: list[str] = []
@@ -21,7 +22,7 @@ FOLLOWED = frozenset(
     {
         "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", "stage", "dynamic", "gradient_reduction", "ignored",
         "reshard_after_forward", "prefetch_depth", "separate_backup_group", "transactional", "compare_every", "grad_dtype", "quantize",
-        "gather_format", "reduce_format",
+        "gather_format", "reduce_format", "group_adapters", "resident_bytes",
     }
 )  # fmt: skip
 
@@ -45,6 +46,8 @@ class Setup:
     accumulation: int
     lora: Any
     device: str
+    mesh: tuple[int, int] | None = None  # replicas, and the ranks of each, which share the model
+    rank: int = 0
 
     def __post_init__(self) -> None:
         for name in ("ranks", "batch", "sequence", "accumulation"):
@@ -53,6 +56,11 @@ class Setup:
                 raise TypeError(f"{name} must be an integer, found {number!r}")
             if number < 1:
                 raise ValueError(f"{name} must be 1 or more, found {number}")
+        if not isinstance(self.rank, int) or isinstance(self.rank, bool):
+            raise TypeError(f"rank must be an integer, found {self.rank!r}")
+        if not 0 <= self.rank < self.ranks:
+            raise ValueError(f"rank must be one of the {self.ranks} ranks, 0 to {self.ranks - 1}, found {self.rank}")
+        _check_mesh(self.mesh, self.ranks)
         if not isinstance(self.policy, ShardingPolicy):
             raise TypeError(f"policy must be a zero3.ShardingPolicy, found {type(self.policy).__name__}")
         unknown = [f.name for f in fields(self.policy) if f.name not in FOLLOWED and getattr(self.policy, f.name) != f.default]
@@ -63,15 +71,37 @@ class Setup:
         if isinstance(self.lora, bool | float | str) or (isinstance(self.lora, int) and self.lora < 1):
             raise ValueError(f"lora must be a rank of 1 or more, a configuration of peft's or None, found {self.lora!r}")
 
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold the same chunk."""
+        return 1 if self.mesh is None else self.mesh[0]
+
+    @property
+    def shards(self) -> int:
+        """How many ranks share the model."""
+        return self.ranks // self.replicas
+
+    @property
+    def may_quantize(self) -> bool:
+        """Whether frozen weights could be stored in fewer bits, and are not."""
+        if self.policy.quantize is not None or configured_in(getattr(self.source, "config", None)) is not None:
+            return False
+        head = output_embeddings_of(self.source)
+        linear = (module for module in self.source.modules() if isinstance(module, nn.Linear) and module is not head)
+        return any(self.lora is not None or not module.weight.requires_grad for module in linear)
+
     def trace(self) -> Trace:
         """Builds the model on the meta device, and shards it."""
         model = prepare(on_paper(self.source), lora=self.lora, checkpointing=self.checkpointing)
-        return Trace(model, ranks=self.ranks, policy=self.policy, device=self.device, optimizer=self.optimizer)
+        return Trace(
+            model, ranks=self.ranks, policy=self.policy, device=self.device, optimizer=self.optimizer, rank=self.rank,
+            replicas=self.replicas,
+        )  # fmt: skip
 
     def seconds(self, trace: Trace, cluster: Cluster) -> float:
         """The time of a step of `trace` on `cluster`."""
         events = trace.events(self.batch, self.sequence, self.accumulation)
-        return replay(events, cluster, self.ranks, one_queue=not self.policy.separate_backup_group)
+        return replay(events, cluster, self.ranks, replicas=self.replicas, one_queue=not self.policy.separate_backup_group)
 
     def unknown(self, peak: int) -> tuple[int, int]:
         """The least and the most bytes that come on top of a peak of tensors."""
@@ -87,3 +117,12 @@ class Setup:
     def but(self, **changes: Any) -> Setup:
         """The same with other choices."""
         return replace(self, **changes)
+
+
+def _check_mesh(mesh: Any, ranks: int) -> None:
+    if mesh is None:
+        return
+    if not isinstance(mesh, tuple) or len(mesh) != 2 or not all(type(size) is int for size in mesh):
+        raise TypeError(f"mesh must be (replicas, ranks of each) or None, found {mesh!r}")
+    if min(mesh) < 1 or mesh[0] * mesh[1] != ranks:
+        raise ValueError(f"mesh must have as many ranks as there are, {ranks}, found {mesh[0]} replicas of {mesh[1]}")

@@ -1,4 +1,4 @@
-"""Runs steps of the real code without values: the model on the meta device, rank 0 of ranks that are not there."""
+"""Runs steps of the real code without values: the model on the meta device, one rank of ranks that are not there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from ..core.chunk import Chunk
 from ..core.gradient_buffer import Sending
 from ..core.gradient_reducer import GradientReducer
 from ..core.layer_state import LayerState
+from ..core.quantized_chunk import QuantizedSites
+from ..core.recipes import QuantizedWeight
 from ..policy import ShardingPolicy
+from ..quantized.codec import SLICE_NUMEL, Codec
 from ..shard import shard
 from .absent import AbsentRanks
 from .kernels import DeviceKernels, backward
@@ -34,7 +37,7 @@ OptimizerClass = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Trace:
-    """A sharded model without values, and its optimizer, on rank 0 of `ranks`."""
+    """A sharded model without values, and its optimizer, on rank `rank` of `ranks`. `replicas`: so many of them hold the same chunk."""
 
     def __init__(
         self,
@@ -44,12 +47,14 @@ class Trace:
         policy: ShardingPolicy,
         device: str,
         optimizer: OptimizerClass,
+        rank: int = 0,
+        replicas: int = 1,
         layers: Layers = None,
         loss: Callable[[nn.Module, int, int], Tensor] = loss_of,
     ) -> None:
         self.kernels = DeviceKernels(device)
         self.ledger = Ledger(ALLOCATION if device == "cuda" else 1, vocabulary_of(model))
-        self.ranks = AbsentRanks(ranks, pieces=device == "cpu")
+        self.ranks = AbsentRanks(ranks, pieces=device == "cpu", rank=rank, replicas=replicas)
         self.ranks.making = partial(self.ledger.because, "transfers")
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -60,16 +65,28 @@ class Trace:
             for buffer in self.model.buffers():
                 self.ledger.note(buffer)
         gc.collect()  # what construction left
-        for state in states_of(self.model):
+        states = states_of(self.model)
+        for state in states:
             self._watch(state)
+        for codec in {id(weight.codec): weight.codec for weight in _quantized_in(states)}.values():
+            vars(codec)["decode"] = partial(self._decode, codec, codec.decode)
+        root = vars(self.model)["_zero3_root"]
+        ordered = sorted(states, key=lambda state: state is not root)  # as `resident_bytes` takes them
+        # The bytes of the full buffers of frozen parameters, in the order in which they may stay.
+        self.frozen_buffers = [_full_nbytes(chunk) for state in ordered for chunk in state.chunks if not chunk.shard.requires_grad]
+        self.trains_in_layers = any(chunk.shard.requires_grad for state in states if state is not root for chunk in state.chunks)
         chunks = get_trainable_chunk(self.model)
         if not chunks:
             raise ValueError("nothing in this model trains, so there is no step to plan for")
         self.optimizer = optimizer(chunks)
         if device == "cuda":
             self._step_as_on_cuda()
+        self.after_forward = 0  # the most bytes that were alive when a forward of the last measurement had ended
+        self.model.register_forward_hook(self._after_forward)
         self._loss = loss
         self._learned = False
+        self._times = 1  # how often what runs now would run: see `_decode`
+        self._stepped = False  # whether the optimizer has stepped since the last micro-batch
 
     def measure(self, batch: int, sequence: int, accumulation: int = 1) -> list[Moment]:
         """The moments of one step after the first. All micro-batches after the second are as the second."""
@@ -80,6 +97,7 @@ class Trace:
                 self._learned = True
             self.ledger.moments.clear()
             self.kernels.attention.clear()
+            self.after_forward = 0
             self._step(batch, sequence, micro_batches)
         return list(self.ledger.moments)
 
@@ -91,7 +109,7 @@ class Trace:
 
         def ran(func: Any, args: Sequence[Any], result: Any) -> None:
             if (work := work_of(func, args, result)) is not None:
-                merged(found, work)
+                merged(found, work.times(self._times))
 
         self.ledger.ran, self.ranks.on_event = ran, found.append
         try:
@@ -105,11 +123,11 @@ class Trace:
         self.ledger.begin("", "beginning of forward")
         for _ in range(micro_batches):
             backward(self._loss(self.model, batch, sequence))
-            self.kernels.chunks_changed = False
+            self._stepped = False
         self.ledger.begin("", "optimizer's step")
         with self.ledger.because("optimizer"):
             self.optimizer.step()
-        self.kernels.chunks_changed = True
+        self._stepped = True
         self.optimizer.zero_grad()
 
     @contextmanager
@@ -125,6 +143,9 @@ class Trace:
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True
 
+    def _after_forward(self, *_: object) -> None:
+        self.after_forward = max(self.after_forward, self.ledger.now)
+
     # -- what is for what: methods of the model's own objects are replaced
 
     def _watch(self, state: LayerState) -> None:
@@ -139,6 +160,7 @@ class Trace:
             self.ledger.note(chunk.shard, "chunks")
             vars(chunk)["make_room"] = partial(self._make_room, chunk, chunk.make_room)
             vars(chunk)["release"] = partial(self._release, chunk, chunk.release)
+            vars(chunk)["is_stale"] = partial(self._is_stale, chunk, chunk.is_stale)
 
     def _fetch(self, state: LayerState, fetch: Callable[[], None]) -> None:
         self.ledger.begin(state.label.split("'")[1] if "'" in state.label else "the root", "backward" if inside_backward() else "forward")
@@ -156,6 +178,19 @@ class Trace:
         if not chunk.resident:
             self.ledger.note(buffer)
 
+    def _is_stale(self, chunk: Chunk, is_stale: Callable[[], Tensor]) -> Tensor:
+        """The answer that values would give: see `DeviceKernels.answers`."""
+        self.kernels.answers.append(not chunk.filled or (self._stepped and chunk.shard.requires_grad))
+        return is_stale()
+
+    def _decode(self, codec: Codec, decode: Callable[..., None], quantized: Any, start: int, out: Tensor) -> None:
+        """Decodes the first of the slices in which a matrix is decoded: all are alike, and a large one has hundreds."""
+        unit = codec.unit(quantized.shape)
+        first = out[: max(1, SLICE_NUMEL // unit) * unit]
+        self._times = -(-out.numel() // max(first.numel(), 1))
+        decode(quantized, start, first)
+        self._times = 1
+
     def _add(self, add: Callable[[int, Tensor], None], key: int, gradient: Tensor) -> None:
         self.ledger.note(gradient, "gradients")
         with self.ledger.because("gradients"):
@@ -171,6 +206,17 @@ class Trace:
         for _, sending in prepared:
             self.ledger.note(sending.landed, "gradients")
         return prepared
+
+
+def _quantized_in(states: Iterable[LayerState]) -> Iterator[QuantizedWeight]:
+    for state in states:
+        for sharded in state.parameters:
+            if isinstance(sharded.sites, QuantizedSites):
+                yield sharded.sites.weight
+
+
+def _full_nbytes(chunk: Chunk) -> int:
+    return chunk.layout.padded_numel * chunk.compute_dtype.itemsize
 
 
 def _ignore(*_: object) -> None:

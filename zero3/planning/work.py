@@ -21,6 +21,10 @@ class Work(NamedTuple):
     narrow: int  # the smallest dimension of a matrix product; 0: it is none
     kernels: int  # how many kernels a device starts for it
 
+    def times(self, count: int) -> Work:
+        """The same, so many times."""
+        return self if count == 1 else Work(count * self.flops, count * self.nbytes, self.narrow, count * self.kernels)
+
 
 def work_of(func: Any, args: Sequence[Any], result: Any) -> Work | None:
     """The work of an operation on meta tensors. None: it only looks at memory in another way, or allocates."""

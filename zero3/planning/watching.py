@@ -1,0 +1,141 @@
+"""Holds a run against its plan, by counters that memory's allocators keep anyway, and warns once if it takes another amount."""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ..access import states_of
+from ..comm.streams import DeviceMemory, has_streams
+from .units import gib
+
+__all__: list[str] = []
+
+ALLOWED = 0.02  # of what was planned
+NOISE = 2**24  # bytes: what a process loads in its first step, such as libraries, is counted too (4 MB here)
+LOOKS_LESS = 8  # steps, after which less than was planned is worth a word
+
+
+class Counter(Protocol):
+    """Bytes that are allocated in the memory in which a model computes."""
+
+    keeps_peak: bool  # whether `peak` is a step's peak; otherwise it is what is allocated now
+
+    def now(self) -> int: ...
+
+    def peak(self) -> int: ...
+
+    def forget_peak(self) -> None: ...
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "free", "fast", "maps", "mapped", "highest", "fast_bytes", "used", "free_bytes", "top")
+    ]
+
+
+class HostMemory:
+    """What the C library has given out. It keeps no peak. A look takes some microseconds."""
+
+    keeps_peak = False
+
+    def __init__(self) -> None:
+        self._ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
+        if self._ask is not None:
+            self._ask.restype = _Mallinfo
+        before = self.now()
+        large = torch.empty(2**20, dtype=torch.uint8)
+        if self.now() - before < large.nbytes:  # another C library, or another allocator in its place
+            raise RuntimeError("this process's allocator does not tell what it has given out, so a run can't be held against its plan")
+
+    def now(self) -> int:
+        if self._ask is None:
+            return 0
+        told = self._ask()
+        return int(told.used + told.mapped)
+
+    peak = now
+
+    def forget_peak(self) -> None:
+        return None
+
+
+def counter_for(device: torch.device) -> Counter:
+    return DeviceMemory(device) if has_streams(device) else HostMemory()
+
+
+class Watch:
+    """Hooks around a model's forward.
+
+    `peak`, `after_forward`: the bytes that were planned. `micro_batches`: in a step. `counter`: counts on the model's device.
+    """
+
+    def __init__(self, model: nn.Module, peak: int, after_forward: int, micro_batches: int, counter: Counter | None = None) -> None:
+        self._peak, self._after_forward, self._micro_batches = peak, after_forward, micro_batches
+        first = states_of(model)[0]
+        self._rank, self._counter = first.communicator.rank, counter or counter_for(first.device)
+        self._others = self._counter.now() - _held_by(model, first.device)  # what is there beside the model
+        self._calls, self._most = 0, 0
+        self._hooks = [  # the model holds the watch by them, and not the other way round
+            model.register_forward_pre_hook(partial(_before, self)),
+            model.register_forward_hook(partial(_after, self)),
+        ]
+
+    def before(self, module: nn.Module) -> None:
+        """A forward begins: the first micro-batch's of a step, or another's."""
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        step, micro_batch = divmod(self._calls, self._micro_batches)
+        self._calls += 1
+        if micro_batch or not self._counter.keeps_peak:
+            return
+        if step == 1:
+            self._counter.forget_peak()
+        elif step > 1 and not step & (step - 1):  # a peak is not lost in between
+            self._look(self._peak, step, "at the peak of a step")
+
+    def after(self, module: nn.Module) -> None:
+        """A forward is over, and its outputs are there."""
+        if not (module.training and torch.is_grad_enabled()) or self._counter.keeps_peak:
+            return
+        step = (self._calls - 1) // self._micro_batches
+        if step:  # the optimizer's state is there
+            self._look(self._after_forward, step, "at the end of a forward")
+
+    def _look(self, planned: int, step: int, when: str) -> None:
+        found = self._counter.peak() - self._others
+        self._most = max(self._most, found)
+        slack = max(ALLOWED * planned, 0 if self._counter.keeps_peak else NOISE)
+        if found > planned + slack:
+            self._warn(found, planned, when)
+        elif step >= LOOKS_LESS and self._most < planned - slack:
+            self._warn(self._most, planned, when)
+
+    def _warn(self, found: int, planned: int, when: str) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        warnings.warn(
+            f"rank {self._rank}: this run has left its plan: {when} it holds {gib(found)}, and {gib(planned)} were planned "
+            f"({found / planned - 1:+.0%}). Plan with the batch, the sequence, the policy and the optimizer that it has.",
+            stacklevel=2,
+        )
+
+
+def _before(watch: Watch, module: nn.Module, args: object) -> None:
+    watch.before(module)
+
+
+def _after(watch: Watch, module: nn.Module, args: object, output: object) -> None:
+    watch.after(module)
+
+
+def _held_by(model: nn.Module, device: torch.device) -> int:
+    """The bytes of a sharded model's chunks and buffers on its device."""
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device == device]
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
