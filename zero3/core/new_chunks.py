@@ -25,9 +25,10 @@ def chunk_groups(
 ) -> list[list[ParameterSites]]:
     """Groups parameters by (trainable or frozen, dtype or quantised): a chunk for each group, in the order of groups' first parameters."""
     groups: dict[tuple[bool, torch.dtype | str], list[ParameterSites]] = {}
+    codecs = {kind.name: kind.codec(device) for kind in {kind.name: kind for kind in formats.values()}.values()}  # with their tables
     for sites in parameters:
         if (kind := formats.get(sites.name)) is not None:
-            groups.setdefault((False, kind.name), []).append(QuantizedSites(sites, kind, policy, device))
+            groups.setdefault((False, kind.name), []).append(QuantizedSites(sites, kind, codecs[kind.name], policy, device))
         else:
             groups.setdefault((sites.parameter.requires_grad, sites.parameter.dtype), []).append(sites)
     return list(groups.values())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..comm.communicator import Communicator
 from ..comm.streams import Lane
 from ..policy import ShardingPolicy
+from ..quantized.codec import Codec
 from ..quantized.formats import Format
 from .chunk import Chunk, FullBuffer, ResidentBuffer
 from .flat import not_a_number, unpack
@@ -26,14 +27,14 @@ __all__: list[str] = []
 class QuantizedSites(ParameterSites):
     """A quantised parameter in its modules: with codes while the layer computes, with values in `full_params`."""
 
-    def __init__(self, sites: ParameterSites, kind: Format, policy: ShardingPolicy, device: torch.device) -> None:
+    def __init__(self, sites: ParameterSites, kind: Format, codec: Codec, policy: ShardingPolicy, device: torch.device) -> None:
         super().__init__(sites.name, sites.parameter, sites.places)
         dtype = compute_dtype(policy, sites.parameter.dtype)
         self.format = kind
         self.dtype = sites.parameter.dtype  # that of the values in `full_params` and in state dicts
         self.stretched = not_a_number(dtype, device).expand(sites.parameter.shape)
         shape = tuple(sites.parameter.shape)
-        self.weight = QuantizedWeight(kind.name, shape, dtype, kind.codec(device), weakref.ref(sites.parameter))
+        self.weight = QuantizedWeight(kind.name, shape, dtype, codec, weakref.ref(sites.parameter))
         self.replace(sites.parameter)
 
     @property
@@ -115,6 +116,13 @@ class QuantizedChunk(Chunk):
                 sites.weight.stored = sites.format.seen(raw, sites.weight.shape)
             self.full.views = [sites.stretched for sites in self._sites]
             self._seen = self.full
+
+    def release(self) -> None:
+        super().release()
+        if self.full is not self._seen:  # a buffer of values, which nobody needs any more, or one that is left to its users
+            self._seen = None
+            for sites in self._sites:
+                sites.weight.stored = None
 
     @torch.no_grad()
     def finish_fetch(self) -> None:

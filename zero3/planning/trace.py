@@ -19,7 +19,10 @@ from ..core.chunk import Chunk
 from ..core.gradient_buffer import Sending
 from ..core.gradient_reducer import GradientReducer
 from ..core.layer_state import LayerState
+from ..core.quantized_chunk import QuantizedSites
 from ..policy import ShardingPolicy
+from ..quantized.codec import SLICE_NUMEL
+from ..quantized.sections import QuantizedTensor
 from ..shard import shard
 from .absent import AbsentRanks
 from .kernels import DeviceKernels, backward
@@ -70,6 +73,7 @@ class Trace:
             self._step_as_on_cuda()
         self._loss = loss
         self._learned = False
+        self._times = 1.0  # how often what runs now would run
 
     def measure(self, batch: int, sequence: int, accumulation: int = 1) -> list[Moment]:
         """The moments of one step after the first. All micro-batches after the second are as the second."""
@@ -91,7 +95,8 @@ class Trace:
 
         def ran(func: Any, args: Sequence[Any], result: Any) -> None:
             if (work := work_of(func, args, result)) is not None:
-                merged(found, work)
+                more = {"nbytes": round(work.nbytes * self._times), "kernels": round(work.kernels * self._times)}
+                merged(found, work._replace(**more))
 
         self.ledger.ran, self.ranks.on_event = ran, found.append
         try:
@@ -139,6 +144,18 @@ class Trace:
             self.ledger.note(chunk.shard, "chunks")
             vars(chunk)["make_room"] = partial(self._make_room, chunk, chunk.make_room)
             vars(chunk)["release"] = partial(self._release, chunk, chunk.release)
+
+        for sharded in state.parameters:
+            if isinstance(sharded.sites, QuantizedSites):
+                codec = sharded.sites.weight.codec  # a layer's parameters share it
+                vars(codec).setdefault("decode", partial(self._decode, codec.decode))
+
+    def _decode(self, decode: Callable[[QuantizedTensor, int, Tensor], None], quantized: QuantizedTensor, start: int, out: Tensor) -> None:
+        """Decodes one slice, which stands for all: each takes the same memory after the one before, and a large model has 10**5 of them."""
+        part = out[:SLICE_NUMEL]
+        self._times = out.numel() / max(1, part.numel())
+        decode(quantized, start, part)
+        self._times = 1.0
 
     def _fetch(self, state: LayerState, fetch: Callable[[], None]) -> None:
         self.ledger.begin(state.label.split("'")[1] if "'" in state.label else "the root", "backward" if inside_backward() else "forward")
