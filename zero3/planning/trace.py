@@ -21,7 +21,7 @@ from ..core.gradient_reducer import GradientReducer
 from ..core.layer_state import LayerState
 from ..core.quantized_chunk import QuantizedSites
 from ..policy import ShardingPolicy
-from ..quantized.codec import SLICE_NUMEL
+from ..quantized.codec import Codec
 from ..quantized.sections import QuantizedTensor
 from ..shard import shard
 from .absent import AbsentRanks
@@ -148,11 +148,11 @@ class Trace:
         for sharded in state.parameters:
             if isinstance(sharded.sites, QuantizedSites):
                 codec = sharded.sites.weight.codec  # a layer's parameters share it
-                vars(codec).setdefault("decode", partial(self._decode, codec.decode))
+                vars(codec).setdefault("decode", partial(self._decode, codec, codec.decode))
 
-    def _decode(self, decode: Callable[[QuantizedTensor, int, Tensor], None], quantized: QuantizedTensor, start: int, out: Tensor) -> None:
+    def _decode(self, codec: Codec, decode: Callable[..., None], quantized: QuantizedTensor, start: int, out: Tensor) -> None:
         """Decodes one slice, which stands for all: each takes the same memory after the one before, and a large model has 10**5 of them."""
-        part = out[:SLICE_NUMEL]
+        part = out[: codec.slice_numel(quantized.shape)]
         self._times = out.numel() / max(1, part.numel())
         decode(quantized, start, part)
         self._times = 1.0
