@@ -22,7 +22,7 @@ from ..core.layer_state import LayerState
 from ..core.quantized_chunk import QuantizedSites
 from ..core.recipes import QuantizedWeight
 from ..policy import ShardingPolicy
-from ..quantized.codec import SLICE_NUMEL, Codec
+from ..quantized.codec import Codec
 from ..shard import shard
 from .absent import AbsentRanks
 from .kernels import DeviceKernels, backward
@@ -185,8 +185,7 @@ class Trace:
 
     def _decode(self, codec: Codec, decode: Callable[..., None], quantized: Any, start: int, out: Tensor) -> None:
         """Decodes the first of the slices in which a matrix is decoded: all are alike, and a large one has hundreds."""
-        unit = codec.unit(quantized.shape)
-        first = out[: max(1, SLICE_NUMEL // unit) * unit]
+        first = out[: codec.slice_numel(quantized.shape)]
         self._times = -(-out.numel() // max(first.numel(), 1))
         decode(quantized, start, first)
         self._times = 1

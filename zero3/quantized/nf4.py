@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .codec import BlockCodec, PairTable, Shape, count_below, packed
+from .kernels import DTYPES as KERNEL_DTYPES
+from .kernels import nf4_kernel
 from .sections import QuantizedTensor
 
 __all__: list[str] = []
@@ -31,25 +33,38 @@ class NF4Codec(BlockCodec):
         values = torch.tensor(VALUES)
         self._borders: list[float] = ((values[1:] + values[:-1]) / 2).tolist()
         self._table = PairTable(VALUES, device, first=4)
+        self._kernel = nf4_kernel(block_size, device, self._decoded)
 
-    def encode(self, values: Tensor, shape: Shape, start: int) -> tuple[Tensor, Tensor]:
-        blocks = self.blocked(values)
-        largest = blocks.abs().amax(1)
-        scaled = blocks * (1.0 / largest.clamp(min=SMALLEST_SCALE))[:, None]
-        if values.numel() % self.block_size:  # bitsandbytes divides here, and stores the smallest scale
+    def statistics(self, values: Tensor, shape: Shape, start: int) -> Tensor:
+        largest = self.blocked(values).abs().amax(1)
+        if values.numel() % self.block_size:  # bitsandbytes stores the smallest scale here
             largest[-1:].clamp_(min=SMALLEST_SCALE)
-            scaled[-1] = blocks[-1] / largest[-1]
+        return largest
+
+    def encode(self, values: Tensor, shape: Shape, start: int, statistics: Tensor) -> Tensor:
+        blocks = self.blocked(values)
+        scaled = blocks * (1.0 / statistics.clamp(min=SMALLEST_SCALE))[:, None]
+        if values.numel() % self.block_size:  # bitsandbytes divides here
+            scaled[-1] = blocks[-1] / statistics[-1]
         nearest = count_below(scaled.clamp_(-1, 1), self._borders)
-        return packed(nearest.view(-1)[: values.numel()], first=4, filler=ZERO), largest
+        return packed(nearest.view(-1)[: values.numel()], first=4, filler=ZERO)
 
     def read_scales(self, quantized: QuantizedTensor, first: int, last: int) -> Tensor:
         """The scales of the blocks `[first, last)`, in float32."""
         return quantized.scales[first:last]
 
     def decode_units(self, quantized: QuantizedTensor, start: int, out: Tensor) -> None:
-        first = start // self.block_size
-        scales = self.read_scales(quantized, first, first - (-out.numel() // self.block_size))
-        self.scaled(self._table.read(quantized.codes, start, out.numel()), scales, out)
+        first, numel = start // self.block_size, out.numel()
+        scales = self.read_scales(quantized, first, first - (-numel // self.block_size))
+        if self._kernel is not None and numel % 2 == 0 and out.dtype in KERNEL_DTYPES:
+            out.copy_(self._kernel(quantized.codes[start // 2 : (start + numel) // 2], scales, out.dtype))
+        else:
+            self.scaled(self._table.read(quantized.codes, start, numel), scales, out)
+
+    def _decoded(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(2 * codes.numel(), dtype=dtype, device=codes.device)
+        self.scaled(self._table.read(codes, 0, out.numel()), scales, out)
+        return out
 
 
 class DoubleNF4Codec(NF4Codec):
