@@ -85,7 +85,7 @@ class Trace:
         self.model.register_forward_hook(self._after_forward)
         self._loss = loss
         self._learned = False
-        self._times = 1  # how often what runs now would run: see `_decode`
+        self._times = 1.0  # how often what runs now would run: see `_decode`
         self._stepped = False  # whether the optimizer has stepped since the last micro-batch
 
     def measure(self, batch: int, sequence: int, accumulation: int = 1) -> list[Moment]:
@@ -186,9 +186,9 @@ class Trace:
     def _decode(self, codec: Codec, decode: Callable[..., None], quantized: Any, start: int, out: Tensor) -> None:
         """Decodes the first of the slices in which a matrix is decoded: all are alike, and a large one has hundreds."""
         first = out[: codec.slice_numel(quantized.shape)]
-        self._times = -(-out.numel() // max(first.numel(), 1))
+        self._times = out.numel() / max(1, first.numel())
         decode(quantized, start, first)
-        self._times = 1
+        self._times = 1.0
 
     def _add(self, add: Callable[[int, Tensor], None], key: int, gradient: Tensor) -> None:
         self.ledger.note(gradient, "gradients")

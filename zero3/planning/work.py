@@ -21,9 +21,11 @@ class Work(NamedTuple):
     narrow: int  # the smallest dimension of a matrix product; 0: it is none
     kernels: int  # how many kernels a device starts for it
 
-    def times(self, count: int) -> Work:
+    def times(self, count: float) -> Work:
         """The same, so many times."""
-        return self if count == 1 else Work(count * self.flops, count * self.nbytes, self.narrow, count * self.kernels)
+        if count == 1:
+            return self
+        return Work(round(count * self.flops), round(count * self.nbytes), self.narrow, round(count * self.kernels))
 
 
 def work_of(func: Any, args: Sequence[Any], result: Any) -> Work | None:
