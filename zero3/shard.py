@@ -177,7 +177,8 @@ def _as_configured(model: nn.Module, policy: ShardingPolicy | PolicyOf) -> Shard
     base = "base_model.model." if hasattr(model, "peft_config") else ""
     names = formats_of(everything, replace(policy, quantize=asked.format), "", model)
     modules = {name: name.removeprefix(base).removesuffix(".weight").removesuffix(".base_layer") for name in names}
-    kept = frozenset(name for name, module in modules.items() if asked.covers(module))
+    dims = {sites.name: sites.parameter.dim() for sites in everything}
+    kept = frozenset(name for name, module in modules.items() if asked.covers(module, dims[name]))
     kind: Any = asked.format
     return replace(policy, quantize=replace(kind, select=lambda name, info: name in kept)) if kept else policy
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zero3 import MXFP4, NF4, Float8, Int8
-from zero3.quantized.codec import SLICE_NUMEL
+from zero3.quantized.codec import SLICE_NUMEL, Codec
 from zero3.quantized.formats import Format
 from zero3.quantized.mxfp4 import MAGNITUDES
 from zero3.quantized.nf4 import VALUES
@@ -35,6 +35,11 @@ def drawn(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.floa
     return values.to(dtype)
 
 
+def encoded(codec: Codec, values: Tensor, shape: tuple[int, ...], start: int) -> tuple[Tensor, Tensor]:
+    statistics = codec.statistics(values, shape, start)
+    return codec.encode(values, shape, start, statistics), statistics
+
+
 def same(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     found, expected = a.sections, b.sections
     return found.keys() == expected.keys() and all(
@@ -51,7 +56,7 @@ def test_quantize_a_range_alone_gives_what_the_whole_tensor_has_there(
     values, codec = drawn(shape, seed, dtype), kind.codec(torch.device("cpu"))
     cuts = sorted(data.draw(st.lists(st.integers(0, values.numel()), max_size=3)))
     borders = [0, *(codec.widened(shape, 0, cut)[1] for cut in cuts), values.numel()]
-    parts = [(start, codec.encode(values.view(-1)[start:stop], shape, start)) for start, stop in pairwise(borders)]
+    parts = [(start, encoded(codec, values.view(-1)[start:stop], shape, start)) for start, stop in pairwise(borders)]
     whole = kind.quantize(values)
     codes = torch.cat([codes for _, (codes, _) in parts])
     statistics = torch.cat([found for _, (_, found) in parts])
@@ -72,7 +77,7 @@ def test_widened_ranges_are_the_shortest_of_whole_blocks(kind: Format, shape: tu
         assert 0 <= low <= start <= stop <= high <= numel
         assert codec.widened(shape, low, high) == (low, high)
         values = drawn(shape, seed)
-        codec.encode(values.view(-1)[low:high], shape, low)
+        encoded(codec, values.view(-1)[low:high], shape, low)
 
 
 @given(formats, shapes, seeds, st.sampled_from(FLOATS), st.data())
@@ -95,7 +100,7 @@ def test_dequantize_tensors_of_several_slices(kind: Format) -> None:
     assert values.numel() > 2 * SLICE_NUMEL
     quantized = kind.quantize(values)
     codec = kind.codec(values.device)
-    codes, statistics = codec.encode(values.view(-1), (3, 700, 1001), 0)
+    codes, statistics = encoded(codec, values.view(-1), (3, 700, 1001), 0)
     assert same(QuantizedTensor((3, 700, 1001), codes, **codec.scales(statistics)), quantized)
     out = torch.empty(values.numel())
     codec.decode_units(quantized, 0, out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -38,11 +37,7 @@ class QuantizedWeight:
         """The values, or those of one matrix of several, such as an expert's: then nothing else is decoded."""
         if self.stored is None or not self.shown:
             raise RuntimeError(f"{self.name} is released: what was made of it while its layer computed can't be used any more")
-        if matrix is None:
-            return self.codec.dequantize(self.stored, dtype)
-        out = torch.empty(self.shape[1:], dtype=dtype, device=self.stored.codes.device)
-        self.codec.decode(self.stored, matrix * math.prod(self.shape[1:]), out.view(-1))
-        return out
+        return self.codec.dequantize(self.stored, dtype, matrix)
 
 
 class Step(NamedTuple):

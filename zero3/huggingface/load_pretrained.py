@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -136,7 +135,7 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
 
 
 def _fill_layers(states: list[LayerState], reader: SliceReader, found: Fit) -> None:
-    reads = {key: partial(reader.read, index_map) for key, index_map in found.maps.items() if key not in found.packed}
+    values = {key: index_map for key, index_map in found.maps.items() if key not in found.packed}
     error: Exception | None = None
     for state in states:
         state.release()  # a full buffer that a forward has left would hold old values
@@ -145,7 +144,7 @@ def _fill_layers(states: list[LayerState], reader: SliceReader, found: Fit) -> N
                 _fill_chunks(state, reader, found)
         except Exception as caught:  # this rank goes on, because the others need it where they quantise
             error = caught
-        error = fill_quantized(state, reads, error)
+        error = fill_quantized(state, reader, values, error)
     if error is not None:
         raise error
 

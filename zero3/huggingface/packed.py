@@ -1,4 +1,7 @@
-"""Weights that a checkpoint holds quantised: NF4 of bitsandbytes, float8 in tiles (DeepSeek). Their bytes are stored as they lie."""
+"""Weights that a checkpoint holds quantised: by bitsandbytes (NF4), in tiles (float8, DeepSeek), in MXFP4 (gpt-oss).
+
+Their bytes are stored as they lie.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from ..checkpoint.safetensors_files import SafetensorsFiles, Stored
 from ..core.layer_state import LayerState
 from ..core.layout import Piece
 from ..core.quantized_chunk import QuantizedSites
-from ..quantized.formats import NF4, Float8, Format
+from ..quantized.formats import MXFP4, NF4, Float8, Format
 from .index_maps import IndexMap, Whole
 from .key_mapping import Fit
 from .reading import SliceReader
@@ -25,6 +28,8 @@ __all__: list[str] = []
 _STATE = ".quant_state.bitsandbytes__"
 _BESIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")  # what bitsandbytes stores beside a weight's codes
 _INVERSE = "_scale_inv"
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_BLOCK_NBYTES = 16  # of MXFP4's 32 codes
 _SCALES_IN_BLOCK = 256  # of bitsandbytes' second level
 _AT_ONCE = 1 << 20
 
@@ -53,6 +58,9 @@ def find_packed(files: SafetensorsFiles) -> tuple[dict[str, Stored], dict[str, P
         name = key.removesuffix(_INVERSE)
         if name in stored and stored[name].dtype == torch.float8_e4m3fn:
             packed[name] = _in_tiles(stored, name, stored.pop(key))
+    for key in [key for key, each in files.tensors.items() if key.endswith(_BLOCKS) and len(each.shape) == 4]:
+        name = key.removesuffix(_BLOCKS)
+        packed[name] = _of_gpt_oss(name, stored.pop(key), stored.pop(name + _SCALES, None))
     return stored | {name: each.stand_in for name, each in packed.items()}, packed
 
 
@@ -80,6 +88,15 @@ def _in_tiles(stored: dict[str, Stored], name: str, scales: Stored) -> Packed:
     if len(shape) != 2 or len(tiles) != 2 or not all(sizes):
         raise ValueError(f"{scales.file}: {scales.name} has {tuple(tiles)}, which are no tiles of {name} {tuple(shape)}")
     return _checked(Float8(block=(sizes[0], sizes[1])), shape, name, scales, {"codes": stored[name], "scales": scales}, 0.0)
+
+
+def _of_gpt_oss(name: str, blocks: Stored, scales: Stored | None) -> Packed:
+    """`[experts, columns, blocks in a column, 16]`: the columns of the model's parameter lie one after another."""
+    experts, columns, count, nbytes = blocks.shape
+    if nbytes != _BLOCK_NBYTES:
+        raise ValueError(f"{blocks.file}: {blocks.name} has blocks of {nbytes} bytes, MXFP4 has {_BLOCK_NBYTES}")
+    shape = (experts, count * 2 * _BLOCK_NBYTES, columns)
+    return _checked(MXFP4(transposed=True), shape, name, blocks, {"codes": blocks, "scales": scales}, 0.0)
 
 
 def _checked(kind: Format, shape: tuple[int, ...], name: str, at: Stored, parts: Mapping[str, Stored | None], offset: float) -> Packed:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from ..checkpoint.safetensors_files import Stored
 from ..comm.communicator import Communicator
 from ..core.layer_state import LayerState
 from ..core.layout import Piece
 from ..core.quantized_chunk import QuantizedSites
 from ..quantized.codec import SLICE_NUMEL, Codec
 from ..quantized.formats import Format
+from .index_maps import IndexMap
+from .reading import SliceReader
 
 __all__: list[str] = []
 
-Read = Callable[[int, Tensor], object]  # reads elements `[start, start + n)` of the flattened tensor into a tensor `[n]`
+Read = Callable[[int, Tensor], object]  # reads elements `[start, start + n)`, as they are stored, into a tensor `[n]`
 
 
 class Slot:
@@ -30,11 +34,12 @@ class Slot:
         self._low, self._kept = piece.start if piece is not None else 0, kept
         self._sections = {section.name: section for section in self._format.sections(self._shape)}
         self._codes_in_byte = -(-math.prod(self._shape) // max(1, self._sections["codes"].numel))
-        self.statistics = torch.zeros(self._sections["scales"].numel, dtype=torch.float32, device=kept.device)
+        self._statistics = torch.zeros(self._sections["scales"].numel, dtype=torch.float32, device=kept.device)
+        self._cut: list[tuple[int, Tensor]] = []  # blocks at this rank's edges, with zeros for what others read; and where they begin
 
     @torch.no_grad()
     def quantize(self, read: Read) -> None:
-        """Writes this rank's codes, and the statistics of their blocks. Blocks that are cut by its edges are read whole."""
+        """Writes this rank's codes, but for those of blocks that its edges cut, which need the others' statistics."""
         self._kept.zero_()
         start, stop = self._format.elements_between(self._shape, self._low, self._low + len(self._kept))
         if start >= stop:
@@ -42,21 +47,32 @@ class Slot:
         low, last = self._codec.widened(self._shape, start, stop)
         while low < last:
             high = min(self._codec.widened(self._shape, low, min(low + SLICE_NUMEL, last))[1], last)
-            values = torch.empty(high - low, dtype=self._dtype, device=self._kept.device)
-            read(low, values)
-            codes, statistics = self._codec.encode(values, self._shape, low)
-            self._write("codes", codes, low // self._codes_in_byte)
-            first = self._codec.blocks_before(self._shape, low)
-            self.statistics[first : first + len(statistics)] = statistics
+            values = torch.zeros(high - low, dtype=self._dtype, device=self._kept.device)
+            read(max(low, start), values[max(low, start) - low : min(high, stop) - low])
+            statistics = self._codec.statistics(values, self._shape, low)
+            self._of_blocks(low, len(statistics)).copy_(statistics)
+            if low < start or high > stop:
+                self._cut.append((low, values))
+            else:
+                self._encode(low, values, statistics)
             low = high
 
     @torch.no_grad()
     def finish(self, communicator: Communicator) -> None:
-        """Shares the statistics, and writes this rank's part of the scales. Every rank calls it."""
-        if communicator.world_size > 1 and self.statistics.numel():
-            communicator.all_reduce(self.statistics, maximum=True)  # a block that two ranks have has one statistic; no statistic is below 0
-        for name, section in self._codec.scales(self.statistics).items():
+        """Shares the statistics, and writes the codes that need them and this rank's part of the scales. Every rank calls it."""
+        if communicator.world_size > 1 and self._statistics.numel():
+            communicator.all_reduce(self._statistics, maximum=True)  # a block's is the largest of its parts'
+        for low, values in self._cut:
+            self._encode(low, values, self._of_blocks(low, self._codec.statistics(values, self._shape, low).numel()))
+        for name, section in self._codec.scales(self._statistics).items():
             self._write(name, section, 0)
+
+    def _of_blocks(self, low: int, count: int) -> Tensor:
+        first = self._codec.blocks_before(self._shape, low)
+        return self._statistics[first : first + count]
+
+    def _encode(self, low: int, values: Tensor, statistics: Tensor) -> None:
+        self._write("codes", self._codec.encode(values, self._shape, low, statistics), low // self._codes_in_byte)
 
     def _write(self, name: str, values: Tensor, number: int) -> None:
         """Writes those bytes of `values`, a section's from its `number`-th on, that this rank keeps."""
@@ -67,18 +83,22 @@ class Slot:
             self._kept[first:last] = raw[first - at : last - at]
 
 
-def fill_quantized(state: LayerState, found: Mapping[int, Read], error: Exception | None) -> Exception | None:
+def fill_quantized(
+    state: LayerState, reader: SliceReader, found: Mapping[int, IndexMap[Stored]], error: Exception | None
+) -> Exception | None:
     """Quantises the layer's parameters that `found` has, by id. Every rank calls it, also after an `error`, which it returns."""
     for sharded in state.parameters:
         sites, chunk = sharded.sites, sharded.chunk
-        if not isinstance(sites, QuantizedSites) or (read := found.get(id(sites.parameter))) is None:
+        if not isinstance(sites, QuantizedSites) or (index_map := found.get(id(sites.parameter))) is None:
             continue
+        if sites.weight.codec.turns(sites.weight.shape):
+            index_map = index_map.transposed(-2, -1)
         slot = chunk.layout.slots[sharded.index]
         piece = next((piece for piece in chunk.layout.pieces(state.communicator.rank) if piece.slot is slot), None)
         filling = Slot(sites, piece, chunk.shard.data[piece.place] if piece is not None else chunk.shard.data[:0])
         try:
             if error is None:
-                filling.quantize(read)
+                filling.quantize(partial(reader.read, index_map))
         except Exception as caught:  # the others wait for this rank's statistics
             error = caught
         filling.finish(state.communicator)

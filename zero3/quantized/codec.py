@@ -26,6 +26,13 @@ class Codec(ABC):
     blocks' statistics, that the same elements have in the whole tensor. `scales` alone looks at the statistics of all blocks.
     """
 
+    def turns(self, shape: Shape) -> bool:
+        """Whether a tensor of this shape is stored with its last two dimensions exchanged.
+
+        Then ranges of elements, here, are ranges of what is stored.
+        """
+        return False
+
     @abstractmethod
     def widened(self, shape: Shape, start: int, stop: int) -> tuple[int, int]:
         """The shortest range of whole blocks around the elements `[start, stop)` of the flattened tensor."""
@@ -35,17 +42,24 @@ class Codec(ABC):
         """The place of the first block's statistic among all statistics, if a range of whole blocks begins at element `start`."""
 
     @abstractmethod
-    def encode(self, values: Tensor, shape: Shape, start: int) -> tuple[Tensor, Tensor]:
-        """Quantises the elements `[start, start + len(values))` of a flattened tensor of shape `shape`.
+    def statistics(self, values: Tensor, shape: Shape, start: int) -> Tensor:
+        """What codes depend on, besides values: one number for each block, 0 or more.
+
+        If zeros stand for some of the values, the numbers are those of the others. So the numbers of a block are the largest of its
+        parts' numbers.
 
         Args:
-            values: These elements, 1-D, of any floating dtype. They are whole blocks.
+            values: The elements `[start, start + len(values))` of a flattened tensor, 1-D, of any floating dtype. They are whole blocks.
             shape: The shape of the whole tensor.
             start: The place of the first of them in it.
 
         Returns:
-            The range's codes as they are stored, 1-D, and the statistics of its blocks, float32 and 1-D.
+            float32 and 1-D.
         """
+
+    @abstractmethod
+    def encode(self, values: Tensor, shape: Shape, start: int, statistics: Tensor) -> Tensor:
+        """Returns the codes of the elements `[start, start + len(values))` as they are stored, 1-D, from their blocks' `statistics`."""
 
     def scales(self, statistics: Tensor) -> dict[str, Tensor]:
         """The sections behind the codes, from the statistics of all blocks of the tensor."""
@@ -80,15 +94,17 @@ class Codec(ABC):
         low = 0
         while low < flat.numel() or not parts:  # an empty tensor has one empty part
             high = self.widened(shape, low, min(low + SLICE_NUMEL, flat.numel()))[1]
-            parts.append(self.encode(flat[low:high], shape, low))
+            statistics = self.statistics(flat[low:high], shape, low)
+            parts.append((self.encode(flat[low:high], shape, low, statistics), statistics))
             low = high
-        codes, statistics = zip(*parts, strict=True)
-        return QuantizedTensor(shape, torch.cat(codes), **self.scales(torch.cat(statistics)))
+        codes, found = zip(*parts, strict=True)
+        return QuantizedTensor(shape, torch.cat(codes), **self.scales(torch.cat(found)))
 
-    def dequantize(self, quantized: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-        """Returns the tensor that `quantized` stands for, contiguous."""
-        out = torch.empty(quantized.shape, dtype=dtype, device=quantized.codes.device)
-        self.decode(quantized, 0, out.view(-1))
+    def dequantize(self, quantized: QuantizedTensor, dtype: torch.dtype, matrix: int | None = None) -> Tensor:
+        """Returns the tensor that `quantized` stands for, contiguous; or one matrix of several, and then nothing else is decoded."""
+        shape = quantized.shape if matrix is None else quantized.shape[1:]
+        out = torch.empty(shape, dtype=dtype, device=quantized.codes.device)
+        self.decode(quantized, (matrix or 0) * out.numel(), out.view(-1))
         return out
 
 

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .formats import NF4, Float8, Format
+from .formats import MXFP4, NF4, Float8, Format
 
 __all__: list[str] = []
 
 
 class Configured(NamedTuple):
-    """A format, and the names of the modules that it leaves out."""
+    """A format, and the names of the modules that it leaves out: names, parts of names, or patterns."""
 
     format: Format
     left_out: tuple[str, ...]
+    experts_alone: bool = False
 
-    def covers(self, module: str) -> bool:
-        """Whether the module of this name, in the model that the configuration is of, is to be quantised."""
-        return not any(
-            module == name or module.startswith(f"{name}.") or module.endswith(f".{name}") or f".{name}." in module
-            for name in self.left_out
-        )
+    def covers(self, module: str, dims: int) -> bool:
+        """Whether the weight of this module, in the model that the configuration is of, is to be quantised. `dims` are the weight's."""
+        if self.experts_alone and dims != 3:
+            return False
+        return not any(f".{name}." in f".{module}." or re.match(rf"(?:{name})(?=\.|$)", module) for name in self.left_out)
 
 
 def configured_in(config: object) -> Configured | None:
@@ -35,6 +36,8 @@ def configured_in(config: object) -> Configured | None:
     if method == "fp8" and found.get("weight_block_size"):
         rows, columns = found["weight_block_size"]
         return Configured(Float8(block=(rows, columns)), _names(found.get("modules_to_not_convert")))
+    if method == "mxfp4":
+        return Configured(MXFP4(transposed=True), _names(found.get("modules_to_not_convert")), experts_alone=True)
     return None
 
 

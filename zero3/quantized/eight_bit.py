@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .blocks import FLOAT8_MAX, encode_blocks
+from .blocks import FLOAT8_MAX, INT8_MAX
 from .codec import BlockCodec, Codec, Shape
 from .sections import QuantizedTensor
 
@@ -18,12 +18,12 @@ __all__: list[str] = []
 class Int8Codec(BlockCodec):
     """Codes from -127 to 127, times one float32 for each block."""
 
-    def encode(self, values: Tensor, shape: Shape, start: int) -> tuple[Tensor, Tensor]:
-        blocks = self.blocked(values)
-        scales = blocks.new_empty(len(blocks))
-        codes = torch.empty_like(blocks, dtype=torch.int8)
-        encode_blocks(blocks, codes, scales, blocks.new_empty(blocks.numel() + len(blocks)))
-        return codes.view(-1)[: values.numel()], scales
+    def statistics(self, values: Tensor, shape: Shape, start: int) -> Tensor:
+        return self.blocked(values).abs().amax(1) / INT8_MAX
+
+    def encode(self, values: Tensor, shape: Shape, start: int, statistics: Tensor) -> Tensor:
+        codes = _quotients(self.blocked(values), statistics[:, None]).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
+        return codes.view(-1)[: values.numel()]
 
     def decode_units(self, quantized: QuantizedTensor, start: int, out: Tensor) -> None:
         first = start // self.block_size
@@ -67,19 +67,25 @@ class Float8Codec(Codec):
         first, count = (start // columns, like.numel() // columns) if columns else (0, 0)
         return self._band(torch.arange(first, first + count, device=like.device), rows)  # type: ignore[no-any-return]
 
-    def encode(self, values: Tensor, shape: Shape, start: int) -> tuple[Tensor, Tensor]:
+    def statistics(self, values: Tensor, shape: Shape, start: int) -> Tensor:
         if not values.numel():
-            return values.to(torch.float8_e4m3fn), values.float()
-        rows, columns = _matrix(shape)
+            return values.float()
+        columns = _matrix(shape)[1]
         tiles = -(-columns // self._width)
-        first, last = (self._band(at // columns, rows) for at in (start, start + values.numel() - 1))
-        bands = self._bands(shape, start, values) - first
-        matrix = values.float().view(-1, columns)
-        widest = pad(matrix.abs(), (0, -columns % self._width)).view(-1, tiles, self._width).amax(2)
-        largest = widest.new_zeros(last + 1 - first, tiles).scatter_reduce_(0, bands[:, None].expand_as(widest), widest, "amax")
-        scales = largest / FLOAT8_MAX
-        quotients = _quotients(matrix, self._spread(scales[bands], columns)).clamp_(-FLOAT8_MAX, FLOAT8_MAX)
-        return quotients.to(torch.float8_e4m3fn).view(-1), scales.view(-1)
+        bands = self._bands(shape, start, values)
+        bands -= bands[0].clone()
+        widest = pad(values.float().view(-1, columns).abs(), (0, -columns % self._width)).view(-1, tiles, self._width).amax(2)
+        largest = widest.new_zeros(int(bands[-1]) + 1, tiles).scatter_reduce_(0, bands[:, None].expand_as(widest), widest, "amax")
+        return largest.view(-1) / FLOAT8_MAX
+
+    def encode(self, values: Tensor, shape: Shape, start: int, statistics: Tensor) -> Tensor:
+        if not values.numel():
+            return values.to(torch.float8_e4m3fn)
+        columns = _matrix(shape)[1]
+        bands = self._bands(shape, start, values)
+        scales = statistics.view(-1, -(-columns // self._width))[bands - bands[0]]
+        quotients = _quotients(values.float().view(-1, columns), self._spread(scales, columns)).clamp_(-FLOAT8_MAX, FLOAT8_MAX)
+        return quotients.to(torch.float8_e4m3fn).view(-1)
 
     def _spread(self, scales: Tensor, columns: int) -> Tensor:
         """`scales` `[rows, tiles]`, one for each column."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .codec import Codec, Shape
 from .eight_bit import Float8Codec, Int8Codec
-from .mxfp4 import BLOCK_NUMEL, MXFP4Codec
+from .mxfp4 import BLOCK_NUMEL, MXFP4Codec, TransposedMXFP4Codec
 from .nf4 import SCALES_NUMEL, DoubleNF4Codec, NF4Codec
 from .sections import QuantizedTensor, Section, aligned, placed, seen_as
 
@@ -56,7 +56,10 @@ class Format(ABC):
         return aligned(self.sections(shape)[-1].stop)
 
     def elements_between(self, shape: Shape, low: int, high: int) -> tuple[int, int]:
-        """The elements `[start, stop)` that have codes among the bytes `[low, high)` of a tensor of this shape. They may be none."""
+        """The elements `[start, stop)`, as they are stored, that have codes among the bytes `[low, high)` of a tensor of this shape.
+
+        They may be none.
+        """
         codes = self.sections(shape)[0].stop
         start, stop = (min(max(at, 0), codes) * self._codes_in_byte for at in (low, high))
         return min(start, math.prod(shape)), min(stop, math.prod(shape))
@@ -250,28 +253,33 @@ class MXFP4(Format):
     """Four bits for each element: a sign and one of 8 magnitudes, times a power of two for each 32 elements. The format of gpt-oss.
 
     Attributes:
+        transposed: Experts in one 3-D parameter are stored with their rows and columns exchanged, so that blocks run along what a
+            product adds up. gpt-oss's files are stored so: transformers' parameters are the transposed of them.
         select: A function `(name, ParamInfo) -> bool` that says which parameters a policy quantises. None: as for `NF4`.
 
     Raises:
-        TypeError: `select` is no function.
+        TypeError: An attribute has the wrong type.
 
     Example::
 
-        policy = zero3.ShardingPolicy(quantize=zero3.MXFP4(), param_dtype=torch.bfloat16)
+        policy = zero3.ShardingPolicy(quantize=zero3.MXFP4(transposed=True), param_dtype=torch.bfloat16)
     """
 
+    transposed: bool = False
     select: Select | None = None
 
     _codes_in_byte = 2
 
     def __post_init__(self) -> None:
+        if not isinstance(self.transposed, bool):
+            raise TypeError(f"transposed must be True or False, found {self.transposed!r}")
         _check_select(self.select)
 
     def _name(self) -> str:
-        return "mxfp4"
+        return "mxfp4(transposed)" if self.transposed else "mxfp4"
 
     def _codec(self, device: torch.device) -> Codec:
-        return MXFP4Codec(device)
+        return TransposedMXFP4Codec(device) if self.transposed else MXFP4Codec(device)
 
     def _parts(self, shape: Shape) -> list[tuple[str, torch.dtype, int]]:
         numel = math.prod(shape)

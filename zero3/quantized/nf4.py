@@ -32,15 +32,19 @@ class NF4Codec(BlockCodec):
         self._borders: list[float] = ((values[1:] + values[:-1]) / 2).tolist()
         self._table = PairTable(VALUES, device, first=4)
 
-    def encode(self, values: Tensor, shape: Shape, start: int) -> tuple[Tensor, Tensor]:
-        blocks = self.blocked(values)
-        largest = blocks.abs().amax(1)
-        scaled = blocks * (1.0 / largest.clamp(min=SMALLEST_SCALE))[:, None]
-        if values.numel() % self.block_size:  # bitsandbytes divides here, and stores the smallest scale
+    def statistics(self, values: Tensor, shape: Shape, start: int) -> Tensor:
+        largest = self.blocked(values).abs().amax(1)
+        if values.numel() % self.block_size:  # bitsandbytes stores the smallest scale here
             largest[-1:].clamp_(min=SMALLEST_SCALE)
-            scaled[-1] = blocks[-1] / largest[-1]
+        return largest
+
+    def encode(self, values: Tensor, shape: Shape, start: int, statistics: Tensor) -> Tensor:
+        blocks = self.blocked(values)
+        scaled = blocks * (1.0 / statistics.clamp(min=SMALLEST_SCALE))[:, None]
+        if values.numel() % self.block_size:  # bitsandbytes divides here
+            scaled[-1] = blocks[-1] / statistics[-1]
         nearest = count_below(scaled.clamp_(-1, 1), self._borders)
-        return packed(nearest.view(-1)[: values.numel()], first=4, filler=ZERO), largest
+        return packed(nearest.view(-1)[: values.numel()], first=4, filler=ZERO)
 
     def read_scales(self, quantized: QuantizedTensor, first: int, last: int) -> Tensor:
         """The scales of the blocks `[first, last)`, in float32."""
