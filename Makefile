@@ -16,7 +16,7 @@ LAUNCH := set -- $$($(BIN)/python -c 'import os, torch; n = int("$(NPROC)" or to
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$2} $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $$1
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune sft test test-all deepspeed lint types docs package soak mutants versions clean
+.PHONY: help finetune sft test test-all deepspeed bitsandbytes lint types docs package soak mutants versions clean
 .NOTPARALLEL:  # two installations would get in each other's way
 
 help:  ## show this list
@@ -36,6 +36,9 @@ test-all: $(VENV)/.examples $(VENV)/.tests  ## run all tests (ARGS go to pytest)
 
 deepspeed: $(VENV)/.examples $(VENV)/.tests $(VENV)/.deepspeed  ## run the tests in which DeepSpeed takes part (the others do without it)
 	PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed:$$PYTHONPATH $(BIN)/python -m pytest tests/formats/test_deepspeed.py tests/core/test_wrappers.py -k "deepspeed_itself or likeness" $(ARGS)
+
+bitsandbytes: $(VENV)/.examples $(VENV)/.tests $(VENV)/.bitsandbytes  ## run the tests of quantised weights with bitsandbytes installed
+	PYTHONPATH=$(CURDIR)/$(VENV)/bitsandbytes:$$PYTHONPATH $(BIN)/python -m pytest tests/quantized/test_bitsandbytes.py tests/quantized/test_training.py tests/quantized/test_loading.py $(ARGS)
 
 lint: $(VENV)/.dev  ## check style and formatting
 	$(BIN)/ruff check .
@@ -89,4 +92,10 @@ $(VENV)/.deepspeed: $(VENV)/.tests
 	@echo "Installing DeepSpeed into $(VENV)/deepspeed"
 	@$(PIP) --no-build-isolation --upgrade --target $(VENV)/deepspeed --no-deps deepspeed einops hjson msgpack ninja py-cpuinfo
 	@$(BIN)/python -c 'import sys; sys.path.insert(0, "$(VENV)/deepspeed"); import deepspeed' > $@.log 2>&1 || { cat $@.log; exit 1; }
+	@touch $@
+
+# Likewise: peft and transformers would import it, which takes seconds in each process.
+$(VENV)/.bitsandbytes: $(VENV)/.tests
+	@echo "Installing bitsandbytes into $(VENV)/bitsandbytes"
+	@$(PIP) --upgrade --target $(VENV)/bitsandbytes --no-deps bitsandbytes
 	@touch $@

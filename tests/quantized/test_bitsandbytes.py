@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from zero3 import NF4
+from zero3.quantized import nf4
 from zero3.quantized.nf4 import dynamic_values
 
-pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: make bitsandbytes")
 functional = pytest.importorskip("bitsandbytes.functional")
 
 SHAPES = [(256, 256), (10, 100), (3, 6), (1000,), (33, 128), (2, 7, 66), (64, 16384 // 64 * 3), (300, 70)]
@@ -58,3 +59,24 @@ def test_nf4_second_level_at_every_point() -> None:
         expected, state = functional.quantize_blockwise(statistics - statistics.mean(), blocksize=256)
         assert codes["scales"].equal(expected)
         assert codes["scale_scales"].equal(state.absmax)
+
+
+@pytest.mark.parametrize("double", [False, True], ids=["single", "double"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("block_size", [32, 64, 1024, 4096])
+@pytest.mark.parametrize("shape", [*SHAPES, (7, 11, 13), (1500, 1501)], ids=str)
+def test_nf4_decoded_by_its_kernel_has_the_bits_of_our_own_code(
+    shape: tuple[int, ...], block_size: int, dtype: torch.dtype, double: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, device = NF4(block_size, double), torch.device("cpu")
+    quantized, theirs = kind.quantize(drawn(shape, torch.float32)), kind.codec(device)
+    monkeypatch.setattr(nf4, "nf4_kernel", lambda *_: None)
+    ours = kind.codec(device)
+    assert (theirs._kernel is not None) == (block_size <= 1024), "it is used"
+    assert ours._kernel is None
+    assert theirs.dequantize(quantized, dtype).equal(ours.dequantize(quantized, dtype))
+    start, stop = quantized.numel // 3, quantized.numel - 1
+    mine, other = torch.empty(2, stop - start, dtype=dtype)
+    ours.decode(quantized, start, mine)
+    theirs.decode(quantized, start, other)
+    assert mine.equal(other)

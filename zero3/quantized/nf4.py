@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .codec import BlockCodec, PairTable, Shape, count_below, packed
+from .kernels import DTYPES as KERNEL_DTYPES
+from .kernels import nf4_kernel
 from .sections import QuantizedTensor
 
 __all__: list[str] = []
@@ -31,6 +33,7 @@ class NF4Codec(BlockCodec):
         values = torch.tensor(VALUES)
         self._borders: list[float] = ((values[1:] + values[:-1]) / 2).tolist()
         self._table = PairTable(VALUES, device, first=4)
+        self._kernel = nf4_kernel(block_size, device, self._decoded)
 
     def statistics(self, values: Tensor, shape: Shape, start: int) -> Tensor:
         largest = self.blocked(values).abs().amax(1)
@@ -51,9 +54,17 @@ class NF4Codec(BlockCodec):
         return quantized.scales[first:last]
 
     def decode_units(self, quantized: QuantizedTensor, start: int, out: Tensor) -> None:
-        first = start // self.block_size
-        scales = self.read_scales(quantized, first, first - (-out.numel() // self.block_size))
-        self.scaled(self._table.read(quantized.codes, start, out.numel()), scales, out)
+        first, numel = start // self.block_size, out.numel()
+        scales = self.read_scales(quantized, first, first - (-numel // self.block_size))
+        if self._kernel is not None and numel % 2 == 0 and out.dtype in KERNEL_DTYPES:
+            out.copy_(self._kernel(quantized.codes[start // 2 : (start + numel) // 2], scales, out.dtype))
+        else:
+            self.scaled(self._table.read(quantized.codes, start, numel), scales, out)
+
+    def _decoded(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(2 * codes.numel(), dtype=dtype, device=codes.device)
+        self.scaled(self._table.read(codes, 0, out.numel()), scales, out)
+        return out
 
 
 class DoubleNF4Codec(NF4Codec):
