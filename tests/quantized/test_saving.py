@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,3 +160,21 @@ def test_materialize_a_quantized_model(world_size: int, loaded: bool) -> None:
     found = on(world_size, on_meta, body)
     if world_size == 1:
         assert found[0].equal(raw)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_values_that_full_params_has_shown_are_gone_afterwards(world_size: int) -> None:
+    """Otherwise the values of one layer after another would stay, until all are there at once."""
+
+    def body(model: nn.Module, group: Any, rank: int) -> None:
+        model = sharded(model, group)
+        chunks = [chunk for state in states_of(model) for chunk in state.chunks if chunk.read_only]
+        for _ in range(2):
+            with zero3.full_params(model):
+                values = [weakref.ref(view) for chunk in chunks for view in chunk.views]
+                assert values
+                assert all(ref() is not None for ref in values)
+            assert all(ref() is None for ref in values)
+            sharded_losses(model)
+
+    on(world_size, original, body)

@@ -117,6 +117,13 @@ class QuantizedChunk(Chunk):
             self.full.views = [sites.stretched for sites in self._sites]
             self._seen = self.full
 
+    def release(self) -> None:
+        super().release()
+        if self.full is not self._seen:  # a buffer of values, which nobody needs any more, or one that is left to its users
+            self._seen = None
+            for sites in self._sites:
+                sites.weight.stored = None
+
     @torch.no_grad()
     def finish_fetch(self) -> None:
         super().finish_fetch()
