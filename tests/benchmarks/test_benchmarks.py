@@ -36,7 +36,7 @@ def pictures(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["peers", "fabric", "overhead", "scale", "gpu", "optimizer", "construction", "architectures", "convergence"]
+    "name", ["peers", "quantised", "fabric", "overhead", "scale", "gpu", "optimizer", "construction", "architectures", "convergence"]
 )
 def test_each_explains_itself(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     main = importlib.import_module(f"benchmarks.{name}.main")
