@@ -69,11 +69,6 @@ class Codec(ABC):
     def unit(self, shape: Shape) -> int:
         """What can be decoded by itself: so many elements, from a multiple of this number on."""
 
-    def slice_numel(self, shape: Shape) -> int:
-        """How many elements are decoded at once: whole units."""
-        unit = self.unit(shape)
-        return max(1, SLICE_NUMEL // unit) * unit
-
     @abstractmethod
     def decode_units(self, quantized: QuantizedTensor, start: int, out: Tensor) -> None:
         """Writes the elements `[start, start + len(out))` into `out`, 1-D. They are whole units; the tensor's last may be short."""
@@ -81,7 +76,7 @@ class Codec(ABC):
     def decode(self, quantized: QuantizedTensor, start: int, out: Tensor) -> None:
         """Writes the elements `[start, start + len(out))` of the flattened tensor into `out`, 1-D, of any floating dtype."""
         unit, stop = self.unit(quantized.shape), start + out.numel()
-        step = self.slice_numel(quantized.shape)
+        step = max(1, SLICE_NUMEL // unit) * unit
         for low in range(start // unit * unit, stop, step):
             high = min(low + step, -(-stop // unit) * unit, quantized.numel)
             if start <= low and high <= stop:
