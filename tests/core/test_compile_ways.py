@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 import zero3
@@ -135,6 +136,9 @@ def sequential(model: Any) -> Any:
     return zero3.Zero3Sequential([zero3.Zero3Layer(model.embed), zero3.Zero3Layer(model.head)])
 
 
+# What ends a graph at a layer is looked at without running code of ours there, so with fullgraph=True the error is dynamo's.
+ASKS_STATICALLY = Version(torch.__version__) >= Version("2.15")
+
 CALLED: dict[str, Callable[[Any], Any]] = {
     "a sharded model": zero3.shard,
     "a compiled sharded model": lambda m: torch.compile(zero3.shard(m), backend="eager"),
@@ -158,9 +162,11 @@ def test_compile_of_a_function_that_calls_what_is_sharded(called: str, backward:
 
     torch.compiler.reset()
     words = words_of(Turn(0, 0, 1))
-    with pytest.raises(RuntimeError, match=r"^zero3: layers are fetched and released between graphs\. Leave fullgraph out") as raised:
+    with pytest.raises(RuntimeError) as raised:
         torch.compile(step, backend="eager", fullgraph=True)(words)
-    assert type(raised.value).__module__.startswith("zero3.")
+    if called != "a layer" or not ASKS_STATICALLY:
+        assert str(raised.value).startswith("zero3: layers are fetched and released between graphs. Leave fullgraph out")
+        assert type(raised.value).__module__.startswith("zero3.")
     compiled = torch.compile(step, backend="eager")
     for _ in range(2):
         assert torch.equal(compiled(words), step(words))
