@@ -19,10 +19,10 @@ from .turns import Turns, layers_of
 
 __all__: list[str] = []
 
-O = TypeVar("O", bound=torch.optim.Optimizer)
+Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
 
-def offload_optimizer(optimizer: O, *, in_backward: bool = False) -> O:
+def offload_optimizer(optimizer: Opt, *, in_backward: bool = False) -> Opt:
     """Lets the optimizer's state rest where the policy's `offload` lets chunks rest. Every rank calls it, before the first step.
 
     With `offload=DIR` the state lies in files beside those of the chunks. `optimizer.step()` goes from chunk to chunk: while one is
