@@ -31,17 +31,17 @@ from tests.mutation.tree import ROOT, digest
 
 TORCH = ("2.11.0", "2.15.0")  # the lowest, and the newest; .ci/run tests what stands in requirements/lock.txt
 HUGGING_FACE = (("5.1.0", "0.18.0"), ("5.23.0", "0.21.2"))  # transformers and peft, likewise
-NOT = {"benchmarks", "device", "docs", "mutation", "test_architecture.py", "test_names.py", "test_readme.py"}
-TESTS = (
-    ROOT / "tests"
-)  # of these all depend on some version but pages, figures, the simulated device, faults in the code, and how it is laid out
+NOT = {  # pages, figures, the simulated device, faults in the code, and how it is laid out: they depend on no version
+    "benchmarks", "device", "docs", "mutation", "test_architecture.py", "test_names.py", "test_readme.py",
+}  # fmt: skip
+TESTS = ROOT / "tests"
 ALL = tuple(sorted({path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")} - NOT))
 MODELS = (  # of ALL, what uses transformers or peft
     "huggingface", "core/test_common_modules.py", "core/test_new_parameters.py", "core/test_precision_processes.py",
     "core/test_requires_grad.py", "core/test_tensors_in.py", "checkpoint/test_end_to_end.py", "resilience/test_restarts.py", "uneven",
     "commands", "examples", "integrations", "offload", "planning", "quantized",
-    "test_auto_wrap.py", "test_forward_methods.py", "test_generate.py", "test_group_adapters.py", "test_materialize.py", "test_own_names.py",
-    "test_shard_architectures.py", "test_shard_models.py",
+    "test_auto_wrap.py", "test_forward_methods.py", "test_generate.py", "test_group_adapters.py", "test_materialize.py",
+    "test_own_names.py", "test_shard_architectures.py", "test_shard_models.py",
 )  # fmt: skip
 TOOLS = ("hypothesis", "matplotlib", "numpy", "pytest", "pytest-timeout", "tqdm")  # of the lock's versions; all else as pip finds it
 FOLDER = ROOT / ".versions"
