@@ -31,18 +31,17 @@ from tests.mutation.tree import ROOT, digest
 
 TORCH = ("2.11.0", "2.15.0")  # the lowest, and the newest; .ci/run tests what stands in requirements/lock.txt
 HUGGING_FACE = (("5.1.0", "0.18.0"), ("5.23.0", "0.21.2"))  # transformers and peft, likewise
-ALL = (  # what depends on any of these versions: not pages, figures, faults in the code, and how it is laid out
-    "core", "huggingface", "comm", "checkpoint", "optim", "zero1", "uneven", "diagnose", "commands", "examples", "resilience", "formats",
-    "integrations", "test_access.py", "test_auto_wrap.py", "test_by_hand.py", "test_combinations.py", "test_forward_methods.py",
-    "test_generate.py", "test_materialize.py", "test_order_and_kind.py", "test_own_names.py", "test_resident.py", "test_shard.py",
-    "test_shard_architectures.py", "test_shard_memory.py", "test_shard_models.py",
-)  # fmt: skip
-MODELS = (  # of these, what uses transformers or peft
+NOT = {  # pages, figures, the simulated device, faults in the code, and how it is laid out: they depend on no version
+    "benchmarks", "device", "docs", "mutation", "test_architecture.py", "test_names.py", "test_readme.py",
+}  # fmt: skip
+TESTS = ROOT / "tests"
+ALL = tuple(sorted({path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")} - NOT))
+MODELS = (  # of ALL, what uses transformers or peft
     "huggingface", "core/test_common_modules.py", "core/test_new_parameters.py", "core/test_precision_processes.py",
     "core/test_requires_grad.py", "core/test_tensors_in.py", "checkpoint/test_end_to_end.py", "resilience/test_restarts.py", "uneven",
-    "commands", "examples", "integrations",
-    "test_auto_wrap.py", "test_forward_methods.py", "test_generate.py", "test_materialize.py", "test_own_names.py",
-    "test_shard_architectures.py", "test_shard_models.py",
+    "commands", "examples", "integrations", "offload", "planning", "quantized",
+    "test_auto_wrap.py", "test_forward_methods.py", "test_generate.py", "test_group_adapters.py", "test_materialize.py",
+    "test_own_names.py", "test_shard_architectures.py", "test_shard_models.py",
 )  # fmt: skip
 TOOLS = ("hypothesis", "matplotlib", "numpy", "pytest", "pytest-timeout", "tqdm")  # of the lock's versions; all else as pip finds it
 FOLDER = ROOT / ".versions"
