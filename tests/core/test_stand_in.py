@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -145,3 +146,38 @@ def test_the_module_of_a_layer_can_not_be_replaced() -> None:
     with pytest.raises(AttributeError, match="the module of this Zero3Layer stays the one"):
         model.blocks[0].module = nn.Tanh()
     assert type(model.blocks[0].module) is Block
+
+
+def test_what_was_set_through_a_layer_can_be_deleted() -> None:
+    model: Any = zero3.shard(scaled(), Block)
+    layer = model.blocks[0]
+    with mock.patch.object(layer, "factor", 2.0):
+        assert layer.module.factor == 2.0
+    assert layer.factor == layer.module.factor == 1.0
+    layer.flag = 3
+    del layer.flag
+    assert not hasattr(layer, "flag") and "flag" not in vars(layer.module)
+    with pytest.raises(AttributeError, match="flag"):
+        del layer.flag
+
+
+class Streaming(Block):
+    """It has attributes of the names that a layer's own have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state: Any = "old"
+        self._listed = 0
+
+
+def test_a_block_may_have_attributes_of_a_layers_names() -> None:
+    plain, model = (built(lambda: Stack(Streaming(), Block())) for _ in range(2))
+    zero3.shard(model, Block)
+    for each in (plain, model):
+        for module in each.modules():
+            if isinstance(module, Streaming):
+                module._state = None
+    assert model.blocks[0].module._state is None  # type: ignore[union-attr]
+    assert loss_of(model, Turn(0, 0, 1)).item() == pytest.approx(loss_of(plain, Turn(0, 0, 1)).item(), rel=1e-12)
+    unsharded = torch.compile(built(Streaming), backend="eager", fullgraph=True)
+    assert unsharded(torch.zeros(1, WIDTH, dtype=torch.float64)).shape == (1, WIDTH)

@@ -67,8 +67,8 @@ FAULTS = [
     Fault(
         "a reduction's buffers are given back at once",
         "core/gradient_reducer.py",
-        "Backup(mark, (sending.travelling, summed, landed),",
-        "Backup(mark, (),",
+        "(sending.travelling, summed, landed), self._naming)",
+        "(), self._naming)",
     ),
     Fault(
         "the full buffer is allocated on another stream",

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from .autograd import Untraced, leave_untraced
+from .parameters import WRAPPED
 
 __all__: list[str] = []
 
@@ -60,7 +61,7 @@ def check_compiled(modules: Iterable[tuple[str, nn.Module]]) -> None:
 
 
 def _holds_layers(module: nn.Module) -> bool:
-    return any("_state" in vars(inner) for inner in module.modules())
+    return any(WRAPPED in vars(inner) for inner in module.modules())
 
 
 def _refused(name: str, module: nn.Module) -> RuntimeError:

@@ -19,6 +19,9 @@ _SHARED = (
 )  # fmt: skip
 
 
+_ONCE = ("_state", "_listed")  # a layer's own, written once. A block may have attributes of these names: later writes are the block's
+
+
 class _Posing:
     """Its `isinstance` answers for the class of the wrapped module, too: models ask which block they call."""
 
@@ -68,11 +71,17 @@ class StandIn(_Posing, nn.Module):
         own = self.__dict__
         if name == "module" and WRAPPED in own:  # torch would take another one for a submodule
             raise AttributeError(f"the module of this {type(self).__name__} stays the one that it was made with")
-        reaches = WRAPPED in own and (name == "training" or IN_MODEL in own)
-        if reaches and name not in own and not hasattr(type(self), name):
+        reaches = WRAPPED in own and (name in _ONCE if name in own else name == "training" or IN_MODEL in own)
+        if reaches and not hasattr(type(self), name):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if WRAPPED in self.__dict__ and name not in self.__dict__ and not hasattr(type(self), name):
+            delattr(self.module, name)
+        else:
+            super().__delattr__(name)
 
     def train(self, mode: bool = True) -> Self:
         self.module.train(mode)  # it may have a `train` of its own
