@@ -42,13 +42,15 @@ NAMES = [
     "gradients on the host are unscaled by a number that has not come",
 ]
 
+TRIES = 8  # ranks are threads, so what meets what differs from run to run; the rarest fault is seen in two of three
+
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fault_is_seen(name: str) -> None:
     from tests.device.faults import FAULTS, first_sight
 
     fault = next(fault for fault in FAULTS if fault.name == name)
-    assert first_sight(fault, [fault.scenario])
+    assert first_sight(fault, TRIES * [fault.scenario])
 
 
 def test_without_a_fault_nothing_is_seen() -> None:
