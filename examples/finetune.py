@@ -110,6 +110,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.policy = zero3.ShardingPolicy(param_dtype=compute, reduce_dtype=sums, output_dtype=sums)
     if options.quantize is not None:
         options.policy = replace(options.policy, quantize=FORMATS[options.quantize])
+    if options.offload is not None and options.gather_format is not None:
+        parser.error("argument --gather-format: not with --offload")
     travels = {"gather_format": GATHER_FORMATS.get(options.gather_format), "reduce_format": REDUCE_FORMATS.get(options.reduce_format)}
     options.policy = replace(options.policy, offload=options.offload, **travels)
     options.checkpoint_dir = options.checkpoint_dir or options.output / "checkpoints"

@@ -645,3 +645,34 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     (first, whole), (second, whole_too) = outcomes
     assert first == second and whole and whole_too
     assert first.startswith("rank 1: ") and "has no room for" in first
+
+
+def test_a_relative_directory_is_that_of_the_policys_making(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    policy = zero3.ShardingPolicy(offload="here")
+    monkeypatch.chdir("/")
+    assert policy.offload == str(tmp_path / "here")
+    assert zero3.ShardingPolicy(offload="cpu").offload == "cpu"
+
+
+def test_add_param_group_of_a_model_in_another_directory(tmp_path: Path) -> None:
+    def trained(*places: Path | None) -> list[Tensor]:
+        def body(group: ThreadCommunicator) -> list[Tensor]:
+            models = [wrapped(group, place) for place in places]
+            optimizer = zero3.offload_optimizer(torch.optim.SGD(zero3.get_trainable_chunk(models[0]), lr=0.1, momentum=0.9))
+            optimizer.add_param_group({"params": zero3.get_trainable_chunk(models[1])})
+            for number in range(2):
+                for model in models:
+                    model(Turn(0, number, 1).tensor(2, WIDTH)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return [chunk.detach().clone() for model in models for chunk in zero3.get_trainable_chunk(model)]
+
+        return run_ranks(1, body)[0]  # type: ignore[no-any-return]
+
+    places = tmp_path / "one", tmp_path / "other"
+    for place in places:
+        place.mkdir()
+    for found, expected in zip(trained(*places), trained(None, None), strict=True):
+        assert torch.equal(found, expected)

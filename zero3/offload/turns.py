@@ -69,6 +69,8 @@ class Turns:
         for state in layers_of(optimizer):
             if (directory := directory_of(state.policy)) is not None:
                 found = ((id(part.parameter), chunk) for chunk in state.chunks for part in chunk.parts)
+                if directory not in self._rests:  # chunks of a group that was added later
+                    self._rests[directory] = StateFiles(directory)
                 chunks |= {key: (chunk, self._rests[directory]) for key, chunk in found}
         turns: dict[Chunk | None, Turn] = {None: Turn(None, None)}
         for number, group in enumerate(optimizer.param_groups):
