@@ -120,15 +120,16 @@ class ShardingPolicy:
             accelerator. On the CPU that changes nothing. A directory, on a local disk: in memory-mapped files without a name, which
             vanish with the process. The directory need not be the same on all hosts. Not with `gather_format`. The optimizer then steps
             on the CPU, as `chunk` and `chunk.grad` are there. Results are the same to the bit. None: where layers compute.
-            gather_format: The format in which trainable chunks travel when they are gathered: `Int8` or `Float8` (of which a block has
-            `block[1]` elements). Each rank quantises its chunk from its first element on. What computes, in forward and in backward and
-            on the chunk's owner too, is `dequantize(quantize(chunk))` in `param_dtype` or in the chunk's dtype: weights rounded to the
-            nearest code, which is a bias. The chunks themselves, which the optimizer, state dicts and checkpoints see, stay exact.
-            None: as they are, or cast to `param_dtype`. reduce_format: The format in which gradients travel to the rank that owns them:
-            `Int8`. Each rank quantises what it sends to each owner, itself included, once. The owner adds in float32, in rank order,
-            and divides for the mean after that, so `reduce_dtype` is only the dtype of gradients before they are sent. Rounding to the
-            nearest code is a bias; `Int8(stochastic=True)` has none. Sums over the replicas of a mesh stay exact. None: as they are.
-            Where chunks are not cut (one rank, or a mesh with one shard), neither format does anything.
+        gather_format: The format in which trainable chunks travel when they are gathered: `Int8` or `Float8` (of which a block has
+            `block[1]` elements). Each rank quantises its chunk from its first element on. What computes, in forward and in backward
+            and on the chunk's owner too, is `dequantize(quantize(chunk))` in `param_dtype` or in the chunk's dtype: weights rounded to
+            the nearest code, which is a bias. The chunks themselves, which the optimizer, state dicts and checkpoints see, stay exact.
+            None: as they are, or cast to `param_dtype`.
+        reduce_format: The format in which gradients travel to the rank that owns them: `Int8`. Each rank quantises what it sends to
+            each owner, itself included, once. The owner adds in float32, in rank order, and divides for the mean after that, so
+            `reduce_dtype` is only the dtype of gradients before they are sent. Rounding to the nearest code is a bias;
+            `Int8(stochastic=True)` has none. Sums over the replicas of a mesh stay exact. None: as they are. Where chunks are not cut
+            (one rank, or a mesh with one shard), neither format does anything.
 
     Raises:
         ValueError: A value is not allowed, or two options exclude each other.
