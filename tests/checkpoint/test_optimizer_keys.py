@@ -16,6 +16,8 @@ from tests.support.checkpoints import OPTIMIZERS, assert_same, odd, on_ranks, tr
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import process_group
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 MAKE: dict[str, Make] = {
     **OPTIMIZERS,

@@ -16,6 +16,8 @@ from tests.support.processes import PROMPT, Outcome, Rank, on_ranks, try_on_rank
 from tests.support.routed import Routed, gather_others
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
 
+pytestmark = pytest.mark.slow
+
 # -- the first time that ranks rely on an order
 
 

@@ -32,6 +32,8 @@ from zero3.access import states_of
 from zero3.core.layer_state import Presence, reducers_of
 from zero3.core.parameters import unwrapped
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = int(os.environ.get("ZERO3_EXAMPLES", "25"))
 BLOCKS = 3
 # of what is computed or reduced in that dtype; parameters are fp64. Errors do not add up: see `_follow`

@@ -14,6 +14,8 @@ from tests.device.scenarios import ON_MESHES, SCENARIOS, Scenario
 from tests.device.training import Me, scratch
 from tests.support import ranks as cpu
 
+pytestmark = pytest.mark.slow
+
 MESHES = {SCENARIOS[name] for name in ON_MESHES}  # on four ranks, all others on two
 # Two communicators are at work at once in these, so they need room for two: see test_communicators.py.
 TWO_COMMUNICATORS = MESHES | {SCENARIOS["separate_backup_group"], SCENARIOS["offload_and_a_frozen_first_layer"]}

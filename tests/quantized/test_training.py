@@ -20,6 +20,8 @@ from zero3 import MXFP4, NF4, Float8, Int8, ShardingPolicy
 from zero3.access import states_of
 from zero3.quantized.formats import Format
 
+pytestmark = pytest.mark.slow
+
 FORMATS = [NF4(), NF4(double_quant=False), Int8(), Float8(block=(8, 8)), MXFP4()]
 WIDTH, INNER = 24, 40
 formats = pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
