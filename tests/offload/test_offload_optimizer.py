@@ -26,6 +26,7 @@ from tests.support.models import WIDTH, WORLDS, linear, mlp, seeded, step
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, ThreadMesh, run_mesh, run_ranks
 from tests.support.reference import Turn, check_parity, in_sequence, process_group
+from zero3.offload.one_by_one import try_out
 from zero3.scratch.mapped_files import MappedFiles
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -676,3 +677,37 @@ def test_add_param_group_of_a_model_in_another_directory(tmp_path: Path) -> None
         place.mkdir()
     for found, expected in zip(trained(*places), trained(None, None), strict=True):
         assert torch.equal(found, expected)
+
+
+def test_a_gradient_that_finds_no_room_on_one_rank_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller still holds the gradients of the step before, so new ones need new files."""
+    allocate, unlucky = os.posix_fallocate, set[int]()
+    monkeypatch.setattr(os, "posix_fallocate", lambda *given: _full() if threading.get_ident() in unlucky else allocate(*given))
+
+    def trained(place: Path | None) -> list[list[Tensor]]:
+        def body(group: ThreadCommunicator) -> list[Tensor]:
+            model = wrapped(group, place, mlp())
+            optimizer = zero3.offload_optimizer(torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1))
+            held = []
+            for number in range(3):
+                step(model, Turn(group.rank, number, group.world_size))
+                optimizer.step()
+                held += [chunk.grad for chunk in zero3.get_trainable_chunk(model)]
+                optimizer.zero_grad()
+                if group.rank == 1:
+                    unlucky.add(threading.get_ident())
+            return [*values_of(model), *(gradient.clone() for gradient in held if gradient is not None)]
+
+        return run_ranks(2, body)
+
+    expected = trained(None)
+    unlucky.clear()
+    with pytest.warns(UserWarning, match="a gradient stays in memory"):
+        found = trained(tmp_path)
+    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_complex_parameters_are_tried_out_without_a_warning() -> None:
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    assert try_out(optimizer, optimizer.param_groups[0], parameter) == [torch.complex64]

@@ -139,7 +139,7 @@ class CompressedReductions:
 class CompressedSending(Sending):
     """One reduction in a format."""
 
-    __slots__ = ("_key", "_received", "_reductions", "_sent", "_work")
+    __slots__ = ("_received", "_reductions", "_sent", "_work")
 
     def __init__(
         self, reductions: CompressedReductions, pieces: list[list[Tensor]] | None, full: Tensor | None, summed: Tensor, landed: Tensor

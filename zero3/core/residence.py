@@ -41,7 +41,7 @@ class Residence(Protocol):
         ...
 
     def keep(self, gradient: Tensor) -> Tensor:
-        """A gradient, or one from `to_copy_into`, where it rests."""
+        """A gradient, or one from `to_copy_into`, where it rests. It is called while other ranks wait, so it does not raise."""
         ...
 
     def bring(self, tensor: Tensor, *, to_write: bool) -> None:
@@ -115,7 +115,8 @@ class InFiles:
         return torch.empty(numel, dtype=dtype, pin_memory=True)
 
     def keep(self, gradient: Tensor) -> Tensor:
-        return self._gradients.empty(gradient.numel(), gradient.dtype).copy_(gradient)
+        place = self._gradients.place(gradient.numel(), gradient.dtype, "a gradient")
+        return gradient if place is None else place.copy_(gradient)
 
 
 def residence_for(policy: ShardingPolicy, device: torch.device) -> Residence | None:

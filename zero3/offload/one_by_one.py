@@ -100,4 +100,5 @@ def _trained(build: Build, make_step: Callable[[torch.optim.Optimizer], object],
 
 
 def _numbers(tensors: Iterable[Tensor]) -> list[list[float]]:
-    return [tensor.detach().double().flatten().tolist() for tensor in tensors]
+    seen = (torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach() for tensor in tensors)
+    return [tensor.double().flatten().tolist() for tensor in seen]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ class StateFiles:
     def __init__(self, directory: str) -> None:
         self.files = MappedFiles(directory)
         self._reserved: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
-        self._is_full = False  # once it was, nothing more comes here
 
     def reserve(self, numel: int, dtype: torch.dtype) -> None:
         """
@@ -37,12 +35,7 @@ class StateFiles:
         """A 1-D tensor with any values. None, at first with a warning, if there is no room."""
         if reserved := self._reserved[numel, dtype]:
             return reserved.pop()
-        try:
-            return None if self._is_full else self.files.empty(numel, dtype)
-        except (OSError, ValueError) as error:
-            self._is_full = True
-            warnings.warn(f"state of the optimizer stays in memory, because it can't be offloaded: {error}", stacklevel=2)
-            return None
+        return self.files.place(numel, dtype, "state of the optimizer")
 
     def take_in(self, state: MutableMapping[str, Any]) -> None:
         """Moves those tensors of one parameter's state into files that are not there yet."""

@@ -10,9 +10,11 @@ import ctypes
 import errno
 import mmap
 import os
+import warnings
 import weakref
 from bisect import bisect, insort
 
+import torch
 from torch import Tensor
 
 from .nameless_file import room_on_disk
@@ -38,6 +40,7 @@ class MappedFiles(Regions):
     def __init__(self, directory: str) -> None:
         super().__init__()
         self._directory = directory
+        self._has_warned = False
         self._places: list[tuple[int, int]] = []  # (address, bytes) of regions, sorted
 
     def _new_region(self, nbytes: int) -> Region:
@@ -45,6 +48,16 @@ class MappedFiles(Regions):
             region = _Mapped(file.fileno(), nbytes)
         insort(self._places, (region.address, nbytes))
         return region
+
+    def place(self, numel: int, dtype: torch.dtype, what: str) -> Tensor | None:
+        """As `empty`. But if there is no room: None, the first time with a warning that `what` stays in memory. Other ranks go on."""
+        try:
+            return self.empty(numel, dtype)
+        except (OSError, ValueError) as error:
+            if not self._has_warned:
+                warnings.warn(f"{what} stays in memory, because it can't be offloaded: {error}", stacklevel=2)
+            self._has_warned = True
+            return None
 
     def read_ahead(self, tensor: Tensor) -> None:
         """The kernel begins to read what of a dense tensor is on the disk alone. A tensor from elsewhere is left alone."""
