@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common.flags import Flags
+
 
 @dataclass(frozen=True)
-class Size:
+class Size(Flags):
     width: int = 512
     depth: int = 8
     heads: int = 8
     vocabulary: int = 4096
     sequence: int = 128
     batch: int = 4
-
-    @classmethod
-    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        group = parser.add_argument_group("size of the model, and of a rank's batch")
-        for field in fields(cls):
-            group.add_argument(f"--{field.name}", type=int, default=field.default, help="default: %(default)s")
-
-    @classmethod
-    def from_flags(cls, args: argparse.Namespace) -> Size:
-        return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
 
     @property
     def parameters(self) -> int:

@@ -28,7 +28,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anywhere
 import zero3
-from zero3.checkpoint import safetensors_files
+from benchmarks.common.counters import count_reads
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM  # elsewhere imported when it is needed: `--help` does without
@@ -151,14 +151,7 @@ def one_rank(rank: int, world_size: int, rendezvous: str, system: str, directory
     warnings.simplefilter("ignore")
     quieten()
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timedelta(seconds=300))
-    reads: list[int] = []
-    read = safetensors_files.read_bytes
-
-    def counted(*arguments: Any) -> int:
-        reads.append(read(*arguments))
-        return reads[-1]
-
-    safetensors_files.read_bytes = counted
+    reads = count_reads()
     on_meta(directory)  # what is imported late is not what we measure
     dist.barrier()
     memory, begin = Memory(), time.perf_counter()

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -206,8 +206,7 @@ COLUMNS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for field in fields(Size):
-        parser.add_argument(f"--{field.name}", type=int, default=field.default, help="default: %(default)s")
+    Size.add_flags(parser)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--steps", type=int, default=7, help="measured steps of each process; default: %(default)s")
@@ -216,7 +215,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS), metavar="SYSTEM", help="; ".join(SYSTEMS))
     parser.add_argument("--output", type=Path, help="a folder for the table and all that was measured")
     args = parser.parse_args()
-    size = Size(**{field.name: getattr(args, field.name) for field in fields(Size)})
+    size = Size.from_flags(args)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if not enter_private_network():
         progress("not root: bytes on the wire are those of the whole machine's loopback, other programs included")

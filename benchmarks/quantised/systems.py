@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common.counters import send_by_sockets
+from benchmarks.common.counters import count_reads, send_by_sockets
+from benchmarks.common.flags import Flags
 
 RANK_OF_ADAPTERS = 16
 
 
 @dataclass(frozen=True)
-class Size:
+class Size(Flags):
     hidden: int = 1024
     intermediate: int = 2816
     layers: int = 10
@@ -131,16 +132,8 @@ def zero3_bf16_by_sockets(size: Size, directory: str) -> Built:
 
 def _by_zero3(size: Size, directory: str, quantised: bool) -> Built:
     import zero3
-    from zero3.checkpoint import safetensors_files
 
-    read: list[int] = []
-    original = safetensors_files.read_bytes
-
-    def counted(*arguments: Any) -> int:
-        read.append(original(*arguments))
-        return read[-1]
-
-    safetensors_files.read_bytes = counted
+    read = count_reads()
     policy = zero3.ShardingPolicy(quantize=zero3.NF4() if quantised else None, param_dtype=torch.bfloat16)
     model = adapted(base(size, "meta"))
     for name, parameter in [each for each in model.named_parameters() if "lora_" in each[0]]:

@@ -18,7 +18,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -126,15 +126,14 @@ def table(report: dict[str, Any], reference: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for field in fields(Size):
-        parser.add_argument(f"--{field.name}", type=int, default=field.default)
+    Size.add_flags(parser)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=12, help="measured steps of every system")
     parser.add_argument("--warmup", type=int, default=3, help="steps before, in which DDP rebuilds its buckets")
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS), metavar="SYSTEM", help=", ".join(SYSTEMS))
     parser.add_argument("--output", type=Path, help="a JSON file for all that was measured")
     args = parser.parse_args()
-    size = Size(**{field.name: getattr(args, field.name) for field in fields(Size)})
+    size = Size.from_flags(args)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as directory:
