@@ -299,7 +299,10 @@ FAULTS = [
 ]
 
 DRAWN_FROM = ["comm/streams.py", "core/chunk.py", "core/gradient_reducer.py", "core/gradient_buffer.py", "core/backward.py"]
-_SETTINGS = [("demand", "strict", 0), ("lanes", "strict", 0), ("random", "exact", 1), ("compute", "exact", 1)]
+_SETTINGS = [
+    ("demand", "strict", 0), ("lanes", "strict", 0), ("random", "exact", 1), ("compute", "exact", 1), ("random", "strict", 0),
+    ("random", "strict", 2),
+]  # fmt: skip
 _ORDER = re.compile(r"wait|issue|complete|record|allocate|free|_in_flight|popleft|_backups|lane|stream|held|full\b|drain|release|fetch")
 TRIED = [
     "prefetch_depth_1", "shard", "another_path", "an_exception_and_on", "no_sync", "checkpoint_not_reentrant", "stage_1", "transactional",
