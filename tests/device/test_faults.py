@@ -42,7 +42,7 @@ NAMES = [
     "gradients on the host are unscaled by a number that has not come",
 ]
 
-TRIES = 8  # ranks are threads, so what meets what differs from run to run; the rarest fault is seen in two of three
+TRIES = 8  # ranks are threads, so what meets what differs from run to run
 
 
 @pytest.mark.parametrize("name", NAMES)
