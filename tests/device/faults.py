@@ -26,12 +26,13 @@ from typing import Any, NamedTuple  # isort: skip
 
 import torch  # isort: skip
 
+import zero3  # isort: skip
 from tests.device import scenarios as real_scenarios  # isort: skip
-from tests.device.training import scratch  # isort: skip
+from tests.device.training import Me, scratch  # isort: skip
 from tests.device.ranks import run_ranks  # isort: skip
 
-PACKAGE = Path(real_scenarios.zero3.__file__).parent
-_ON_ZERO3 = ("tests.device.scenarios", "tests.device.training")
+PACKAGE = Path(zero3.__file__).parent
+_ON_ZERO3 = ("zero3", "tests.device.scenarios", "tests.device.training")  # they and what is in them are imported anew
 POLICIES = ("random", "lanes", "compute", "demand")
 MEMORIES = ("strict", "exact")
 SEEDS = 2
@@ -348,19 +349,22 @@ class _Finder:
         return spec
 
 
+def _taken_out() -> dict[str, Any]:
+    names = [name for name in sys.modules if any(name == each or name.startswith(f"{each}.") for each in _ON_ZERO3)]
+    return {name: sys.modules.pop(name) for name in names}
+
+
 @contextmanager
 def broken(fault: Fault) -> Iterator[Any]:
     """The scenarios, on a zero3 that has the fault."""
-    names = [name for name in sys.modules if name == "zero3" or name.startswith("zero3.") or name in _ON_ZERO3]
-    real = {name: sys.modules.pop(name) for name in names}
+    real = _taken_out()
     finder = _Finder(fault)
     sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
     try:
         yield importlib.import_module("tests.device.scenarios")
     finally:
         sys.meta_path.remove(finder)  # type: ignore[arg-type]
-        for name in [name for name in sys.modules if name == "zero3" or name.startswith("zero3.")]:
-            del sys.modules[name]
+        _taken_out()
         sys.modules.update(real)
 
 
@@ -370,7 +374,7 @@ def values(scenarios: Any, name: str) -> list[list[torch.Tensor]]:
 
     def body(rank: int) -> list[torch.Tensor]:
         device = torch.device("cuda", rank + 2 * elsewhere)
-        me = scenarios.Me(rank, ranks, device, None, directory)
+        me = Me(rank, ranks, device, None, directory)
         return [each.cpu() for each in scenarios.SCENARIOS["shard" if elsewhere else name](me)]
 
     return run_ranks(ranks, body, device_of=lambda rank: rank + 2 * elsewhere, set_device=not elsewhere)

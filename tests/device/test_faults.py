@@ -60,5 +60,5 @@ def test_without_a_fault_nothing_is_seen() -> None:
     with broken(none) as scenarios:
         import zero3
 
-        assert scenarios.zero3 is zero3
+        assert scenarios.steps.zero3 is zero3
     assert not first_sight(none, [none.scenario])

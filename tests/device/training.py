@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,11 @@ def loss_of(model: nn.Module, me: Me, step: int) -> Tensor:
     return model(me.tensor(step, ROWS, WIDTH)).float().pow(2).mean()
 
 
+def update(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def train(model: nn.Module, me: Me, steps: int = 3, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
     optimizer = optimizer or sgd(model)
     losses = []
@@ -132,10 +138,24 @@ def train(model: nn.Module, me: Me, steps: int = 3, optimizer: torch.optim.Optim
         loss = loss_of(model, me, step)
         loss.backward()
         norm = zero3.clip_grad_norm_(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         losses += [loss.detach(), norm]
     return [*losses, *values(model)]
+
+
+def micro_batches(model: nn.Module, me: Me, contexts: list[Callable[[], AbstractContextManager[Any]]]) -> list[Tensor]:
+    """Two steps. Each micro-batch runs in a context of its own."""
+    optimizer = sgd(model)
+    for step in range(2):
+        for micro, context in enumerate(contexts):
+            with context():
+                loss_of(model, me, 10 * step + micro).backward()
+        update(optimizer)
+    return values(model)
+
+
+def fails(*_: Any) -> None:
+    raise ArithmeticError("as told")
 
 
 def values(model: nn.Module) -> list[Tensor]:
