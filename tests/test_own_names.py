@@ -216,7 +216,6 @@ def test_only_whole_parts_of_a_name_are_prefixes(name: str, own: str) -> None:
 
 
 @moments
-@pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning")  # transformers' of what peft asks it
 def test_adapters_of_checkpointed_blocks(moment: str, tmp_path: Path) -> None:
     """As peft writes those of the model without wrappers, and load_pretrained of the base finds its names."""
     pytest.importorskip("peft")

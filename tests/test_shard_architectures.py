@@ -29,7 +29,6 @@ def in_place(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.M
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # the name that every script uses
 @architectures
 @pytest.mark.parametrize(("checkpointing", "world_size"), CHECKPOINTED)
 def test_training_equals_the_unsharded_model(name: str, world_size: int, checkpointing: str) -> None:
@@ -45,7 +44,6 @@ def test_training_equals_the_unsharded_model(name: str, world_size: int, checkpo
     check_parity(build, architecture.loss, world_size=world_size, shard=in_place, tolerance=tolerance)
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", ["Llama", "T5"])
 def test_gradient_checkpointing_after_shard_reaches_the_blocks(name: str) -> None:
     """transformers sets it at each module of the model. Blocks compute twice then, and once again after it was disabled."""

@@ -21,7 +21,6 @@ from tests.support.processes import Rank, on_ranks, try_on_ranks
 from tests.support.reference import Turn
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning")  # transformers' of what peft asks it
 
 LLAMA = ARCHITECTURES["Llama"]
 STEPS, EVERY, KILLED = 6, 2, 5

@@ -17,10 +17,7 @@ peft = pytest.importorskip("peft", reason="the example's packages are not instal
 
 __all__ = ["example"]  # the fixture
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning"),
-]  # transformers' of what peft asks it
+pytestmark = pytest.mark.slow
 
 FULL = ["--steps", 12, "--lr", 1e-2]
 LORA = ["--steps", 6, "--lr", 3e-2, "--lora", 2]

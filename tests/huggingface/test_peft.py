@@ -15,7 +15,6 @@ from tests.support.reference import Turn, assert_at_rest, assert_close, check_pa
 from zero3.layer import layers_of
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning")  # transformers' of what peft asks it
 
 TARGETS = {"Llama": ["q_proj", "v_proj", "down_proj"], "GPT-NeoX": ["query_key_value", "dense_4h_to_h"]}
 names = pytest.mark.parametrize("name", TARGETS)

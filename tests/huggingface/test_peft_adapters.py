@@ -18,10 +18,7 @@ from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, assert_at_rest, assert_close
 
 peft = pytest.importorskip("peft")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning"),  # transformers' of what peft asks it
-    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
 
 
 def lora(name: str = "Llama", targets: Any = ("q_proj", "v_proj"), adapters: tuple[str, ...] = ("default",)) -> Any:

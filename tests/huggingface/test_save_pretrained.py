@@ -21,7 +21,6 @@ from zero3.huggingface.index_maps import Whole
 from zero3.huggingface.outputs import Output, bytes_in, shards_of
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning")  # transformers' of what peft asks it
 
 TURN = Turn(0, 0, 1)
 worlds = pytest.mark.parametrize("world_size", [1, 2, 3])

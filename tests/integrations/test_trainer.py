@@ -17,10 +17,7 @@ from tests.support.processes import Rank, on_ranks
 from tests.support.reference import assert_close
 from tests.support.trainers import MODELS, launched, llama, logged, rows, trainer_of
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning"),  # transformers' of what peft asks it
-]
+pytestmark = pytest.mark.slow
 
 BY_EPOCH = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
 BEST = {**BY_EPOCH, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}

@@ -19,10 +19,7 @@ import zero3
 from tests.support.processes import Rank, on_ranks
 from tests.support.trainers import MODELS, gpt2, launched, llama, logged, trainer_of
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning"),  # transformers' of what peft asks it
-]
+pytestmark = pytest.mark.slow
 
 SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
 Logs = list[tuple[float, ...]]

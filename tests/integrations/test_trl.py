@@ -20,10 +20,7 @@ datasets = pytest.importorskip("datasets")
 
 from tests.support.chats import WORDS, chats, preferences, prompts, said, sums, tokenizer  # noqa: E402
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning"),
-]
+pytestmark = pytest.mark.slow
 
 
 def with_mixin(kind: type, ours: bool) -> type:

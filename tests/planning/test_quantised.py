@@ -63,7 +63,6 @@ def test_one_slice_that_is_decoded_stands_for_all(kind: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning")
 def test_seventy_billion_parameters_fit_on_two_gpus_of_24_gib() -> None:
     """As the page says, by cause: the base in NF4, adapters, one sequence of 2048 tokens, checkpoints."""
     pytest.importorskip("transformers")

@@ -21,10 +21,7 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning"),  # transformers' of what peft asks it
-    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
 
 NAME = "model.layers.0.mlp.experts.down_proj"
 HIDDEN, WIDTH, EXPERTS, WORDS = 64, 96, 3, 40

@@ -22,7 +22,6 @@ from zero3.checkpoint.safetensors_files import SafetensorsFiles
 from zero3.huggingface import load_pretrained as loading
 
 safetensors = pytest.importorskip("safetensors.torch")
-pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning")  # transformers' of what peft asks it
 
 FORMATS = {
     "nf4": zero3.NF4(), "nf4 single": zero3.NF4(double_quant=False, block_size=128), "int8": zero3.Int8(block_size=100),

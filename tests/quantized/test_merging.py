@@ -24,10 +24,7 @@ from zero3.huggingface import merging
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning"),  # transformers' of what peft asks it
-    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
 
 KINDS = {
     "plain": {"target_modules": ["q_proj", "down_proj"]},

@@ -18,10 +18,7 @@ from zero3.access import states_of
 from zero3.quantized.formats import Format
 
 peft = pytest.importorskip("peft")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning"),  # transformers' of what peft asks it
-    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
 
 
 def quantized_names(model: nn.Module) -> list[str]:

@@ -30,7 +30,6 @@ from tests.support.processes import Rank
 from zero3.planning.result import Plan
 
 PLANS = [  # marks of tests that plan
-    pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning"),  # transformers' of what peft asks it
     pytest.mark.skipif(Version(transformers.__version__) < Version("5.4"), reason="rotary embeddings need values before transformers 5.4"),
 ]
 WIDTH, WORDS = 64, 320
