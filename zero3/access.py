@@ -14,7 +14,7 @@ from .core.layer_state import LayerState
 from .core.parameters import named, plain_modules
 from .core.pinning import Pin, pin, refuse_to_write, unpin, write_back
 from .core.transforms import transformable
-from .layer import layers_of, states_in
+from .layer import layers_of, runtimes_in, states_in
 
 __all__: list[str] = []
 
@@ -175,7 +175,7 @@ def resident(model: nn.Module) -> Iterator[None]:
     states = states_of(model)
     merged, stays = _merged_adapters(model), all(state.pinned or all(chunk.resident for chunk in state.chunks) for state in states)
     with pinned(states, "resident", to_compute=True):
-        for runtime in {layer._runtime for layer in layers_of(model) if layer._runtime is not None}:
+        for runtime in runtimes_in(model):
             runtime.end_continuation()  # ranks may run different numbers of forwards from here on
         for state in states:
             state.resident += 1
@@ -265,9 +265,9 @@ def reset(model: nn.Module) -> None:
             f"rank {layers[0]._state.communicator.rank}: zero3.reset inside a backward (in a hook). The gradients that it has brought so "
             "far would be lost, without an error. Call it after the backward has ended or raised."
         )
+    for runtime in runtimes_in(model):
+        runtime.reset()
     for layer in layers:
-        if layer._runtime is not None:
-            layer._runtime.reset()
         layer._state.reset()
 
 

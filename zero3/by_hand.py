@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
@@ -11,8 +10,7 @@ from .access import states_of
 from .comm.agreement import agree
 from .core.layer_state import LayerState, Presence
 from .core.policy_facts import shards_parameters
-from .core.runtime import Runtime
-from .layer import layers_of
+from .layer import layers_of, runtimes_in
 
 __all__: list[str] = []
 
@@ -95,7 +93,7 @@ def set_forward_order(model: nn.Module, layers: Sequence[nn.Module]) -> None:
         zero3.set_forward_order(model, [model.embedding, *model.blocks, model.head])
     """
     states = states_of(model)
-    known, runtimes, root = {id(layer): layer._state for layer in layers_of(model)}, _runtimes(model), vars(model).get("_zero3_root")
+    known, runtimes, root = {id(layer): layer._state for layer in layers_of(model)}, runtimes_in(model), vars(model).get("_zero3_root")
     order = [known[id(layer)] for layer in layers if id(layer) in known]
     error: Exception | None = None
     if wrong := [type(layer).__name__ for layer in layers if id(layer) not in known]:
@@ -156,11 +154,6 @@ def _agreed(module: nn.Module, caller: str) -> list[LayerState]:
     return states
 
 
-def _runtimes(module: nn.Module) -> list[Runtime]:
-    found: dict[int, Any] = {id(layer._runtime): layer._runtime for layer in layers_of(module) if layer._runtime is not None}
-    return list(found.values())
-
-
 def _tell_runtimes(module: nn.Module) -> None:
-    for runtime in _runtimes(module):
+    for runtime in runtimes_in(module):
         runtime.any_stays = any(state.stays(chunk) for state in runtime.layers for chunk in state.chunks)

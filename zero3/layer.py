@@ -238,6 +238,11 @@ def states_in(model: nn.Module) -> list[LayerState]:
     return list(dict.fromkeys(layer._state for layer in layers_of(model)))
 
 
+def runtimes_in(model: nn.Module) -> list[Runtime]:
+    """The runtimes that layers in `model` have already, each once."""
+    return list(dict.fromkeys(layer._runtime for layer in layers_of(model) if layer._runtime is not None))
+
+
 def floating_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of the first floating parameter, as Hugging Face's `model.dtype`, or torch's default dtype if there is none."""
     dtypes = (chunk.shard.dtype for state in states_in(model) for chunk in state.chunks)

@@ -21,9 +21,8 @@ from ..comm.agreement import agree, tell_all
 from ..core.comparison import drop_stale
 from ..core.coordination import Action, Activity, Gate, gate_for
 from ..core.layer_state import LayerState, reducers_of
-from ..core.runtime import Runtime
 from ..core.transactions import TransactionalReducer, hold, let_go
-from ..layer import layers_of
+from ..layer import runtimes_in
 
 __all__: list[str] = []
 
@@ -97,7 +96,7 @@ class CollectiveReplay:
             (s.gradients.deferred, s.gradients.fate, *(chunk.shard.requires_grad for chunk in s.chunks)) for s in self._states
         )
         self._versions = self._chunk_versions()
-        scripts: dict[object, _Script] = next((runtime.replays for runtime in self._runtimes()), {})
+        scripts: dict[object, _Script] = next((runtime.replays for runtime in runtimes_in(self._model)), {})
         self._script = scripts.get(self._kind)
         if self._script is not None:
             self._expect(self._script.expectations)
@@ -114,14 +113,11 @@ class CollectiveReplay:
             self.close(keep=False)
             raise
 
-    def _runtimes(self) -> list[Runtime]:
-        return list(dict.fromkeys(layer._runtime for layer in layers_of(self._model) if layer._runtime is not None))
-
     def _expectations(self) -> list[tuple[Any, ...]]:
-        return [order.known for runtime in self._runtimes() for order in runtime.orders]
+        return [order.known for runtime in runtimes_in(self._model) for order in runtime.orders]
 
     def _expect(self, expectations: list[tuple[Any, ...]]) -> None:
-        for order, known in zip([order for runtime in self._runtimes() for order in runtime.orders], expectations, strict=False):
+        for order, known in zip([order for runtime in runtimes_in(self._model) for order in runtime.orders], expectations, strict=False):
             order.expect(known)
 
     @property
@@ -133,7 +129,7 @@ class CollectiveReplay:
         if self._script is not None:
             done, known = tuple(self._done), self._script.known
             known[:] = [done, *(other for other in known if other != done)][:MAX_KNOWN]
-        elif runtimes := self._runtimes():
+        elif runtimes := runtimes_in(self._model):
             # without the comparisons: the next micro-batch calls layers in a known order, so it needs none
             known_ground = tuple(operation for operation in self._done if operation[0] != "agree")
             runtimes[0].replays[self._kind] = _Script(self._expectations(), [known_ground])
@@ -142,7 +138,7 @@ class CollectiveReplay:
         """Makes the remaining collectives of this micro-batch, together with the other ranks."""
         following = (self._script.after(self._done) if self._script is not None else None) or ()
         reset(self._model)
-        runtimes = {state: runtime for runtime in self._runtimes() for state in runtime.layers}
+        runtimes = {state: runtime for runtime in runtimes_in(self._model) for state in runtime.layers}
         for operation, number, *words in following:
             state = self._states[number]
             if operation == "gather":

@@ -15,7 +15,7 @@ from ..comm.factory import process_group_of
 from ..core.coordination import ungated
 from ..core.policy_facts import shards_gradients
 from ..core.runtime import Runtime
-from ..layer import adopt, layers_of
+from ..layer import adopt, layers_of, runtimes_in
 from ..sequential import Zero3Sequential
 from .coordinator import JoinCoordinator
 
@@ -136,9 +136,8 @@ class JoinableModel(Joinable):
 
 def runtimes_of(model: nn.Module) -> list[Runtime]:
     """The runtimes of all layers in `model`. They are made here, because a rank without data runs no forward to make its own."""
-    layers = layers_of(model)
     if isinstance(model, Zero3Sequential):
         return [model._shared_runtime()]
-    if any(layer._runtime is None for layer in layers):
+    if any(layer._runtime is None for layer in layers_of(model)):
         return [adopt(model, ordered=False)]
-    return list(dict.fromkeys(layer._runtime for layer in layers if layer._runtime is not None))
+    return runtimes_in(model)
