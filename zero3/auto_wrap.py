@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from .core.parameters import CONTAINERS, ParameterSites, is_callable, own_modules
+from .core.parameters import CONTAINERS, ParameterSites, dotted, is_callable, own_modules
 
 __all__: list[str] = []
 
@@ -191,7 +191,8 @@ def _large_parts(model: nn.Module, chosen: set[int], counts: Counter[int], large
 
     The root's own layer stays in memory from the forward to the end of backward, so it should be small.
     """
-    left = {id(p): p.numel() for _, module in _outside(model, chosen) for p in module._parameters.values() if p is not None}
+    outside = own_modules(model, lambda module: id(module) in chosen)
+    left = {id(p): p.numel() for _, module in outside for p in module._parameters.values() if p is not None}
     parts = sorted(_parts(model, chosen, counts, largest), key=_numel, reverse=True)
     root, wanted = sum(left.values()), set[int]()
     # a module is worth its transfers only if it is not small beside the largest block, and beside what stays in the root
@@ -202,10 +203,6 @@ def _large_parts(model: nn.Module, chosen: set[int], counts: Counter[int], large
         root -= _numel(part)
         wanted.add(id(part))
     return wanted
-
-
-def _outside(model: nn.Module, chosen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    return own_modules(model, lambda module: id(module) in chosen)
 
 
 def _parts(module: nn.Module, chosen: set[int], counts: Counter[int], most: int) -> list[nn.Module]:
@@ -256,7 +253,7 @@ def tied_across(model: nn.Module, chosen: list[tuple[Named, ...]]) -> dict[int, 
             for attribute, parameter in module._parameters.items():
                 if parameter is not None:
                     units.setdefault(id(parameter), set()).add(number)
-                    sites = parameters.setdefault(id(parameter), ParameterSites(f"{name}.{attribute}" if name else attribute, parameter))
+                    sites = parameters.setdefault(id(parameter), ParameterSites(dotted(name, attribute), parameter))
                     if (module, attribute) not in sites.places:
                         sites.places.append((module, attribute))
     return {key: parameters[key] for key, found in units.items() if len(found) > 1}

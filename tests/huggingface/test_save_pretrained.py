@@ -258,7 +258,7 @@ def test_max_shard_size_in_units(size: str) -> None:
 
 def test_max_shard_size_is_filled_to_the_last_byte() -> None:
     outputs = [Output(str(size), torch.int8, (size,), Whole(str(size), (size,))) for size in (3, 5, 4, 4, 1, 9, 8)]
-    shards = shards_of(outputs, 8, "model")
+    shards = shards_of(outputs, 8)
     assert [[output.numel for output in shard] for shard in shards.values()] == [[3, 5], [4, 4], [1], [9], [8]]
     assert list(shards)[1] == "model-00002-of-00005.safetensors"
 

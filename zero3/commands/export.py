@@ -98,7 +98,7 @@ def _planned(found: manifest.Manifest, options: argparse.Namespace) -> dict[str,
         output = Output(name.removeprefix(options.strip), to, tuple(described["shape"]), Whole(name, described["shape"]))
         if (other := outputs.setdefault(output.name, output)) is not output:
             raise ValueError(f"--strip {options.strip} makes one name, {output.name!r}, of {other.index_map.sources[0]!r} and {name!r}")
-    return shards_of(outputs.values(), bytes_in(options.max_shard_size), "model")
+    return shards_of(outputs.values(), bytes_in(options.max_shard_size))
 
 
 def _write_all(found: manifest.Manifest, shards: dict[str, list[Output]], directory: Path, beside: Path | None) -> None:

@@ -46,11 +46,11 @@ def grouped_products() -> tuple[Callable[..., Any], ...]:
     return tuple(f for f in (getattr(torch.nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f is not None)
 
 
-def leave_untraced(package: str) -> None:
-    """Tells torch.compile, if it is in use, that it traces no function of `package`: its graphs end there."""
+def leave_untraced() -> None:
+    """Tells torch.compile, if it is in use, that it traces no function of zero3: its graphs end there."""
     rules = sys.modules.get("torch._dynamo.trace_rules")
-    if rules is not None and not rules.check_file(sys.modules[package].__file__).skipped:
-        rules.add(package)
+    if rules is not None and not rules.check_file(sys.modules["zero3"].__file__).skipped:
+        rules.add("zero3")
 
 
 class OneGraph(RuntimeError, AssertionError):
@@ -177,11 +177,11 @@ def around_accumulation(leaf: Tensor, before: Callable[[], None], after: Callabl
     return node
 
 
-def mark_upstream(tensors: Iterable[Tensor], limit: int = 1000) -> object | None:
-    """The nearest mark in the graph of `tensors`: they were computed from the outputs of that layer. Visits at most `limit` nodes."""
+def mark_upstream(tensors: Iterable[Tensor]) -> object | None:
+    """The nearest mark in the graph of `tensors`: they were computed from the outputs of that layer. Visits at most 1000 nodes."""
     nodes: deque[Node | None] = deque(tensor.grad_fn for tensor in tensors)
     seen: set[Node] = set()
-    while nodes and len(seen) < limit:
+    while nodes and len(seen) < 1000:
         node = nodes.popleft()
         if node is None or node in seen:
             continue

@@ -36,13 +36,13 @@ def compile_in_parts(module: nn.Module, compile_it: Callable[..., None], *args: 
     if kwargs.get("fullgraph"):
         raise _refused("", module)
     importlib.import_module("torch._dynamo.trace_rules")
-    leave_untraced("zero3")
+    leave_untraced()
     compile_it(*args, **kwargs)
 
 
 def check_wrapper_of(module: nn.Module) -> None:
     """Called when `torch.compile(module)` makes its wrapper. Raises if it is to be one graph, and `module` holds layers."""
-    leave_untraced("zero3")
+    leave_untraced()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and "dynamo_ctx" not in frame.f_locals:  # an argument of the wrapper's constructor
         frame = frame.f_back

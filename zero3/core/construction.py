@@ -20,7 +20,7 @@ from .ignored import without_ignored
 from .layer_state import LayerState
 from .marks import mark_sharded
 from .new_chunks import chunk_groups, new_chunk, offloaded
-from .parameters import CONTAINERS, ParameterSites, check_parameters, find_parameters, is_callable, own_modules
+from .parameters import CONTAINERS, ParameterSites, check_parameters, dotted, find_parameters, is_callable, own_modules
 from .policy_facts import directory_of, gradient_itemsize, rests_in
 from .quantizing import formats_of, nothing_selected
 from .residence import check_residence
@@ -196,7 +196,7 @@ def device_of(request: Request, is_layer: Callable[[nn.Module], bool]) -> torch.
     for prefix, module in own_modules(request.module, is_layer):
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None and not tensor.is_meta:
-                found.setdefault(tensor.device, f"{prefix}.{name}" if prefix else name)
+                found.setdefault(tensor.device, dotted(prefix, name))
     if len(found) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in found.items())
         raise ValueError(f"the module's tensors are on several devices ({places}): pass device= to say where the layer computes")
@@ -289,7 +289,7 @@ class _Buffer:
 
 def _buffers_of(module: nn.Module, is_layer: Callable[[nn.Module], bool]) -> list[_Buffer]:
     return [
-        _Buffer(owner, attribute, f"{prefix}.{attribute}" if prefix else attribute)
+        _Buffer(owner, attribute, dotted(prefix, attribute))
         for prefix, owner in own_modules(module, is_layer)
         for attribute, buffer in owner._buffers.items()
         if buffer is not None

@@ -14,7 +14,7 @@ from torch import nn
 
 from .autograd import leave_untraced
 from .compiled import check_wrapper_of, compile_in_parts, ends_graphs
-from .parameters import IN_MODEL, WRAPPED, named, own_modules, parameters_of, plain_modules, released_in
+from .parameters import IN_MODEL, WRAPPED, dotted, named, own_modules, parameters_of, plain_modules, released_in
 from .wrappers import refuse_wrappers
 
 __all__: list[str] = []
@@ -94,7 +94,7 @@ def _no_modifiers(module: nn.Module | None = None) -> dict[str, Any]:
 def guard_layer(module: nn.Module) -> None:
     """Makes a layer refuse parameters that are not sharded (see `_check_new_module`), and compile around the layers in it."""
     module.__dict__[_GUARDED] = True
-    leave_untraced("zero3")  # it may have been compiled before
+    leave_untraced()  # it may have been compiled before
     Override(module, "compile", compile_in_parts)
 
 
@@ -158,7 +158,7 @@ def _named_parameters(
         for attribute, parameter in released_in(inner):
             if id(parameter) not in seen or not remove_duplicate:
                 seen.add(id(parameter))
-                yield f"{name}.{attribute}" if name else attribute, parameter
+                yield dotted(name, attribute), parameter
     yield from method(prefix, recurse, remove_duplicate)
 
 

@@ -150,6 +150,10 @@ def is_callable(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
+def dotted(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
 def own_modules(
     module: nn.Module, is_layer: Callable[[nn.Module], bool], prefix: str = "", seen: set[nn.Module] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
@@ -164,8 +168,7 @@ def own_modules(
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None:
-            inner = prefix if name in _WRAPPED else f"{prefix}.{name}" if prefix else name
-            yield from own_modules(child, is_layer, inner, seen)
+            yield from own_modules(child, is_layer, prefix if name in _WRAPPED else dotted(prefix, name), seen)
 
 
 def find_parameters(
@@ -183,8 +186,7 @@ def find_parameters(
         for attribute, parameter in [*owner._parameters.items(), *released_in(owner)]:
             if parameter is None or id(parameter) in elsewhere:
                 continue
-            name = f"{prefix}.{attribute}" if prefix else attribute
-            sites = found.setdefault(id(parameter), ParameterSites(name, parameter))
+            sites = found.setdefault(id(parameter), ParameterSites(dotted(prefix, attribute), parameter))
             if (owner, attribute) not in sites.places:
                 sites.places.append((owner, attribute))
     return list(found.values())
@@ -270,7 +272,8 @@ def _check_overlap(parameters: list[ParameterSites]) -> None:
     for start, stop, sites in sorted(spans, key=lambda span: span[:2]):
         reached = [(end, other) for end, other in reached if end > start]
         for _, other in reached:
-            if _share_elements(other.parameter, sites.parameter):
+            # every element is compared, because ranges may overlap without a shared one (interleaved columns of one buffer)
+            if torch.isin(_addresses(other.parameter), _addresses(sites.parameter)).any():
                 raise ValueError(
                     f"parameters {other.name!r} and {sites.name!r} overlap in memory but are two objects. Make them one "
                     "Parameter if they are tied, or .clone() one of them."
@@ -285,11 +288,6 @@ def _overlaps_itself(tensor: Tensor) -> bool:
             return len(set(_addresses(tensor).tolist())) < tensor.numel()
         extent += (size - 1) * stride
     return False
-
-
-def _share_elements(a: Tensor, b: Tensor) -> bool:
-    """Compares every element, because ranges may overlap without a shared element (interleaved columns of one buffer)."""
-    return bool(torch.isin(_addresses(a), _addresses(b)).any())
 
 
 def _addresses(tensor: Tensor) -> Tensor:

@@ -132,10 +132,10 @@ class Pin:
         return f"{sharded.sites.name!r} of layer {self.state.label}"
 
 
-def _sample(values: Tensor, size: int = 256) -> Tensor:
+def _sample(values: Tensor) -> Tensor:
     """Some of a parameter's values, the same on all ranks: writes by `.data` leave no other trace."""
     flat = values.flatten()
-    return flat[:: max(1, flat.numel() // size)].clone()
+    return flat[:: max(1, flat.numel() // 256)].clone()
 
 
 def _but_for_rounding(found: Tensor, expected: Tensor) -> bool:

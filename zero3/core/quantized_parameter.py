@@ -20,7 +20,7 @@ from torch.nn import functional
 from .autograd import as_plain_tensors, grouped_products, transforms_under_way
 from .flat import not_a_number
 from .recipes import InUse, Recipe, Step, unpack
-from .released import METADATA
+from .released import METADATA, func_name
 
 __all__: list[str] = []
 
@@ -56,7 +56,7 @@ class _Quantized(Tensor):
         kwargs = dict(kwargs or {})
         if func in _COMPUTING:
             return _computed(func, args, kwargs)
-        if func in _DESCRIBING or _name_of(func).startswith(("is_", "_is_")) or (func in _CASTING and not isinstance(args[0], _Quantized)):
+        if func in _DESCRIBING or func_name(func).startswith(("is_", "_is_")) or (func in _CASTING and not isinstance(args[0], _Quantized)):
             with as_plain_tensors():
                 return func(*args, **kwargs)
         if func in (Tensor.__repr__, Tensor.__format__):
@@ -71,7 +71,7 @@ class _Quantized(Tensor):
             return iter(args[0].unbind())
         if func in (Tensor.requires_grad_, Tensor.requires_grad.__set__) and not (*args[1:], *kwargs.values(), True)[0]:  # type: ignore[attr-defined]
             return args[0]  # it does not train anyway
-        _refuse(_name_of(func), (*args, *kwargs.values()))
+        _refuse(func_name(func), (*args, *kwargs.values()))
 
     def __repr__(self, **kwargs: object) -> str:  # type: ignore[override]
         return _described(self)
@@ -123,7 +123,7 @@ def _check_product(func: Function, args: Sequence[Any]) -> None:
     if func not in (functional.linear, torch.addmm, Tensor.addmm) and any(
         isinstance(item, _Quantized) and 2 < item.dim() < max(ranks) for item in args
     ):
-        _refuse(f"{_name_of(func)} of {max(ranks)} with fewer dimensions", args)
+        _refuse(f"{func_name(func)} of {max(ranks)} with fewer dimensions", args)
 
 
 def _view(plain: Tensor, recipe: Recipe) -> QuantizedView:
@@ -178,11 +178,6 @@ def _cast(func: Function, tensor: _Quantized, args: tuple[Any, ...], kwargs: dic
 def _described(tensor: Tensor) -> str:
     weight = tensor.zero3_recipe.weight  # type: ignore[attr-defined]
     return f"{type(tensor).__name__}({weight.format_name}, shape={tuple(tensor.shape)}, dtype={tensor.dtype})"
-
-
-def _name_of(func: Function) -> str:
-    name = getattr(func, "__name__", str(func))
-    return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name in ("__get__", "__set__") else name
 
 
 def _refuse(operation: str, items: Sequence[Any]) -> NoReturn:

@@ -48,7 +48,7 @@ class ReleasedParameter(nn.Parameter):
             return args[0]._describe()
         if func in (Tensor.requires_grad_, Tensor.requires_grad.__set__):  # type: ignore[attr-defined]
             return args[0]._set_requires_grad(*args[1:], **(kwargs or {}))
-        refuse_values(_first_released((args, kwargs)), _name_of(func))
+        refuse_values(_first_released((args, kwargs)), func_name(func))
 
     def _set_requires_grad(self, requires_grad: bool = True) -> ReleasedParameter:
         """Remembered, for tools switch adapters off and on again; the next forward with gradients looks at it."""
@@ -84,7 +84,7 @@ def _first_released(arguments: Any) -> ReleasedParameter | None:
     return next((found for value in values if (found := _first_released(value)) is not None), None)
 
 
-def _name_of(func: Callable[..., Any]) -> str:
+def func_name(func: Callable[..., Any]) -> str:
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):  # take the property's name, such as `data`
         return str(getattr(getattr(func, "__self__", None), "__name__", name))

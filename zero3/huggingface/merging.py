@@ -75,7 +75,7 @@ def save_merged(
             contents = MergedContents(model)
             originals = _Originals(model, base, opened) if base is not None else None
             outputs = outputs_of_model(contents.owner, contents, (), dtype)
-            plan = _MergedPlan(contents, Path(path), shards_of(outputs, bytes_in(max_shard_size), "model"), originals)
+            plan = _MergedPlan(contents, Path(path), shards_of(outputs, bytes_in(max_shard_size)), originals)
             lines += [f"{plan.directory / file}: {output.line}" for file, shard in plan.shards.items() for output in shard]
             lines += originals.lines if originals is not None else []
         plan.write()
@@ -160,11 +160,10 @@ class _MergedPlan(Plan):
         states = self.contents.states
         with _pinned(self._lenders):
             for group, outputs in groups.items():
-                layers = [states[number] for number in group]
-                with _pinned(layers):
+                with _pinned([states[number] for number in group]):
                     try:
                         if error is None:
-                            self._write_group(layers, outputs, places)
+                            self._write_group(outputs, places)
                     except Exception as caught:  # this rank goes on, because the others need it to gather
                         error = caught
         if error is not None:
@@ -183,7 +182,7 @@ class _MergedPlan(Plan):
         return tuple(sorted({self.contents.states.index(self._owners[id(sharded.sites.parameter)]) for sharded in sources}))
 
     @torch.no_grad()
-    def _write_group(self, layers: list[LayerState], outputs: list[Output], places: Mapping[str, tuple[str, int]]) -> None:
+    def _write_group(self, outputs: list[Output], places: Mapping[str, tuple[str, int]]) -> None:
         sources = {source for output in outputs for source in output.index_map.sources}
         parameters = {name: self.contents.parameters[name].sites.parameter for name in sources if name in self.contents.parameters}
         with self._merged(list(parameters.values())):

@@ -83,7 +83,7 @@ def outputs_of_adapter(model: Any, adapter: str, contents: Contents, dtype: torc
     return outputs
 
 
-def shards_of(outputs: Iterable[Output], max_bytes: int, stem: str) -> dict[str, list[Output]]:
+def shards_of(outputs: Iterable[Output], max_bytes: int) -> dict[str, list[Output]]:
     """Divides tensors into files, in order. A file is larger than `max_bytes` only if it holds a single tensor."""
     shards: list[list[Output]] = [[]]
     size = 0
@@ -96,8 +96,8 @@ def shards_of(outputs: Iterable[Output], max_bytes: int, stem: str) -> dict[str,
     # wide dtypes come first, so that every tensor is aligned
     ordered = [sorted(shard, key=lambda output: -output.dtype.itemsize) for shard in shards]
     if len(ordered) == 1:
-        return {f"{stem}.safetensors": ordered[0]}
-    return {f"{stem}-{number:05}-of-{len(ordered):05}.safetensors": shard for number, shard in enumerate(ordered, 1)}
+        return {"model.safetensors": ordered[0]}
+    return {f"model-{number:05}-of-{len(ordered):05}.safetensors": shard for number, shard in enumerate(ordered, 1)}
 
 
 def check_unmixed(directory: Path, base: str | None) -> None:

@@ -88,7 +88,7 @@ def _plans(model: nn.Module, directory: Path, max_bytes: int, dtype: torch.dtype
         check_unmixed(directory, None)
         if quantized := [name for name, sharded in contents.parameters.items() if sharded.chunk.read_only]:
             raise ValueError(f"save_pretrained of a quantised model would write codes for {named(quantized)}: use zero3.save_merged")
-        yield Plan(model, contents, directory, shards_of(outputs_of_model(model, contents, extra, dtype), max_bytes, "model"), None)
+        yield Plan(model, contents, directory, shards_of(outputs_of_model(model, contents, extra, dtype), max_bytes), None)
         return
     for adapter in adapters:
         outputs = outputs_of_adapter(model, adapter, contents, dtype)

@@ -19,6 +19,7 @@ from ..checkpoint.save import save_checkpoint
 from ..huggingface.save_pretrained import save_pretrained
 from ..optim.clipping import clip_grad_norm_
 from ..optim.grad_scaler import GradScaler
+from ..optim.several import held_by
 from .handover import Handover, check_chunks, check_together, is_chunk
 from .preparing import Policy, computes_in_low_precision, shard_model
 from .versions import require
@@ -227,7 +228,7 @@ class Zero3Accelerator(Accelerator):
 
 
 def _holds_chunks(optimizer: Any) -> bool:
-    return any(is_chunk(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    return any(map(is_chunk, held_by(optimizer)))
 
 
 def _check(kind: Any, mixed_precision: str, device: torch.device) -> None:

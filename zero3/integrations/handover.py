@@ -11,6 +11,8 @@ from ..access import get_trainable_chunk
 from ..core.layer_state import LayerState
 from ..optim.check_optimizer import check_optimizer
 from ..optim.param_groups import param_groups
+from ..optim.pieces import parts_of
+from ..optim.several import held_by
 
 __all__: list[str] = []
 
@@ -57,7 +59,7 @@ def is_chunk(parameter: torch.Tensor) -> bool:
     state = owner() if owner is not None else None
     if not isinstance(state, LayerState):
         return False
-    return not parameter.numel() or any(part.parameter is parameter for chunk in state.chunks for part in chunk.parts)
+    return not parameter.numel() or any(part is parameter for part in parts_of([state]))
 
 
 def check_chunks(optimizer: torch.optim.Optimizer) -> None:
@@ -72,7 +74,7 @@ def check_together(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
         ValueError: They would train the model in another way than the unsharded one, or not all of it.
     """
     chunks = {id(chunk) for chunk in get_trainable_chunk(model)}
-    held = {id(optimizer): {id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers}
+    held = {id(optimizer): set(map(id, held_by(optimizer))) for optimizer in optimizers}
     empty = [optimizer for optimizer in optimizers if not all(group["params"] for group in optimizer.param_groups)]
     if empty or (chunks and chunks <= set().union(*held.values())):
         check_optimizer(model, *(each for each in optimizers if each in empty or held[id(each)] & chunks), strict=False)
@@ -80,7 +82,7 @@ def check_together(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 
 def _check(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
     kind = type(optimizer).__name__
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+    for parameter in held_by(optimizer):
         if id(parameter) not in known and not is_chunk(parameter):
             name = getattr(parameter, "zero3_name", f"a parameter of shape {tuple(parameter.shape)}")
             raise ValueError(

@@ -20,9 +20,11 @@ from ..checkpoint.load import load_checkpoint
 from ..checkpoint.save import save_checkpoint
 from ..optim.clipping import clip_grad_norm_
 from ..optim.grad_scaler import GradScaler
+from ..optim.several import held_by
 from ..policy import ShardingPolicy
 from ..shard import shard
 from .handover import check_together, is_chunk
+from .preparing import computes_in_low_precision, policy_for
 from .versions import require
 
 require("lightning", __name__)
@@ -237,7 +239,7 @@ def _is_ours(path: Any) -> bool:
 def _check(models: Iterable[nn.Module], optimizers: Any, advice: str) -> None:
     """That they step chunks, and may: an optimizer that was made before would step parameters that are gone."""
     for optimizer in _inner(optimizers):
-        if not all(is_chunk(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        if not all(map(is_chunk, held_by(optimizer))):
             raise ValueError(
                 f"{type(optimizer).__name__} holds parameters that are no chunks of a sharded model: {advice}, "
                 "zero3.get_trainable_chunk or zero3.param_groups"
@@ -257,14 +259,12 @@ def _refuse_averages(callbacks: Any) -> None:
 
 def _prepare(model: nn.Module, plugin: Any, layers: Layers, policy: ShardingPolicy | None, device: torch.device) -> None:
     """Shards the model, unless it is. Mixed precision is its policy's, if that has a `param_dtype`, and else autocast's."""
-    low = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(plugin.precision)
-    if policy is None:
-        policy = ShardingPolicy(param_dtype=low, reduce_dtype=torch.float32, output_dtype=torch.float32) if low else ShardingPolicy()
+    mixed = {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(plugin.precision, "no")
     try:
         states_of(model)
     except ValueError:
-        shard(model, layers, device=device, policy=policy)
+        shard(model, layers, device=device, policy=policy or policy_for(mixed))
     if getattr(plugin, "scaler", None) is not None:
         plugin.scaler = GradScaler(device.type)
-    if low is not None and any(state.policy.param_dtype is not None for state in states_of(model)):
+    if mixed != "no" and computes_in_low_precision(model):
         plugin.forward_context = nullcontext

@@ -21,7 +21,7 @@ from ..core.released import ReleasedParameter
 from .param_groups import named_parameters
 from .pieces import Superseded
 from .probe import CannotProbe, builder, probe_flat, probe_whole
-from .several import Optimizers, members_of
+from .several import Optimizers, held_by, members_of
 
 __all__: list[str] = []
 
@@ -141,7 +141,7 @@ def _listed(names: list[str]) -> str:
 def _check_held(model: nn.Module, states: list[LayerState], optimizers: list[torch.optim.Optimizer]) -> None:
     found = owned_by(states)
     originals = {id(sharded.sites.parameter): sharded.sites.name for state in states for sharded in state.parameters}
-    held = [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+    held = held_by(*optimizers)
     for parameter in held:
         if isinstance(parameter, Superseded):
             raise ValueError(

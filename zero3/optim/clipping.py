@@ -13,6 +13,7 @@ from ..comm.errors import NamingFailures, Subject
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
 from .norms import gradients_to_measure
+from .pieces import parts_of
 
 __all__: list[str] = []
 
@@ -48,7 +49,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
     """
     states = states_of(model)
     norm_type, error = _checked(norm_type, max_norm)
-    chunks = [part.parameter for state in states for chunk in state.chunks for part in chunk.parts]
+    chunks = parts_of(states)
     states[0].log.look(wait=False)
     reduce_deferred(chunk.grad for chunk in chunks)
     filled = [gradient for gradient in gradients_to_measure(model, states) if gradient.numel()]
@@ -77,11 +78,8 @@ def _over_ranks(first: LayerState, local: Tensor, norm_type: float, error: Excep
     if communicator.replica and error is None:
         total = torch.zeros_like(total)  # replicas have the same gradients, which count once
     with NamingFailures(communicator, "summing up", Subject("the norm of the gradients")):
-        if maximum:
-            # Read as integers, positive numbers keep their order, and nan is the largest. A maximum of floats may lose nan.
-            communicator.all_reduce(total.abs_().view(torch.int64), maximum=True)
-        else:
-            communicator.all_reduce(total)
+        # Read as integers, positive numbers keep their order, and nan is the largest. A maximum of floats may lose nan.
+        communicator.all_reduce(total.abs_().view(torch.int64) if maximum else total, maximum=maximum)
     agree_where_nan(communicator, first.device, "clip_grad_norm_", total, error)
     if maximum:
         return total

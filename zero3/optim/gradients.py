@@ -19,6 +19,7 @@ from ..core.parameters import ShardedParameter
 from ..names import named_tensors
 from .norms import slice_of
 from .param_groups import named_parameters
+from .pieces import parts_of
 
 __all__: list[str] = []
 
@@ -52,7 +53,7 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor]:
                 gradient.mul_(0.1)
     """
     states = states_of(model)
-    _reduce(states)
+    reduce_deferred(part.grad for part in parts_of(states))
     found: dict[str, Tensor] = {}
     for name, state, sharded in _trainable(model, states):
         gradient = _own_slice(state, sharded)
@@ -92,7 +93,7 @@ def full_gradients(model: nn.Module, *, writeback: bool = False) -> Iterator[dic
     """
     states = states_of(model)
     first, caller = states[0], f"full_gradients(writeback={writeback})"
-    _reduce(states)
+    reduce_deferred(part.grad for part in parts_of(states))
     agree(first.communicator, first.device, caller, [state.name_among_ranks for state in states])
     trainable = list(_trainable(model, states))
     present = bytes(_is_present(state, sharded) for _, state, sharded in trainable)
@@ -110,10 +111,6 @@ def full_gradients(model: nn.Module, *, writeback: bool = False) -> Iterator[dic
     finally:
         if writeback and all_go_on(first.communicator, first.device, caller, error):
             _write(full, first.communicator)
-
-
-def _reduce(states: list[LayerState]) -> None:
-    reduce_deferred(part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts)
 
 
 def _trainable(model: nn.Module, states: list[LayerState]) -> Iterator[tuple[str, LayerState, ShardedParameter]]:
@@ -146,7 +143,7 @@ def _lies_elsewhere(state: LayerState, sharded: ShardedParameter) -> bool:
 
 def _has_gradients(state: LayerState) -> bool:
     """Whether a backward has been here, as far as this rank can tell: it may have nothing that trains."""
-    trained = [part.parameter for chunk in state.chunks for part in chunk.parts if part.parameter.requires_grad]
+    trained = state.trainable()
     return not trained or any(parameter.grad is not None for parameter in trained)
 
 

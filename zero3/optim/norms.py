@@ -16,6 +16,7 @@ from ..core.gradient_types import NotReducedError, reduce_deferred
 from ..core.layer_state import LayerState
 from ..core.parameters import ShardedParameter
 from .param_groups import named_parameters
+from .pieces import parts_of
 
 __all__: list[str] = []
 
@@ -51,7 +52,7 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
     communicator, maximum = states[0].communicator, math.isinf(norm_type)
     # every rank reduces, also one that holds no piece of a parameter
     try:
-        reduce_deferred(part.parameter.grad for state in states for chunk in state.chunks for part in chunk.parts)
+        reduce_deferred(part.grad for part in parts_of(states))
     except NotReducedError:
         if of != "param":
             raise
@@ -60,10 +61,7 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
     if error is None and not communicator.replica:  # replicas hold the same values, which count once
         _add_own(values, [sharded for _, sharded in named], communicator.shard_rank, of, norm_type)
     with NamingFailures(communicator, "summing up", Subject("the norms of the parameters")):
-        if maximum:
-            communicator.all_reduce(values.view(torch.int64), maximum=True)  # read as integers, see clip_grad_norm_
-        else:
-            communicator.all_reduce(values)
+        communicator.all_reduce(values.view(torch.int64) if maximum else values, maximum=maximum)  # as integers: see clip_grad_norm_
     agree_where_nan(communicator, states[0].device, "parameter_norms", values, error)
     states[0].log.note("measuring", f"the {of}s' norms {norm_type}", of == "param", norm_type)  # see clip_grad_norm_
     values = values if maximum else values ** (1.0 / norm_type)

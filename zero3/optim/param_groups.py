@@ -17,7 +17,7 @@ from ..core.parameters import ShardedParameter
 from ..core.policy_facts import shards_gradients
 from ..names import named_tensors
 from ..policy import ParamInfo, info_of
-from .pieces import Choice, divide, placeholder
+from .pieces import Choice, divide, parts_of, placeholder
 from .whole_parameters import Family, families, new_cuts, repartition
 
 __all__: list[str] = []
@@ -101,7 +101,7 @@ def _check(states: list[LayerState]) -> None:
                 f"param_groups while layer {state.label} is fetched: call it outside of forward, backward and full_params; after an "
                 "exception, call zero3.reset(model) first"
             )
-        if any(part.parameter.grad is not None for chunk in state.chunks for part in chunk.parts):
+        if any(part.grad is not None for part in parts_of([state])):
             raise RuntimeError(f"param_groups while layer {state.label} has gradients: step and zero_grad(set_to_none=True) first")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -32,6 +32,11 @@ class Superseded(nn.Parameter):
         )
 
     grad = property(_raise, _raise)
+
+
+def parts_of(states: Iterable[LayerState]) -> list[nn.Parameter]:
+    """Returns what optimizers may hold of the layers: chunks or their parts, frozen ones too."""
+    return [part.parameter for state in states for chunk in state.chunks for part in chunk.parts]
 
 
 def supersede(parameter: nn.Parameter, name: str) -> None:

@@ -14,7 +14,7 @@ from ..core.layer_state import LayerState, Presence
 from ..core.layout import ChunkLayout
 from ..policy import ParamInfo, info_of
 from .param_groups import named_parameters
-from .pieces import renew
+from .pieces import parts_of, renew
 from .whole_parameters import Family, repartition
 
 __all__: list[str] = []
@@ -79,7 +79,7 @@ def _check(states: list[LayerState]) -> None:
     for state in states:
         if state.pinned or state.presence in (Presence.FETCHED, Presence.FETCHING):
             raise RuntimeError(f"set_trainable while layer {state.label} is fetched: call it outside of forward, backward and full_params")
-        if state.gradients.owed() or any(part.parameter.grad is not None for chunk in state.chunks for part in chunk.parts):
+        if state.gradients.owed() or any(part.grad is not None for part in parts_of([state])):
             raise RuntimeError(f"set_trainable while layer {state.label} has gradients: step and zero_grad(set_to_none=True) first")
 
 

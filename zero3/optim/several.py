@@ -26,6 +26,11 @@ def members_of(given: object) -> list[Any]:
     return members
 
 
+def held_by(*optimizers: Any) -> list[Tensor]:
+    """Returns the parameters in all groups of the optimizers."""
+    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+
+
 class Together:
     """The groups of all optimizers, one after another, and the state of all.
 
@@ -46,7 +51,7 @@ class Together:
         self.labels = [f"group {n} of the {type(m).__name__}" for m in self.members for n in range(len(m.param_groups))]
         self._owners: dict[Tensor, Any] = {}
         for member in self.members:
-            for parameter in (parameter for group in member.param_groups for parameter in group["params"]):
+            for parameter in held_by(member):
                 if self._owners.setdefault(parameter, member) is not member or self.members.count(member) > 1:
                     raise ValueError(
                         f"a {type(self._owners[parameter]).__name__} and a {type(member).__name__} hold the same parameter "

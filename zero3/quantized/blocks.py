@@ -11,7 +11,7 @@ INT8_MAX = 127
 FLOAT8_MAX = 448.0  # of torch.float8_e4m3fn
 
 
-def encode_blocks(values: Tensor, codes: Tensor, scales: Tensor, work: Tensor, noise: Tensor | None = None) -> None:
+def encode_blocks(values: Tensor, codes: Tensor, scales: Tensor, work: Tensor, noise: Tensor | None) -> None:
     """Writes the codes, and the scales, of blocks: the largest absolute value of a block gets the largest code.
 
     A block with an infinity or a NaN has a scale that is none, so all of it is decoded as infinities and NaN.
@@ -42,7 +42,7 @@ def encode_blocks(values: Tensor, codes: Tensor, scales: Tensor, work: Tensor, n
     codes.copy_(quotients.clamp_(-largest, largest))
 
 
-def decode_blocks(codes: Tensor, scales: Tensor, out: Tensor, work: Tensor, *, add: bool = False) -> None:
+def decode_blocks(codes: Tensor, scales: Tensor, out: Tensor, work: Tensor, *, add: bool) -> None:
     """Writes what blocks stand for into `out` `[n, size]`, or adds it there. Products are float32, and rounded once.
 
     Args:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..core.gradient_types import DeferredGradient
 from ..core.layer_state import LayerState, reducers_of
+from ..optim.pieces import parts_of
 
 __all__: list[str] = []
 
@@ -40,7 +41,7 @@ class StateChanges:
 
     def gradients(self) -> list[int]:
         """The number of gradients, and the number of layers that keep sums for a later backward to reduce."""
-        parts = [part.parameter.grad for state in self._states for chunk in state.chunks for part in chunk.parts]
+        parts = [part.grad for part in parts_of(self._states)]
         return [
             sum((gradient.earlier if isinstance(gradient, DeferredGradient) else gradient) is not None for gradient in parts),
             sum(state.gradients.owed() for state in self._states),
@@ -57,5 +58,4 @@ class StateChanges:
                 reducer.drop_all()
 
     def _now(self) -> list[tuple[int, Tensor | None, int]]:
-        parts = [part.parameter for state in self._states for chunk in state.chunks for part in chunk.parts]
-        return [(p._version, p.grad, 0 if p.grad is None else p.grad._version) for p in parts]
+        return [(p._version, p.grad, 0 if p.grad is None else p.grad._version) for p in parts_of(self._states)]
