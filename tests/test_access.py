@@ -353,7 +353,7 @@ OUTER: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize("how", ["writeback", "load_full_state_dict"])
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 def test_values_written_inside_an_outer_context_are_seen_there_by_all_ranks(world_size: int, how: str, outer: str, stage: Any) -> None:
     """Rank 0's values win. The other ranks went on with the old ones until the outer context ended."""
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import zero3
-from tests.support.reference import Turn, check_parity
+from tests.support.reference import Turn, by_shard, check_parity
 from tests.support.stacks import WIDTH, Block, Stack, built, train
 from zero3.auto_wrap import choose, tied_across
 from zero3.core.parameters import find_parameters
@@ -81,10 +81,6 @@ LISTS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 }
 
 
-def in_place(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.Module:
-    return zero3.shard(model, process_group=group, policy=policy)
-
-
 @pytest.mark.parametrize("name", LISTS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_lists_that_hold_other_than_blocks(name: str, world_size: int) -> None:
@@ -96,7 +92,7 @@ def test_lists_that_hold_other_than_blocks(name: str, world_size: int) -> None:
         return loss
 
     assert chosen(built(lambda: Blocks(make()))) == expected
-    check_parity(lambda: built(lambda: Blocks(make())), program, world_size=world_size, shard=in_place)
+    check_parity(lambda: built(lambda: Blocks(make())), program, world_size=world_size, shard=by_shard)
 
 
 class Codebooks(Stack):
@@ -119,7 +115,7 @@ class Codebooks(Stack):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_embedding_that_is_a_list(world_size: int) -> None:
     assert chosen(built(Codebooks)) == ["embed.0", "embed.1", "blocks.0", "blocks.1", "head"]
-    check_parity(lambda: built(Codebooks), train, world_size=world_size, shard=in_place)
+    check_parity(lambda: built(Codebooks), train, world_size=world_size, shard=by_shard)
 
 
 class Tower(nn.Module):

@@ -10,19 +10,15 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support import processes
+from tests.support.models import WORLDS
 from tests.support.ranks import Collective, ThreadCommunicator, run_ranks
-from tests.support.reference import TOLERANCE, Turn, assert_at_rest, assert_close, check_parity, process_group, sgd
+from tests.support.reference import TOLERANCE, Turn, assert_at_rest, assert_close, by_shard, check_parity, process_group, sgd
 from tests.support.stacks import Stack, loss_of, stack, train
 from zero3 import ShardingPolicy
 from zero3.access import states_of
 from zero3.core.layer_state import Presence
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 POLICIES = [ShardingPolicy(), ShardingPolicy(reshard_after_forward=False), ShardingPolicy(stage=2), ShardingPolicy(transactional=True)]
-
-
-def shard(model: nn.Module, group: Any, policy: ShardingPolicy) -> nn.Module:
-    return zero3.shard(model, process_group=group, policy=policy)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -51,7 +47,7 @@ def by_hand(model: Any, turn: Turn) -> list[Tensor]:
 @WORLDS
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_fetch_and_release_change_no_number(world_size: int, policy: ShardingPolicy) -> None:
-    check_parity(stack, by_hand, world_size=world_size, shard=shard, policy=policy, steps=4)
+    check_parity(stack, by_hand, world_size=world_size, shard=by_shard, policy=policy, steps=4)
 
 
 def gathers(group: ThreadCommunicator) -> list[Collective]:
@@ -163,7 +159,7 @@ def all_kept(model: Any, turn: Turn) -> list[Tensor]:
 @WORLDS
 @pytest.mark.parametrize("policy", [*POLICIES, ShardingPolicy(stage=1)], ids=str)
 def test_reduce_gradients_without_another_backward(world_size: int, policy: ShardingPolicy) -> None:
-    check_parity(stack, all_kept, world_size=world_size, shard=shard, policy=policy, steps=3)
+    check_parity(stack, all_kept, world_size=world_size, shard=by_shard, policy=policy, steps=3)
 
 
 def test_reduce_gradients_after_zero_grad_reduces_nothing() -> None:

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import zero3
 from tests.support import processes
+from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import TOLERANCE, Turn, assert_at_rest, assert_close, check_parity, process_group
 from tests.support.stacks import WIDTH, WORDS, Block, Stack, built, words_of
@@ -62,7 +63,7 @@ def by_methods(model: Any, turn: Turn) -> Any:
     return [first, second, scaled, *features, loss]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 @pytest.mark.parametrize("reshard", [True, False])
 def test_register_forward_method_and_methods_of_submodules(world_size: int, reshard: bool) -> None:
     policy = zero3.ShardingPolicy(reshard_after_forward=reshard)
@@ -102,7 +103,7 @@ def contrast(model: Any, turn: Turn) -> list[Tensor]:
     return [images, texts, loss]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 def test_get_image_features_of_a_transformers_model_needs_no_register_forward_method(world_size: int) -> None:
     check_parity(clip, contrast, world_size=world_size, shard=lambda model, group, policy: zero3.shard(model, process_group=group))
 

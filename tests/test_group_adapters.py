@@ -14,29 +14,19 @@ from torch.utils.checkpoint import checkpoint
 
 import zero3
 from tests.support.adapters import WIDE, adapted, adapter_numel, took
+from tests.support.models import WORLDS
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
-from tests.support.reference import TOLERANCE, Turn, assert_at_rest, assert_close, check_parity, full_parameters, process_group
-from tests.support.stacks import WIDTH, Stack, loss_of, train
+from tests.support.reference import TOLERANCE, Turn, assert_at_rest, assert_close, by_shard, check_parity, full_parameters, process_group
+from tests.support.stacks import WIDTH, Stack, loss_of, train, train_and_look
 from zero3 import ShardingPolicy
 from zero3.access import states_of
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 EVEN = adapter_numel() + adapter_numel() % 2  # the full buffer of all adapters on two ranks
-
-
-def shard(model: nn.Module, group: Any, policy: ShardingPolicy) -> nn.Module:
-    return zero3.shard(model, policy=policy, process_group=group)
 
 
 def sharded(group: ThreadCommunicator, model: Stack | None = None, **policy: Any) -> Stack:
     return zero3.shard(adapted() if model is None else model, policy=ShardingPolicy(**policy), process_group=process_group(group))
-
-
-def train_and_look(model: nn.Module, turn: Turn) -> Tensor:
-    loss = train(model, turn)
-    assert not any(p.grad.is_sparse for p in model.parameters() if p.grad is not None)  # as every optimizer asks: stage 1 reduces then
-    return loss
 
 
 @WORLDS
@@ -52,7 +42,7 @@ def train_and_look(model: nn.Module, turn: Turn) -> Tensor:
 def test_group_adapters_trains_as_plain_torch(world_size: int, policy: dict[str, Any]) -> None:
     for tied in (False, True):
         build = lambda tied=tied: adapted(tied=tied)  # noqa: E731
-        check_parity(build, train_and_look, world_size=world_size, steps=3, shard=shard, policy=ShardingPolicy(**policy))
+        check_parity(build, train_and_look, world_size=world_size, steps=3, shard=by_shard, policy=ShardingPolicy(**policy))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -74,7 +64,7 @@ def test_group_adapters_under_checkpointing_and_over_micro_batches(reentrant: bo
         model.through_blocks = through
         return torch.stack(losses)
 
-    check_parity(adapted, recomputed, steps=3, shard=shard)
+    check_parity(adapted, recomputed, steps=3, shard=by_shard)
 
 
 def test_group_adapters_gathers_them_once_and_reduces_them_once_a_step() -> None:

@@ -12,14 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 import zero3
 from tests.support import processes
+from tests.support.models import WORLDS
 from tests.support.ranks import Collective, ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, assert_at_rest, assert_close, check_parity, process_group
-from tests.support.stacks import WIDTH, Block, Stack, built, loss_of, stack, train
+from tests.support.stacks import WIDTH, Block, Stack, built, loss_of, stack, train, train_and_look
 from zero3 import ShardingPolicy
 from zero3.core.layer_state import LayerState, Presence
 from zero3.layer import states_in
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 POLICIES = [
     ShardingPolicy(),
     ShardingPolicy(prefetch_depth=0),
@@ -39,12 +39,6 @@ def layers_of(model: Any) -> list[Any]:
 
 def shard(model: Any, group: Any, policy: ShardingPolicy) -> Any:
     return zero3.shard(model, layers_of(model), process_group=group, policy=policy)
-
-
-def train_and_look(model: nn.Module, turn: Turn) -> Tensor:
-    loss = train(model, turn)
-    assert not any(p.grad.is_sparse for p in model.parameters() if p.grad is not None)  # as every optimizer asks: stage 1 reduces then
-    return loss
 
 
 @WORLDS

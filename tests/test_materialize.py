@@ -14,12 +14,12 @@ from tests.support import processes
 from tests.support.adapters import adapted
 from tests.support.architectures import ARCHITECTURES
 from tests.support.live import LiveBytes, LonelyCommunicator
+from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, assert_close, process_group
 from tests.support.stacks import WIDTH, Block, Stack, loss_of, stack, train
 from zero3.access import states_of
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 Init = Callable[[nn.Module], Any] | None
 
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.support.reference import Turn, check_parity
+from tests.support.models import WORLDS
+from tests.support.reference import Turn, by_shard, check_parity
 from tests.support.stacks import WIDTH, Block, Stack, built, stack, train, words_of
-
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 
 
 class Asking(Stack):
@@ -34,13 +33,9 @@ def called_by_class(block: nn.Module, x: Tensor) -> Tensor:
     return x - block(x) if block.__class__ is nn.Sequential else x.exp()
 
 
-def shard(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.Module:
-    return zero3.shard(model, process_group=group, policy=policy)
-
-
 @WORLDS
 def test_isinstance_in_a_models_forward_is_as_without_sharding(world_size: int) -> None:
-    check_parity(lambda: built(Asking), train, world_size=world_size, shard=shard)
+    check_parity(lambda: built(Asking), train, world_size=world_size, shard=by_shard)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks, whoever's tensor it is

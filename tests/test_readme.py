@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import zero3
+from tests.support.programs import ROOT, printed_by_two
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BY_HAND, ANY_MODEL = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
 
 
 def torchrun(directory: Path, code: str, *arguments: str) -> None:
     (directory / "script.py").write_text(code)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py", *arguments]
-    run = subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True, timeout=280, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
+    printed_by_two(directory / "script.py", *arguments, directory=directory)
 
 
 def test_the_readmes_example_of_layers_runs(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import zero3
 from tests.support.architectures import ARCHITECTURES
 from tests.support.processes import Rank, try_on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
-from tests.support.reference import Turn, assert_at_rest, assert_close, full_gradients
+from tests.support.reference import Turn, assert_at_rest, assert_close, full_gradients, on_two
 from tests.support.stacks import Block, Stack, built, loss_of, stack, train, words_of
 from zero3 import ShardingPolicy
 from zero3.access import states_of
@@ -72,11 +72,6 @@ class Bare(Stack):
 
 
 MODELS = {"stack": lambda: stack(), "bare root": lambda: built(Bare), "tied": lambda: stack(tied=True)}
-
-
-def on_two(build: Any, body: Any) -> list[Any]:
-    models = [build() for _ in range(2)]
-    return run_ranks(2, lambda group: body(zero3.shard(models[group.rank], process_group=group), group))
 
 
 @pytest.mark.parametrize("name", MODELS)

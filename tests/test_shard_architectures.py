@@ -16,16 +16,12 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.fsdp2 import whole
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
-from tests.support.reference import Turn, assert_close, check_parity, spoil
+from tests.support.reference import Turn, assert_close, by_shard, check_parity, spoil
 from zero3.layer import layers_of
 
 architectures = pytest.mark.parametrize("name", ARCHITECTURES)
 CHECKPOINTING = {"": None, "checkpointed": {"use_reentrant": False}, "checkpointed, reentrant": {"use_reentrant": True}}
 CHECKPOINTED = [(kind, size) for kind in CHECKPOINTING for size in (1, 2, 3) if "reentrant" not in kind or size == 2]
-
-
-def in_place(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.Module:
-    return zero3.shard(model, process_group=group, policy=policy)
 
 
 @pytest.mark.slow
@@ -41,7 +37,7 @@ def test_training_equals_the_unsharded_model(name: str, world_size: int, checkpo
         return model
 
     tolerance = architecture.tolerance if world_size > 1 else 0.0  # one rank: the same bits
-    check_parity(build, architecture.loss, world_size=world_size, shard=in_place, tolerance=tolerance)
+    check_parity(build, architecture.loss, world_size=world_size, shard=by_shard, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("name", ["Llama", "T5"])

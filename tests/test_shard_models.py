@@ -16,16 +16,12 @@ import zero3
 from tests.core import test_paths as paths
 from tests.support.architectures import ARCHITECTURES, words
 from tests.support.ranks import ThreadCommunicator, run_ranks
-from tests.support.reference import Build, Program, Turn, assert_at_rest, check_parity, detached
+from tests.support.reference import Build, Program, Turn, assert_at_rest, by_shard, check_parity, detached
 from tests.support.stacks import WIDTH, Block, Stack, built, loss_of, stack, train, words_of
 from zero3.access import states_of
 from zero3.layer import layers_of
 
 worlds = pytest.mark.parametrize("world_size", [1, 3])  # two are seen in `test_layers_inside_of_layers`, and everywhere else
-
-
-def in_place(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.Module:
-    return zero3.shard(model, process_group=group, policy=policy)
 
 
 def inner_too(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.Module:
@@ -56,7 +52,7 @@ class Tower(Stack):
     ],
 )
 def test_forwards_and_backwards_may_come_in_any_order(world_size: int, program: Program) -> None:
-    check_parity(lambda: built(lambda: Tower(Block(7), Block(3))), program, world_size=world_size, shard=in_place)
+    check_parity(lambda: built(lambda: Tower(Block(7), Block(3))), program, world_size=world_size, shard=by_shard)
 
 
 # -- blocks that take and return anything
@@ -220,7 +216,7 @@ MODELS: dict[str, Build] = {
 @worlds
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_any_shape_train_as_before(world_size: int, name: str) -> None:
-    check_parity(lambda: built(MODELS[name]), train, world_size=world_size, shard=in_place)
+    check_parity(lambda: built(MODELS[name]), train, world_size=world_size, shard=by_shard)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -320,7 +316,7 @@ def eager(name: str) -> Build:
     ],
 )
 def test_parts_and_extras_of_transformers(world_size: int, build: Build, program: Program) -> None:
-    check_parity(build, program, world_size=world_size, shard=in_place)
+    check_parity(build, program, world_size=world_size, shard=by_shard)
 
 
 # -- failing in the middle
@@ -353,7 +349,7 @@ def test_an_exception_leaves_no_trace(mood: str, world_size: int) -> None:
             model.zero_grad()
         return train(model, turn)
 
-    check_parity(lambda: built(lambda: Stack(Block(), Moody(3), Block())), program, world_size=world_size, shard=in_place, steps=3)
+    check_parity(lambda: built(lambda: Stack(Block(), Moody(3), Block())), program, world_size=world_size, shard=by_shard, steps=3)
 
 
 def test_no_grad_and_inference_mode_leave_nothing_fetched() -> None:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import zero3
 from tests.support.checkpoints import OPTIMIZERS, assert_same, odd, on_ranks, plain, train
+from tests.support.models import WORLDS
 from tests.support.processes import Rank
 from tests.support.processes import on_ranks as on_processes
 from tests.support.ranks import ThreadCommunicator
@@ -46,7 +47,7 @@ def shape_of(value: Any) -> Any:
     return {key: shape_of(held) for key, held in value.items()} if isinstance(value, dict) else type(value)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_full_optimizer_state_dict_is_what_torch_gives_for_the_unsharded_model(name: str, world_size: int) -> None:
     expected = reference(*trained(name))
@@ -62,7 +63,7 @@ def test_full_optimizer_state_dict_is_what_torch_gives_for_the_unsharded_model(n
     assert_same(found["param_groups"], expected["param_groups"])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_load_full_optimizer_state_dict_takes_a_run_from_plain_torch_to_zero3_and_back(name: str, world_size: int) -> None:
     first = trained(name)

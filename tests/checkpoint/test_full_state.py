@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support.checkpoints import assert_same, odd, on_ranks
+from tests.support.models import WORLDS
 from tests.support.processes import Rank
 from tests.support.processes import on_ranks as on_processes
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import process_group
-
-worlds = pytest.mark.parametrize("world_size", [1, 2, 3])
 
 
 class Counting(nn.Linear):
@@ -62,7 +61,7 @@ def counts(model: nn.Module) -> list[Any]:
     return [module.kept["count"] for module in model.modules() if isinstance(module, Counting | Nested)]
 
 
-@worlds
+@WORLDS
 def test_full_state_dict_has_extra_state_where_torch_has_it(world_size: int) -> None:
     """Rank 0's, on every rank that keeps the dict."""
     expected = counting(0).state_dict()
@@ -76,7 +75,7 @@ def test_full_state_dict_has_extra_state_where_torch_has_it(world_size: int) -> 
         assert_same(first, dict(expected) if rank == 0 else {})
 
 
-@worlds
+@WORLDS
 def test_load_full_state_dict_sets_extra_state_on_every_rank(world_size: int) -> None:
     given = counting(7).state_dict()
 
@@ -106,7 +105,7 @@ def test_extra_state_is_missing_or_unknown_as_in_torch() -> None:
     on_counting(2, body)
 
 
-@worlds
+@WORLDS
 def test_extra_state_that_could_only_be_pickled(world_size: int) -> None:
     """Rank 0 gives it away as torch does; it neither travels nor is loaded."""
 

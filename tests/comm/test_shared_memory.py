@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero3
+from tests.comm.test_collectives import communicator
 from tests.support.processes import PROMPT, Outcome, Rank, on_ranks, try_on_ranks
 from zero3 import Zero3Layer, Zero3Sequential
 from zero3.comm.factory import communicator_for
@@ -32,12 +33,6 @@ from zero3.zero1.buckets import LARGE_BYTES
 CPU = torch.device("cpu")
 served = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "pidfd_open"), reason="Linux on x86-64")
 pytestmark = served
-
-
-def communicator() -> GlooCommunicator:
-    found = communicator_for(None, CPU)
-    assert isinstance(found, GlooCommunicator)
-    return found
 
 
 def gather(rank: Rank, length: int = 1000) -> Tensor:

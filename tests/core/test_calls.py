@@ -11,18 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.support.models import WIDTH, WORLDS, calls, linear, mlp, rows, seeded
+from tests.support.models import WIDTH, WORLDS, calls, linear, mean_square, mlp, rows, seeded
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, as_one_layer, check_parity, in_place, in_sequence, nested, process_group, sgd
 
 X = rows(3)
-
-
-def mean_square(model: Callable[..., Any], turn: Turn) -> Any:
-    x = turn.tensor(3, WIDTH, requires_grad=True)
-    loss = model(x * 1).pow(2).mean()
-    loss.backward()
-    return loss, x.grad
 
 
 # -- in and out
@@ -276,14 +269,15 @@ def test_a_model_in_a_larger_graph_with_autograd_grad_and_retain_graph(world_siz
     check_parity(mlp, program, world_size=world_size)
 
 
+class Game(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.critic = mlp(2), mlp(2)
+
+
 @WORLDS
 def test_two_models_may_feed_each_other(world_size: int) -> None:
     """A generator and a critic: the critic's gradients from the generator's step are thrown away."""
-
-    class Game(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.maker, self.critic = mlp(2), mlp(2)
 
     def shard(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.Module:
         model.maker, model.critic = in_sequence(model.maker, group, policy), in_sequence(model.critic, group, policy)
@@ -307,11 +301,6 @@ def test_two_models_may_feed_each_other(world_size: int) -> None:
 @WORLDS
 def test_a_critic_may_judge_what_is_real_before_what_was_made(world_size: int) -> None:
     """Two layers, each a model of its own: the second has a forward under way when it finds the first in a graph."""
-
-    class Game(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.maker, self.critic = mlp(2), mlp(2)
 
     def shard(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.Module:
         model.maker, model.critic = as_one_layer(model.maker, group, policy), as_one_layer(model.critic, group, policy)

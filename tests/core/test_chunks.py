@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import zero3
-from tests.core.test_parameters import mean_square, tied_inside
-from tests.support.models import WIDTH, WORLDS, calls, linear, mlp, rows, seeded
+from tests.core.test_parameters import tied_inside
+from tests.support.models import WIDTH, WORLDS, calls, linear, mean_square, mlp, rows, seeded
 from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import (
     Turn,

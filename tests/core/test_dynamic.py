@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero3
 from tests.support.ranks import ThreadCommunicator
-from tests.support.reference import TOLERANCE, Turn, assert_at_rest, check_parity, in_sequence, on_ranks
+from tests.support.reference import TOLERANCE, Turn, assert_at_rest, by_shard, check_parity, in_sequence, on_ranks
 from tests.support.stacks import WIDTH, built
 from zero3 import ShardingPolicy
 from zero3.core.dynamic import Event, StaticOrder
@@ -44,10 +44,6 @@ class Skipping(nn.Module):
             block = self.blocks[number]
             x = x + (checkpoint(block, x, use_reentrant=False) if self.recompute else block(x))
         return x
-
-
-def sharded(model: nn.Module, group: Any, policy: ShardingPolicy) -> nn.Module:
-    return zero3.shard(model, policy=policy, process_group=group)
 
 
 def drawn(turn: Turn) -> list[int]:
@@ -78,7 +74,7 @@ CHOICES: dict[str, Choose] = {
 @pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES)
 def test_layers_left_out_by_some_ranks(choose: Choose, world_size: int) -> None:
     check_parity(
-        lambda: built(Skipping), program_of(choose), world_size=world_size, steps=5, shard=sharded, policy=DYNAMIC, tolerance=1e-11
+        lambda: built(Skipping), program_of(choose), world_size=world_size, steps=5, shard=by_shard, policy=DYNAMIC, tolerance=1e-11
     )
 
 
@@ -93,12 +89,12 @@ def test_layers_left_out_by_some_ranks(choose: Choose, world_size: int) -> None:
     ids=["depth 0", "depth 3", "kept", "stage 2"],
 )
 def test_under_other_policies(policy: ShardingPolicy) -> None:
-    check_parity(lambda: built(Skipping), program_of(drawn), steps=4, shard=sharded, policy=policy, tolerance=1e-11)
+    check_parity(lambda: built(Skipping), program_of(drawn), steps=4, shard=by_shard, policy=policy, tolerance=1e-11)
 
 
 def test_with_checkpointing() -> None:
     check_parity(
-        lambda: built(lambda: Skipping(recompute=True)), program_of(drawn), steps=4, shard=sharded, policy=DYNAMIC, tolerance=1e-11
+        lambda: built(lambda: Skipping(recompute=True)), program_of(drawn), steps=4, shard=by_shard, policy=DYNAMIC, tolerance=1e-11
     )
 
 
@@ -159,7 +155,7 @@ def test_another_order_is_an_error_on_every_rank(chosen: list[int], guilty: int)
         assert_at_rest(model)
         return str(caught.value)
 
-    texts = on_ranks(2, lambda: built(Skipping), body, lambda model, group, policy: sharded(model, group, DYNAMIC))
+    texts = on_ranks(2, lambda: built(Skipping), body, lambda model, group, policy: by_shard(model, group, DYNAMIC))
     assert all(f"'blocks.{chosen[1]}'" in text and "each at most once" in text for text in texts)
     assert f"rank {guilty}" in texts[1 - guilty]
 
@@ -180,7 +176,7 @@ def test_an_exception_in_one_ranks_forward_reaches_all() -> None:
         model(x, [group.rank, 3]).sum().backward()
         assert_at_rest(model)
 
-    on_ranks(2, lambda: built(Skipping), body, lambda model, group, policy: sharded(model, group, DYNAMIC))
+    on_ranks(2, lambda: built(Skipping), body, lambda model, group, policy: by_shard(model, group, DYNAMIC))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -206,7 +202,7 @@ def test_a_forward_that_failed_leaves_its_tensors_to_nobody(world_size: int) -> 
     gc.collect()
     gc.disable()
     try:
-        assert all(on_ranks(world_size, lambda: built(Skipping), body, lambda model, group, policy: sharded(model, group, DYNAMIC)))
+        assert all(on_ranks(world_size, lambda: built(Skipping), body, lambda model, group, policy: by_shard(model, group, DYNAMIC)))
     finally:
         gc.enable()
 
@@ -232,7 +228,7 @@ def test_evaluation_may_leave_layers_out_too() -> None:
         with torch.no_grad():
             return model(torch.ones(2, WIDTH, dtype=torch.float64), list(range(group.rank)))
 
-    found = on_ranks(3, lambda: built(Skipping), body, lambda model, group, policy: sharded(model, group, DYNAMIC))
+    found = on_ranks(3, lambda: built(Skipping), body, lambda model, group, policy: by_shard(model, group, DYNAMIC))
     plain = built(Skipping)
     for rank, output in enumerate(found):
         assert torch.allclose(output, plain(torch.ones(2, WIDTH, dtype=torch.float64), list(range(rank))), rtol=0, atol=TOLERANCE)
@@ -260,7 +256,7 @@ def test_reentrant_checkpoints_are_refused() -> None:
         with pytest.raises(RuntimeError, match="use_reentrant=False"):
             loss.backward()
 
-    on_ranks(1, lambda: built(Skipping), body, lambda model, group, policy: sharded(model, group, DYNAMIC))
+    on_ranks(1, lambda: built(Skipping), body, lambda model, group, policy: by_shard(model, group, DYNAMIC))
 
 
 # -- the program alone

@@ -11,18 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3
-from tests.support.models import WIDTH, WORLDS, Calls, calls, linear, mlp, seeded
+from tests.support.models import WIDTH, WORLDS, Calls, calls, linear, mean_square, mlp, seeded
 from tests.support.ranks import RanksDisagree, ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, as_one_layer, check_parity, in_place, in_sequence, nested, process_group
 
 KINDS = pytest.mark.parametrize("use_reentrant", [False, True])
-
-
-def mean_square(model: nn.Module, turn: Turn) -> Any:
-    x = turn.tensor(3, WIDTH, requires_grad=True)
-    loss = model(x * 1).pow(2).mean()
-    loss.backward()
-    return loss, x.grad
 
 
 class Wired(nn.Sequential):

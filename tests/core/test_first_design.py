@@ -140,7 +140,7 @@ def test_a_forward_without_backward_leaves_no_stale_weights(world_size: int) -> 
     on_ranks(world_size, mlp, body)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 @pytest.mark.parametrize("scaler", [torch.amp.GradScaler])
 def test_gradscaler_of_all_ranks_skips_what_one_finds_infinite(world_size: int, scaler: Any) -> None:
     """With torch's own loss scaler. The infinity lies in one rank's slice of the gradient."""

@@ -12,11 +12,11 @@ from torch.func import functional_call
 
 import zero3
 from tests.support import processes
+from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import process_group
 from zero3 import ShardingPolicy
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 WIDTH = 6
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support import processes
+from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import TOLERANCE, Turn, assert_close, process_group, spoil
 from tests.support.stacks import Stack, loss_of, stack, train
 from zero3 import ParamInfo, ShardingPolicy
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 LEFT = ["blocks.1.up.weight", "norm.weight", "norm.bias"]
 
 

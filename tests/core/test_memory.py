@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from tests.support.footprint import BYTES, GIVEN, LAYERS, WIDTHS, Block, Formula, GlooFormula, Point, make, wrap
 from tests.support.live import LiveBytes
+from tests.support.models import WORLDS
 from tests.support.processes import Rank, on_ranks
 from zero3 import Zero3Layer, clip_grad_norm_, full_state_dict, load_full_state_dict, reset
 from zero3.comm.shared_memory.neighbours import SWITCH
 from zero3.core.layer_state import Presence
 
-worlds = pytest.mark.parametrize("world_size", [1, 2, 3])
 ranks = pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 2)])
 depths = pytest.mark.parametrize("depth", [0, 1, 2])
 
@@ -61,7 +61,7 @@ def check_steps(formula: Formula, world_size: int | None, slack: int = 0) -> Non
     check("after all", 0)
 
 
-@worlds
+@WORLDS
 @depths
 @pytest.mark.parametrize("kept", [False, True])
 def test_every_point_of_a_step(world_size: int, depth: int, kept: bool) -> None:
@@ -80,7 +80,7 @@ def test_every_point_of_a_step_on_gloo(world_size: int, depth: int, near: bool) 
     on_ranks(world_size, on_gloo, depth, near)
 
 
-@worlds
+@WORLDS
 @depths
 @pytest.mark.parametrize("accumulating", [False, True])
 def test_the_peak_of_a_step(world_size: int, depth: int, accumulating: bool) -> None:
@@ -142,7 +142,7 @@ def test_never_more_full_layers_than_one_and_prefetch_depth(depth: int, reentran
     assert most == depth + 1
 
 
-@worlds
+@WORLDS
 @depths
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_in_each_layer_does_not_raise_the_peak(world_size: int, depth: int, reentrant: bool) -> None:
@@ -199,7 +199,7 @@ def test_an_outer_layer_is_full_from_its_forward_to_the_end_of_backward() -> Non
         assert live.now == held + landed
 
 
-@worlds
+@WORLDS
 @pytest.mark.parametrize("failing", ["forward of 2", "backward of 1"])
 def test_reset_after_an_exception_leaves_only_chunks(world_size: int, failing: str) -> None:
     def fail(name: str) -> None:

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import zero3
+from tests.core.test_meshes import chunks_of
 from tests.support.fsdp2 import whole
 from tests.support.processes import Rank, on_ranks
 from tests.support.training import SGD, Run, difference, difference_by_tensor, loss_of, odd_model, sentences, train_plain
-from zero3.access import states_of
 from zero3.checkpoint.safetensors_files import SafetensorsFiles
 
 pytestmark = pytest.mark.slow
@@ -35,10 +35,6 @@ def sharded(rank: Rank, mesh: Any, dtype: torch.dtype = torch.float64, gain: tup
     chosen = zero3.ShardingPolicy(**policy)
     modules = odd_model(dtype, seed=rank.number, gain=gain)  # rank 0's values win
     return zero3.Zero3Sequential([zero3.Zero3Layer(module, policy=chosen, process_group=mesh) for module in modules])
-
-
-def chunks_of(model: nn.Module) -> list[Tensor]:
-    return [chunk.shard.detach().clone() for state in states_of(model) for chunk in state.chunks]
 
 
 def train(rank: Rank, model: nn.Module, accumulate: int = 1) -> tuple[Run, list[list[Tensor]]]:

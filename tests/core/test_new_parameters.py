@@ -13,8 +13,8 @@ from torch.nn.utils import parametrize
 
 import zero3
 from tests.support.ranks import run_ranks
-from tests.support.reference import Turn, check_parity
-from tests.support.stacks import WIDTH, Block, Stack, built, stack, train
+from tests.support.reference import Turn, by_shard, check_parity
+from tests.support.stacks import WIDTH, Block, Stack, built, stack, train, train_and_look
 from zero3.core.parameters import released_in
 
 REFUSED: dict[str, Callable[[Stack], Any]] = {
@@ -99,15 +99,7 @@ def adapted() -> Stack:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("stage", [3, 2, 1])
 def test_a_parametrization_registered_in_each_forward_is_no_write(world_size: int, stage: int) -> None:
-    def in_place(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.Module:
-        return zero3.shard(model, process_group=group, policy=policy)
-
-    def train_and_look(model: nn.Module, turn: Turn) -> Tensor:
-        loss = train(model, turn)
-        assert not any(p.grad.is_sparse for p in model.parameters() if p.grad is not None)  # as every optimizer asks: then they are reduced
-        return loss
-
-    check_parity(adapted, train_and_look, world_size=world_size, shard=in_place, policy=zero3.ShardingPolicy(stage=stage))
+    check_parity(adapted, train_and_look, world_size=world_size, shard=by_shard, policy=zero3.ShardingPolicy(stage=stage))
 
 
 def test_a_write_beside_a_parametrization_is_one_still() -> None:

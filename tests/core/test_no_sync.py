@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zero3
 from tests.support.footprint import BYTES, LAYERS, WIDTHS, Formula, make
 from tests.support.live import LiveBytes
-from tests.support.models import mlp
+from tests.support.models import WORLDS, mlp
 from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import TOLERANCE, Turn, assert_close, full_gradients, in_place, in_sequence, nested, on_ranks
 from zero3 import Zero3Layer
@@ -51,7 +51,7 @@ def reductions(group: ThreadCommunicator) -> int:
 
 
 @pytest.mark.parametrize("shard", [in_sequence, in_place, nested])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 def test_the_same_gradients_for_one_reduction_a_layer(world_size: int, shard: Any) -> None:
     def body(model: Any, group: ThreadCommunicator) -> None:
         turn = Turn(group.rank, 0, world_size)
@@ -259,7 +259,7 @@ def test_ranks_of_which_one_alone_has_frozen_a_layer_are_told_so() -> None:
     on_ranks(2, mlp, body)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 def test_what_it_costs(world_size: int) -> None:
     """docs/memory.md: every layer's full gradient from its backward on, in place of its chunk's."""
     formula = Formula(world_size, 1)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import zero3
-from tests.support.models import WIDTH, WORLDS, Weights, calls, linear, rows, seeded
+from tests.support.models import WIDTH, WORLDS, Weights, calls, linear, mean_square, rows, seeded
 from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import (
     Turn,
@@ -25,13 +25,6 @@ from tests.support.reference import (
 from zero3.core import parameters
 
 X = rows(3)
-
-
-def mean_square(model: nn.Module, turn: Turn) -> Any:
-    x = turn.tensor(3, WIDTH, requires_grad=True)
-    loss = model(x * 1).pow(2).mean()
-    loss.backward()
-    return loss, x.grad
 
 
 def tied_inside() -> nn.Module:

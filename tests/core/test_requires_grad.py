@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import zero3
-from tests.support.ranks import ThreadCommunicator, run_ranks
-from tests.support.reference import Turn, assert_at_rest
+from tests.support.ranks import ThreadCommunicator
+from tests.support.reference import Turn, assert_at_rest, on_two
 from tests.support.stacks import Stack, loss_of, stack, train, words_of
 
 CHANGES: dict[str, tuple[Callable[[Stack], Any], Callable[[Stack], Any], str]] = {
@@ -37,11 +37,6 @@ def frozen_and_trained() -> Stack:
     model = stack()
     model.blocks[0].requires_grad_(False)
     return model
-
-
-def on_two(build: Callable[[], nn.Module], body: Callable[[Any, ThreadCommunicator], Any]) -> list[Any]:
-    models = [build() for _ in range(2)]
-    return run_ranks(2, lambda group: body(zero3.shard(models[group.rank], process_group=group), group))
 
 
 @pytest.mark.parametrize("name", CHANGES)

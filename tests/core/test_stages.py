@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zero3
 from tests.support.footprint import BYTES, LAYERS, WIDTHS, Formula, make
 from tests.support.live import LiveBytes
-from tests.support.models import mlp
+from tests.support.models import WORLDS, mlp
 from tests.support.ordering import EchoCommunicator, FakeDevice
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import (
@@ -51,7 +51,7 @@ def program_with_a_look(model: nn.Module, turn: Turn) -> Tensor:
 
 
 @stages
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 @pytest.mark.parametrize("shard", [in_sequence, in_place, nested])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_trains_as_plain_torch(stage: Any, world_size: int, shard: Any, optimizer: Any) -> None:

@@ -14,13 +14,13 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 
 import zero3
 from tests.support import processes
+from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, assert_at_rest, assert_close, process_group
 from tests.support.stacks import WIDTH, Block, built
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's jvp uses it
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 ONE_AT_A_TIME = threading.Lock()  # torch has one level of forward-mode differentiation for all threads
 
 

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from tests.support.programs import ROOT, printed_by, printed_by_two
+
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "ema.py"
 STEPS, LR, DECAY = 60, 0.5, 0.9
-
-
-def run(*command: object) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    finished = subprocess.run([str(part) for part in command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return finished.stdout
 
 
 def expected_losses() -> list[float]:
@@ -50,12 +41,11 @@ def expected_losses() -> list[float]:
 
 def test_averaged_chunks_are_the_averaged_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    printed = run(*launcher, EXAMPLE, "--steps", STEPS, "--lr", LR, "--decay", DECAY)
+    printed = printed_by_two(EXAMPLE, "--steps", STEPS, "--lr", LR, "--decay", DECAY)
     last, averaged, again = (float(loss) for loss in re.findall(r": (\d+\.\d+)", printed))
     assert again == last != averaged
     assert [last, averaged] == pytest.approx(expected_losses(), abs=2e-4)
 
 
 def test_it_says_what_it_takes() -> None:
-    assert "--decay" in run(sys.executable, EXAMPLE, "--help")
+    assert "--decay" in printed_by(sys.executable, EXAMPLE, "--help")

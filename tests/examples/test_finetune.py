@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
 import runpy
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -21,10 +19,10 @@ from torch.nn import functional
 
 import zero3
 from tests.support.processes import Rank, on_ranks
+from tests.support.programs import ROOT, printed_by_two
 
 pytest.importorskip("transformers", reason="the example's packages are not installed: pip install 'zero3[examples]'")
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "finetune.py"
 
 STEPS, LENGTH, BATCH = 40, 64, 8
@@ -48,19 +46,8 @@ class Outcome:
         return load_file(self.directory / "model.safetensors")
 
 
-def launch_two(script: Path, *arguments: object) -> str:
-    """What two processes print."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    finished = subprocess.run(
-        [str(part) for part in command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return finished.stdout
-
-
 def run_two_processes(output: Path, *options: object) -> Outcome:
-    return Outcome(output, launch_two(EXAMPLE, "--output", output, *SIZES, *options))
+    return Outcome(output, printed_by_two(EXAMPLE, "--output", output, *SIZES, *options))
 
 
 def run_all(rank: Rank, runs: list[list[str]]) -> None:

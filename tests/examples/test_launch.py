@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.fabric.network import INTERFACE, NoNetwork, cable
-from tests.examples.test_finetune import ROOT
+from tests.support.programs import ROOT
 
 pytest.importorskip("trl", reason="the example's packages are not installed: pip install 'zero3[trl,examples]'")
 yaml = pytest.importorskip("yaml")

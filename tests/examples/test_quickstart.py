@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-ROOT = Path(__file__).parents[2]
+from tests.support.programs import ROOT, printed_by_two
+
 EXAMPLE = ROOT / "examples" / "quickstart.py"
 STEPS = 25
 
@@ -38,14 +36,10 @@ def plainly_trained(names: dict[str, Any]) -> nn.Module:
 
 
 def test_quickstart_under_torchrun_trains_as_plain_torch_does(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
-    command += ["--steps", str(STEPS), "--output", str(tmp_path)]
-    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
+    printed = printed_by_two(EXAMPLE, "--steps", STEPS, "--output", tmp_path)
 
     names = runpy.run_path(str(EXAMPLE))
-    trained, loaded = (float(loss) for loss in re.findall(r"held-out loss (\S+); .*: (\S+)", run.stdout)[0])
+    trained, loaded = (float(loss) for loss in re.findall(r"held-out loss (\S+); .*: (\S+)", printed)[0])
     assert trained == loaded == pytest.approx(held_out_loss(names, plainly_trained(names)), abs=2e-4)
     plain = names["Transformer"]()
     plain.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.examples.test_finetune import ROOT, launch_two
+from tests.support.programs import ROOT, printed_by, printed_by_two
 
 trl = pytest.importorskip("trl", reason="the example's packages are not installed: pip install 'zero3[trl,examples]'")
 datasets = pytest.importorskip("datasets")
@@ -38,7 +36,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     killed = directory / "checkpoints" / "checkpoint-2"
     killed.mkdir(parents=True)
     (killed / "model.safetensors").write_bytes(bytes(100))
-    return directory, launch_two(EXAMPLE, *FEW, "--output", directory, "--resume")
+    return directory, printed_by_two(EXAMPLE, *FEW, "--output", directory, "--resume")
 
 
 @pytest.mark.slow
@@ -58,13 +56,8 @@ def test_sft_goes_on_with_another_number_of_processes(small: tuple[Path, str]) -
     """And to a later end, with its state in files."""
     directory, _ = small
     longer = ["--device", "cpu", "--steps", 6, "--every", 2, "--samples", 1, "--batch-size", 4, "--patience", 3, "--offload", directory]
-    command = [sys.executable, EXAMPLE, *longer, "--output", directory, "--resume"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(
-        [str(part) for part in command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert re.search(r"held-out loss: [\d.]+ after 6 steps", run.stdout), run.stdout
+    printed = printed_by(sys.executable, EXAMPLE, *longer, "--output", directory, "--resume")
+    assert re.search(r"held-out loss: [\d.]+ after 6 steps", printed), printed
 
 
 @pytest.mark.slow
@@ -77,7 +70,7 @@ def test_sft_trains_adapters_of_a_model_on_chats_of_ones_own(small: tuple[Path, 
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     lora = ["--model", base, "--data", tmp_path / "chats.jsonl", "--lora", 4, "--lora-dropout", 0.1, "--lr", 1e-2, "--merge"]
     packed = ["--packing", "--max-length", 64, "--checkpointing", "--quantize", "nf4"]
-    printed = launch_two(EXAMPLE, *FEW, *lora, *packed, "--output", tmp_path / "tuned")
+    printed = printed_by_two(EXAMPLE, *FEW, *lora, *packed, "--output", tmp_path / "tuned")
     before, after = held_out(printed)
     assert after < before
     assert (tmp_path / "tuned" / "adapter_model.safetensors").is_file() and not (tmp_path / "tuned" / "model.safetensors").exists()

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support.architectures import ARCHITECTURES, WORDS
+from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn
 from zero3.checkpoint import safetensors_files
 
 SINGLE = "model.safetensors"
 TURN = Turn(0, 0, 1)
-three_ways = pytest.mark.parametrize("world_size", [1, 2, 3])
 
 
 def saved(name: str, directory: Path, shard_size: str = "5GB", dtype: torch.dtype | None = None) -> Any:
@@ -57,7 +57,7 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 @pytest.mark.parametrize("shard_size", ["5GB", "6KB"], ids=["one file", "many"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@three_ways
+@WORLDS
 def test_a_model_on_meta_becomes_the_one_that_was_saved(name: str, world_size: int, shard_size: str, tmp_path: Path) -> None:
     """Values, ties, buffers and outputs are those of from_pretrained. Before, a forward says what lacks."""
     expected = saved(name, tmp_path, shard_size)
@@ -106,7 +106,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("shard_size", ["5GB", "6KB"], ids=["one file", "many"])
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "Mixtral", "Whisper"])
-@three_ways
+@WORLDS
 def test_every_byte_is_read_once_by_all_ranks_together(
     name: str, world_size: int, shard_size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +137,7 @@ def sequential(group: Any, *, meta: bool) -> zero3.Zero3Sequential:
     return zero3.Zero3Sequential([zero3.Zero3Layer(module, process_group=group) for module in modules])
 
 
-@three_ways
+@WORLDS
 def test_a_zero3sequential_on_meta(world_size: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(layers()[0], nn.Sequential(layers()[1], First()), layers()[2])
@@ -157,7 +157,7 @@ def test_a_zero3sequential_on_meta(world_size: int, tmp_path: Path) -> None:
         torch.testing.assert_close(output, plain(x))
 
 
-@three_ways
+@WORLDS
 def test_load_full_state_dict_with_rank_0_of_values_and_the_others_on_meta(world_size: int) -> None:
     """No file: construction scatters rank 0's. What is on meta there waits, alone in its chunk."""
     model = ARCHITECTURES["Llama"].build()
@@ -288,7 +288,7 @@ def test_old_buffers_in_a_checkpoint_are_left_alone(tmp_path: Path) -> None:
         assert_same_bits(state, expected.state_dict())
 
 
-@three_ways
+@WORLDS
 def test_a_buffer_that_the_model_computes_for_its_layers(world_size: int, tmp_path: Path) -> None:
     """Falcon-H1 registers `mup_vector` in modules that can't compute it."""
     import transformers
@@ -316,7 +316,7 @@ def test_a_buffer_that_the_model_computes_for_its_layers(world_size: int, tmp_pa
         torch.testing.assert_close(found, logits)
 
 
-@three_ways
+@WORLDS
 def test_padding_is_zero_before_loading_and_after(world_size: int, tmp_path: Path) -> None:
     plain = nn.Linear(3, 2).double()
     save_file(plain.state_dict(), tmp_path / SINGLE)

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support.architectures import ARCHITECTURES
+from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
-from tests.support.reference import Turn, assert_at_rest, assert_close, check_parity
+from tests.support.reference import Turn, assert_at_rest, assert_close, by_shard, check_parity
 from zero3.layer import layers_of
 
 peft = pytest.importorskip("peft")
 
 TARGETS = {"Llama": ["q_proj", "v_proj", "down_proj"], "GPT-NeoX": ["query_key_value", "dense_4h_to_h"]}
 names = pytest.mark.parametrize("name", TARGETS)
-worlds = pytest.mark.parametrize("world_size", [1, 2, 3])
 
 
 def lora(name: str, base: torch.dtype, **options: Any) -> Any:
@@ -34,10 +34,6 @@ def lora(name: str, base: torch.dtype, **options: Any) -> Any:
     return model
 
 
-def in_place(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.Module:
-    return zero3.shard(model, process_group=group, policy=policy)
-
-
 def train(name: str) -> Any:
     return lambda model, turn: ARCHITECTURES[name].loss(model, turn)
 
@@ -46,13 +42,13 @@ def fit(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([parameter for parameter in parameters if parameter.requires_grad], lr=0.1)
 
 
-@worlds
+@WORLDS
 @names
 @pytest.mark.parametrize(("base", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
 def test_lora_trains_as_unsharded(name: str, base: torch.dtype, tolerance: float, world_size: int) -> None:
     """One rank gives the same bits; several differ in the order of sums, which bf16 makes much of after a step."""
     tolerance = tolerance if world_size > 1 else 0.0
-    check_parity(lambda: lora(name, base), train(name), world_size=world_size, shard=in_place, optimizer=fit, tolerance=tolerance)
+    check_parity(lambda: lora(name, base), train(name), world_size=world_size, shard=by_shard, optimizer=fit, tolerance=tolerance)
 
 
 @names
@@ -64,13 +60,13 @@ def test_lora_with_gradient_checkpointing(name: str, use_reentrant: bool) -> Non
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
         return model
 
-    check_parity(build, train(name), shard=in_place, optimizer=fit, tolerance=1e-6)
+    check_parity(build, train(name), shard=by_shard, optimizer=fit, tolerance=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of peft, about saved modules
 @pytest.mark.parametrize("options", [{"modules_to_save": ["lm_head"]}, {"use_dora": True}, {"bias": "lora_only"}], ids=str)
 def test_other_kinds_of_adapters(options: dict[str, Any]) -> None:
-    check_parity(lambda: lora("Llama", torch.float32, **options), train("Llama"), shard=in_place, optimizer=fit, tolerance=1e-6)
+    check_parity(lambda: lora("Llama", torch.float32, **options), train("Llama"), shard=by_shard, optimizer=fit, tolerance=1e-6)
 
 
 @names

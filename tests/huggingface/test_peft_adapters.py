@@ -15,7 +15,7 @@ import zero3
 from tests.support.architectures import ARCHITECTURES
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
-from tests.support.reference import Turn, assert_at_rest, assert_close
+from tests.support.reference import Turn, assert_at_rest, assert_close, on_two
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
@@ -34,11 +34,6 @@ def lora(name: str = "Llama", targets: Any = ("q_proj", "v_proj"), adapters: tup
                 if f".{adapter}." in key:
                     parameter.requires_grad_(False)
     return model
-
-
-def on_two(build: Callable[[], Any], body: Callable[[Any, ThreadCommunicator], Any]) -> list[Any]:
-    models = [build() for _ in range(2)]
-    return run_ranks(2, lambda group: body(zero3.shard(models[group.rank], process_group=group), group))
 
 
 def loss(model: nn.Module, turn: Turn, name: str = "Llama") -> Tensor:

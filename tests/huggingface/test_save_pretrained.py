@@ -15,6 +15,7 @@ import zero3
 from tests.huggingface.test_load_pretrained import assert_same_bits, on_meta
 from tests.huggingface.test_peft import TARGETS, lora
 from tests.support.architectures import ARCHITECTURES
+from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, process_group
 from zero3.huggingface.index_maps import Whole
@@ -23,7 +24,6 @@ from zero3.huggingface.outputs import Output, bytes_in, shards_of
 peft = pytest.importorskip("peft")
 
 TURN = Turn(0, 0, 1)
-worlds = pytest.mark.parametrize("world_size", [1, 2, 3])
 
 
 def contents(directory: Path) -> dict[str, Tensor]:
@@ -44,7 +44,7 @@ def save(models: list[Any], directory: Path, **options: Any) -> None:
     run_ranks(len(models), body)
 
 
-@worlds
+@WORLDS
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_same_files_as_transformers_writes(name: str, world_size: int, tmp_path: Path) -> None:
     """Names, ties, experts, values; and what transformers and load_pretrained make of them."""
@@ -60,7 +60,7 @@ def test_the_same_files_as_transformers_writes(name: str, world_size: int, tmp_p
         assert torch.equal(found(**inputs).logits, plain(**inputs).logits)
 
 
-@worlds
+@WORLDS
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "Mixtral"])
 def test_max_shard_size_gives_several_files_and_load_pretrained_reads_them(name: str, world_size: int, tmp_path: Path) -> None:
     build = ARCHITECTURES[name].build
@@ -85,7 +85,7 @@ def test_max_shard_size_gives_several_files_and_load_pretrained_reads_them(name:
     assert_same_bits(run_ranks(world_size, body)[0], build().state_dict())
 
 
-@worlds
+@WORLDS
 @pytest.mark.parametrize("name", ["GPT-2", "Mixtral"])
 def test_save_pretrained_and_load_pretrained_of_one_layer_around_a_whole_model(name: str, world_size: int, tmp_path: Path) -> None:
     """Its names, its config, and what transformers renames are the model's, not the wrapper's."""
@@ -105,7 +105,7 @@ def test_save_pretrained_and_load_pretrained_of_one_layer_around_a_whole_model(n
     assert_same_bits(found, plain.state_dict())
 
 
-@worlds
+@WORLDS
 def test_converted_on_the_way(world_size: int, tmp_path: Path) -> None:
     build = ARCHITECTURES["Llama"].build
     save([build() for _ in range(world_size)], tmp_path, dtype=torch.bfloat16)
@@ -154,7 +154,7 @@ def test_any_module(tmp_path: Path) -> None:
     assert_same_bits(contents(tmp_path), dict(sorted(expected.items())))
 
 
-@worlds
+@WORLDS
 @pytest.mark.parametrize(
     "options", [{}, {"modules_to_save": ["lm_head"]}, {"use_dora": True}, {"bias": "lora_only"}], ids=["plain", "head", "dora", "bias"]
 )

@@ -10,12 +10,12 @@ import zero3
 from tests.optim.test_clip_grad_norm import WAYS, plain_with_gradients, with_gradients
 from tests.optim.test_param_groups import build
 from tests.support import processes
+from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, assert_close, process_group
 from tests.support.stacks import Stack, loss_of, stack, train
 from zero3 import ShardingPolicy
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 BY_WAY = pytest.mark.parametrize("way", WAYS)
 TOLERANCE = 1e-12
 

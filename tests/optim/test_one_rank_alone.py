@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.support.models import mlp
+from tests.support.models import WORLDS, mlp
 from tests.support.processes import PROMPT, Rank, try_on_ranks
 from tests.support.ranks import Collective, ThreadCommunicator, run_ranks
 from tests.support.reference import TOLERANCE, assert_close, full_gradients, on_ranks
@@ -56,7 +56,7 @@ def plain_gradients(ranks: int = 2) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", CLIP)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 def test_clip_grad_norm(name: str, world_size: int) -> None:
     wrong, kind, text = CLIP[name]
     expected = plain_gradients(world_size)
@@ -136,7 +136,7 @@ BACKWARD: dict[str, tuple[Callable[[Any, int], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", BACKWARD)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 @pytest.mark.parametrize("at", ["first", "second"])
 def test_backward(name: str, world_size: int, at: str) -> None:
     make, kind, text = BACKWARD[name]

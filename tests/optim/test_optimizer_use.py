@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
 import zero3
+from tests.checkpoint.test_param_groups import by_decay, whole
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import process_group
 from zero3.access import states_of
@@ -49,14 +50,6 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return (model(x) - y).pow(2).mean()
 
 
-def by_decay(name: str, info: Any) -> dict[str, Any]:
-    return {"weight_decay": 0.1 if info.ndim > 1 else 0.0}
-
-
-def whole_by_decay(name: str, info: Any) -> dict[str, Any]:
-    return {**by_decay(name, info), "whole": info.ndim > 1}
-
-
 def plain_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [p for p in model.parameters() if (p.ndim > 1) == wide], "weight_decay": 0.1 * wide} for wide in (True, False)]
 
@@ -64,7 +57,7 @@ def plain_groups(model: nn.Module) -> list[dict[str, Any]]:
 WAYS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any]]] = {
     "chunks": (zero3.get_trainable_chunk, lambda model: list(model.parameters())),
     "parts": (lambda model: zero3.param_groups(model, by_decay), plain_groups),
-    "whole": (lambda model: zero3.param_groups(model, whole_by_decay), plain_groups),
+    "whole": (lambda model: zero3.param_groups(model, whole), plain_groups),
 }
 
 Use = Callable[[nn.Module, Any], None]  # model, and what its optimizer is to be made of

@@ -12,12 +12,13 @@ from torch import nn
 import zero3
 from tests.optim.test_clip_grad_norm import INF, NORMS, WAYS, plain_with_gradients, with_gradients
 from tests.optim.test_param_groups import build
+from tests.support.models import WORLDS
 from tests.support.ranks import Collective, ThreadCommunicator, run_ranks
 from tests.support.reference import Turn
 from tests.support.stacks import loss_of, stack
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 @pytest.mark.parametrize("way", WAYS)
 def test_norms_are_those_of_the_unsharded_model(world_size: int, way: str) -> None:
     def body(group: ThreadCommunicator) -> list[dict[str, dict[str, float]]]:
@@ -72,7 +73,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 def test_norms_of_parameters_that_are_no_ordinary_floats(kind: str, world_size: int) -> None:
     """Frozen ones: quantised weights, masks, numbers of positions."""
     values = KINDS[kind]

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support import processes
+from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import TOLERANCE, Turn, assert_at_rest, assert_close, process_group
 from tests.support.stacks import loss_of, stack, train
 from zero3 import ParamInfo, ShardingPolicy
 from zero3.access import states_of
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 Select = Callable[[str, ParamInfo], bool]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support.adapters import same_bits
+from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, assert_at_rest, process_group
 from zero3.quantized.formats import Format
@@ -101,7 +102,7 @@ def sharded(group: ThreadCommunicator, directory: Path, model: Any) -> Any:
 # -- the bytes, and the values that they stand for
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 def test_mxfp4_of_gpt_oss_is_stored_as_it_lies(world_size: int, checkpoint: Path) -> None:
     stored = safetensors.load_file(checkpoint / "model.safetensors")
     models = [built("meta", quantization_config=ASKED) for _ in range(world_size)]
@@ -147,7 +148,7 @@ def test_every_code_and_scale_is_the_number_that_transformers_makes_of_it(dtype:
 # -- quantised while it is read
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 def test_transposed_blocks_of_values_that_are_read_or_given(world_size: int, tmp_path: Path) -> None:
     """Each rank reads what it keeps of the transposed; the bytes are those that construction makes of whole parameters."""
     built().save_pretrained(tmp_path)
@@ -184,7 +185,7 @@ def steps(model: Any, parameters: list[nn.Parameter], turns: Callable[[int], lis
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
 def test_adapters_train_as_on_the_base_that_transformers_unpacks(experts: str, world_size: int, checkpoint: Path) -> None:
     plain = reference(checkpoint)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import zero3
 from tests.support.adapters import same_bits
 from tests.support.architectures import ARCHITECTURES
+from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import process_group
 from zero3.checkpoint.safetensors_files import SafetensorsFiles
@@ -71,7 +72,7 @@ def assert_same(found: list[list[Tensor]], wanted: list[list[Tensor]]) -> None:
 # -- quantised as it is read
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_load_pretrained_quantizes_as_construction_does(format_name: str, world_size: int, tmp_path: Path) -> None:
     built().save_pretrained(tmp_path)
@@ -170,7 +171,7 @@ def save(state: Mapping[str, Tensor], directory: Path) -> None:
     safetensors.save_file({name: tensor.contiguous() for name, tensor in state.items()}, directory / "model.safetensors")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 @pytest.mark.parametrize("double", [True, False])
 def test_bitsandbytes_checkpoints_are_stored_as_they_lie(double: bool, world_size: int, tmp_path: Path) -> None:
     kind, model = zero3.NF4(double_quant=double), built()
@@ -211,7 +212,7 @@ class Matrices(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 def test_float8_in_tiles_is_stored_as_it_lies(world_size: int, tmp_path: Path) -> None:
     def matrices(device: str = "cpu") -> Any:
         torch.manual_seed(0)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero3
 from tests.support.live import LiveBytes
+from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, as_one_layer, check_parity, in_sequence, nested, process_group
 from zero3 import MXFP4, NF4, Float8, Int8, ShardingPolicy
@@ -25,7 +26,6 @@ pytestmark = pytest.mark.slow
 FORMATS = [NF4(), NF4(double_quant=False), Int8(), Float8(block=(8, 8)), MXFP4()]
 WIDTH, INNER = 24, 40
 formats = pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
-worlds = pytest.mark.parametrize("world_size", [1, 2, 3])
 
 
 class Adapted(nn.Module):
@@ -141,7 +141,7 @@ def by_shard(model: nn.Module, group: Any, policy: ShardingPolicy) -> nn.Module:
     return zero3.shard(model, [type(child) for child in model.children()], policy=policy, process_group=group)
 
 
-@worlds
+@WORLDS
 @formats
 @pytest.mark.parametrize("shard", [in_sequence, as_one_layer, nested, by_shard], ids=lambda shard: shard.__name__)
 def test_quantized_base_trains_as_its_dequantized_values_do(world_size: int, kind: Format, shard: Any) -> None:
@@ -157,7 +157,7 @@ def test_quantized_base_on_a_mesh(shard: Any) -> None:
     )
 
 
-@worlds
+@WORLDS
 def test_quantized_base_with_offload_activations(world_size: int, tmp_path: Path) -> None:
     def offloading(model: nn.Module, turn: Turn) -> Tensor:
         x = turn.tensor(2, 5, WIDTH, requires_grad=True)
@@ -170,7 +170,7 @@ def test_quantized_base_with_offload_activations(world_size: int, tmp_path: Path
     check_parity(build, offloading, world_size=world_size, shard=quantizing(by_shard), policy=ShardingPolicy(quantize=NF4()))
 
 
-@worlds
+@WORLDS
 @pytest.mark.parametrize(
     "options",
     [{"stage": 1}, {"stage": 2}, {"reshard_after_forward": False}, {"prefetch_depth": 0}, {"transactional": True}, {"dynamic": True}],
@@ -226,7 +226,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=self.reentrant)
 
 
-@worlds
+@WORLDS
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("around", [True, False])
 def test_quantized_base_with_checkpoint(world_size: int, reentrant: bool, around: bool) -> None:
@@ -242,7 +242,7 @@ def test_quantized_base_with_checkpoint(world_size: int, reentrant: bool, around
     check_parity(seeded(make, kind, is_base), program, world_size=world_size, shard=quantizing(shard), policy=ShardingPolicy(quantize=kind))
 
 
-@worlds
+@WORLDS
 @pytest.mark.parametrize("how", ["index", "unbind", "iterate", "halves", "bmm", "baddbmm", "added", "peft"])
 @pytest.mark.parametrize("kind", [NF4(), Float8(block=(16, 8)), Int8(block_size=7)], ids=lambda kind: kind.name)
 def test_quantized_experts(world_size: int, how: str, kind: Format) -> None:
@@ -252,7 +252,7 @@ def test_quantized_experts(world_size: int, how: str, kind: Format) -> None:
     )  # fmt: skip
 
 
-@worlds
+@WORLDS
 def test_quantized_experts_in_groups(world_size: int) -> None:
     build = seeded(lambda: nn.Sequential(Experts("groups", torch.bfloat16)), NF4(), is_base)
     check_parity(
@@ -265,7 +265,7 @@ def _in_bf16(model: nn.Module) -> Any:
     return lambda x: model(x.bfloat16()).double()
 
 
-@worlds
+@WORLDS
 def test_quantized_matrix_in_every_operation(world_size: int) -> None:
     kind = NF4(select=lambda name, info: info.ndim == 2)
     check_parity(
@@ -274,7 +274,7 @@ def test_quantized_matrix_in_every_operation(world_size: int) -> None:
     )  # fmt: skip
 
 
-@worlds
+@WORLDS
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", ["param_dtype", "autocast"])
 def test_quantized_base_in_bf16(world_size: int, stored: torch.dtype, how: str) -> None:
@@ -351,7 +351,7 @@ def test_quantized_matrices_exist_one_at_a_time(experts: bool, autocast: bool, c
     assert between - base < 0.1 * one
 
 
-@worlds
+@WORLDS
 def test_quantized_layers_travel_as_bytes(world_size: int) -> None:
     """One message a gather, which holds the scales too, and twice a step; at rest each rank holds its share of these bytes."""
     kind = NF4()
@@ -374,7 +374,7 @@ def test_quantized_layers_travel_as_bytes(world_size: int) -> None:
     run_ranks(world_size, body)
 
 
-@worlds
+@WORLDS
 def test_full_params_show_quantized_values(world_size: int) -> None:
     kind = NF4()
     expected = seeded(blocks, kind, is_base)().state_dict()
@@ -398,7 +398,7 @@ def test_full_params_show_quantized_values(world_size: int) -> None:
     run_ranks(world_size, body)
 
 
-@worlds
+@WORLDS
 def test_load_full_state_dict_quantizes_what_has_changed(world_size: int) -> None:
     """What a dict leaves out keeps its bytes: quantising dequantised values again would change them."""
     kind = NF4()

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import zero3
 from tests.support.footprint import LAYERS, WIDTHS, Formula, make
 from tests.support.live import LiveBytes
-from tests.support.models import WIDTH, calls, seeded
+from tests.support.models import WIDTH, WORLDS, calls, seeded
 from tests.support.processes import PROMPT, Rank, try_on_ranks
 from tests.support.processes import on_ranks as on_processes
 from tests.support.ranks import RanksDisagree, ThreadCommunicator, run_ranks
@@ -83,14 +83,13 @@ def check(model: nn.Module, group: ThreadCommunicator, wanted: dict[str, Tensor]
     assert_close(full_gradients(model, group), wanted, TOLERANCE, "gradients")
 
 
-worlds = pytest.mark.parametrize("world_size", [1, 2, 3])
 reentrants = pytest.mark.parametrize("reentrant", [None, False, True])
 
 
 # -- transactional=True: an exception on all ranks
 
 
-@worlds
+@WORLDS
 @reentrants
 @pytest.mark.parametrize("where", range(LAYERS_OF_MODEL))
 def test_transactional_takes_back_only_what_a_broken_backward_brought(world_size: int, reentrant: bool | None, where: int) -> None:
@@ -116,7 +115,7 @@ def test_transactional_takes_back_only_what_a_broken_backward_brought(world_size
     run_ranks(world_size, body)
 
 
-@worlds
+@WORLDS
 @pytest.mark.parametrize("policy", [{"stage": 2}, {"dynamic": True}, {"reduce_dtype": torch.float64, "gradient_reduction": "sum"}])
 def test_transactional_with_other_policies(world_size: int, policy: dict[str, Any]) -> None:
     def body(group: ThreadCommunicator) -> None:
@@ -154,7 +153,7 @@ def test_transactional_needs_gradients_that_are_reduced_in_backward() -> None:
         ShardingPolicy(stage=1, transactional=True)
 
 
-@worlds
+@WORLDS
 @pytest.mark.parametrize("broken_waits", [False, True])
 @pytest.mark.parametrize("earlier_waits", [False, True])
 def test_what_no_sync_has_kept_stays(world_size: int, earlier_waits: bool, broken_waits: bool) -> None:
@@ -176,7 +175,7 @@ def test_what_no_sync_has_kept_stays(world_size: int, earlier_waits: bool, broke
     run_ranks(world_size, body)
 
 
-@worlds
+@WORLDS
 @pytest.mark.parametrize("transactional", [False, True])
 @pytest.mark.parametrize("where", [None, 0, 2])
 def test_a_token_mean_that_breaks_leaves_the_earlier_mean_or_nothing(world_size: int, transactional: bool, where: int | None) -> None:
@@ -211,7 +210,7 @@ def test_a_token_mean_that_breaks_leaves_the_earlier_mean_or_nothing(world_size:
     run_ranks(world_size, body)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 def test_transactional_costs_one_more_gradient_shard(world_size: int) -> None:
     """From the second micro-batch on; in the first one what is staged becomes the gradient."""
     formula = Formula(world_size, depth=1)
@@ -231,7 +230,7 @@ def test_transactional_costs_one_more_gradient_shard(world_size: int) -> None:
 # -- step_guard
 
 
-@worlds
+@WORLDS
 @pytest.mark.parametrize("transactional", [False, True])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("where", range(LAYERS_OF_MODEL))
@@ -331,7 +330,7 @@ def _raising(name: str) -> None:
         raise Broken
 
 
-@worlds
+@WORLDS
 def test_other_exceptions_pass_and_leave_no_half_step(world_size: int) -> None:
     def body(group: ThreadCommunicator) -> None:
         model = sharded(group)

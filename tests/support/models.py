@@ -37,6 +37,14 @@ def mlp(depth: int = 3) -> nn.Sequential:
     return seeded(*[lambda: nn.Sequential(linear(), nn.Tanh())] * depth)
 
 
+def mean_square(model: Callable[..., Any], turn: Any) -> tuple[Tensor, Tensor | None]:
+    """A program: a forward and a backward, to the inputs too."""
+    x = turn.tensor(3, WIDTH, requires_grad=True)
+    loss = model(x * 1).pow(2).mean()
+    loss.backward()
+    return loss, x.grad
+
+
 def step(model: nn.Module, turn: Any) -> Tensor:
     """A program: the mean square of the outputs, and its gradients."""
     loss: Tensor = model(turn.tensor(3, WIDTH)).pow(2).mean()

@@ -66,6 +66,11 @@ def in_place(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.M
     return model
 
 
+def by_shard(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.Module:
+    """As `zero3.shard` chooses layers."""
+    return zero3.shard(model, process_group=group, policy=policy)
+
+
 def nested(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.Module:
     """The children become layers inside one more, which keeps the parameters that they leave."""
     return as_one_layer(in_place(model, group, policy), group, policy)
@@ -171,6 +176,11 @@ def spoil(model: nn.Module) -> None:
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.fill_(7)
+
+
+def on_two(build: Build, body: Callable[[Any, ThreadCommunicator], Any]) -> list[Any]:
+    """`body(model, group)` on two ranks, of which each has a model that `zero3.shard` has sharded."""
+    return on_ranks(2, build, body, by_shard)
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -70,3 +70,10 @@ def train(model: nn.Module, turn: Turn) -> Tensor:
     loss = loss_of(model, turn)
     loss.backward()
     return loss
+
+
+def train_and_look(model: nn.Module, turn: Turn) -> Tensor:
+    """As `train`; then gradients are asked what every optimizer asks: at stage 1 they are reduced by that."""
+    loss = train(model, turn)
+    assert not any(p.grad.is_sparse for p in model.parameters() if p.grad is not None)
+    return loss
