@@ -178,9 +178,9 @@ def _description(lazy: Lazy) -> Made:
 def _leaves(value: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
     """As torch takes state dicts apart: dicts (here: with strings for keys), and lists that hold tensors or such lists."""
     if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
-        for key, held_ in value.items():
-            yield from _leaves(held_, (*path, key))
-    elif isinstance(value, list) and any(isinstance(item, Tensor | Lazy | dict) or _has_leaves(item) for item in value):
+        for key, held in value.items():
+            yield from _leaves(held, (*path, key))
+    elif _has_leaves(value):
         for number, item in enumerate(value):
             yield from _leaves(item, (*path, number))
     else:

@@ -27,7 +27,7 @@ from ..checkpoint.full_optimizer_reading import sorted_out
 from ..checkpoint.optimizer_contents import NamedState
 from ..core.parameters import own_name
 from . import torch_files
-from .lazy import Lazy, as_lazy, joined
+from .lazy import Lazy, as_lazy, joined, small
 from .pickled import Made
 from .run import Run
 
@@ -130,7 +130,7 @@ class _Reader:
                 for key, value in states[0].get(number, {}).items():
                     if isinstance(value, Lazy) and value.shape:
                         value = whole([states[rank][number][key] for rank in ranks])
-                    state[key] = value.tensor() if isinstance(value, Lazy) and not value.shape else value
+                    state[key] = small(value)
                 offset += length
         return trained, [list(named) for named in shapes]
 

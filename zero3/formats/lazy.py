@@ -141,3 +141,8 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if type(value) is dict:
         return {key: mapped(item, change) for key, item in value.items()}
     return change(value)
+
+
+def small(value: Any) -> Any:
+    """Numbers are read at once."""
+    return value.tensor() if isinstance(value, Lazy) and not value.shape else value

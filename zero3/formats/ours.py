@@ -21,7 +21,7 @@ from ..checkpoint.safetensors_files import SafetensorsFiles
 from ..checkpoint.safetensors_writing import header_of, write_hashed
 from ..comm.plain_values import decode, decode_scalar, dtype_named, encode, name_of
 from ..core.parameters import own_name
-from .lazy import Lazy, as_lazy, mapped
+from .lazy import Lazy, as_lazy, mapped, small
 from .run import Run
 
 __all__: list[str] = []
@@ -85,8 +85,7 @@ class _Reader:
         for name, named in contents.state.items():
             values: dict[str, Any] = {key: decode_scalar(value, _CPU) for key, value in named.scalars.items()}
             for key, dtype in named.elements.items():
-                lazy = self._by_ranges(f"state:{key}", name, dtype, run.tensors[name].shape)
-                values[key] = lazy if lazy.shape else lazy.tensor()
+                values[key] = small(self._by_ranges(f"state:{key}", name, dtype, run.tensors[name].shape))
             run.state[name] = values | {key: self._stored[f"whole:{key}:{name}"] for key in named.whole}
 
     def _by_ranges(self, kind: str, name: str, dtype: str, shape: tuple[int, ...]) -> Lazy:

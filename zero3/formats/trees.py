@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core.parameters import own_name
-from .lazy import Lazy, mapped
+from .lazy import Lazy, mapped, small
 from .run import Run
 
 __all__: list[str] = []
@@ -97,15 +97,10 @@ def _add_optimizer(run: Run, found: Mapping[str, Any], what: str) -> None:
             names |= {str(number): own_name(name) for number, name in zip(listed, group["param_names"], strict=True)}
             listed = group["param_names"]
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        run.groups.append(mapped(options, _small) | {"params": [own_name(name) for name in listed]})
+        run.groups.append(mapped(options, small) | {"params": [own_name(name) for name in listed]})
     run.state = {
-        names.get(str(key), own_name(str(key))): {each: _small(value) for each, value in values.items()} for key, values in state.items()
+        names.get(str(key), own_name(str(key))): {each: small(value) for each, value in values.items()} for key, values in state.items()
     }
-
-
-def _small(value: Any) -> Any:
-    """Numbers are read at once."""
-    return value.tensor() if isinstance(value, Lazy) and not value.shape else value
 
 
 def _unflattened(run: Run, found: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -117,7 +112,7 @@ def _unflattened(run: Run, found: Mapping[str, Any], what: str) -> dict[str, Any
         name, _, last = rest.rpartition(".")
         if kind not in ("state", "param_groups") or not name:
             raise ValueError(f"{what}: {key!r} of the optimizer is neither state nor an option of a parameter")
-        (state if kind == "state" else options).setdefault(name, {})[last] = _small(value)
+        (state if kind == "state" else options).setdefault(name, {})[last] = small(value)
     alike: dict[str, dict[str, Any]] = {}
     for name in [name for name in run.tensors if name in options] + [name for name in options if name not in run.tensors]:
         group = alike.setdefault(json.dumps(options[name], sort_keys=True, default=repr), {**options[name], "params": []})

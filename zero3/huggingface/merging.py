@@ -152,7 +152,7 @@ class _MergedPlan(Plan):
     def _fill(self) -> None:
         """Every rank writes its share of each tensor, while the layers that hold it are whole."""
         error: Exception | None = None
-        places = dict(self._places())
+        places = {output.name: (file, place) for file in self.shards for output, place in self._places(file)}
         groups: dict[tuple[int, ...], list[Output]] = {}
         for shard in self.shards.values():
             for output in shard:
@@ -168,13 +168,6 @@ class _MergedPlan(Plan):
                         error = caught
         if error is not None:
             raise error
-
-    def _places(self) -> Iterator[tuple[str, tuple[str, int]]]:
-        for file, shard in self.shards.items():
-            place = len(self._headers[file])
-            for output in shard:
-                yield output.name, (file, place)
-                place += output.nbytes
 
     def _layers_of(self, output: Output) -> tuple[int, ...]:
         """The numbers of the layers that have the tensor's values."""

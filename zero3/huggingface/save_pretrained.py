@@ -162,14 +162,10 @@ class Plan:
         held = self._held()
         scattered: list[tuple[str, int, Output]] = []
         error: Exception | None = None
-        for file, shard in self.shards.items():
-            place = len(self._headers[file])
-            for output in shard:
-                if not output.index_map.is_by_ranges:
-                    scattered.append((file, place, output))
-                place += output.nbytes
+        for file in self.shards:
+            scattered += [(file, place, output) for output, place in self._places(file) if not output.index_map.is_by_ranges]
             try:
-                self._fill_file(file, shard, held)
+                self._fill_file(file, held)
             except Exception as caught:  # this rank goes on, because the other ranks need it to put tensors together below
                 error = error or caught
         for file, place, output in scattered:
@@ -184,17 +180,22 @@ class Plan:
         if error is not None:
             raise error
 
-    def _fill_file(self, file: str, shard: list[Output], held: dict[str, list[tuple[int, Tensor]]]) -> None:
+    def _places(self, file: str) -> Iterator[tuple[Output, int]]:
+        """Yields the tensors of a file, and the bytes before each."""
+        place = len(self._headers[file])
+        for output in self.shards[file]:
+            yield output, place
+            place += output.nbytes
+
+    def _fill_file(self, file: str, held: dict[str, list[tuple[int, Tensor]]]) -> None:
         with file_operations.reopen(self._temporary(file)) as opened:
-            place = len(self._headers[file])
-            for output in shard:
+            for output, place in self._places(file):
                 for run in output.index_map.runs(0, output.numel) if output.index_map.is_by_ranges else ():
                     for start, values in held.get(run.source, []):
                         low, high = max(start, run.at), min(start + values.numel(), run.at + run.length)
                         if low < high:
                             where = place + (run.start + low - run.at) * output.dtype.itemsize
                             write_values(opened, where, values[low - start : high - start], output.dtype)
-                place += output.nbytes
             file_operations.sync(opened)
 
     def _put_together(self, output: Output, held: dict[str, list[tuple[int, Tensor]]]) -> Tensor:
