@@ -14,11 +14,11 @@ from ..access import full_params, get_trainable_chunk, states_of
 from ..comm.agreement import agree
 from ..comm.streams import random_state_kept
 from ..core.casting import cast, dtypes_at_the_edges
-from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
 from ..core.parameters import ShardedParameter
 from ..core.policy_facts import compute_dtype, gradient_dtype
 from ..layer import Zero3Layer
+from ..optim.gradients import full_gradients
 from ..policy import ShardingPolicy
 from ..shard import shard
 
@@ -122,7 +122,8 @@ def check(
     expected = {"loss": {"": _plain_step(plain, sharded, places, lambda model: _step(model, [*model.parameters()], batch, loss))}}
     found = {"loss": {"": _step(sharded, get_trainable_chunk(sharded), batch, loss)}}
     expected["gradient"] = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in plain.named_parameters() if p.requires_grad}
-    found["gradient"] = full_gradients(sharded)
+    with full_gradients(sharded) as gathered:
+        found["gradient"] = {name: gathered.get(name, torch.zeros_like(value)) for name, value in expected["gradient"].items()}
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     torch.optim.SGD(get_trainable_chunk(sharded), lr=0.1).step()
     expected["value after the step"] = {name: p.detach() for name, p in plain.named_parameters()}
@@ -139,24 +140,6 @@ def _compared(expected: dict[str, dict[str, Tensor]], found: dict[str, dict[str,
     order = {name: number for number, name in enumerate(["", *expected["value after the step"]])}
     worst = max(d.largest / d.scale if d.scale else d.largest for d in differences)
     return CheckReport(sorted(beyond, key=lambda d: order[d.name]), len(pairs), worst)
-
-
-def full_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Every trainable parameter's full gradient by name, with zeros for a parameter without one. All ranks call it."""
-    places = _places(model)
-    reduce_deferred(part.grad for part in get_trainable_chunk(model))
-    gradients = {}
-    for state in states_of(model):
-        for chunk in (chunk for chunk in state.chunks if chunk.shard.requires_grad):
-            own = torch.zeros_like(chunk.shard) if chunk.shard.grad is None else chunk.shard.grad.as_subclass(Tensor)
-            own = own.detach().to(chunk.device)
-            full = own.new_empty(chunk.layout.padded_numel)
-            state.communicator.all_gather(full, own).wait()
-            for name, place in places.items():
-                if place.sharded.chunk is chunk:
-                    slot = chunk.layout.slots[place.sharded.index]
-                    gradients[name] = full[slot.offset : slot.stop].view(slot.shape)
-    return gradients
 
 
 class _Place(NamedTuple):

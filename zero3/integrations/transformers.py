@@ -236,13 +236,10 @@ class Zero3Mixin(_Base):
         return True
 
     def _check(self, checkpoint: Path) -> None:
-        checkpoints.check(checkpoint, self._ranks(), self.args.device)
+        checkpoints.check(checkpoint, communicator_for(None, self.args.device), self.args.device)
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
         return getattr(self.optimizer, "optimizer", self.optimizer)  # type: ignore[no-any-return]
-
-    def _ranks(self) -> Any:
-        return communicator_for(None, self.args.device)
 
 
 class Zero3Trainer(Zero3Mixin, Trainer):
