@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import zero3
+from finetuning.options import options_of
 
 MISSING = None
 try:
@@ -47,100 +47,9 @@ try:
 except ModuleNotFoundError as error:
     MISSING = error.name  # which `--help` does without
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-FORMATS = {"nf4": zero3.NF4(), "int8": zero3.Int8(), "float8": zero3.Float8(), "mxfp4": zero3.MXFP4()}
-DTYPE_HELP = """of the weights. bf16 halves the memory. With --lora it is the frozen model that is bf16, and the adapters stay fp32;
-without, weights, gradients and optimizer state are all bf16: a weight has 8 bits of precision, and ignores steps below 1/256 of it
-(--compute bf16 is what you want then)"""
-GATHER_FORMATS = {"int8": zero3.Int8(), "float8": zero3.Float8()}
-REDUCE_FORMATS = {"int8": zero3.Int8(), "int8-stochastic": zero3.Int8(stochastic=True)}
-COMPUTE_HELP = "of computation, if other than --dtype: weights are cast to it on their way to the other ranks, their master copies stay"
-
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    summary, _, examples = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(description=summary, epilog=examples, formatter_class=_HelpFormatter)
-    add = parser.add_argument
-    add("--model", type=Path, metavar="DIR", help="Hugging Face directory of a causal model; without it a small GPT-NeoX is made")
-    add("--text", type=Path, metavar="FILE", help="what to train on; without it, the help pages that come with Python")
-    add("--output", type=Path, metavar="DIR", default=Path("finetuned"), help="for the model or adapters, loss.png, summary.json")
-    add("--train", type=trainable, metavar="CHOICE", default="all", help="all, biases, or last-N: N blocks and what follows them")
-    add("--lora", type=positive, metavar="R", help="train LoRA adapters of rank R instead (needs --model); they are what is saved")
-    add("--quantize", choices=FORMATS, help="store the frozen model's linear layers in this format (needs --lora)")
-    add("--offload", metavar="WHERE", help="let chunks, gradients and moments rest in the host's memory (cpu), or in files in a directory")
-    add("--dtype", choices=DTYPES, default="fp32", help=DTYPE_HELP)
-    add("--compute", choices=DTYPES, help=COMPUTE_HELP)
-    add("--gather-format", choices=GATHER_FORMATS, help="send weights in this format. What computes is rounded to it, the masters are not")
-    add("--reduce-format", choices=REDUCE_FORMATS, help="send gradients in this format")
-    add("--shard", action="store_true", help="zero3.shard() for GPT-NeoX too, as for all other models and --lora")
-    add("--generate", metavar="TEXT", help="show how the model goes on from this text, before and after")
-    add("--generate-tokens", type=positive, metavar="N", default=40, help="how far it goes on")
-    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu", help="where to compute")
-    add("--timeout", type=positive, metavar="SECONDS", help="how long a process waits for others before it fails (default: torch's)")
-
-    add = parser.add_argument_group("training").add_argument
-    add("--steps", type=positive, metavar="N", default=300, help="optimizer steps")
-    add("--batch-size", type=positive, metavar="N", default=8, help="sequences a step, of all processes together")
-    add("--accumulate", type=positive, metavar="N", default=1, help="backward passes among which a step's sequences are split")
-    add("--sequence-length", type=positive, metavar="N", default=128, help="tokens a sequence")
-    add("--lr", type=float, metavar="X", help="peak learning rate (default: 3e-3 for the small model, 3e-5 with --model, 3e-4 with --lora)")
-    add("--warm-up", type=float, metavar="X", default=0.1, help="share of the steps before lr falls along a cosine")
-    add("--weight-decay", type=float, metavar="X", default=0.01, help="of AdamW")
-    add("--max-norm", type=float, metavar="X", default=1.0, help="gradients are clipped to this norm")
-    add("--held-out", type=positive, metavar="N", default=64, help="most sequences to measure the held-out loss on")
-    add("--seed", type=int, metavar="N", default=0, help="of fresh weights, batches and dropout")
-
-    add = parser.add_argument_group("checkpoints").add_argument
-    add("--checkpoint-every", type=positive, metavar="N", help="save everything every N steps; the last two checkpoints are kept")
-    add("--checkpoint-dir", type=Path, metavar="DIR", help="where to (default: checkpoints in --output)")
-    add("--resume", action="store_true", help="go on from the newest checkpoint, with any number of processes; without one, begin")
-
-    add = parser.add_argument_group("the small model, when there is no --model").add_argument
-    add("--vocabulary", type=positive, metavar="N", default=2048, help="tokens that its tokenizer learns")
-    add("--width", type=positive, metavar="N", default=192, help="length of its hidden states")
-    add("--blocks", type=positive, metavar="N", default=6, help="transformer blocks")
-    add("--heads", type=positive, metavar="N", default=6, help="attention heads a block")
-    options = parser.parse_args(arguments)
-    if options.lr is None:
-        options.lr = 3e-3 if options.model is None else 3e-5 if options.lora is None else 3e-4  # trained weights have something to lose
-    options.dtype = DTYPES[options.dtype]
-    options.policy = zero3.ShardingPolicy()
-    if options.compute is not None:  # gradients add up in float32, and so are the logits
-        compute, sums = DTYPES[options.compute], torch.float32
-        options.policy = zero3.ShardingPolicy(param_dtype=compute, reduce_dtype=sums, output_dtype=sums)
-    if options.quantize is not None:
-        options.policy = replace(options.policy, quantize=FORMATS[options.quantize])
-    if options.offload is not None and options.gather_format is not None:
-        parser.error("argument --gather-format: not with --offload")
-    travels = {"gather_format": GATHER_FORMATS.get(options.gather_format), "reduce_format": REDUCE_FORMATS.get(options.reduce_format)}
-    options.policy = replace(options.policy, offload=options.offload, **travels)
-    options.checkpoint_dir = options.checkpoint_dir or options.output / "checkpoints"
-    if options.lora is not None and options.model is None:
-        parser.error("argument --lora: adapters belong to a model that was there before: name it with --model")
-    if options.quantize is not None and options.lora is None:
-        parser.error("argument --quantize: what is quantised does not train, so it needs --lora")
-    if options.lora is not None and options.train != "all":
-        parser.error("argument --lora: the adapters are what is trained, so leave --train away")
-    return options
-
-
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the defaults that there are, and keeps the lines of the examples."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
-
-
-def positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, found {text}")
-    return number
-
-
-def trainable(text: str) -> str:
-    if not re.fullmatch(r"all|biases|last-\d+", text):
-        raise argparse.ArgumentTypeError(f"expected all, biases or last-N, found {text!r}")
-    return text
+    return options_of(arguments, __doc__ or "")
 
 
 def open_model(options: argparse.Namespace, config: PreTrainedConfig, ranks: Ranks) -> CausalLM:

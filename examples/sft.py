@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 import zero3
+from finetuning.options import HelpFormatter
 
 MISSING = None
 try:
@@ -49,9 +50,9 @@ class Trainer(Zero3Mixin, SFTTrainer):
     """That is all that sharding takes."""
 
 
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+def new_parser() -> argparse.ArgumentParser:
     summary, _, examples = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(description=summary, epilog=examples, formatter_class=_HelpFormatter)
+    parser = argparse.ArgumentParser(description=summary, epilog=examples, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, metavar="DIR", help="Hugging Face directory of a causal model; without it a small Llama is made")
     add("--data", type=Path, metavar="PATH", help="chats: a jsonl or parquet file, a directory of them, or one of `datasets`")
@@ -87,6 +88,11 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--patience", type=int, metavar="N", help="end after N evaluations that were no better")
     add("--samples", type=int, metavar="N", default=2, help="held-out chats that are answered at each evaluation")
     add("--resume", action="store_true", help="go on from the newest whole checkpoint, with any number of processes; without one, begin")
+    return parser
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = new_parser()
     options = parser.parse_args(arguments)
     if options.lr is None:
         options.lr = 2e-3 if options.model is None else 2e-5 if options.lora is None else 2e-4
@@ -103,10 +109,6 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.merge and (options.lora is None or options.model is None):
         parser.error("argument --merge: it merges the adapters of --lora into --model")
     return options
-
-
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    pass
 
 
 def training_arguments(options: argparse.Namespace, tokenizer: Any, form: str) -> SFTConfig:
