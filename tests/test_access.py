@@ -271,9 +271,44 @@ def test_values_are_the_same_but_for_rounding() -> None:
 # -- a hundred times
 
 
+def everything(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
+    """All that a loop may do in a step, exceptions included."""
+    optimizer.zero_grad()
+    x = X.clone().requires_grad_()
+    with zero3.no_sync(model):
+        model(x).sum().backward()
+    with zero3.step_guard(model):
+        model(x).sum().backward()
+    torch.autograd.grad(model(x).sum(), x)
+    model(x)
+    with torch.no_grad():
+        model(x)
+    with zero3.full_params(model, writeback=True):
+        pass
+    zero3.full_state_dict(model)
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(x[:, 1:])
+    optimizer.step()
+    group.log.clear()
+
+
+def count_alive() -> tuple[int, int]:
+    """Python's objects, and the bytes of tensors."""
+    gc.collect()
+    objects = gc.get_objects()
+    storages = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for t in objects
+        if type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided
+    }
+    return len(objects), sum(storages.values())
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nothing_piles_up_over_a_hundred_steps(world_size: int) -> None:
     """Of all that a loop may do, exceptions included: neither live bytes nor Python objects."""
+
+    counts: list[tuple[int, int]] = []
 
     def build() -> nn.Module:
         return seeded(calls(lambda m, x: m.a(x).tanh()), calls(lambda m, x: m.b(x).tanh()))
@@ -281,51 +316,23 @@ def test_nothing_piles_up_over_a_hundred_steps(world_size: int) -> None:
     def body(model: Any, group: ThreadCommunicator) -> None:
         optimizer = sgd(model.get_trainable_chunk())
 
-        def step() -> None:
-            optimizer.zero_grad()
-            x = X.clone().requires_grad_()
-            with zero3.no_sync(model):
-                model(x).sum().backward()
-            with zero3.step_guard(model):
-                model(x).sum().backward()
-            torch.autograd.grad(model(x).sum(), x)
-            model(x)
-            with torch.no_grad():
-                model(x)
-            with zero3.full_params(model, writeback=True):
-                pass
-            zero3.full_state_dict(model)
-            with pytest.raises(RuntimeError, match="shapes"):
-                model(x[:, 1:])
-            optimizer.step()
-            group.log.clear()
-
         def alive() -> tuple[int, int]:
             meet(group)
             if group.rank == 0:
-                gc.collect()
-                objects = gc.get_objects()
-                storages = {
-                    t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-                    for t in objects
-                    if type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided
-                }
-                counts.append((len(objects), sum(storages.values())))
-                del objects
+                counts.append(count_alive())
             meet(group)
             return counts[-1]
 
         for _ in range(3):
-            step()
+            everything(model, optimizer, group)
         alive()  # whoever asks a tensor for its storage makes an object that stays
         before = alive()
         for _ in range(100):
-            step()
+            everything(model, optimizer, group)
         after = alive()
         assert after[1] == before[1]
         assert after[0] < before[0] + 100
 
-    counts: list[tuple[int, int]] = []
     on_ranks(world_size, build, body)
 
 
