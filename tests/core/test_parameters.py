@@ -13,15 +13,7 @@ from torch.nn import functional
 import zero3
 from tests.support.models import WIDTH, WORLDS, Weights, calls, linear, mean_square, rows, seeded
 from tests.support.ranks import ThreadCommunicator
-from tests.support.reference import (
-    Turn,
-    as_one_layer,
-    check_parity,
-    in_sequence,
-    on_ranks,
-    process_group,
-    unsharded,
-)
+from tests.support.reference import Turn, as_one_layer, check_parity, in_sequence, on_ranks, process_group, unsharded
 from zero3.core import parameters
 
 X = rows(3)
