@@ -13,39 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3
-from tests.support.models import WIDTH, WORLDS, Calls, calls, mlp, rows, seeded
+from tests.support.models import WIDTH, WORLDS, Calls, fused, mlp, rows, seeded
 from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import assert_at_rest, full_parameters, in_sequence, on_ranks, sgd
 from zero3.core.parameters import ParameterSites
 
 X = rows(3)
-
-
-class Fuse(torch.autograd.Function):
-    """Hands its input on, unless `module.blows` says when and with what to fail."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
-        ctx.module = module
-        _blow(module, "forward")
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        _blow(ctx.module, "backward")
-        return gradient, None
-
-
-def _blow(module: nn.Module, phase: str) -> None:
-    if module.blows is not None and module.blows[0] == phase:
-        raise module.blows[1]("the fuse")
-
-
-def fused() -> nn.Sequential:
-    model = seeded(*[calls(lambda m, x: m.b(Fuse.apply(m.a(x), m)).tanh())] * 3)
-    for module in model:
-        module.blows = None
-    return model
 
 
 def loss_of(model: nn.Module) -> Tensor:

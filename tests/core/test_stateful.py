@@ -9,9 +9,8 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,29 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 import zero3
 from tests.support.crew import Crew, Member
-from tests.support.models import WIDTH, seeded
-from tests.support.reference import assert_at_rest, assert_close, full_parameters, in_place, in_sequence, nested, process_group
+from tests.support.lives import (
+    BLOCKS,
+    Block,
+    Plan,
+    blocks,
+    dynamic_shards,
+    look,
+    phases,
+    plans,
+    policies,
+    rows,
+    shards,
+    with_layers_together,
+    with_shard,
+    worlds,
+)
+from tests.support.models import WIDTH, Broken
+from tests.support.reference import assert_close, process_group
 from zero3.access import states_of
 from zero3.core.layer_state import Presence, reducers_of
 from zero3.core.parameters import unwrapped
@@ -35,123 +49,8 @@ from zero3.core.parameters import unwrapped
 pytestmark = pytest.mark.slow
 
 EXAMPLES = int(os.environ.get("ZERO3_EXAMPLES", "25"))
-BLOCKS = 3
 # of what is computed or reduced in that dtype; parameters are fp64. Errors do not add up: see `_follow`
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1}
-
-
-class Broken(Exception):
-    pass
-
-
-class _Fuse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, block: Block) -> Tensor:
-        ctx.block = block
-        block.burn("forward")
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        ctx.block.burn("backward")
-        return gradient, None
-
-
-class Block(nn.Module):
-    def __init__(self, number: int, reentrant: bool | None, times: int) -> None:
-        super().__init__()
-        self.number = number
-        self.a, self.b = nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH, bias=False)
-        self.reentrant, self.times = reentrant, times
-        self.blows: tuple[str, type[BaseException]] | None = None
-        self.skips = False
-
-    def burn(self, phase: str) -> None:
-        if self.blows is not None and self.blows[0] == phase:
-            raise self.blows[1]
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.times):
-            recomputed = self.reentrant is not None and torch.is_grad_enabled()
-            x = checkpoint(self.compute, x, use_reentrant=self.reentrant) if recomputed else self.compute(x)
-        return x
-
-    def compute(self, x: Tensor) -> Tensor:
-        x = _Fuse.apply(x, self)
-        return x * 0.9 if self.skips else x + self.b(torch.tanh(self.a(x)))
-
-
-class Stack(nn.Sequential):
-    """Leaves out the blocks that it is told to."""
-
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__(*blocks)
-        self.omits: set[int] = set()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, block in enumerate(self):
-            x = x if number in self.omits else block(x)
-        return x
-
-
-@dataclass(frozen=True)
-class Plan:
-    reentrant: tuple[bool | None, ...]
-    times: tuple[int, ...]
-    frozen: int | None  # a block that never trains
-
-    def build(self, seed: int = 0) -> Stack:
-        parts = enumerate(zip(self.reentrant, self.times, strict=True))
-        model = Stack(*seeded(*[lambda i=i, r=r, t=t: Block(i, r, t) for i, (r, t) in parts], seed=seed))
-        if self.frozen is not None:
-            model[self.frozen].requires_grad_(False)
-        return model
-
-
-def with_shard(model: nn.Module, group: Any, policy: zero3.ShardingPolicy) -> nn.Module:
-    return zero3.shard(model, Block, policy=policy, process_group=group)
-
-
-def with_layers_together(model: Any, group: Any, policy: zero3.ShardingPolicy) -> nn.Module:
-    """The outer blocks are one layer."""
-    return zero3.shard(model, [model[1], (model[0], model[2])], policy=policy, process_group=group)
-
-
-plans = st.builds(
-    Plan,
-    reentrant=st.tuples(*[st.sampled_from([None, None, False, True])] * BLOCKS),
-    times=st.tuples(*[st.sampled_from([1, 1, 2])] * BLOCKS),
-    frozen=st.sampled_from([None, None, 0, 1]),
-)
-
-
-@st.composite
-def drawn_policies(draw: Callable[[Any], Any]) -> zero3.ShardingPolicy:
-    stage = draw(st.sampled_from([3, 3, 3, 2, 1]))
-    return zero3.ShardingPolicy(
-        param_dtype=draw(st.sampled_from([None, None, torch.float32, torch.bfloat16])),
-        reduce_dtype=draw(st.sampled_from([None, None, torch.float32, torch.float64])),
-        stage=stage,
-        dynamic=draw(st.sampled_from([False, False, True])),
-        gradient_reduction=draw(st.sampled_from(["mean", "sum"])),
-        reshard_after_forward=draw(st.booleans()),
-        prefetch_depth=draw(st.integers(0, 2)),
-        transactional=stage > 1 and draw(st.booleans()),
-        compare_every=draw(st.sampled_from([1000, 3, 1])),
-    )
-
-
-policies = drawn_policies()
-worlds = st.sampled_from([1, 2, 2, 3])
-shards = [in_sequence, in_place, nested, with_shard, with_layers_together]
-dynamic_shards = [
-    in_sequence,
-    with_shard,
-    with_layers_together,
-]  # others can't know which layers are left out
-blocks = st.integers(0, BLOCKS - 1)
-phases = st.sampled_from(["forward", "backward"])
-rows = st.lists(st.integers(0, 3), min_size=3, max_size=3)  # a rank
 
 
 class Life(RuleBasedStateMachine):
@@ -511,48 +410,6 @@ class Life(RuleBasedStateMachine):
                 parameter.copy_(values[name])
                 if parameter.grad is not None and name in gradients:
                     parameter.grad.copy_(gradients[name])
-
-
-def look(me: Member, at_gradients: bool, releases: bool) -> tuple[Any, Any, Any]:
-    """Parameters, gradients if they are known, and the log so far. `releases`: layers that stayed whole are released on the way."""
-    values = full_parameters(me.model) if releases else whole(me, me.model.parameters())
-    for state in states_of(me.model):
-        for sharded in state.parameters:
-            with torch._C.DisableTorchFunctionSubclass():
-                assert sharded.sites.parameter.grad is None, "a stray gradient"
-                assert len(sharded.sites.parameter._post_accumulate_grad_hooks or ()) <= 1, "a stray hook"
-    for block in me.blocks:
-        assert not block._forward_hooks and not block._backward_hooks
-    if releases:
-        assert_at_rest(me.model)
-    if at_gradients and (chunks := [chunk for chunk in zero3.get_trainable_chunk(me.model) if chunk.grad is not None]):
-        chunks[-1].grad.isnan()  # type: ignore[union-attr]
-    known = not any(type(chunk.grad).__name__ == "DeferredGradient" for chunk in me.model.parameters())
-    gradients = whole(me, zero3.get_trainable_chunk(me.model), of_gradients=True) if known else {}
-    log = list(me.group.log)
-    me.group.log.clear()
-    return on_host(values), on_host(gradients), log
-
-
-def on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.cpu() for name, tensor in tensors.items()}
-
-
-def whole(me: Member, chunks: Iterable[nn.Parameter], of_gradients: bool = False) -> dict[str, Tensor]:
-    """The values of chunks, or of their gradients, by the names of parameters; layers are left as they are."""
-    wanted, found = {id(chunk) for chunk in chunks}, {}
-    for state in states_of(me.model):
-        for chunk in [chunk for chunk in state.chunks if id(chunk.shard) in wanted]:
-            mine = chunk.shard.detach()
-            if of_gradients:
-                mine = torch.zeros_like(mine) if chunk.shard.grad is None else chunk.shard.grad.as_subclass(Tensor)
-            full = torch.empty(chunk.layout.padded_numel, dtype=mine.dtype, device=mine.device)
-            me.group.all_gather(full, mine).wait()
-            assert not full[chunk.layout.numel :].any(), f"padding of {state.label}: {full}"
-            for sharded in [sharded for sharded in state.parameters if sharded.chunk is chunk]:
-                slot = chunk.layout.slots[sharded.index]
-                found[me.names[id(sharded.sites.parameter)]] = full[slot.offset : slot.stop].reshape(slot.shape)
-    return found
 
 
 TestLife = Life.TestCase

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3
-from tests.support.models import WIDTH, WORLDS, calls, seeded
+from tests.support.models import WIDTH, WORLDS, Broken, fused
 from tests.support.processes import PROMPT, Rank, try_on_ranks
 from tests.support.processes import on_ranks as on_processes
 from tests.support.ranks import RanksDisagree, ThreadCommunicator, run_ranks
@@ -20,32 +20,6 @@ from tests.support.reference import TOLERANCE, Turn, assert_at_rest, assert_clos
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
 
 LAYERS_OF_MODEL = 3
-
-
-class Broken(Exception):
-    pass
-
-
-class _Fuse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
-        ctx.module = module
-        if module.blows == "forward":
-            raise Broken("the fuse")
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        if ctx.module.blows == "backward":
-            raise Broken("the fuse")
-        return gradient, None
-
-
-def fused() -> nn.Sequential:
-    model = seeded(*[calls(lambda m, x: m.b(_Fuse.apply(m.a(x), m)).tanh())] * LAYERS_OF_MODEL)
-    for module in model:
-        module.blows = None
-    return model
 
 
 def sharded(group: ThreadCommunicator, build: Callable[[], nn.Module] = fused, **policy: Any) -> Zero3Sequential:
@@ -110,7 +84,7 @@ def test_step_guard_drops_on_all_ranks_the_micro_batch_that_failed_on_one(
         optimizer = sgd(model.get_trainable_chunk())
         for number in range(4):
             fails = number == 2 and group.rank == world_size - 1
-            model[where].module.blows = phase if fails else None
+            model[where].module.blows = (phase, Broken) if fails else None
             with zero3.step_guard(model) as guarded:
                 loss_of(model, group.rank, number).backward()
             assert guarded.errors == ({world_size - 1: "Broken: the fuse"} if number == 2 else {})
@@ -133,7 +107,7 @@ def test_step_guard_follows_checkpoints_no_sync_and_the_token_mean(reentrant: bo
         for number in range(8):
             last = number % 2 == 1
             fails = number in (4, 5) and group.rank == 1
-            model[1].module.blows = phase if fails else None
+            model[1].module.blows = (phase, Broken) if fails else None
             with nullcontext() if last else zero3.no_sync(model), zero3.step_guard(model) as guarded:
                 zero3.backward(loss_of(model, group.rank, number, reentrant), 3 + number, model)
             assert guarded.failed == (number in (4, 5))
@@ -170,7 +144,7 @@ def test_before_any_layer_and_after_all_of_them() -> None:
 def test_step_guard_says_what_it_dropped(caplog: pytest.LogCaptureFixture) -> None:
     def body(group: ThreadCommunicator) -> None:
         model = sharded(group)
-        model[0].module.blows = "forward"
+        model[0].module.blows = ("forward", Broken)
         with zero3.step_guard(model):
             loss_of(model, 0, 0)
 
@@ -181,7 +155,7 @@ def test_step_guard_says_what_it_dropped(caplog: pytest.LogCaptureFixture) -> No
 def test_the_first_micro_batch_of_all_can_not_be_saved() -> None:
     def body(group: ThreadCommunicator) -> str:
         model = sharded(group)
-        model[1].module.blows = "forward" if group.rank == 1 else None
+        model[1].module.blows = ("forward", Broken) if group.rank == 1 else None
         try:
             with zero3.step_guard(model):
                 loss_of(model, group.rank, 0).backward()
@@ -307,12 +281,12 @@ def penalty(model: nn.Module, rank: int) -> None:
 def test_a_backward_that_broke_under_reentrant_checkpointing_takes_no_later_gradients_with_it() -> None:
     def body(group: ThreadCommunicator) -> None:
         model = sharded(group)
-        model[1].module.blows = "backward"
+        model[1].module.blows = ("backward", Broken)
         with pytest.raises(Broken):
             loss_of(model, group.rank, 1, reentrant=True).backward()
         model[1].module.blows = None
         loss_of(model, group.rank, 0).backward()
-        model[1].module.blows = "forward"
+        model[1].module.blows = ("forward", Broken)
         with pytest.raises(Broken):
             loss_of(model, group.rank, 1)
         model[1].module.blows = None

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import zero3
-from tests.resilience.test_step_guard import LAYERS_OF_MODEL, Broken, check, expected, fused, loss_of, reentrants, sharded
+from tests.resilience.test_step_guard import LAYERS_OF_MODEL, check, expected, loss_of, reentrants, sharded
 from tests.support.footprint import LAYERS, WIDTHS, Formula, make
 from tests.support.live import LiveBytes
-from tests.support.models import WORLDS
+from tests.support.models import WORLDS, Broken, fused
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import assert_at_rest
 from zero3 import ShardingPolicy
@@ -29,7 +29,7 @@ def test_transactional_takes_back_only_what_a_broken_backward_brought(world_size
         for _ in range(2):
             model[where].module.blows = None
             loss = loss_of(model, group.rank, 2, reentrant)
-            model[where].module.blows = "backward"
+            model[where].module.blows = ("backward", Broken)
             with pytest.raises(Broken):
                 loss.backward()
             del loss
@@ -50,7 +50,7 @@ def test_transactional_with_other_policies(world_size: int, policy: dict[str, An
     def body(group: ThreadCommunicator) -> None:
         model = sharded(group, transactional=True, **policy)
         loss_of(model, group.rank, 0).backward()
-        model[0].module.blows = "backward"
+        model[0].module.blows = ("backward", Broken)
         with pytest.raises(Broken):
             loss_of(model, group.rank, 1).backward()
         model[0].module.blows = None
@@ -77,7 +77,7 @@ def test_what_no_sync_has_kept_stays(world_size: int, earlier_waits: bool, broke
         for number in (0, 1):
             with zero3.no_sync(model) if earlier_waits else nullcontext():
                 loss_of(model, group.rank, number).backward()
-        model[0].module.blows = "backward"  # layers 2 and 1 are over by then
+        model[0].module.blows = ("backward", Broken)  # layers 2 and 1 are over by then
         with pytest.raises(Broken), zero3.no_sync(model) if broken_waits else nullcontext():
             loss_of(model, group.rank, 2).backward()
         model[0].module.blows = None
@@ -106,7 +106,7 @@ def test_a_token_mean_that_breaks_leaves_the_earlier_mean_or_nothing(world_size:
         if where is None:
             loss.register_hook(lambda gradient: (_ for _ in ()).throw(Broken()))
         else:
-            model[where].module.blows = "backward"
+            model[where].module.blows = ("backward", Broken)
         with pytest.raises(Broken):
             zero3.backward(loss, tokens(group.rank, 1), model)
         for layer in model:

@@ -45,6 +45,38 @@ def mean_square(model: Callable[..., Any], turn: Any) -> tuple[Tensor, Tensor | 
     return loss, x.grad
 
 
+class Broken(Exception):
+    pass
+
+
+class Fuse(torch.autograd.Function):
+    """Hands its input on, unless `module.blows` says in which phase to fail, and with what: `("backward", Broken)`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.module = module
+        _blow(module, "forward")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        _blow(ctx.module, "backward")
+        return gradient, None
+
+
+def _blow(module: nn.Module, phase: str) -> None:
+    if module.blows is not None and module.blows[0] == phase:
+        raise module.blows[1]("the fuse")
+
+
+def fused() -> nn.Sequential:
+    """Three layers with a fuse each."""
+    model = seeded(*[calls(lambda m, x: m.b(Fuse.apply(m.a(x), m)).tanh())] * 3)
+    for module in model:
+        module.blows = None
+    return model
+
+
 def step(model: nn.Module, turn: Any) -> Tensor:
     """A program: the mean square of the outputs, and its gradients."""
     loss: Tensor = model(turn.tensor(3, WIDTH)).pow(2).mean()
