@@ -13,8 +13,8 @@ from .released import ReleasedParameter, refuse_values
 __all__: list[str] = []
 
 
-class Owner(weakref.ref[Any]):
-    """A parameter's weak reference to its layer's state. A copy of the parameter, or a pickle, has None instead."""
+class StaysBehind:
+    """A parameter's attribute. A copy of the parameter, or a pickle, has None instead."""
 
     __slots__ = ()
 
@@ -23,6 +23,12 @@ class Owner(weakref.ref[Any]):
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
+
+
+class Owner(StaysBehind, weakref.ref[Any]):
+    """A parameter's weak reference to its layer's state."""
+
+    __slots__ = ()
 
 
 def _refuse_distributed_checkpoint(*_: object) -> NoReturn:

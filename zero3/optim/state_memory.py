@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ..core.marks import StaysBehind
+
 __all__: list[str] = []
 
 _ATTRIBUTE = "zero3_state_memory"  # of a parameter
@@ -14,17 +16,9 @@ _ATTRIBUTE = "zero3_state_memory"  # of a parameter
 Place = Callable[[int, torch.dtype], Tensor | None]
 
 
-class _StateMemory:
-    """A parameter's attribute. A copy of the parameter, or a pickle, has None instead."""
-
+class _StateMemory(StaysBehind):
     def __init__(self, place: Place) -> None:
         self.place = place
-
-    def __deepcopy__(self, memo: object) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
 
 
 def set_state_memory(parameter: nn.Parameter, place: Place) -> None:
