@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn, optim
 
 import zero3
-from tests.zero1.test_zero_redundancy_optimizer import assert_same_bits, give_gradients, on_threads, values_of, world_sizes
+from tests.support.models import WORLDS
+from tests.zero1.test_zero_redundancy_optimizer import assert_same_bits, give_gradients, on_threads, values_of
 
 
 class NewKey(optim.SGD):
@@ -87,7 +88,7 @@ def trained(optimizer: Any, given: list[nn.Parameter], **keywords: Any) -> list[
 
 
 @pytest.mark.parametrize("kind", [NewKey, NoClosure, DemandsClosure, TakesKeyword])
-@world_sizes
+@WORLDS
 def test_closures_and_keywords_of_step_as_with_the_plain_optimizer(kind: Any, world_size: int) -> None:
     def keywords() -> dict[str, Any]:
         return {"kwarg": []} if kind is TakesKeyword else {}

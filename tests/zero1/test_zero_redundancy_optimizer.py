@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zero3
+from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -23,7 +24,6 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 FUSED = (torch.optim.AdamW, {"lr": 0.01, "fused": True})
 
 optimizers = pytest.mark.parametrize("name", OPTIMIZERS)
-world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3])
 
 
 def odd_parameters(seed: int = 0) -> list[nn.Parameter]:
@@ -91,7 +91,7 @@ def train(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], step
 
 
 @optimizers
-@world_sizes
+@WORLDS
 @pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket view"])
 def test_zeroredundancyoptimizer_gives_the_bits_and_the_state_dict_of_the_plain_optimizer(name: str, world_size: int, view: bool) -> None:
     optimizer_class, options = OPTIMIZERS[name]
@@ -116,7 +116,7 @@ def test_zeroredundancyoptimizer_gives_the_bits_and_the_state_dict_of_the_plain_
     assert_same_state_dict(results[-1][1], plain.state_dict())
 
 
-@world_sizes
+@WORLDS
 def test_zeroredundancyoptimizer_of_a_fused_one_equals_the_plain_one_but_for_the_last_bit(world_size: int) -> None:
     """torch's kernel for the CPU rounds the last elements of a run otherwise. (And mixes up gradients in an odd layout.)"""
     optimizer_class, options = FUSED

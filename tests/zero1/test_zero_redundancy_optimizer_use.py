@@ -1,10 +1,7 @@
-"""ZeroRedundancyOptimizer in a training script's hands: groups, schedules, state dicts, loss scaling, mistakes. Ranks are threads."""
+"""ZeroRedundancyOptimizer in a training script's hands: groups, schedules, loss scaling, mistakes. Ranks are threads."""
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 from typing import Any
 from unittest import mock
 
@@ -13,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.support.live import LiveBytes, LonelyCommunicator
+from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.zero1.test_zero_redundancy_optimizer import (
     assert_same_bits,
@@ -23,7 +20,6 @@ from tests.zero1.test_zero_redundancy_optimizer import (
     on_threads,
     train,
     values_of,
-    world_sizes,
 )
 from zero3.zero1.buckets import LARGE_BYTES
 
@@ -58,7 +54,7 @@ def test_a_step_that_is_interrupted_leaves_no_transfer_pending() -> None:
     assert run_ranks(2, body) == [True, True]
 
 
-@world_sizes
+@WORLDS
 def test_groups_with_their_own_options_and_a_schedule(world_size: int) -> None:
     def trained(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> list[Tensor]:
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5)  # moves lr and betas
@@ -86,7 +82,7 @@ def test_groups_with_their_own_options_and_a_schedule(world_size: int) -> None:
     assert_same_state_dict(results[0][1], optimizer.state_dict())
 
 
-@world_sizes
+@WORLDS
 def test_named_parameters(world_size: int) -> None:
     def named(parameters: list[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
         return [(f"p{number}", parameter) for number, parameter in enumerate(parameters)]
@@ -105,7 +101,7 @@ def test_named_parameters(world_size: int) -> None:
     assert_same_state_dict(on_threads(world_size, body)[0], optimizer.state_dict())
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 @pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket view"])
 def test_add_param_group_of_layers_that_are_unfrozen_in_mid_training(world_size: int, view: bool) -> None:
     def trained(optimizer: Any, parameters: list[nn.Parameter]) -> list[Tensor]:
@@ -130,130 +126,6 @@ def test_add_param_group_of_layers_that_are_unfrozen_in_mid_training(world_size:
         assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1), (2, 2)])
-def test_load_state_dict_from_any_world_size_and_from_plain_optimizers(before: int, after: int) -> None:
-    """Saved to bytes and read again in between, as a checkpoint is."""
-    plain = odd_parameters()
-    optimizer = torch.optim.AdamW(in_groups(plain), **ADAMW)
-    train(optimizer, plain, range(2))
-    half = values_of(plain)
-    expected = train(optimizer, plain, range(2, 4))
-
-    def first(group: Any) -> Any:
-        parameters = odd_parameters()
-        ours = ours_on(group, in_groups(parameters), **ADAMW)
-        train(ours, parameters, range(2))
-        ours.consolidate_state_dict()
-        return ours.state_dict() if ours.rank == 0 else None
-
-    file = io.BytesIO()
-    torch.save(on_threads(before, first)[0], file)
-
-    def state() -> Any:
-        return torch.load(io.BytesIO(file.getvalue()))  # ranks are threads: each reads a file of its own
-
-    def set_to(parameters: list[nn.Parameter]) -> None:
-        with torch.no_grad():
-            for parameter, value in zip(parameters, half, strict=True):
-                parameter.copy_(value)
-
-    def second(group: Any) -> list[Tensor]:
-        parameters = odd_parameters()
-        set_to(parameters)
-        ours = ours_on(group, in_groups(parameters), lr=77)
-        given = state()
-        kept = copy.deepcopy(given)
-        ours.load_state_dict(given)
-        assert_same_state_dict(given, kept)  # torch's own empties what it is given
-        assert [g["lr"] for g in ours.param_groups] == [0.05, 0.01, 0.01]
-        return train(ours, parameters, range(2, 4))
-
-    for found in on_threads(after, second):
-        assert_same_bits(found, expected)
-    again = odd_parameters()
-    set_to(again)
-    into_plain = torch.optim.AdamW(in_groups(again), lr=77)
-    into_plain.load_state_dict(state())
-    assert_same_bits(train(into_plain, again, range(2, 4)), expected)
-
-
-def test_load_state_dict_that_does_not_fit_changes_nothing_on_any_rank() -> None:
-    def body(group: Any) -> list[Tensor]:
-        parameters = odd_parameters()
-        ours = ours_on(group, parameters, **ADAMW)
-        train(ours, parameters, range(2))
-        ours.consolidate_state_dict(to=1)
-        given = ours.state_dict() if ours.rank == 1 else {"state": {}, "param_groups": copy.deepcopy(ours.param_groups)}
-        if ours.rank == 1:
-            given["state"][2]["exp_avg"] = torch.zeros(3, 4)
-            given["param_groups"][0]["lr"] = 123.0
-        with pytest.raises(
-            ValueError, match=r"rank 1: the state 'exp_avg' of parameter 2 of group 0 has shape \(3, 4\), expected \(257, 257\)"
-        ):
-            ours.load_state_dict(given)
-        assert ours.param_groups[0]["lr"] == 0.01
-        with pytest.raises(ValueError, match="different number of parameter groups"):
-            ours.load_state_dict({"state": {}, "param_groups": []})
-        whole = {"state": {}, "param_groups": copy.deepcopy(ours.param_groups)}
-        with pytest.raises(ValueError, match="rank 1: not found: 'param_groups'"):  # a KeyError of torch's, of one rank alone
-            ours.load_state_dict({} if ours.rank == 1 else whole)
-        return train(ours, parameters, range(2, 4))
-
-    plain = odd_parameters()
-    expected = train(torch.optim.AdamW(plain, **ADAMW), plain, range(4))
-    for found in on_threads(2, body):
-        assert_same_bits(found, expected)
-
-
-def test_consolidate_state_dict_is_never_out_of_date() -> None:
-    def body(group: Any) -> None:
-        parameters = odd_parameters()
-        ours = ours_on(group, parameters, **ADAMW)
-        with pytest.raises(RuntimeError, match="consolidate_state_dict"):
-            ours.state_dict()
-        train(ours, parameters, range(1))
-        ours.consolidate_state_dict(to=0)
-        assert ours.rank != 0 or len(ours.state_dict()["state"]) == len(parameters)
-        train(ours, parameters, range(1, 2))
-        with pytest.raises(RuntimeError, match="changed since"):
-            ours.state_dict()
-        with pytest.raises(ValueError, match="to=2, expected a rank from 0 to 1"):
-            ours.consolidate_state_dict(to=2)
-        with pytest.raises(ValueError, match=r"consolidate_state_dict\(to=0\).*consolidate_state_dict\(to=1\)"):
-            ours.consolidate_state_dict(to=ours.rank)
-        for spoil in (copy.deepcopy, pickle.dumps):
-            with pytest.raises(RuntimeError, match="can't be copied or pickled"):
-                spoil(ours)
-
-    on_threads(2, body)
-
-
-def test_consolidate_state_dict_takes_one_tensor_on_all_ranks_but_one() -> None:
-    """Issue 68181 of torch's own: consolidating ran out of memory."""
-    world_size, numel = 4, 10 * 256 * 512
-
-    def parameters() -> list[nn.Parameter]:
-        return [nn.Parameter(torch.zeros(256, 512)) for _ in range(10)]
-
-    held, peaks = [], []
-    for rank in range(world_size):
-        with LiveBytes() as live:
-            given = parameters()
-            ours = zero3.ZeroRedundancyOptimizer(given, torch.optim.Adam, LonelyCommunicator(world_size, rank), lr=0.1)
-            for parameter in given:
-                parameter.grad = torch.ones_like(parameter)
-            before = live.now
-            ours.step()
-            held.append(live.now - before)
-            before = live.now
-            peaks.append(live.peak_of(lambda optimizer=ours: optimizer.consolidate_state_dict(to=0)) - before)
-        assert sum(parameter.numel() for group in ours.optim.param_groups for parameter in group["params"]) == numel / world_size
-    ideal = 2 * 4 * numel / world_size
-    assert max(held) <= ideal * 1.001 + 1000
-    assert max(peaks[1:]) <= 4 * 256 * 512 / world_size + 10_000  # a part of one tensor
-    assert peaks[0] >= 2 * 4 * numel  # all of it, which is asked for
-
-
 class _LayerwiseSgd(torch.optim.Optimizer):
     """Layerwise rates: not elementwise."""
 
@@ -268,30 +140,8 @@ class _LayerwiseSgd(torch.optim.Optimizer):
                     parameter.sub_(group["lr"] * parameter.norm() * parameter.grad / parameter.grad.norm())
 
 
-class _Sums(torch.optim.SGD):
-    """Keeps two numbers a parameter."""
-
-    def step(self) -> None:  # type: ignore[override]
-        super().step()
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["sums"] = torch.zeros(2)
-
-
-def test_consolidate_state_dict_refuses_state_without_a_place_in_the_whole() -> None:
-    def body(group: Any) -> None:
-        parameters = odd_parameters()
-        ours = zero3.ZeroRedundancyOptimizer(parameters, _Sums, group, lr=0.1)
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        ours.step()
-        with pytest.raises(ValueError, match=r"has shape \(2,\) for \d+ of its elements: .* Use whole=True for this group"):
-            ours.consolidate_state_dict()
-
-    on_threads(2, body)
-
-
 @pytest.mark.parametrize("optimizer_class", [torch.optim.Muon, torch.optim.Adafactor, _LayerwiseSgd])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 def test_optimizers_that_need_matrices_get_whole_ones_or_are_refused(optimizer_class: Any, world_size: int) -> None:
     def matrices() -> list[nn.Parameter]:
         return [
@@ -384,7 +234,7 @@ def test_ranks_that_differ_are_told_so() -> None:
     on_threads(2, body)
 
 
-@world_sizes
+@WORLDS
 def test_gradscaler_skips_a_step_on_every_rank(world_size: int) -> None:
     def trained(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> list[Any]:
         scaler, seen = torch.amp.GradScaler("cpu", init_scale=64.0), []
@@ -415,7 +265,7 @@ def test_gradscaler_skips_a_step_on_every_rank(world_size: int) -> None:
         assert_same_bits(found, expected)
 
 
-@world_sizes
+@WORLDS
 def test_closures_hooks_and_what_else_plain_optimizers_do(world_size: int) -> None:
     def body(group: Any) -> None:
         weight = nn.Parameter(torch.ones(4, 4))
@@ -488,21 +338,5 @@ def test_parameters_as_bucket_view_puts_parameters_of_a_kind_into_one_memory(vie
         zero3.ZeroRedundancyOptimizer(parameters, torch.optim.SGD, group, lr=0.1, parameters_as_bucket_view=view)
         assert len({parameter.untyped_storage().data_ptr() for parameter in parameters}) == (1 if view else 3)
         assert all(parameter.eq(parameter.numel()).all() for parameter in parameters)
-
-    on_threads(2, body)
-
-
-def test_load_state_dict_without_newer_options_gets_them_as_the_plain_optimizer_does() -> None:
-    def body(group: Any) -> None:
-        parameters = odd_parameters()
-        plain = torch.optim.SGD(odd_parameters(), lr=0.3)
-        saved = plain.state_dict()
-        for option in ("maximize", "foreach", "differentiable", "fused"):
-            del saved["param_groups"][0][option]
-        ours = zero3.ZeroRedundancyOptimizer(parameters, torch.optim.SGD, group, lr=0.1)
-        for optimizer in (plain, ours):
-            optimizer.load_state_dict(saved)
-        options = [{key: value for key, value in each.param_groups[0].items() if key != "params"} for each in (plain, ours)]
-        assert options[0] == options[1] and "maximize" in options[1]
 
     on_threads(2, body)
