@@ -31,9 +31,9 @@ FLOORS = (
     {"sequential", "access", "input_gradients"},
     {"shard", "names", "resilience", "forward_methods", "by_hand"},
     {"optim", "diagnose"},
-    {"checkpoint", "zero1", "uneven", "planning"},
+    {"checkpoint", "zero1", "uneven"},
     {"huggingface", "formats", "initial_values", "offload"},
-    {"integrations"},
+    {"integrations", "planning"},
     {"commands", "materialize"},
     {"__init__", "__main__"},
 )

@@ -60,7 +60,7 @@ class Advice(NamedTuple):
 
 def advised(setup: Setup, room: int, fitting: int, state: int) -> Advice | None:
     """The cheapest change that fits, tried. `fitting`: the largest batch that fits. `state`: the bytes of chunks, their gradients and
-    the optimizer's state, which only more ranks, fewer replicas, adapters and fewer bits make less.
+    the optimizer's state, which only more ranks, fewer replicas, offload, adapters and fewer bits make less.
 
     Changes stand in levels, the cheap ones first. If all that a level allows together does not fit, nothing in it does.
     """
@@ -85,6 +85,8 @@ def advised(setup: Setup, room: int, fitting: int, state: int) -> Advice | None:
 
 def _at_least(last: Setup, setup: Setup, state: int) -> int:
     """Bytes that a rank holds in any case, without a trace of `last`: a change of `setup`."""
+    if last.policy.offload is not None:
+        return 0
     if last.policy.quantize != setup.policy.quantize:
         return sum(parameter.numel() for parameter in setup.source.parameters()) // 2 // last.shards
     if last.lora != setup.lora:

@@ -19,6 +19,7 @@ from ..core.chunk import Chunk
 from ..core.gradient_buffer import Sending
 from ..core.gradient_reducer import GradientReducer
 from ..core.layer_state import LayerState
+from ..core.offloaded_chunk import OffloadedChunk
 from ..core.quantized_chunk import QuantizedSites
 from ..core.recipes import QuantizedWeight
 from ..policy import ShardingPolicy
@@ -26,8 +27,9 @@ from ..quantized.codec import Codec
 from ..shard import shard
 from .absent import AbsentRanks
 from .kernels import DeviceKernels, backward
-from .ledger import CAUSES, Ledger, Moment
+from .ledger import CAUSES, ELSEWHERE, Ledger, Moment
 from .models import loss_of, vocabulary_of
+from .resting import step_by_turns
 from .work import merged, work_of
 
 __all__: list[str] = []
@@ -55,7 +57,7 @@ class Trace:
         self.kernels = DeviceKernels(device)
         self.ledger = Ledger(ALLOCATION if device == "cuda" else 1, vocabulary_of(model))
         self.ranks = AbsentRanks(ranks, pieces=device == "cpu", rank=rank, replicas=replicas)
-        self.ranks.making = partial(self.ledger.because, "transfers")
+        self.ranks.making, self.ranks.resting = (partial(self.ledger.because, cause) for cause in ("transfers", ELSEWHERE))
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         with self._counting(), self.ledger.because("chunks"), _without_advice():
@@ -79,7 +81,8 @@ class Trace:
         if not chunks:
             raise ValueError("nothing in this model trains, so there is no step to plan for")
         self.optimizer = optimizer(chunks)
-        if device == "cuda":
+        self.offloads = any(isinstance(chunk, OffloadedChunk) for state in states for chunk in state.chunks)  # whether they rest elsewhere
+        if device == "cuda" and not self.offloads:
             self._step_as_on_cuda()
         self.after_forward = 0  # the most bytes that were alive when a forward of the last measurement had ended
         self.model.register_forward_hook(self._after_forward)
@@ -96,6 +99,7 @@ class Trace:
                 self._step(batch, sequence, 1)
                 self._learned = True
             self.ledger.moments.clear()
+            self.ledger.most_elsewhere = 0
             self.kernels.attention.clear()
             self.after_forward = 0
             self._step(batch, sequence, micro_batches)
@@ -125,8 +129,7 @@ class Trace:
             backward(self._loss(self.model, batch, sequence))
             self._stepped = False
         self.ledger.begin("", "optimizer's step")
-        with self.ledger.because("optimizer"):
-            self.optimizer.step()
+        self._step_optimizer()
         self._stepped = True
         self.optimizer.zero_grad()
 
@@ -136,6 +139,13 @@ class Trace:
             stack.enter_context(self.ledger)
             stack.enter_context(self.kernels)
             yield
+
+    def _step_optimizer(self) -> None:
+        if self.offloads:
+            step_by_turns(self.optimizer, self.ledger, far=self.ranks.lands_at_once)
+            return
+        with self.ledger.because("optimizer"):
+            self.optimizer.step()
 
     def _step_as_on_cuda(self) -> None:
         """torch's optimizers step all parameters together there, unless they are told otherwise."""
@@ -157,7 +167,7 @@ class Trace:
         vars(gradients)["keep"] = partial(self._keep, gradients.keep)
         for chunk in state.chunks:
             chunk.unloaded.clear()  # values never come
-            self.ledger.note(chunk.shard, "chunks")
+            self.ledger.note(chunk.shard, ELSEWHERE if isinstance(chunk, OffloadedChunk) else "chunks")
             vars(chunk)["make_room"] = partial(self._make_room, chunk, chunk.make_room)
             vars(chunk)["release"] = partial(self._release, chunk, chunk.release)
             vars(chunk)["is_stale"] = partial(self._is_stale, chunk, chunk.is_stale)
