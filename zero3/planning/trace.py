@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,9 @@ class Trace:
         replicas: int = 1,
         layers: Layers = None,
         loss: Callable[[nn.Module, int, int], Tensor] = loss_of,
+        accumulating: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        """`accumulating`: around all micro-batches of a step but the last."""
         self.kernels = DeviceKernels(device)
         self.ledger = Ledger(ALLOCATION if device == "cuda" else 1, vocabulary_of(model))
         self.ranks = AbsentRanks(ranks, pieces=device == "cpu", rank=rank, replicas=replicas)
@@ -86,7 +88,7 @@ class Trace:
             self._step_as_on_cuda()
         self.after_forward = 0  # the most bytes that were alive when a forward of the last measurement had ended
         self.model.register_forward_hook(self._after_forward)
-        self._loss = loss
+        self._loss, self._accumulating = loss, accumulating
         self._learned = False
         self._times = 1.0  # how often what runs now would run: see `_decode`
         self._stepped = False  # whether the optimizer has stepped since the last micro-batch
@@ -125,8 +127,9 @@ class Trace:
 
     def _step(self, batch: int, sequence: int, micro_batches: int) -> None:
         self.ledger.begin("", "beginning of forward")
-        for _ in range(micro_batches):
-            backward(self._loss(self.model, batch, sequence))
+        for left in reversed(range(micro_batches)):
+            with self._accumulating(self.model) if left else nullcontext():
+                backward(self._loss(self.model, batch, sequence))
             self._stepped = False
         self.ledger.begin("", "optimizer's step")
         self._step_optimizer()
