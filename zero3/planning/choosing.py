@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..policy import ShardingPolicy
 from .limits import Change, levels
 from .setup import Setup
-from .trace import Trace, peak_of
+from .trace import Trace
 
 __all__: list[str] = []
 
@@ -48,7 +48,7 @@ def _most_resident(setup: Setup, sums: list[int], room: int, peak: int) -> int |
 
 
 def _peak_in(setup: Setup) -> int:
-    return peak_of(setup.trace().measure(setup.batch, setup.sequence, setup.accumulation))[0]
+    return setup.trace().peak(setup.batch, setup.sequence, setup.accumulation)
 
 
 class Advice(NamedTuple):

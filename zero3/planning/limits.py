@@ -11,7 +11,7 @@ import torch
 from ..policy import ShardingPolicy
 from ..quantized.formats import NF4
 from .setup import Setup
-from .trace import Trace, peak_of
+from .trace import Trace
 
 __all__: list[str] = []
 
@@ -44,12 +44,12 @@ def largest(peak: Callable[[int], int], room: int) -> int:
 
 def largest_batch(trace: Trace, setup: Setup, room: int) -> int:
     """The most sequences a micro-batch may have."""
-    return largest(lambda batch: peak_of(trace.measure(batch, setup.sequence, setup.accumulation))[0], room)
+    return largest(lambda batch: trace.peak(batch, setup.sequence, setup.accumulation), room)
 
 
 def largest_sequence(trace: Trace, setup: Setup, room: int, block: int = 128) -> int:
     """The most tokens that a sequence may have, in whole blocks."""
-    return block * largest(lambda blocks: peak_of(trace.measure(setup.batch, block * blocks, setup.accumulation))[0], room)
+    return block * largest(lambda blocks: trace.peak(setup.batch, block * blocks, setup.accumulation), room)
 
 
 _Options = tuple[str, ...]

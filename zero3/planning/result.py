@@ -14,7 +14,6 @@ from .cluster import Cluster
 from .ledger import CAUSES, Moment
 from .picture import draw
 from .setup import Setup
-from .trace import peak_of
 from .units import gib
 from .watching import Watch
 
@@ -121,7 +120,7 @@ class Plan:
         for policy in policies:
             setup = self.setup.but(policy=policy)
             trace = setup.trace()
-            peak, _ = peak_of(trace.measure(setup.batch, setup.sequence, setup.accumulation))
+            peak = trace.peak(setup.batch, setup.sequence, setup.accumulation)
             seconds = None if self.cluster is None else setup.seconds(trace, self.cluster)
             fits = None if self.memory is None else peak + setup.unknown(peak)[1] <= self.memory
             found.append(Comparison(policy, peak, seconds, fits))

@@ -89,9 +89,9 @@ class Trace:
         self.after_forward = 0  # the most bytes that were alive when a forward of the last measurement had ended
         self.model.register_forward_hook(self._after_forward)
         self._loss, self._accumulating = loss, accumulating
-        self._learned = False
+        self._peaks: dict[tuple[int, int, int], int] = {}
+        self._learned = self._stepped = False  # whether the optimizer has stepped: at all, and since the last micro-batch
         self._times = 1.0  # how often what runs now would run: see `_decode`
-        self._stepped = False  # whether the optimizer has stepped since the last micro-batch
 
     def measure(self, batch: int, sequence: int, accumulation: int = 1) -> list[Moment]:
         """The moments of one step after the first. All micro-batches after the second are as the second."""
@@ -105,7 +105,13 @@ class Trace:
             self.kernels.attention.clear()
             self.after_forward = 0
             self._step(batch, sequence, micro_batches)
+        self._peaks[batch, sequence, micro_batches] = max(moment.peak for moment in self.ledger.moments)
         return list(self.ledger.moments)
+
+    def peak(self, batch: int, sequence: int, accumulation: int = 1) -> int:
+        """The most bytes that are alive in such a step. Each is made once."""
+        key = batch, sequence, min(accumulation, 2)
+        return self._peaks[key] if key in self._peaks else peak_of(self.measure(*key))[0]
 
     def events(self, batch: int, sequence: int, accumulation: int = 1) -> list[Any]:
         """What a step after the first does, in order: `Work` of compute, and transfers that are issued and awaited."""
