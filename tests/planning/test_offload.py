@@ -114,6 +114,18 @@ def test_plan_advises_offload_before_more_gpus(mesh: tuple[int, int] | None, adv
     assert plan.policy == zero3.ShardingPolicy(offload="cpu", **MIXED) and plan.advised_bytes == away.peak_bytes
 
 
+def test_plan_with_room_does_without_offload(tmp_path: Path) -> None:
+    """And where a rank can't hold its chunks, the policy stays."""
+    policy = zero3.ShardingPolicy(offload=str(tmp_path))
+    arguments: dict[str, Any] = {"ranks": 2, "sequence": 16, "device": "cpu"}
+    needed, inside = (zero3.plan(model_of(Case()), policy=each, **arguments).peak_bytes for each in (policy, zero3.ShardingPolicy()))
+    assert zero3.plan(model_of(Case()), policy=policy, memory="1GiB", **arguments).policy == zero3.ShardingPolicy(
+        reshard_after_forward=False
+    )
+    narrow = zero3.plan(model_of(Case()), policy=policy, memory=inside - 1, **arguments)
+    assert needed < inside and narrow.fits and narrow.policy.offload == str(tmp_path)
+
+
 def test_watch_counts_what_rests_in_files_as_no_memory(tmp_path: Path) -> None:
     def held(offload: str | None) -> int:
         blocks = [nn.Linear(8, 8), nn.Linear(8, 8)]

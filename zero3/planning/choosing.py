@@ -1,4 +1,4 @@
-"""What a plan chooses where memory is given: the policy that gathers least of those that fit, or the cheapest change that fits."""
+"""What a plan chooses where memory is given: the policy that moves least of those that fit, or the cheapest change that fits."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ LEAST = 0.1  # of all frozen buffers: fewer are not worth the comparison that ea
 
 
 def roomier(setup: Setup, trace: Trace, room: int, peak: int) -> ShardingPolicy:
-    """The setup's policy or, if they fit, with frozen buffers that stay from step to step, and with a gather a step for the others.
+    """The setup's policy or, if they fit: chunks that are not offloaded, frozen buffers that stay from step to step, and a gather a
+    step for the others.
 
     `trace` and `peak`: the setup's own.
     """
     policy = setup.policy
+    if trace.offloads:
+        here = setup.but(policy=replace(policy, offload=None))
+        other = here.trace()
+        if (needed := other.peak(setup.batch, setup.sequence, setup.accumulation)) <= room:
+            return roomier(here, other, room, needed)
     if setup.shards == 1 or policy.stage != 3:
         return policy
     sums = list(accumulate(trace.frozen_buffers))

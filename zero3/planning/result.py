@@ -56,9 +56,9 @@ class Plan:
         advice: If it does not fit: the command line's options that make it fit with the least change. `()` if it fits, if
             nothing that was tried does, and without `memory`.
         advised_bytes: The peak with `advice`. None without advice.
-        policy: The policy to train with. It is the given one. Where `memory` has room for it, frozen parameters stay from step to step
-            (`resident_bytes`, as much as fits), and trainable ones from forward to backward (`reshard_after_forward=False`). Where
-            the given one does not fit, it is that of `advice`.
+        policy: The policy to train with. It is the given one. Where `memory` has room for it, nothing is offloaded, frozen parameters
+            stay from step to step (`resident_bytes`, as much as fits), and trainable ones from forward to backward
+            (`reshard_after_forward=False`). Where the given one does not fit, it is that of `advice`.
         seconds: The time of a step. None without a cluster, and if chunks rest elsewhere.
         attention: The kernels of attention, and the number of their calls in a micro-batch, recomputation included.
         parameters: The number of the model's elements.
@@ -186,7 +186,7 @@ def _table(plan: Plan, setup: Setup) -> str:
     if plan.attention:
         lines.append(_row("attention", ", ".join(f"{name}, {count} calls" for name, count in plan.attention.items())))
     if plan.fits and plan.policy != setup.policy:
-        lines.append(_row("faster", repr(plan.policy), "fits too, and gathers less"))
+        lines.append(_row("faster", repr(plan.policy), "fits too, and moves less"))
     if plan.seconds is not None:
         tokens = setup.batch * setup.sequence * setup.accumulation / plan.seconds
         lines.append(_row("a step", f"{plan.seconds:.3f} s", f"{tokens:,.0f} tokens a second and rank"))
