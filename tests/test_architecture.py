@@ -31,9 +31,9 @@ FLOORS = (
     {"sequential", "access", "input_gradients"},
     {"shard", "names", "resilience", "forward_methods", "by_hand"},
     {"optim"},
-    {"checkpoint", "zero1", "uneven", "planning", "diagnose"},
+    {"checkpoint", "zero1", "uneven", "diagnose"},
     {"huggingface", "formats", "initial_values", "offload"},
-    {"integrations"},
+    {"integrations", "planning"},
     {"commands", "materialize"},
     {"__init__", "__main__"},
 )

@@ -39,16 +39,16 @@ class Apart(LiveBytes):
 
 
 @contextmanager
-def mapped_addresses() -> Iterator[set[int]]:
-    """Yields the set of addresses of all regions that files have given out."""
+def mapped_addresses() -> Iterator[dict[int, int]]:
+    """Yields the addresses of all regions that files have given out, and the bytes of the last tensor in each."""
     from zero3.scratch.mapped_files import MappedFiles
 
-    found: set[int] = set()
+    found: dict[int, int] = {}
     empty = MappedFiles.empty
 
     def noted(files: Any, numel: int, dtype: torch.dtype) -> Tensor:
         tensor = empty(files, numel, dtype)
-        found.add(tensor.untyped_storage().data_ptr())
+        found[tensor.untyped_storage().data_ptr()] = tensor.nbytes
         return tensor
 
     with patch.object(MappedFiles, "empty", noted):

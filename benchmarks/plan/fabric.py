@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,9 @@ def measured() -> list[Measured]:
 
 
 @cache
-def events(policy: zero3.ShardingPolicy = zero3.ShardingPolicy(), size: Size = SIZE, ranks: int = 2, replicas: int = 1) -> list[Any]:
+def events(
+    policy: zero3.ShardingPolicy = zero3.ShardingPolicy(), size: Size = SIZE, ranks: int = 2, replicas: int = 1, micro_batches: int = 1
+) -> list[Any]:
     """A step of the benchmark's model on rank 0."""
     with torch.device("meta"):
         modules = layers(size)
@@ -66,15 +68,15 @@ def events(policy: zero3.ShardingPolicy = zero3.ShardingPolicy(), size: Size = S
 
     traced = Trace(
         nn.Sequential(*modules), ranks=ranks, replicas=replicas, policy=policy, device="cpu", optimizer=torch.optim.AdamW, layers=modules,
-        loss=loss,
+        loss=loss, accumulating=partial(zero3.no_sync, replicas_only=True),
     )  # fmt: skip
-    return traced.events(size.batch, size.sequence)
+    return traced.events(size.batch, size.sequence, micro_batches)
 
 
 @cache
-def host(computing: float, size: Size = SIZE) -> Cluster:
+def host(computing: float, size: Size = SIZE, micro_batches: int = 1) -> Cluster:
     """A processor as fast as the measured computation."""
-    flops, works = 1e11, [event for event in events(size=size) if isinstance(event, Work)]
+    flops, works = 1e11, [event for event in events(size=size, micro_batches=micro_batches) if isinstance(event, Work)]
     for _ in range(20):  # its speed is a share of a sum of maxima: it settles
         found = Cluster(flops=flops, memory_bandwidth=12e9, link=1.0, latency=2e-4, ranks_per_node=1)
         flops *= sum(map(found.computing, works)) / computing

@@ -5,7 +5,8 @@
 
 A cell is the peak of a step in GiB: one sequence of 2048 tokens a rank, checkpoints in each block, computation in bf16, AdamW.
 Full training has fp32 masters; LoRA has frozen weights in bf16 and adapters of rank 16 where peft puts them by default. QLoRA
-stores these frozen weights as NF4.
+stores these frozen weights as NF4. Where `offload="cpu"` makes it fit into a smaller GPU, a row more says so, with the GiB that
+rest in host memory for each rank.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from transformers import GptOssConfig, LlamaConfig, PretrainedConfig, Qwen3Confi
 
 import zero3
 from benchmarks.common.report import markdown
+from zero3.planning.result import Plan
 
 LLAMA: dict[str, Any] = {"vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False, "max_position_embeddings": 8192}
 MODELS: dict[str, Callable[[], PretrainedConfig]] = {
@@ -45,12 +48,33 @@ TRAININGS: dict[str, dict[str, Any]] = {
 GPUS = (24, 80)  # GB
 
 
-def cell(directory: str, ranks: int, training: str) -> str:
-    """The peak in GiB, and the smallest GPU that it fits into with the upper end of what is not known."""
-    plan = zero3.plan(directory, ranks=ranks, sequence=2048, checkpointing=True, **TRAININGS[training])
-    needed = plan.peak_bytes + plan.unknown[1]
-    fitting = next((f" ({size})" for size in GPUS if needed <= size * 10**9), "")
-    return f"{plan.peak_bytes / 2**30:.1f}{fitting}"
+def plan_of(directory: str, ranks: int, training: str, *, offload: str | None = None) -> Plan:
+    chosen = TRAININGS[training]
+    policy = replace(chosen.get("policy", zero3.ShardingPolicy()), offload=offload)
+    return zero3.plan(directory, ranks=ranks, sequence=2048, checkpointing=True, **{**chosen, "policy": policy})
+
+
+def gpu_for(plan: Plan) -> float:
+    """The smallest GPU that it fits into, with the upper end of what is not known."""
+    return next((size for size in GPUS if plan.peak_bytes + plan.unknown[1] <= size * 10**9), float("inf"))
+
+
+def cell(plan: Plan) -> str:
+    """The peak in GiB, the GPU, and what rests in the memory of the host."""
+    fitting = f" ({gpu_for(plan):g})" if gpu_for(plan) in GPUS else ""
+    return f"{plan.peak_bytes / 2**30:.1f}{fitting}" + (f", host {plan.offloaded_bytes / 2**30:.0f}" if plan.offloaded_bytes else "")
+
+
+def rows_of(name: str, directory: str, training: str, ranks: list[int]) -> list[list[str]]:
+    """A row for a training, and one for the same with chunks in host memory, if they then fit into a smaller GPU."""
+    plans = [plan_of(directory, number, training) for number in ranks]
+    away = [
+        None if gpu_for(plan) == min(GPUS) else plan_of(directory, number, training, offload="cpu")
+        for number, plan in zip(ranks, plans, strict=True)
+    ]
+    helped = [plan if plan is not None and gpu_for(plan) < gpu_for(before) else None for plan, before in zip(away, plans, strict=True)]
+    offloaded = [name, f"{training}, offloaded", *("" if plan is None else cell(plan) for plan in helped)]
+    return [[name, training, *map(cell, plans)], *([offloaded] if any(plan is not None for plan in helped) else [])]
 
 
 def main() -> None:
@@ -65,8 +89,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             MODELS[name]().save_pretrained(directory)
             for training in options.trainings:
-                rows.append([name, training, *(cell(directory, ranks, training) for ranks in options.ranks)])
-                print(*rows[-1], file=sys.stderr, flush=True)
+                rows += (found := rows_of(name, directory, training, options.ranks))
+                print(*map(" | ".join, found), sep="\n", file=sys.stderr, flush=True)
     print(markdown(columns, rows))
 
 

@@ -55,7 +55,6 @@ def test_plan_that_cannot_tell_ends_with_2(directory: str, tmp_path: Path, capsy
     assert main(["plan", str(tmp_path), "--ranks", "2"]) == 2
     assert "has no config.json" in capsys.readouterr().err
     for option, says in (
-        (["--offload", "cpu"], "do not know --offload yet"),
         (["--mesh", "2"], "such as 2x4"),
         (["--mesh", "2x4"], "as many"),
     ):
@@ -71,6 +70,18 @@ def test_plan_of_a_model_that_raises_ends_with_2(tmp_path: Path, capsys: pytest.
     assert main(["plan", str(tmp_path), *ARGUMENTS, "--memory", "1GiB"]) == 2
     told = capsys.readouterr()
     assert "pad_token_id" in told.err and not told.out
+
+
+@pytest.mark.parametrize(("device", "where"), [("cpu", "/no/such/directory"), ("cuda", "cpu")])
+def test_plan_of_offload(directory: str, capsys: pytest.CaptureFixture[str], device: str, where: str) -> None:
+    arguments = ["plan", directory, "--ranks", "4", "--sequence", "32", "--device", device, "--json"]
+    found = []
+    for options in ([], ["--offload", where]):
+        assert main([*arguments, *options]) == 2
+        found.append(json.loads(capsys.readouterr().out))
+    plain, away = found
+    assert plain["offloaded_bytes"] == 0 < away["offloaded_bytes"] and away["peak_bytes"] < plain["peak_bytes"]
+    assert sum(away["by_cause"].values()) == away["peak_bytes"] and away["by_cause"].keys() == plain["by_cause"].keys()
 
 
 def test_plan_of_a_mesh(directory: str, capsys: pytest.CaptureFixture[str]) -> None:

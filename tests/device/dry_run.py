@@ -94,7 +94,7 @@ class Step(NamedTuple):
 class DryRun:
     """A sharded model without values, and its optimizer, on rank 0 of `ranks`. To be made inside `alone`."""
 
-    def __init__(self, size: Size, ranks: int, depth: int) -> None:
+    def __init__(self, size: Size, ranks: int, depth: int, offload: str | None = None) -> None:
         self._points: dict[str, int] = {}
         gc.collect()  # what others have left
         self._start = simulated.C.allocated(0)
@@ -102,7 +102,7 @@ class DryRun:
             model = Llama(size, lambda name: self._points.update({name: self.now}))
         self.layers = [model.embedding, *model.blocks, model.readout]
         self.formula = Formula(ranks, depth, sizes=[[p.numel() for p in layer.parameters()] for layer in self.layers], unit=MIXED)
-        policy = zero3.ShardingPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, prefetch_depth=depth)
+        policy = zero3.ShardingPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, prefetch_depth=depth, offload=offload)
         self.model = zero3.shard(model, self.layers, device="cuda", policy=policy)
         for state in states_of(self.model):
             for chunk in state.chunks:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
+CASES = [("tiny", 2, 0, None), ("tiny", 3, 1, None), ("tiny", 64, 2, None), slow("7b", 64, 1, None)]
+OFFLOADED = [("tiny", 1, 1, "cpu"), ("tiny", 2, 0, "cpu"), ("tiny", 64, 2, "files"), slow("7b", 512, 1, "cpu")]  # a chunk is in real memory
 
 
-@pytest.mark.parametrize(("size", "ranks", "depth"), [("tiny", 2, 0), ("tiny", 3, 1), ("tiny", 64, 2), slow("7b", 64, 1)])
-def test_plan_for_cuda_is_what_the_simulated_device_allocates(size: str, ranks: int, depth: int) -> None:
+@pytest.mark.parametrize(("size", "ranks", "depth", "offload"), CASES + OFFLOADED)
+def test_plan_for_cuda_is_what_the_simulated_device_allocates(
+    size: str, ranks: int, depth: int, offload: str | None, tmp_path: Path
+) -> None:
     """In backward, within 1 %. Streams, NCCL's flat buffers and the allocator's units are the same in both; no kernel runs in either."""
     from tests.device.dry_run import SIZES, DryRun, Llama, alone
 
@@ -20,8 +25,9 @@ def test_plan_for_cuda_is_what_the_simulated_device_allocates(size: str, ranks: 
     import zero3
     from zero3.planning.trace import Trace
 
+    offload = str(tmp_path) if offload == "files" else offload
     with alone(ranks):
-        run = DryRun(SIZES[size], ranks, depth)
+        run = DryRun(SIZES[size], ranks, depth, offload)
         run.step(1)
         allocated = run.step(1).peak_of_backward
         del run
@@ -31,7 +37,7 @@ def test_plan_for_cuda_is_what_the_simulated_device_allocates(size: str, ranks: 
 
     with torch.device("meta"):
         model = Llama(SIZES[size], lambda name: None)
-    policy = zero3.ShardingPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, prefetch_depth=depth)
+    policy = zero3.ShardingPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, prefetch_depth=depth, offload=offload)
     layers = [model.embedding, *model.blocks, model.readout]
     trace = Trace(model, ranks=ranks, policy=policy, device="cuda", optimizer=torch.optim.AdamW, layers=layers, loss=loss)
     trace.kernels._choose = lambda *_: ("math", "")  # the simulated device has no fused kernel

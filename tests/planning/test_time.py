@@ -131,6 +131,8 @@ def test_plan_tells_seconds_and_compares_policies() -> None:
 def test_a_cluster_is_checked() -> None:
     with pytest.raises(ValueError, match="flops must be a number above 0, found 0"):
         Cluster(flops=0, memory_bandwidth=1, link=1)
+    with pytest.raises(ValueError, match="straight must be True or False, found 1"):
+        replace(MACHINE, straight=1)
     with pytest.raises(ValueError, match="link must be"):
         replace(MACHINE, link="400Gbit")
     with pytest.raises(ValueError, match="h100"):
@@ -145,6 +147,8 @@ def test_collectives_cross_nodes_once() -> None:
     inside, across = nodes.moving(10**9, 8), nodes.moving(10**9, 16)
     assert across > 10 * inside and nodes.moving(10**9, 1) == 0.0
     assert across == pytest.approx(1 / 8 * 8 / 15 / 0.85, rel=0.01)  # 8 of 15 slices come from the other node, over eight links
+    straight = replace(nodes, straight=True).moving(10**9, 16)  # eight times over, as each of eight ranks takes its own
+    assert straight == pytest.approx(8 * across, rel=0.01) and replace(nodes, straight=True).moving(10**9, 8) == inside
     assert replace(nodes, spread=0.05).slowest(64) > replace(nodes, spread=0.05).slowest(2) > nodes.slowest(64) == 1.0
 
 
@@ -163,15 +167,23 @@ def test_the_fabric_benchmarks_steps_are_told_within_8_percent() -> None:
 
 
 @pytest.mark.slow
-def test_policies_are_ranked_as_the_fabric_benchmark_measured_them() -> None:
-    """All pairs of policies whose measured steps differ by more than 8 %."""
+def test_policies_and_meshes_are_ranked_as_the_fabric_benchmark_measured_them() -> None:
+    """All pairs whose measured steps differ by more than 8 %. With two ranks at an end and one micro-batch also times, within 10 %."""
     from benchmarks.plan import fabric, ranking
 
     host_cost = fabric.fit(fabric.events(), fabric.measured())
-    computing, rates = ranking.measured()
-    assert computing and rates
-    for rate, found in rates.items():
-        told = {system: ranking.predicted(computing, rate, system, host_cost) for system in found}
-        assert len(ranking.pairs(found)) > 3
-        for fast, slow in ranking.pairs(found):
-            assert told[fast] < told[slow], f"{fast}, {slow} at {rate} Gbit/s"
+    runs = ranking.measured()
+    assert [(run.gbits, run.at_an_end, run.micro_batches) for run in runs] == [
+        (0.1, 1, 1),
+        (1.0, 2, 1),
+        (1.0, 2, 4),
+        (0.25, 2, 1),
+        (0.25, 2, 4),
+    ]
+    assert sum(len(ranking.pairs(run.systems)) for run in runs) == 19
+    for run in runs:
+        told = {system: ranking.predicted(run, system, host_cost) for system in run.systems}
+        for fast, slow in ranking.pairs(run.systems):
+            assert told[fast] < told[slow], f"{fast}, {slow} at {run}"
+        if run.at_an_end > 1 and run.micro_batches == 1:
+            assert told == pytest.approx(run.systems, rel=0.1)

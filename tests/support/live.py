@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._peak = 0
+        self.left_out: Collection[int] = ()  # addresses of memory that is not counted
         self.at_every_operation: Callable[[], None] = lambda: None
 
     def __torch_dispatch__(
@@ -31,7 +32,8 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
                 storage = leaf.untyped_storage()
-                self._storages[storage._cdata] = weakref.ref(storage)  # lives as long as the memory, whoever holds it
+                if storage.data_ptr() not in self.left_out:
+                    self._storages[storage._cdata] = weakref.ref(storage)  # lives as long as the memory, whoever holds it
         self._peak = max(self._peak, self.now)
         self.at_every_operation()
         return result

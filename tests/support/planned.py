@@ -25,6 +25,7 @@ from transformers import (
 )
 
 import zero3
+from benchmarks.offload.counted import mapped_addresses
 from tests.support.live import LiveBytes
 from tests.support.processes import Rank
 from zero3.planning.result import Plan
@@ -94,9 +95,15 @@ def group_of(case: Case) -> Any:
 
 
 def peak_on(rank: Rank, case: Case) -> int:
-    """The most bytes of this rank's living tensors in the second step."""
+    """The most bytes of this rank's living tensors in the second step, but for those in files."""
+    return peak_and_files_on(rank, case)[0]
+
+
+def peak_and_files_on(rank: Rank, case: Case) -> tuple[int, int]:
+    """The same, and the bytes of the files in which tensors rest."""
     warnings.filterwarnings("ignore", ".* is deprecated and will be removed", FutureWarning)  # transformers' of what peft asks it
-    with LiveBytes() as live:
+    with LiveBytes() as live, mapped_addresses() as mapped:
+        live.left_out = mapped
         torch.manual_seed(0)
         model = model_of(case)
         model.train()
@@ -107,7 +114,7 @@ def peak_on(rank: Rank, case: Case) -> int:
         if case.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         zero3.shard(model, policy=policy_of(case), process_group=group_of(case))
-        optimizer = getattr(torch.optim, case.optimizer)(zero3.get_trainable_chunk(model))
+        optimizer = zero3.offload_optimizer(getattr(torch.optim, case.optimizer)(zero3.get_trainable_chunk(model)))
 
         def step() -> None:
             for _ in range(case.accumulation):
@@ -117,4 +124,4 @@ def peak_on(rank: Rank, case: Case) -> int:
             optimizer.zero_grad()
 
         step()
-        return live.peak_of(step)
+        return live.peak_of(step), sum(mapped.values())

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing in each block")
     parser.add_argument("--lora", type=int, metavar="RANK", help="adapters of this rank, where peft puts them by default")
     parser.add_argument("--quantize", choices=_FORMATS, help="frozen weights are stored in this format")
-    parser.add_argument("--offload", metavar="WHERE", help="chunks rest in host memory (cpu) or in files")
+    parser.add_argument("--offload", metavar="WHERE", help="chunks rest in host memory (cpu), or in files of this directory")
     parser.add_argument("--dtype", choices=_DTYPES, help="param_dtype: what parameters are gathered and computed in")
     parser.add_argument("--reduce-dtype", choices=_DTYPES, help="reduce_dtype: what gradients are added up in")
     parser.add_argument("--master-dtype", choices=_DTYPES, help="what parameters are stored in (config.json's)")
@@ -87,8 +87,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    if options.offload is not None:
-        raise NotImplementedError("plans do not know --offload yet")
     if (options.gpu is None) is not (options.link is None):
         raise ValueError("--gpu and --link go together: the time of a step needs both")
     cluster = None if options.gpu is None else cluster_of(options.gpu, parse_rate(options.link))
@@ -126,6 +124,7 @@ def _policy(options: argparse.Namespace) -> ShardingPolicy:
         stage=options.stage,
         reshard_after_forward=not options.keep,
         prefetch_depth=options.prefetch_depth,
+        offload=options.offload,
         resident_bytes=0 if options.resident == "0" else parse_bytes(options.resident),
     )
 

@@ -16,7 +16,6 @@ from .layout import ChunkLayout
 
 __all__: list[str] = []
 
-
 _MARK = "_zero3_shows_parameters"  # attribute of a storage
 
 
@@ -134,6 +133,7 @@ class Chunk:
         return isinstance(self.full, ResidentBuffer)
 
     read_only = False  # whether its values can't be written, only loaded
+    far = False  # whether it rests in other memory than that in which its layer computes
     rests = "memory"  # where reports say that it rests
 
     @property
@@ -280,7 +280,7 @@ class Chunk:
     def _new_buffer(self) -> FullBuffer | ResidentBuffer:
         with torch.inference_mode(False):  # training may use the same buffer later
             dtype = self.shard.dtype if self._as_stored else self.compute_dtype
-            if self._communicator.world_size == 1 and dtype == self.shard.dtype and self.device == self.shard.device:
+            if self._communicator.world_size == 1 and dtype == self.shard.dtype and not self.far:
                 return ResidentBuffer(self.layout, self.shard)
             return FullBuffer(self.layout, dtype, self.device)
 

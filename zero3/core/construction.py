@@ -78,7 +78,7 @@ class _Examined:
     def take_room(self, held: ExitStack) -> None:
         """Takes as much room on a disk as the layer will need, until `held` is closed."""
         policy, shards = self.request.policy, self.communicator.shards
-        if (directory := directory_of(policy)) is not None:
+        if (directory := directory_of(policy)) is not None and self.device.type != "meta":  # a plan takes no room
             nbytes = 0
             for parameter, kind in ((b.parameter, self.formats.get(b.name)) for b in self.parameters):
                 nbytes += parameter.nbytes if kind is None else kind.nbytes(parameter.shape)

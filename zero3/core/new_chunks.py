@@ -47,9 +47,10 @@ def offloaded(
     if policy.offload is None:
         return [None for _ in groups]
     found: list[tuple[Residence, Tensor] | None] = []
+    choose = getattr(communicator, "residence_for", residence_for)  # a plan has its own: see `planning`
     with agreeing(communicator, device, "the memory for what is offloaded"):
         for group in groups:
-            residence = residence_for(policy, device)
+            residence = choose(policy, device)
             if residence is None:
                 found.append(None)
                 continue

@@ -45,17 +45,13 @@ class OffloadedChunk(Chunk):
         self, residence: Residence, device: torch.device, layout: ChunkLayout, shard: nn.Parameter, communicator: Communicator, kind: Any
     ) -> None:
         """`kind`: the dtype of full buffers, or the quantised parameters."""
-        self.residence, self.rests = residence, residence.name
+        self.residence, self.rests, self.far = residence, residence.name, residence.far
         self._passing = self._nothing = torch.empty(0)  # on the device, in the chunk's dtype, on its way to a full buffer of another dtype
         self._read: Moment | None = None  # the end of the last copy to the device
         self._leaving: list[_Leaving] = []  # gradients on their way to the host
         self.recent: list[_Whom] = [_nobody] * 3  # the last chunks of the model that were fetched
         self.followers: dict[tuple[_Whom, _Whom], _Whom] = {}  # the two that were fetched before this one -> the one fetched next
         super().__init__(layout, shard, communicator, kind, device)
-
-    @property
-    def _far(self) -> bool:
-        return self.shard.device != self.device
 
     # -- the way in
 
@@ -84,12 +80,12 @@ class OffloadedChunk(Chunk):
 
     def _prepare_cast(self, full: Tensor) -> None:
         """Memory of the device is allocated on the compute stream, so before the lane's work is issued."""
-        if self._far and full.dtype != self.shard.dtype:
+        if self.far and full.dtype != self.shard.dtype:
             self._passing = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
 
     def _gather(self, full: Tensor) -> Pending:
         own = full[self._own]
-        if not self._far or not own.numel():
+        if not self.far or not own.numel():
             return super()._gather(full)
         values = self.shard.data
         to_copy = self.residence.to_copy_from(values)
@@ -118,7 +114,7 @@ class OffloadedChunk(Chunk):
             read.synchronize()
 
     def receive(self, slices: list[Tensor] | None) -> None:
-        if self._far:
+        if self.far:
             own = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
             self._communicator.scatter(own, slices, self.layout.bounds).wait()
             self.shard.data.copy_(own)
@@ -129,7 +125,7 @@ class OffloadedChunk(Chunk):
     # -- the way of the gradient
 
     def hand_over(self, take: Take, landed: Tensor, summed: Tensor) -> None:
-        if landed.device == self.shard.device:
+        if not self.far:
             self._land(take, landed, summed)
             return
         both = (landed, summed) if summed.dtype.itemsize > landed.dtype.itemsize else (landed,)
@@ -137,7 +133,7 @@ class OffloadedChunk(Chunk):
 
     def way_home(self, mark: Mark) -> Mark:
         leaving, self._leaving = self._leaving, []
-        return _WayHome(mark, partial(self._arrive, leaving), at_once=self.residence.at_once) if self._far else mark
+        return _WayHome(mark, partial(self._arrive, leaving), at_once=self.residence.at_once) if self.far else mark
 
     def _arrive(self, leaving: list[_Leaving]) -> None:
         """The host waits for the copies."""

@@ -22,6 +22,7 @@ class Residence(Protocol):
     """One chunk's place on the host. The memory of a gradient that is gone is that of the next one."""
 
     name: str  # in reports
+    far: bool  # whether layers compute in other memory, to and from which values are copied
     at_once: bool  # whether gradients of an accelerator land one by one, so that few of them pass through memory at any time
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -63,6 +64,7 @@ class InPinnedMemory:
     """Host memory for an accelerator, which copies while the host goes on."""
 
     name = "host memory"
+    far = True
     at_once = False
 
     def __init__(self) -> None:
@@ -96,7 +98,8 @@ class InFiles:
     name = "files"
     at_once = True
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, *, far: bool) -> None:
+        self.far = far
         values, self._gradients = self._files = MappedFiles(directory), MappedFiles(directory)
         self.empty, self.rest, self.read_ahead = values.empty, values.rest, values.read_ahead
         self.rest_gradients = self._gradients.rest_all
@@ -122,7 +125,7 @@ class InFiles:
 def residence_for(policy: ShardingPolicy, device: torch.device) -> Residence | None:
     """The residence of a new chunk. None: it stays on `device`, where its layer computes."""
     if (directory := directory_of(policy)) is not None:
-        return InFiles(directory)
+        return InFiles(directory, far=has_streams(device))
     return InPinnedMemory() if policy.offload is not None and has_streams(device) else None
 
 
@@ -142,8 +145,8 @@ def check_residence(policy: ShardingPolicy, device: torch.device) -> None:
     Raises:
         ValueError: Chunks of a layer on `device` can't rest where the policy says.
     """
-    if (directory := directory_of(policy)) is None:
+    if (directory := directory_of(policy)) is None or device.type == "meta":  # a plan's directory may be on another machine
         return
-    if device.type not in ("cpu", "meta") and not has_streams(device):
+    if device.type != "cpu" and not has_streams(device):
         raise ValueError(f"offload={directory!r}: files are for layers on the CPU, or on CUDA and its like, found a layer on {device}")
     nameless_file(directory).close()

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from ..comm.communicator import Bounds, Communicator, Told
 from ..comm.streams import Done, Lanes, Mark, Pending
+from ..core.policy_facts import rests_in
+from ..policy import ShardingPolicy
+from .resting import OnPaper
 
 __all__: list[str] = []
 
@@ -55,6 +58,7 @@ class AbsentRanks:
         self._replicas = replicas
         self.on_event: Callable[[Event], object] = lambda event: None
         self.making: Callable[[], AbstractContextManager[object]] = nullcontext  # around what is made for a transfer alone
+        self.resting: Callable[[], AbstractContextManager[object]] = nullcontext  # around what is made where chunks rest
         self._moving = 0  # bytes of the transfer that was asked for last
         self._lands_at_once = not pieces
         self._lanes: Lanes | None = None
@@ -104,6 +108,12 @@ class AbsentRanks:
         self.on_event(Issued(self._count, lane, self._moving))
         self._moving = 0
         return self._count
+
+    def residence_for(self, policy: ShardingPolicy, device: torch.device) -> OnPaper | None:
+        """As that of `core.residence`, for the planned device."""
+        where, on_gpu = rests_in(policy), self._lands_at_once
+        away = where == "disk" or (where == "cpu" and on_gpu)
+        return OnPaper(self.resting, in_files=where == "disk", far=on_gpu) if away else None
 
     @property
     def lands_at_once(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a plan chooses where memory is given: the policy that gathers least of those that fit, or the cheapest change that fits."""
+"""What a plan chooses where memory is given: the policy that moves least of those that fit, or the cheapest change that fits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..policy import ShardingPolicy
 from .limits import Change, levels
 from .setup import Setup
-from .trace import Trace, peak_of
+from .trace import Trace
 
 __all__: list[str] = []
 
@@ -19,11 +19,17 @@ LEAST = 0.1  # of all frozen buffers: fewer are not worth the comparison that ea
 
 
 def roomier(setup: Setup, trace: Trace, room: int, peak: int) -> ShardingPolicy:
-    """The setup's policy or, if they fit, with frozen buffers that stay from step to step, and with a gather a step for the others.
+    """The setup's policy or, if they fit: chunks that are not offloaded, frozen buffers that stay from step to step, and a gather a
+    step for the others.
 
     `trace` and `peak`: the setup's own.
     """
     policy = setup.policy
+    if trace.offloads:
+        here = setup.but(policy=replace(policy, offload=None))
+        other = here.trace()
+        if (needed := other.peak(setup.batch, setup.sequence, setup.accumulation)) <= room:
+            return roomier(here, other, room, needed)
     if setup.shards == 1 or policy.stage != 3:
         return policy
     sums = list(accumulate(trace.frozen_buffers))
@@ -48,7 +54,7 @@ def _most_resident(setup: Setup, sums: list[int], room: int, peak: int) -> int |
 
 
 def _peak_in(setup: Setup) -> int:
-    return peak_of(setup.trace().measure(setup.batch, setup.sequence, setup.accumulation))[0]
+    return setup.trace().peak(setup.batch, setup.sequence, setup.accumulation)
 
 
 class Advice(NamedTuple):
@@ -60,7 +66,7 @@ class Advice(NamedTuple):
 
 def advised(setup: Setup, room: int, fitting: int, state: int) -> Advice | None:
     """The cheapest change that fits, tried. `fitting`: the largest batch that fits. `state`: the bytes of chunks, their gradients and
-    the optimizer's state, which only more ranks, fewer replicas, adapters and fewer bits make less.
+    the optimizer's state, which only more ranks, fewer replicas, offload, adapters and fewer bits make less.
 
     Changes stand in levels, the cheap ones first. If all that a level allows together does not fit, nothing in it does.
     """
@@ -85,6 +91,8 @@ def advised(setup: Setup, room: int, fitting: int, state: int) -> Advice | None:
 
 def _at_least(last: Setup, setup: Setup, state: int) -> int:
     """Bytes that a rank holds in any case, without a trace of `last`: a change of `setup`."""
+    if last.policy.offload is not None:
+        return 0
     if last.policy.quantize != setup.policy.quantize:
         return sum(parameter.numel() for parameter in setup.source.parameters()) // 2 // last.shards
     if last.lora != setup.lora:

@@ -35,9 +35,11 @@ class Cluster:
         host_cost: Seconds that computation loses for each byte that moves, where the processor that computes moves it: sockets on CPUs.
         spread: The standard deviation of a rank's step, as a share of it. A step takes as long as its slowest rank, so many ranks
             take longer than few.
+        straight: Whether each rank sends to each, as over gloo, so that a byte enters a node once for each of its ranks that needs it.
+            Otherwise it enters once, as with NCCL.
 
     Raises:
-        ValueError: A number is not positive.
+        ValueError: A number is not positive, or `straight` is no bool.
 
     Example::
 
@@ -53,9 +55,12 @@ class Cluster:
     node_link: float | None = None
     host_cost: float = 0.0
     spread: float = 0.0
+    straight: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
+        if not isinstance(self.straight, bool):
+            raise ValueError(f"straight must be True or False, found {self.straight!r}")
+        for field in fields(self)[:-1]:
             number = getattr(self, field.name)
             wrong = isinstance(number, bool) or not isinstance(number, int | float)
             if number != field.default and (wrong or number <= 0):
@@ -72,8 +77,9 @@ class Cluster:
         if ranks <= near:
             return self.latency + nbytes / (LINK * (self.node_link or self.link))
         # Between nodes, each byte enters a node once, over the links of all these ranks in it. Inside, it goes on to the others.
+        # (Or each goes `straight` to its rank, over that rank's link.)
         outside = 1 - (near - 1) / (ranks - 1)
-        between = nbytes * outside / (near * self.link)
+        between = nbytes * outside / (self.link if self.straight else near * self.link)
         inside = nbytes / (self.node_link or self.link) if near > 1 else 0.0
         return self.latency * (1 + math.log2(ranks / near)) + max(between, inside) / LINK
 

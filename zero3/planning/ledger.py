@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 __all__: list[str] = []
 
+ELSEWHERE = "elsewhere"  # the cause of what rests outside of the memory that is planned
 CAUSES = ("chunks", "full_buffers", "gradients", "optimizer", "activations", "logits", "transfers")
 
 
@@ -69,6 +70,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._cause: str | None = None  # the cause of what is made now; None: an activation, or logits
         self._clock = 0
         self._now = 0
+        self.most_elsewhere = 0  # bytes
         self._totals: Counter[str] = Counter()
         self.moments: list[Moment] = []
         self.ran: Callable[..., None] = lambda *_: None
@@ -128,6 +130,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, cause: str, nbytes: int) -> None:
         self._totals[cause] += nbytes
+        if cause == ELSEWHERE:
+            self.most_elsewhere = max(self.most_elsewhere, self._totals[cause])
+            return
         self._now += nbytes
         if self.moments and self._now > self.moments[-1].peak:
             moment = self.moments[-1]
@@ -135,6 +140,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _move(self, held: _Held, cause: str) -> None:
         """What a storage is for may be known only after it was made: the moment's peak learns it too."""
+        if ELSEWHERE in (cause, held.cause):
+            self._count(held.cause, -held.nbytes)
+            self._count(cause, held.nbytes)
+            held.cause = cause
+            return
         counts = [self._totals]
         if self.moments and held.born <= self.moments[-1].at:
             counts.append(self.moments[-1].by_cause)
@@ -145,5 +155,4 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _forget(self, address: int) -> None:
         held = self._held.pop(address)
-        self._totals[held.cause] -= held.nbytes
-        self._now -= held.nbytes
+        self._count(held.cause, -held.nbytes)

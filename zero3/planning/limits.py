@@ -11,7 +11,7 @@ import torch
 from ..policy import ShardingPolicy
 from ..quantized.formats import NF4
 from .setup import Setup
-from .trace import Trace, peak_of
+from .trace import Trace
 
 __all__: list[str] = []
 
@@ -44,12 +44,12 @@ def largest(peak: Callable[[int], int], room: int) -> int:
 
 def largest_batch(trace: Trace, setup: Setup, room: int) -> int:
     """The most sequences a micro-batch may have."""
-    return largest(lambda batch: peak_of(trace.measure(batch, setup.sequence, setup.accumulation))[0], room)
+    return largest(lambda batch: trace.peak(batch, setup.sequence, setup.accumulation), room)
 
 
 def largest_sequence(trace: Trace, setup: Setup, room: int, block: int = 128) -> int:
     """The most tokens that a sequence may have, in whole blocks."""
-    return block * largest(lambda blocks: peak_of(trace.measure(setup.batch, block * blocks, setup.accumulation))[0], room)
+    return block * largest(lambda blocks: trace.peak(setup.batch, block * blocks, setup.accumulation), room)
 
 
 _Options = tuple[str, ...]
@@ -64,8 +64,9 @@ class Change(NamedTuple):
 
 def levels(setup: Setup, fitting: int) -> Iterator[list[Change]]:
     """Changes that take less memory, the cheapest first: what costs no time, then communication, then computation, then numbers of
-    other precision, then GPUs, then another training. In a level each takes less than those before it. `fitting`: the largest batch
-    that fits."""
+    other precision, then the host's memory, then GPUs, then another training. In a level each takes less than those before it.
+    `fitting`: the largest batch that fits.
+    """
     if 0 < fitting < setup.batch:
         yield [Change(("--batch", str(fitting)), setup.but(batch=fitting))]
     options, policy = _thrifty(setup.policy)
@@ -73,7 +74,7 @@ def levels(setup: Setup, fitting: int) -> Iterator[list[Change]]:
         yield [Change(options, setup.but(policy=policy))]
     tried = (setup, setup.but(policy=policy))
     for with_training, training in _trainings(setup.but(policy=policy)):
-        for with_ranks, ranks in _more_ranks(training):
+        for with_ranks, ranks in _more_room(training):
             for with_bits, bits in _fewer_bits(ranks):
                 level = [
                     Change((*with_batch, *with_less, *options, *with_dtype, *with_bits, *with_ranks, *with_training), last)
@@ -117,15 +118,18 @@ def _fewer_bits(setup: Setup) -> list[Change]:
     return found
 
 
-def _more_ranks(setup: Setup) -> list[Change]:
-    """Fewer replicas of the same ranks, then more ranks."""
+def _more_room(setup: Setup) -> list[Change]:
+    """Fewer replicas of the same ranks, then the memory of the host, then more ranks."""
     found = [Change((), setup)]
     for replicas in range(setup.replicas - 1, 0, -1):
         if setup.ranks % replicas == 0:
             shards = setup.ranks // replicas
             found.append(Change(("--mesh", f"{replicas}x{shards}"), setup.but(mesh=(replicas, shards))))
+    if setup.device == "cuda" and setup.policy.offload is None and setup.policy.gather_format is None:
+        options, fewest = found[-1]
+        found.append(Change((*options, "--offload", "cpu"), fewest.but(policy=replace(setup.policy, offload="cpu"))))
     for ranks in [setup.ranks << doublings for doublings in range(1, 6)]:
-        options: _Options = () if setup.mesh is None else ("--mesh", f"1x{ranks}")
+        options = () if setup.mesh is None else ("--mesh", f"1x{ranks}")
         if ranks <= MANY_RANKS:
             found.append(Change(("--ranks", str(ranks), *options), setup.but(ranks=ranks, mesh=setup.mesh and (1, ranks))))
     return found

@@ -49,7 +49,7 @@ def plan(
         ranks: The number of ranks that train together.
         batch: Sequences in a rank's micro-batch.
         sequence: Tokens in a sequence.
-        policy: As `shard` takes it.
+        policy: As `shard` takes it. With `offload`, `offload_optimizer` is thought to be used as well.
         memory: The bytes that a rank has, a number or text such as `"24GiB"`. None: what fits is not asked.
         checkpointing: Each block keeps its inputs alone and computes again in backward, without reentrance.
         optimizer: A function that makes the optimizer from a list of parameters, such as a class.
@@ -94,6 +94,7 @@ def _planned(setup: Setup, memory: int | None, cluster: Cluster | None) -> Plan:
     trace = setup.trace()
     moments = trace.measure(setup.batch, setup.sequence, setup.accumulation)
     peak, by_cause = peak_of(moments)
+    offloaded = trace.ledger.most_elsewhere
     after_forward = trace.after_forward
     highest = max(moments, key=lambda moment: moment.peak)
     attention = {kernel: count // min(setup.accumulation, 2) for kernel, count in trace.kernels.attention.items()}
@@ -116,5 +117,5 @@ def _planned(setup: Setup, memory: int | None, cluster: Cluster | None) -> Plan:
         peak_bytes=peak, by_cause=by_cause, unknown=setup.unknown(peak), where=highest.name, memory=memory, fits=fits,
         largest_batch=batch, largest_sequence=sequence, advice=advice, advised_bytes=advised_bytes, policy=policy, seconds=seconds,
         attention=attention, parameters=trace.parameters, trainable=trace.trainable, moments=tuple(moments), setup=setup, cluster=cluster,
-        after_forward=after_forward,
+        after_forward=after_forward, offloaded_bytes=offloaded,
     )  # fmt: skip

@@ -14,7 +14,6 @@ from .cluster import Cluster
 from .ledger import CAUSES, Moment
 from .picture import draw
 from .setup import Setup
-from .trace import peak_of
 from .units import gib
 from .watching import Watch
 
@@ -28,7 +27,7 @@ class Comparison:
     Attributes:
         policy: The policy.
         peak_bytes: The most bytes of tensors that a rank holds in a step.
-        seconds: The time of a step. None without a cluster.
+        seconds: The time of a step. None without a cluster, and if chunks rest elsewhere.
         fits: Whether it fits into the plan's memory. None without.
     """
 
@@ -57,14 +56,16 @@ class Plan:
         advice: If it does not fit: the command line's options that make it fit with the least change. `()` if it fits, if
             nothing that was tried does, and without `memory`.
         advised_bytes: The peak with `advice`. None without advice.
-        policy: The policy to train with. It is the given one. Where `memory` has room for it, frozen parameters stay from step to step
-            (`resident_bytes`, as much as fits), and trainable ones from forward to backward (`reshard_after_forward=False`). Where
-            the given one does not fit, it is that of `advice`.
-        seconds: The time of a step. None without a cluster.
+        policy: The policy to train with. It is the given one. Where `memory` has room for it, nothing is offloaded, frozen parameters
+            stay from step to step (`resident_bytes`, as much as fits), and trainable ones from forward to backward
+            (`reshard_after_forward=False`). Where the given one does not fit, it is that of `advice`.
+        seconds: The time of a step. None without a cluster, and if chunks rest elsewhere.
         attention: The kernels of attention, and the number of their calls in a micro-batch, recomputation included.
         parameters: The number of the model's elements.
         trainable: The number of those that train.
         after_forward: The most bytes that are there when a micro-batch's forward ends, outputs included: what `watch` looks at on CPUs.
+        offloaded_bytes: With `policy.offload`, the most bytes that rest elsewhere, in host memory or in files: chunks, gradients and the
+            optimizer's state; on a GPU with what the optimizer's step makes on the way, since it runs on the host. Otherwise 0.
         moments: A `Moment` for each part of the step, in order: what a rank holds in it at most.
         setup: What was planned: the model without values, and the arguments.
         cluster: The cluster that was given.
@@ -86,6 +87,7 @@ class Plan:
     parameters: int
     trainable: int
     after_forward: int
+    offloaded_bytes: int
     moments: tuple[Moment, ...] = field(repr=False)
     setup: Any = field(repr=False)
     cluster: Cluster | None = field(repr=False)
@@ -97,7 +99,7 @@ class Plan:
             "memory": self.memory, "fits": self.fits, "largest_batch": self.largest_batch, "largest_sequence": self.largest_sequence,
             "advice": list(self.advice), "advised_bytes": self.advised_bytes, "policy": repr(self.policy), "seconds": self.seconds,
             "attention": dict(self.attention), "parameters": self.parameters, "trainable": self.trainable,
-            "after_forward": self.after_forward,
+            "after_forward": self.after_forward, "offloaded_bytes": self.offloaded_bytes,
         }  # fmt: skip
 
     def compare(self, policies: Iterable[ShardingPolicy]) -> list[Comparison]:
@@ -107,7 +109,7 @@ class Plan:
             policies: The policies to compare.
 
         Returns:
-            A `Comparison` for each policy. Without a cluster, those that hold least come first.
+            A `Comparison` for each policy. Those without a time come last of what fits, or does not; of these, first what holds least.
 
         Example::
 
@@ -118,11 +120,11 @@ class Plan:
         for policy in policies:
             setup = self.setup.but(policy=policy)
             trace = setup.trace()
-            peak, _ = peak_of(trace.measure(setup.batch, setup.sequence, setup.accumulation))
+            peak = trace.peak(setup.batch, setup.sequence, setup.accumulation)
             seconds = None if self.cluster is None else setup.seconds(trace, self.cluster)
             fits = None if self.memory is None else peak + setup.unknown(peak)[1] <= self.memory
             found.append(Comparison(policy, peak, seconds, fits))
-        return sorted(found, key=lambda each: (each.fits is False, each.seconds or 0.0, each.peak_bytes))
+        return sorted(found, key=lambda each: (each.fits is False, each.seconds is None, each.seconds or 0.0, each.peak_bytes))
 
     def watch(self, model: nn.Module) -> None:
         """Warns once if a run of `model` takes over 2 % more or less than was planned, with both numbers.
@@ -177,14 +179,19 @@ def _table(plan: Plan, setup: Setup) -> str:
     if plan.unknown[1]:
         low, high = (gib(end) for end in plan.unknown)
         lines.append(_row("and on top", f"{low} to {high}", "CUDA's context, NCCL, fragmentation: estimates"))
+    if plan.offloaded_bytes:
+        where = "host memory" if setup.policy.offload == "cpu" else "files"
+        lines.append(_row("offloaded", gib(plan.offloaded_bytes), f"rests in {where}: chunks, gradients, the optimizer's state"))
     lines += _fitting(plan)
     if plan.attention:
         lines.append(_row("attention", ", ".join(f"{name}, {count} calls" for name, count in plan.attention.items())))
     if plan.fits and plan.policy != setup.policy:
-        lines.append(_row("faster", repr(plan.policy), "fits too, and gathers less"))
+        lines.append(_row("faster", repr(plan.policy), "fits too, and moves less"))
     if plan.seconds is not None:
         tokens = setup.batch * setup.sequence * setup.accumulation / plan.seconds
         lines.append(_row("a step", f"{plan.seconds:.3f} s", f"{tokens:,.0f} tokens a second and rank"))
+    elif plan.cluster is not None:
+        lines.append(_row("a step", "not known", "plans do not know how fast what is offloaded comes and goes"))
     return "\n".join(lines)
 
 
@@ -199,7 +206,9 @@ def _fitting(plan: Plan) -> list[str]:
     if plan.advice and plan.advised_bytes is not None:
         lines.append(_row("it fits with", " ".join(plan.advice), f"peak {gib(plan.advised_bytes)}"))
     elif not plan.fits:
-        lines.append(_row("it fits with", "nothing that was tried", "smaller batches, checkpoints, bf16, more ranks, adapters, four bits"))
+        lines.append(
+            _row("it fits with", "nothing that was tried", "smaller batches, checkpoints, bf16, offload, more ranks, adapters, four bits")
+        )
     return lines
 
 

@@ -22,7 +22,7 @@ FOLLOWED = frozenset(
     {
         "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", "stage", "dynamic", "gradient_reduction", "ignored",
         "reshard_after_forward", "prefetch_depth", "separate_backup_group", "transactional", "compare_every", "grad_dtype", "quantize",
-        "gather_format", "reduce_format", "group_adapters", "resident_bytes",
+        "gather_format", "reduce_format", "group_adapters", "resident_bytes", "offload",
     }
 )  # fmt: skip
 
@@ -98,8 +98,10 @@ class Setup:
             replicas=self.replicas,
         )  # fmt: skip
 
-    def seconds(self, trace: Trace, cluster: Cluster) -> float:
-        """The time of a step of `trace` on `cluster`."""
+    def seconds(self, trace: Trace, cluster: Cluster) -> float | None:
+        """The time of a step of `trace` on `cluster`. None: chunks rest elsewhere, and how fast they come and go is not known."""
+        if trace.offloads:
+            return None
         events = trace.events(self.batch, self.sequence, self.accumulation)
         return replay(events, cluster, self.ranks, replicas=self.replicas, one_queue=not self.policy.separate_backup_group)
 

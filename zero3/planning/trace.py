@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..core.chunk import Chunk
 from ..core.gradient_buffer import Sending
 from ..core.gradient_reducer import GradientReducer
 from ..core.layer_state import LayerState
+from ..core.offloaded_chunk import OffloadedChunk
 from ..core.quantized_chunk import QuantizedSites
 from ..core.recipes import QuantizedWeight
 from ..policy import ShardingPolicy
@@ -26,8 +27,9 @@ from ..quantized.codec import Codec
 from ..shard import shard
 from .absent import AbsentRanks
 from .kernels import DeviceKernels, backward
-from .ledger import CAUSES, Ledger, Moment
+from .ledger import CAUSES, ELSEWHERE, Ledger, Moment
 from .models import loss_of, vocabulary_of
+from .resting import step_by_turns
 from .work import merged, work_of
 
 __all__: list[str] = []
@@ -51,11 +53,13 @@ class Trace:
         replicas: int = 1,
         layers: Layers = None,
         loss: Callable[[nn.Module, int, int], Tensor] = loss_of,
+        accumulating: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        """`accumulating`: around all micro-batches of a step but the last."""
         self.kernels = DeviceKernels(device)
         self.ledger = Ledger(ALLOCATION if device == "cuda" else 1, vocabulary_of(model))
         self.ranks = AbsentRanks(ranks, pieces=device == "cpu", rank=rank, replicas=replicas)
-        self.ranks.making = partial(self.ledger.because, "transfers")
+        self.ranks.making, self.ranks.resting = (partial(self.ledger.because, cause) for cause in ("transfers", ELSEWHERE))
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         with self._counting(), self.ledger.because("chunks"), _without_advice():
@@ -79,14 +83,15 @@ class Trace:
         if not chunks:
             raise ValueError("nothing in this model trains, so there is no step to plan for")
         self.optimizer = optimizer(chunks)
-        if device == "cuda":
+        self.offloads = any(isinstance(chunk, OffloadedChunk) for state in states for chunk in state.chunks)  # whether they rest elsewhere
+        if device == "cuda" and not self.offloads:
             self._step_as_on_cuda()
         self.after_forward = 0  # the most bytes that were alive when a forward of the last measurement had ended
         self.model.register_forward_hook(self._after_forward)
-        self._loss = loss
-        self._learned = False
+        self._loss, self._accumulating = loss, accumulating
+        self._peaks: dict[tuple[int, int, int], int] = {}
+        self._learned = self._stepped = False  # whether the optimizer has stepped: at all, and since the last micro-batch
         self._times = 1.0  # how often what runs now would run: see `_decode`
-        self._stepped = False  # whether the optimizer has stepped since the last micro-batch
 
     def measure(self, batch: int, sequence: int, accumulation: int = 1) -> list[Moment]:
         """The moments of one step after the first. All micro-batches after the second are as the second."""
@@ -96,10 +101,17 @@ class Trace:
                 self._step(batch, sequence, 1)
                 self._learned = True
             self.ledger.moments.clear()
+            self.ledger.most_elsewhere = 0
             self.kernels.attention.clear()
             self.after_forward = 0
             self._step(batch, sequence, micro_batches)
+        self._peaks[batch, sequence, micro_batches] = max(moment.peak for moment in self.ledger.moments)
         return list(self.ledger.moments)
+
+    def peak(self, batch: int, sequence: int, accumulation: int = 1) -> int:
+        """The most bytes that are alive in such a step. Each is made once."""
+        key = batch, sequence, min(accumulation, 2)
+        return self._peaks[key] if key in self._peaks else peak_of(self.measure(*key))[0]
 
     def events(self, batch: int, sequence: int, accumulation: int = 1) -> list[Any]:
         """What a step after the first does, in order: `Work` of compute, and transfers that are issued and awaited."""
@@ -121,12 +133,12 @@ class Trace:
 
     def _step(self, batch: int, sequence: int, micro_batches: int) -> None:
         self.ledger.begin("", "beginning of forward")
-        for _ in range(micro_batches):
-            backward(self._loss(self.model, batch, sequence))
+        for left in reversed(range(micro_batches)):
+            with self._accumulating(self.model) if left else nullcontext():
+                backward(self._loss(self.model, batch, sequence))
             self._stepped = False
         self.ledger.begin("", "optimizer's step")
-        with self.ledger.because("optimizer"):
-            self.optimizer.step()
+        self._step_optimizer()
         self._stepped = True
         self.optimizer.zero_grad()
 
@@ -136,6 +148,13 @@ class Trace:
             stack.enter_context(self.ledger)
             stack.enter_context(self.kernels)
             yield
+
+    def _step_optimizer(self) -> None:
+        if self.offloads:
+            step_by_turns(self.optimizer, self.ledger, far=self.ranks.lands_at_once)
+            return
+        with self.ledger.because("optimizer"):
+            self.optimizer.step()
 
     def _step_as_on_cuda(self) -> None:
         """torch's optimizers step all parameters together there, unless they are told otherwise."""
@@ -157,7 +176,7 @@ class Trace:
         vars(gradients)["keep"] = partial(self._keep, gradients.keep)
         for chunk in state.chunks:
             chunk.unloaded.clear()  # values never come
-            self.ledger.note(chunk.shard, "chunks")
+            self.ledger.note(chunk.shard, ELSEWHERE if isinstance(chunk, OffloadedChunk) else "chunks")
             vars(chunk)["make_room"] = partial(self._make_room, chunk, chunk.make_room)
             vars(chunk)["release"] = partial(self._release, chunk, chunk.release)
             vars(chunk)["is_stale"] = partial(self._is_stale, chunk, chunk.is_stale)

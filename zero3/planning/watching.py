@@ -136,6 +136,8 @@ def _after(watch: Watch, module: nn.Module, args: object, output: object) -> Non
 
 
 def _held_by(model: nn.Module, device: torch.device) -> int:
-    """The bytes of a sharded model's chunks and buffers on its device."""
-    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device == device]
+    """The bytes of a sharded model's chunks and buffers in the memory of its device, so without files."""
+    away = {id(part.parameter) for state in states_of(model) for chunk in state.chunks if chunk.rests != "memory" for part in chunk.parts}
+    own = (tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in away)
+    tensors = [tensor for tensor in own if tensor.device == device]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
