@@ -235,6 +235,22 @@ def offload_optimizer_to_files(me: Me) -> list[Tensor]:
     return train(model, me, optimizer=zero3.offload_optimizer(torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.01, foreach=True)))
 
 
+@scenario
+def offload_optimizer_to_files_and_clip(me: Me) -> list[Tensor]:
+    """From the second step on, norms are those of landing, and the optimizer multiplies. In the last step somebody looks before it."""
+    model = sharded(replace(me, offload=me.directory), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    chunks, seen = zero3.get_trainable_chunk(model), []
+    optimizer = zero3.offload_optimizer(torch.optim.AdamW(chunks, lr=0.01, foreach=True))
+    for step in range(4):
+        loss_of(model, me, step).backward()
+        seen.append(zero3.clip_grad_norm_(model, 0.05))
+        if step == 3:
+            seen += [chunk.grad.clone() for chunk in chunks if chunk.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, *values(model)]
+
+
 def _stepping_in_backward(me: Me, where: str) -> list[Tensor]:
     """The host writes chunks while the device is still in backward."""
     model = sharded(replace(me, offload=where if where == "cpu" else me.directory))

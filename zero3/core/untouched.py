@@ -7,7 +7,8 @@ can wait for the optimizer, which has to bring it into memory anyway.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,8 @@ _T = TypeVar("_T", bound=Tensor)
 Span = tuple[int, int]  # elements of a gradient, flat
 
 
-class Landed(NamedTuple):
+@dataclass(slots=True)
+class Landed:
     """What is known of a gradient since it landed."""
 
     kind: type[Tensor]  # what it was, and will be when it is touched
@@ -87,16 +89,16 @@ def known_norm(gradient: Tensor, span: Span, order: float) -> Tensor | None:
 
 
 def scale_later(gradient: Tensor, factor: Tensor) -> bool:
-    """Leaves the multiplication by `factor`, 0-dim, for later. Returns False if somebody may have a view of the gradient."""
+    """Leaves the multiplication by `factor`, 0-dim, for later. Returns False if somebody may have a view of the gradient.
+
+    For gradients whose norm is known: others are touched when it is taken.
+    """
     if not isinstance(gradient, UntouchedGradient):
-        return False
-    landed = gradient.landed
-    if landed.factor is not None or landed.version != gradient._version:
         return False
     with as_plain_tensors():
         gradient.data = torch.full((), torch.nan, dtype=gradient.dtype).expand(gradient.shape)
     changed(gradient)
-    gradient.landed = landed._replace(factor=factor)
+    gradient.landed.factor = factor
     return True
 
 
