@@ -142,6 +142,27 @@ def test_what_checkpointed_blocks_keep_is_on_the_disk(reentrant: bool, tmp_path:
     assert with_it <= without - 6 * block
 
 
+def test_large_logits_hold_up_no_inputs_of_blocks(tmp_path: Path) -> None:
+    """What the end of a step saves says nothing about how much may be on its way in the blocks: neither out, nor back."""
+    offloaded = zero3.offload_activations(tmp_path, min_bytes=1024)
+    block, count, found = 1000 * 8 * 4, 12, []
+    blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(count)])
+    with LiveBytes() as live:
+        for _ in range(2):
+            before = live.now
+            with offloaded:
+                x = torch.ones(1000, 8, requires_grad=True)
+                for each in blocks:
+                    x = checkpoint(each, x, use_reentrant=False)
+                found.append(live.now - before)
+                x.register_hook(lambda _, before=before: (wait_for(offloaded), found.append(live.now - before))[1])
+                loss = (x.repeat(1, count) * 2).log_softmax(-1).sum()
+            x = torch.empty(0)
+            loss.backward()
+            del loss
+    assert all(nbytes <= 6 * block for nbytes in found), [nbytes / block for nbytes in found]
+
+
 def test_one_tensor_that_many_operations_save_goes_once(tmp_path: Path) -> None:
     offloaded, heads = zero3.offload_activations(tmp_path, min_bytes=1), [nn.Linear(WIDTH, 1) for _ in range(5)]
     x = torch.ones(9, WIDTH, requires_grad=True)
