@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -415,3 +416,26 @@ def prepared_alone(place: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
         if not number:
             zero3.clip_grad_norm_(model, 0.1)
     return model, optimizer
+
+
+def test_a_gradient_that_one_rank_cannot_read_is_an_error_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directories = [tmp_path / str(rank) for rank in range(2)]
+    bring = MappedFiles.bring
+
+    def fails(files: MappedFiles, tensor: Tensor, *, to_write: bool) -> None:
+        if tensor in files and files._directory == str(directories[1]):
+            raise OSError(errno.EIO, "as told")
+        bring(files, tensor, to_write=to_write)
+
+    monkeypatch.setattr(MappedFiles, "bring", fails)
+
+    def body(group: ThreadCommunicator) -> None:
+        directories[group.rank].mkdir()
+        model = wrapped(group, directories[group.rank], mlp())
+        step(model, Turn(group.rank, 0, group.world_size))
+        before = [gradient.clone() for gradient in gradients(model)]
+        with pytest.raises(OSError, match="as told"):
+            zero3.clip_grad_norm_(model, 0.1)
+        assert same(before, gradients(model))
+
+    run_ranks(2, body)

@@ -40,6 +40,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
         ValueError: Nothing in `model` is sharded, `norm_type` is not positive, or `max_norm` is negative or nan. Every rank raises it;
             on a GPU, ranks with right arguments get nan instead.
         TypeError: `norm_type` or `max_norm` is no number. The same ranks raise it.
+        OSError: A gradient in a file can't be read (`offload`). The same ranks raise it.
 
     Example::
 
@@ -52,9 +53,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
     chunks = [part.parameter for state in states for chunk in state.chunks for part in chunk.parts]
     states[0].log.look(wait=False)
     reduce_deferred(chunk.grad for chunk in chunks)
-    in_files = gradients_in_files(states)
-    norms = norms_in_files(in_files, norm_type)
-    filled = [gradient for gradient in gradients_to_measure(model, states, norms) if gradient.numel()]
+    in_files, filled = gradients_in_files(states), list[Tensor]()
+    try:
+        norms = norms_in_files(in_files, norm_type)
+        filled = [gradient for gradient in gradients_to_measure(model, states, norms) if gradient.numel()]
+    except OSError as unreadable:
+        error = error or unreadable
     local = torch.zeros((), dtype=torch.float64, device=states[0].device)
     if error is not None:
         local = local + math.nan
