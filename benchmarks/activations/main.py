@@ -28,8 +28,8 @@ from benchmarks.common.model import Size, batch, layers, loss_of
 from benchmarks.common.ranks import on_ranks
 from benchmarks.common.report import MEGABYTE, markdown, median, progress, write
 
-
-KINDS = {"not reentrant": "checkpointed", "reentrant": "checkpointed, reentrant; backward inside too", "": "not"}  # blocks, as the table says
+# of blocks, and what the table calls them
+KINDS = {"not reentrant": "checkpointed", "reentrant": "checkpointed, reentrant; backward inside too", "": "not"}
 
 
 def step(model: Any, size: Size, number: int, rank: int, around: AbstractContextManager[Any], kind: str) -> None:
