@@ -185,7 +185,7 @@ def param_groups_whole(me: Me, **policy: Any) -> list[Tensor]:
     return train(model, me, optimizer=torch.optim.AdamW(groups, lr=0.01, foreach=True))
 
 
-def _offload_activations(me: Me, make: Callable[[], nn.Module], to: Any = "cpu") -> list[Tensor]:
+def _offload_activations(me: Me, make: Callable[[], nn.Module], to: Any = "cpu", backward_inside: bool = False) -> list[Tensor]:
     """In every step one graph is dropped with its tensors on their way out, and one with tensors on their way back."""
     model, offloaded = sharded(me, lambda: Stack(make)), zero3.offload_activations(to, min_bytes=1)
     optimizer = sgd(model)
@@ -204,7 +204,8 @@ def _offload_activations(me: Me, make: Callable[[], nn.Module], to: Any = "cpu")
         del loss
         with offloaded:
             loss = loss_of(model, me, step)
-        loss.backward()
+        with offloaded if backward_inside else nullcontext():
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return values(model)
@@ -212,6 +213,7 @@ def _offload_activations(me: Me, make: Callable[[], nn.Module], to: Any = "cpu")
 
 SCENARIOS["offload_activations"] = lambda me: _offload_activations(me, Block)
 SCENARIOS["offload_activations_checkpoint"] = lambda me: _offload_activations(me, lambda: Block(reentrant=False))
+SCENARIOS["offload_activations_reentrant"] = lambda me: _offload_activations(me, lambda: Block(reentrant=True), backward_inside=True)
 SCENARIOS["offload_activations_to_a_file"] = lambda me: _offload_activations(me, Block, me.directory)
 
 
