@@ -2,7 +2,8 @@
 
     python benchmarks/activations/main.py --help
 
-Both ways in turn, in the same processes, with the same batches; gradients must have the same bits.
+Both ways in turn, in the same processes, with the same batches; gradients must have the same bits. Bytes are those of a micro-batch whose
+gradients are added to others, so that no gradient is among what it takes.
 """
 
 from __future__ import annotations
@@ -27,39 +28,44 @@ from benchmarks.common.model import Size, batch, layers, loss_of
 from benchmarks.common.ranks import on_ranks
 from benchmarks.common.report import MEGABYTE, markdown, median, progress, write
 
+# of blocks, and what the table calls them
+KINDS = {"not reentrant": "checkpointed", "reentrant": "checkpointed, reentrant; backward inside too", "": "not"}
 
-def step(model: Any, size: Size, number: int, rank: int, around: AbstractContextManager[Any]) -> None:
-    model.zero_grad()
+
+def step(model: Any, size: Size, number: int, rank: int, around: AbstractContextManager[Any], kind: str) -> None:
     with around:
         loss = loss_of(model, *batch(size, number, rank))
-    loss.backward()
+    with around if kind == "reentrant" else nullcontext():  # then what a block saves when it is computed anew goes out, too
+        loss.backward()
 
 
-def measure(rank: int, world_size: int, size: Size, directory: str, recomputes: bool, steps: int) -> dict[str, Any]:
-    """This rank's peak bytes above those at rest, and seconds a step, without and with offload."""
+def measure(rank: int, world_size: int, size: Size, directory: str, kind: str, steps: int) -> dict[str, Any]:
+    """This rank's peak bytes above those at rest, and seconds a step, without and with offload. `kind`: see `KINDS`."""
     import zero3
 
     with LiveBytes() as live:
         modules = layers(size)
-        if recomputes:
+        if kind:
             for module in modules[1:-1]:
-                module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+                module.forward = partial(checkpoint, module.forward, use_reentrant=kind == "reentrant")  # type: ignore[method-assign]
         model = zero3.Zero3Sequential([zero3.Zero3Layer(module) for module in modules])
         ways = {"without": nullcontext(), "with": zero3.offload_activations(directory)}
         peaks, gradients = {}, {}
         for way, around in ways.items():
-            step(model, size, 0, rank, around)
+            model.zero_grad()
+            step(model, size, 0, rank, around, kind)
             rest = live.now
             live.restart()
-            step(model, size, 1, rank, around)
+            step(model, size, 1, rank, around, kind)
             peaks[way] = {"rest": rest, "peak": live.peak - rest}
             gradients[way] = [chunk.grad.clone() for chunk in zero3.get_trainable_chunk(model) if chunk.grad is not None]
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(steps):
         for way, around in ways.items():
             dist.barrier()
+            model.zero_grad()
             begin = perf_counter()
-            step(model, size, number, rank, around)
+            step(model, size, number, rank, around, kind)
             seconds[way].append(perf_counter() - begin)
     same = all(torch.equal(mine, theirs) for mine, theirs in zip(gradients["with"], gradients["without"], strict=True))
     return {"bytes": peaks, "seconds": {way: median(times) for way, times in seconds.items()}, "same": same}
@@ -75,9 +81,9 @@ def main() -> None:
     args = parser.parse_args()
     size = Size.from_flags(args)
     rows, results = [], {}
-    for recomputes, name in ((True, "checkpointed"), (False, "not")):
+    for kind, name in KINDS.items():
         progress(f"blocks {name}")
-        found = on_ranks(args.ranks, measure, size, str(args.scratch), recomputes, args.steps)[0]
+        found = on_ranks(args.ranks, measure, size, str(args.scratch), kind, args.steps)[0]
         results[name] = found
         without, with_it = (found["bytes"][way]["peak"] for way in ("without", "with"))
         ratio, cost = with_it / without, found["seconds"]["with"] / found["seconds"]["without"]

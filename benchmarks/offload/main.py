@@ -25,6 +25,7 @@ from benchmarks.offload.runs import SYSTEMS, against, slowly, within
 
 STATE = 16  # bytes a parameter: values, gradients and AdamW's two moments, fp32
 FILES, IN_BACKWARD, IN_MEMORY = SYSTEMS[:3]
+CLIPPED = f"{FILES}, clipped"
 
 
 def memory(args: argparse.Namespace, size: Size) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def time(args: argparse.Namespace, size: Size) -> dict[str, Any]:
 def counts(args: argparse.Namespace, size: Size) -> dict[str, Any]:
     """Bytes: of anonymous memory that tensors hold, and of files that a step reads and lets go."""
     rows, results = [], {}
-    for system in (IN_MEMORY, FILES, IN_BACKWARD):
+    for system in (IN_MEMORY, FILES, CLIPPED, IN_BACKWARD):
         progress(f"counted: {system}")
         with tempfile.TemporaryDirectory(dir=args.scratch) as directory:
             results[system] = found = on_ranks(args.ranks, count, system, size, directory)[0]
@@ -114,7 +115,7 @@ def counts(args: argparse.Namespace, size: Size) -> dict[str, Any]:
         row.append(f"{results[system]['others'] / limit:.3f}")
     moved = [
         [system, *(f"{results[system]['moved'][kind] / results[system]['size'][kind]:.2f}" for kind in ("values", "gradients", "state"))]
-        for system in (FILES, IN_BACKWARD)
+        for system in (FILES, CLIPPED, IN_BACKWARD)
     ]
     table = markdown(["MB of live tensors, at most", "chunks, gradients, state", "all else", "over that in memory"], rows)
     table += "\n\n" + markdown(["brought in for a step, times their size", "chunks", "gradients", "state"], moved)

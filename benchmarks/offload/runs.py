@@ -75,9 +75,13 @@ def warm_up(directory: str) -> None:
     del size
 
 
-def step(training: Training, size: Size, number: int, rank: int) -> float:
+def step(training: Training, size: Size, number: int, rank: int, clips: bool = False) -> float:
     loss = loss_of(training.model, *batch(size, number, rank))
     training.backward(loss)
+    if clips:
+        import zero3
+
+        zero3.clip_grad_norm_(training.model, 0.01)  # so small that there is always something to scale
     training.update()
     return loss.item()
 

@@ -172,4 +172,4 @@ def test_offload_counts(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "counts.json").read_text())
     files, memory = found["zero3, files"], found["zero3"]
     assert files["resting"] == 0 < memory["resting"] and files["others"] <= 1.05 * memory["others"]
-    assert files["moved"] == files["size"]
+    assert files["moved"] == files["size"] == found["zero3, files, clipped"]["moved"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -190,3 +191,29 @@ def test_plain_torch_is_the_control_for_side_streams() -> None:
     for seed, policy in enumerate(POLICIES):
         simulated.schedule(policy, seed, memory="exact")
         assert_same(run(1, body), expected)
+
+
+@pytest.mark.parametrize("where", ["cpu", "files"])
+def test_clipping_of_gradients_on_the_host_waits_for_the_norm_alone(where: str) -> None:
+    from tests.device import simulated
+
+    simulated.schedule("random", 1)
+    together = threading.Barrier(2)
+
+    def body(me: Me) -> list[str]:
+        model = sharded(replace(me, offload="cpu" if where == "cpu" else me.directory))
+        optimizer = zero3.offload_optimizer(sgd(model))
+        for step in range(3):
+            loss_of(model, me, step).backward()
+            if together.wait() == 0:
+                simulated.C.waits()  # those so far
+            together.wait()
+            zero3.clip_grad_norm_(model, 1e-3)
+            together.wait()
+            waits = list(simulated.C.waits()) if me.rank == 0 else []
+            together.wait()
+            optimizer.step()
+            optimizer.zero_grad()
+        return waits
+
+    assert run(2, body)[0] == 2 * ["copy_ to host"]

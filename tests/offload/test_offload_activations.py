@@ -51,7 +51,9 @@ class Recomputing(nn.Module):
 MODELS = {"plain": Attending, "reentrant": lambda: Recomputing(True), "not reentrant": lambda: Recomputing(False)}
 
 
-def gradients(group: ThreadCommunicator, kind: str, around: AbstractContextManager[Any], **policy: Any) -> list[Tensor]:
+def gradients(
+    group: ThreadCommunicator, kind: str, around: AbstractContextManager[Any], *, backward_inside: bool = False, **policy: Any
+) -> list[Tensor]:
     layers = seeded(*[MODELS[kind]] * 3)
     choice = zero3.ShardingPolicy(**policy)
     model = zero3.Zero3Sequential([zero3.Zero3Layer(layer, policy=choice, process_group=group) for layer in layers])
@@ -60,7 +62,8 @@ def gradients(group: ThreadCommunicator, kind: str, around: AbstractContextManag
     for step in range(3):
         with around:
             loss = model(Turn(group.rank, step, group.world_size).tensor(2, 7, WIDTH, requires_grad=True)).pow(2).sum()
-        loss.backward()
+        with around if backward_inside else nullcontext():
+            loss.backward()
         found += [chunk.grad.clone() for chunk in zero3.get_trainable_chunk(model) if chunk.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
@@ -79,6 +82,21 @@ def test_gradients_have_the_same_bits(world_size: int, kind: str, policy: dict[s
 
     run_ranks(world_size, body)
     assert not list(tmp_path.iterdir())  # the file has no name
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@WORLDS
+def test_backward_may_be_inside_too(world_size: int, kind: str, tmp_path: Path) -> None:
+    """Then what a block of reentrant checkpointing saves when it is computed anew goes out as well."""
+
+    def body(group: ThreadCommunicator) -> None:
+        inside, outside = (zero3.offload_activations(tmp_path, min_bytes=1) for _ in range(2))
+        found, expected = gradients(group, kind, inside, backward_inside=True), gradients(group, kind, outside)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+        saved = [offloaded._store._count for offloaded in (inside, outside)]  # type: ignore[attr-defined]
+        assert saved[0] > 2 * saved[1] if kind == "reentrant" else saved[0] == saved[1]
+
+    run_ranks(world_size, body)
 
 
 def size_of(offloaded: Any) -> int:
@@ -140,6 +158,27 @@ def test_what_checkpointed_blocks_keep_is_on_the_disk(reentrant: bool, tmp_path:
     without, with_it = peak(nullcontext()), peak(zero3.offload_activations(tmp_path, min_bytes=1024))
     assert without >= 13 * block
     assert with_it <= without - 6 * block
+
+
+def test_large_logits_hold_up_no_inputs_of_blocks(tmp_path: Path) -> None:
+    """What the end of a step saves says nothing about how much may be on its way in the blocks: neither out, nor back."""
+    offloaded = zero3.offload_activations(tmp_path, min_bytes=1024)
+    block, count, found = 1000 * 8 * 4, 12, []
+    blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(count)])
+    with LiveBytes() as live:
+        for _ in range(2):
+            before = live.now
+            with offloaded:
+                x = torch.ones(1000, 8, requires_grad=True)
+                for each in blocks:
+                    x = checkpoint(each, x, use_reentrant=False)
+                found.append(live.now - before)
+                x.register_hook(lambda _, before=before: (wait_for(offloaded), found.append(live.now - before))[1])
+                loss = (x.repeat(1, count) * 2).log_softmax(-1).sum()
+            x = torch.empty(0)
+            loss.backward()
+            del loss
+    assert all(nbytes <= 6 * block for nbytes in found), [nbytes / block for nbytes in found]
 
 
 def test_one_tensor_that_many_operations_save_goes_once(tmp_path: Path) -> None:

@@ -75,6 +75,25 @@ def uneven(rank: Rank, directory: str | None) -> list[Tensor]:
     return list(zero3.full_state_dict(model, rank0_only=False).values())
 
 
+def clipped(rank: Rank, directory: str | None) -> list[Tensor]:
+    torch.manual_seed(0)
+    policy = ShardingPolicy(offload=directory)
+    model = zero3.Zero3Sequential([zero3.Zero3Layer(nn.Sequential(nn.Linear(9, 9), nn.Tanh()), policy=policy) for _ in range(3)])
+    optimizer = zero3.offload_optimizer(torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.1))
+    norms = []
+    for step in range(3):
+        model(torch.full((3, 9), float(step + rank.number))).pow(2).mean().backward()
+        norms.append(zero3.clip_grad_norm_(model, 0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*norms, *zero3.full_state_dict(model, rank0_only=False).values()]
+
+
+def test_clipping_has_the_same_bits(tmp_path: Path) -> None:
+    found, expected = (on_ranks(2, clipped, directory) for directory in (str(tmp_path), None))
+    assert all(torch.equal(a, b) for mine, theirs in zip(found, expected, strict=True) for a, b in zip(mine, theirs, strict=True))
+
+
 def test_joinable_has_the_same_bits(tmp_path: Path) -> None:
     found, expected = (on_ranks(2, uneven, directory) for directory in (str(tmp_path), None))
     assert all(torch.equal(a, b) for mine, theirs in zip(found, expected, strict=True) for a, b in zip(mine, theirs, strict=True))

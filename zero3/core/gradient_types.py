@@ -22,7 +22,7 @@ _STILL_A_SLICE = frozenset({Tensor.detach, Tensor.data.__get__})  # type: ignore
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 
 
-_SEEN_WITHOUT_VALUES = frozenset(
+SEEN_WITHOUT_VALUES = frozenset(
     {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf")}
     | {Tensor._version.__get__, Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.stride}  # type: ignore[attr-defined]
     | {Tensor.requires_grad_, Tensor.detach_}
@@ -199,7 +199,7 @@ class DeferredGradient(Tensor):
             return args[0]
         if func in (Tensor.requires_grad_, Tensor.detach_):
             args[0].zeroed = True
-        if func not in _SEEN_WITHOUT_VALUES and not (func is _IS_SPARSE and args[0].zeroed):
+        if func not in SEEN_WITHOUT_VALUES and not (func is _IS_SPARSE and args[0].zeroed):
             next(each for each in _flat(args) if isinstance(each, cls)).reduce_now()
             return func(*args, **(kwargs or {}))
         with as_plain_tensors():

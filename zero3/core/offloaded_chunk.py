@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..comm.communicator import Communicator
 from ..comm.streams import Lane, Mark, Moment, OnHost, Pending
 from ..policy import ShardingPolicy
-from .chunk import Chunk
+from .chunk import Chunk, Part
 from .compressed import chunk_for
 from .gradient_types import DeferredGradient
 from .layer_state import LayerState
@@ -26,6 +26,7 @@ from .layout import ChunkLayout
 from .policy_facts import compute_dtype
 from .quantized_chunk import QuantizedChunk
 from .residence import Residence
+from .untouched import Span, UntouchedGradient, watch
 
 __all__: list[str] = []
 
@@ -49,6 +50,7 @@ class OffloadedChunk(Chunk):
         self._passing = self._nothing = torch.empty(0)  # on the device, in the chunk's dtype, on its way to a full buffer of another dtype
         self._read: Moment | None = None  # the end of the last copy to the device
         self._leaving: list[_Leaving] = []  # gradients on their way to the host
+        self.norm_order: float | None = None  # of the norms to take of gradients when they land, since clipping will ask for them
         self.recent: list[_Whom] = [_nobody] * 3  # the last chunks of the model that were fetched
         self.followers: dict[tuple[_Whom, _Whom], _Whom] = {}  # the two that were fetched before this one -> the one fetched next
         super().__init__(layout, shard, communicator, kind, device)
@@ -146,14 +148,30 @@ class OffloadedChunk(Chunk):
         if self.begins:
             kept = self.residence.keep(landed)
             landed, summed = kept, self.residence.keep(summed) if summed.dtype.itemsize > landed.dtype.itemsize else kept
+        ours = [part for part in self.parts if isinstance(_earlier(part), UntouchedGradient | None)]
         take(landed, summed)
+        if self.norm_order is not None:
+            for part in ours:
+                watch(part.parameter, self.norm_order, self.spans(part))
         self.residence.rest_gradients()
 
     @property
     def begins(self) -> bool:
         """Whether the next gradient is the first one since they were zeroed."""
-        gradients = [part.parameter.grad for part in self.parts]
-        return all(g is None or (isinstance(g, DeferredGradient) and g.earlier is None) for g in gradients)
+        return all(_earlier(part) is None for part in self.parts)
+
+    def spans(self, part: Part) -> list[Span]:
+        """The elements of a part's gradient of which clipping takes norms: a single rank's by parameters, as torch does."""
+        if self._communicator.world_size > 1:
+            return [(0, part.stop - part.start)]
+        slots = (slot for slot in self.layout.slots if slot.numel and part.start <= slot.offset and slot.stop <= part.stop)
+        return [(slot.offset - part.start, slot.stop - part.start) for slot in slots]
+
+
+def _earlier(part: Part) -> Tensor | None:
+    """The gradient that the next one is added to."""
+    gradient = part.parameter.grad
+    return gradient.earlier if isinstance(gradient, DeferredGradient) else gradient
 
 
 class OffloadedQuantizedChunk(OffloadedChunk, QuantizedChunk):

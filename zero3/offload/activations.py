@@ -81,7 +81,6 @@ class _Store:
         self._saved: WeakValueDictionary[int, _Saved] = WeakValueDictionary()  # the graph holds them
         self._count = 0
         self._leaving: deque[int] = deque()  # those whose own memory is not free yet
-        self._largest = 0  # bytes; about as many are on their way out, or back, at any time
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
@@ -90,7 +89,8 @@ class _Store:
         leaving = self._still_here()
         if (saved := next((saved for saved in leaving if saved.is_of(tensor)), None)) is None:
             saved = self._send(tensor)
-            while sum(other.nbytes for other in leaving) > self._largest:
+            at_once = self._largest_before(saved.number)
+            while sum(other.nbytes for other in leaving) > at_once:
                 leaving.pop(0).leave()
                 self._leaving.popleft()
         return saved
@@ -115,8 +115,16 @@ class _Store:
         saved = self._saved[self._count] = _Saved(self._count, dense, flat, rest)
         self._leaving.append(self._count)
         self._count += 1
-        self._largest = max(self._largest, saved.nbytes)
         return saved
+
+    def _before(self, number: int) -> list[_Saved]:
+        """Those tensors that the graph has saved shortly before, the last one first."""
+        found = (self._saved.get(earlier) for earlier in range(number - 1, max(-1, number - 1 - _LOOKS_BACK), -1))
+        return [saved for saved in found if saved is not None]
+
+    def _largest_before(self, number: int) -> int:
+        """About so many bytes are on their way out, or back, at any time. (Logits that are saved last hold up no blocks' inputs.)"""
+        return max((saved.nbytes for saved in self._before(number)), default=0)
 
     def _lane(self, device: torch.device) -> Lane:
         if device not in self._lanes:
@@ -127,9 +135,9 @@ class _Store:
     def unpack(self, packed: Tensor | _Saved) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        tensor, ahead = packed.take(), 0
-        for number in range(packed.number - 1, max(-1, packed.number - 1 - _LOOKS_BACK), -1):
-            if (saved := self._saved.get(number)) is not None and ahead < self._largest:
+        tensor, ahead, at_once = packed.take(), 0, self._largest_before(packed.number)
+        for saved in self._before(packed.number):
+            if ahead < at_once:
                 ahead += saved.come()
         return tensor
 

@@ -14,6 +14,7 @@ from ..core.gradient_types import DeferredGradient
 from ..core.layer_state import LayerState
 from ..core.offloaded_chunk import OffloadedChunk
 from ..core.policy_facts import directory_of
+from ..core.untouched import to_bring, touch
 from ..optim.state_memory import set_state_memory
 from .one_by_one import narrowed, try_out
 from .state_files import StateFiles, Visit, ZerosInFiles
@@ -45,10 +46,12 @@ class Turn:
         if self.files is None or not isinstance(self.chunk, OffloadedChunk):
             return None
         parameters = list(self.all())
-        gradients = [p.grad for p in parameters if p.grad is not None and not isinstance(p.grad, DeferredGradient)]
+        gradients = [to_bring(p.grad) for p in parameters if p.grad is not None and not isinstance(p.grad, DeferredGradient)]
+        written = [parameter.data for parameter in parameters] + [gradient for gradient, is_written in gradients if is_written]
+        read = [gradient for gradient, is_written in gradients if not is_written]
         kept = (value for parameter in parameters for value in optimizer.state.get(parameter, {}).values())
         state = [value for value in kept if type(value) is Tensor and value.ndim]
-        return Visit(self.chunk.residence, [parameter.data for parameter in parameters], gradients, self.files.files, state)
+        return Visit(self.chunk.residence, written, read, self.files.files, state)
 
 
 class Turns:
@@ -143,6 +146,7 @@ class Turns:
 
     def _step(self, optimizer: torch.optim.Optimizer, turn: Turn, step: Callable[[], object]) -> None:
         fresh = [parameter for parameter in turn.all() if not optimizer.state.get(parameter)]
+        touch(parameter.grad for parameter in turn.all())  # clipping may have left its multiplication for now
         if turn.files is not None and fresh:
             with ZerosInFiles(fresh, turn.files):
                 step()

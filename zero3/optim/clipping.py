@@ -12,6 +12,7 @@ from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
+from .gradients_in_files import gradients_in_files, norms_in_files, scale_in_files
 from .norms import gradients_to_measure
 from .pieces import parts_of
 
@@ -40,6 +41,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
         ValueError: Nothing in `model` is sharded, `norm_type` is not positive, or `max_norm` is negative or nan. Every rank raises it;
             on a GPU, ranks with right arguments get nan instead.
         TypeError: `norm_type` or `max_norm` is no number. The same ranks raise it.
+        OSError: A gradient in a file can't be read (`offload`). The same ranks raise it.
 
     Example::
 
@@ -52,7 +54,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
     chunks = parts_of(states)
     states[0].log.look(wait=False)
     reduce_deferred(chunk.grad for chunk in chunks)
-    filled = [gradient for gradient in gradients_to_measure(model, states) if gradient.numel()]
+    in_files, filled = gradients_in_files(states), list[Tensor]()
+    try:
+        norms = norms_in_files(in_files, norm_type)
+        filled = [gradient for gradient in gradients_to_measure(model, states, norms) if gradient.numel()]
+    except OSError as unreadable:
+        error = error or unreadable
     local = torch.zeros((), dtype=torch.float64, device=states[0].device)
     if error is not None:
         local = local + math.nan
@@ -67,7 +74,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
             "Set error_if_nonfinite=False to scale by it anyway."
         )
     total = total.to(torch.float64 if any(chunk.dtype == torch.float64 for chunk in chunks) else torch.float32)
-    torch.nn.utils.clip_grads_with_norm_(chunks, max_norm, total)
+    elsewhere = {id(each.part.parameter) for each in in_files}
+    torch.nn.utils.clip_grads_with_norm_([chunk for chunk in chunks if id(chunk) not in elsewhere], max_norm, total)
+    if in_files:
+        scale_in_files(in_files, max_norm, total)
     return total
 
 

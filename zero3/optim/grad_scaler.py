@@ -11,6 +11,7 @@ from ..comm.errors import NamingFailures, Subject
 from ..core.autograd import as_plain_tensors
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
+from ..core.untouched import touch
 
 __all__: list[str] = []
 
@@ -45,7 +46,9 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        reduce_deferred(parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+        gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+        reduce_deferred(gradients)
+        touch(gradients)
         # To gradients on the host torch would copy both without waiting for the copies.
         scale, none = (each.cpu() if self._from_afar(optimizer) else each for each in (inv_scale, found_inf))
         with as_plain_tensors():  # an operation on a deferred gradient would begin its reduction

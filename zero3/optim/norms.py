@@ -15,6 +15,7 @@ from ..core.chunk import Chunk
 from ..core.gradient_types import NotReducedError, reduce_deferred
 from ..core.layer_state import LayerState
 from ..core.parameters import ShardedParameter
+from .gradients_in_files import Norms
 from .param_groups import named_parameters
 from .pieces import parts_of
 
@@ -101,14 +102,16 @@ def _norm(flat: Tensor, order: float) -> Tensor:
     return norm
 
 
-def gradients_to_measure(model: nn.Module, states: list[LayerState]) -> list[Tensor]:
+def gradients_to_measure(model: nn.Module, states: list[LayerState], in_files: Norms) -> list[Tensor]:
     """Returns this rank's part of the gradients. On a single rank they are cut into parameters, in the model's order, so that the
-    norm has the bits of torch's own."""
+    norm has the bits of torch's own. `in_files`: norms of some, which stand for them, since the norm of norms is the norm."""
     if states[0].communicator.world_size > 1:
-        parts = [part.parameter for state in states for chunk in state.chunks for part in chunk.parts]
-        return [part.grad.as_subclass(Tensor) for part in parts if part.grad is not None]
+        parts = [(chunk, part) for state in states for chunk in state.chunks for part in chunk.parts if part.parameter.grad is not None]
+        found = [in_files.get((chunk, (part.start, part.stop)), part.parameter.grad) for chunk, part in parts]
+        return [gradient.as_subclass(Tensor) for gradient in found if gradient is not None]
     slots = [(sharded.chunk, sharded.chunk.layout.slots[sharded.index]) for _, _, sharded in named_parameters(model, states)]
-    slices = [slice_of(chunk, slot.offset, slot.stop, "grad") for chunk, slot in slots]
+    known = [(chunk, slot, in_files.get((chunk, (slot.offset, slot.stop)))) for chunk, slot in slots]
+    slices = [slice_of(chunk, slot.offset, slot.stop, "grad") if norm is None else norm for chunk, slot, norm in known]
     return [gradient for gradient in slices if gradient is not None]
 
 

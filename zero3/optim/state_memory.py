@@ -26,6 +26,11 @@ def set_state_memory(parameter: nn.Parameter, place: Place) -> None:
     setattr(parameter, _ATTRIBUTE, _StateMemory(place))
 
 
+def is_stepped_in_turns(parameter: Tensor) -> bool:
+    """Whether it is one of an optimizer that steps chunk by chunk."""
+    return isinstance(getattr(parameter, _ATTRIBUTE, None), _StateMemory)
+
+
 def empty_state(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor of the parameter's shape with any values, for loaded state."""
     memory = getattr(parameter, _ATTRIBUTE, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from tests.device.training import ROWS, WIDTH, Block, Me, Stack, built, fails, l
 from zero3 import ShardingPolicy
 
 
-def _offload_activations(me: Me, make: Callable[[], nn.Module], to: Any = "cpu") -> list[Tensor]:
+def _offload_activations(me: Me, make: Callable[[], nn.Module], to: Any = "cpu", backward_inside: bool = False) -> list[Tensor]:
     """In every step one graph is dropped with its tensors on their way out, and one with tensors on their way back."""
     model, offloaded = sharded(me, lambda: Stack(make)), zero3.offload_activations(to, min_bytes=1)
     optimizer = sgd(model)
@@ -31,13 +31,15 @@ def _offload_activations(me: Me, make: Callable[[], nn.Module], to: Any = "cpu")
         del loss
         with offloaded:
             loss = loss_of(model, me, step)
-        loss.backward()
+        with offloaded if backward_inside else nullcontext():
+            loss.backward()
         update(optimizer)
     return values(model)
 
 
 SCENARIOS["offload_activations"] = lambda me: _offload_activations(me, Block)
 SCENARIOS["offload_activations_checkpoint"] = lambda me: _offload_activations(me, lambda: Block(reentrant=False))
+SCENARIOS["offload_activations_reentrant"] = lambda me: _offload_activations(me, lambda: Block(reentrant=True), backward_inside=True)
 SCENARIOS["offload_activations_to_a_file"] = lambda me: _offload_activations(me, Block, me.directory)
 
 
@@ -58,6 +60,21 @@ for _name in ("shard", "bf16", "no_sync", "grad_scaler", "mesh"):
 def offload_optimizer_to_files(me: Me) -> list[Tensor]:
     model = sharded(replace(me, offload=me.directory))
     return train(model, me, optimizer=zero3.offload_optimizer(torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.01, foreach=True)))
+
+
+@scenario
+def offload_optimizer_to_files_and_clip(me: Me) -> list[Tensor]:
+    """From the second step on, norms are those of landing, and the optimizer multiplies. In the last step somebody looks before it."""
+    model = sharded(replace(me, offload=me.directory), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    chunks, seen = zero3.get_trainable_chunk(model), []
+    optimizer = zero3.offload_optimizer(torch.optim.AdamW(chunks, lr=0.01, foreach=True))
+    for step in range(4):
+        loss_of(model, me, step).backward()
+        seen.append(zero3.clip_grad_norm_(model, 0.05))
+        if step == 3:
+            seen += [chunk.grad.clone() for chunk in chunks if chunk.grad is not None]
+        update(optimizer)
+    return [*seen, *values(model)]
 
 
 def _stepping_in_backward(me: Me, where: str) -> list[Tensor]:
