@@ -138,8 +138,8 @@ FAULTS = [
     Fault(
         "a norm of one rank's slice",
         "optim/clipping.py",
-        "            communicator.all_reduce(total)\n",
-        "            pass\n",
+        "        communicator.all_reduce(total.abs_().view(torch.int64) if maximum else total, maximum=maximum)\n",
+        "        pass\n",
         "optim/clip_grad_norm",
     ),
     Fault(
