@@ -1,6 +1,6 @@
 """The table of docs/plan.md: what a rank holds for models of five sizes, on 1 to 64 GPUs.
 
-    python -m benchmarks.plan.table                # some ten minutes of two quiet cores; no GPU, weights or network
+    python -m benchmarks.plan.table                # nine minutes of a processor; no GPU, weights or network
     python -m benchmarks.plan.table 8B --ranks 8
 
 A cell is the peak of a step in GiB: one sequence of 2048 tokens a rank, checkpoints in each block, computation in bf16, AdamW.
