@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -241,8 +242,9 @@ def test_a_graph_that_is_dropped_gives_its_places_back(tmp_path: Path) -> None:
 
 
 def wait_for(offloaded: Any) -> None:
-    """Until the file's two threads have done what they were given."""
-    for job in [offloaded._store._file.submit(lambda: None) for _ in range(8)]:
+    """Until the file's two threads have done what they were given: each of them has to come here."""
+    both = threading.Barrier(2, timeout=60)
+    for job in [offloaded._store._file.submit(both.wait) for _ in range(2)]:
         job.result()
 
 
