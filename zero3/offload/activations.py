@@ -30,8 +30,8 @@ _LOOKS_BACK = 32  # tensors among which those to read ahead are looked for
 def offload_activations(to: str | os.PathLike[str] = "cpu", *, min_bytes: int = 1 << 16) -> AbstractContextManager[object]:
     """Context for a forward: what the graph saves goes out, and comes back ahead of its use in backward.
 
-    Views of parameters are never among it. Gradients are the same, to the bit. Works for any model, sharded or not, and saves most
-    beside gradient checkpointing, of which it takes the inputs of the blocks.
+    Views of parameters are never among it. Gradients are the same, to the bit. Works for any model, sharded or not. Beside gradient
+    checkpointing it takes the inputs of the blocks, which is much in deep models alone.
 
     Args:
         to: "cpu": from an accelerator to pinned memory of the host, beside the computation. (Of a model on the CPU, nothing moves.)
