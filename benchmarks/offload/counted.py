@@ -94,4 +94,4 @@ def count(rank: int, world_size: int, system: str, size: Size, directory: str) -
                 step(training, size, 1, rank, "clipped" in system)
     numel = sum(chunk.numel() for chunk in chunks)
     sizes = {"values": 4 * numel, "gradients": 4 * numel, "state": 8 * numel}
-    return {"resting": live.resting, "others": live.others, "moved": dict(moved), "size": sizes}
+    return {"resting": live.resting, "others": live.others, "moved": {kind: moved[kind] for kind in sizes}, "size": sizes}

@@ -200,7 +200,8 @@ def test_chunks_are_read_ahead_of_their_fetches(tmp_path: Path, monkeypatch: pyt
     real_read, real_start = MappedFiles.read_ahead, OffloadedChunk.start_fetch
 
     def read_ahead(files: MappedFiles, tensor: Tensor) -> None:
-        told.append(("read", tensor.data_ptr()))
+        if tensor in files:
+            told.append(("read", tensor.data_ptr()))
         real_read(files, tensor)
 
     def start_fetch(chunk: OffloadedChunk, lane: Any) -> None:
@@ -216,9 +217,9 @@ def test_chunks_are_read_ahead_of_their_fetches(tmp_path: Path, monkeypatch: pyt
         model(Turn(0, step, 1).tensor(5, WIDTH)).pow(2).mean().backward()
     fetched = [place for what, place in told if what == "fetch"]
     assert len(fetched) >= 7
-    expected = [("fetch", fetched[0])]
+    expected = [("fetch", fetched[0]), ("read", fetched[0])]
     for place in fetched[1:]:
-        expected += [("read", place), ("fetch", place)]
+        expected += [("read", place), ("fetch", place), ("read", place)]  # the second time because it may have been dropped again
     assert told[: len(expected)] == expected
 
 

@@ -266,7 +266,7 @@ def test_bytes_moved_and_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return advise(files, tensor, advice)
 
     def rested(files: MappedFiles) -> None:
-        log.extend(("rest", address) for address, _ in files._places)
+        log.extend(("rest", address) for address, *_ in files._places)
         rest_all(files)
 
     monkeypatch.setattr(MappedFiles, "_advise", advised)
@@ -298,8 +298,11 @@ def state_of_one(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> l
 
 
 def wait_for(optimizer: Any) -> None:
-    """Until the thread has nothing more to do."""
-    inspect.getclosurevars(optimizer.step.__func__.__wrapped__).nonlocals["turns"]._thread.submit(int).result()
+    """Until the threads have nothing more to do."""
+    traffic = inspect.getclosurevars(optimizer.step.__func__.__wrapped__).nonlocals["turns"].traffic
+    traffic.end_step().result()
+    for future in traffic._writing:
+        future.result()
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -313,6 +316,50 @@ def test_state_is_in_files_and_leaves_the_process(in_backward: bool, tmp_path: P
     wait_for(optimizer)
     for value in [*state_of(optimizer), *zero3.get_trainable_chunk(model)]:
         assert of_pages(value, "Rss") == of_pages(value, "Anonymous") == 0
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@WORLDS
+def test_where_memory_is_short_each_number_is_written_once_a_step(
+    world_size: int, in_backward: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as it has changed. A gradient that is used at once goes nowhere."""
+    written, early, put_by = Counter[int](), Counter[int](), Counter[int]()  # by address; by thread, so by rank
+    write, put = MappedFiles.write, MappedFiles.put
+
+    def wrote(files: MappedFiles, tensor: Tensor, *, wait: bool) -> None:
+        if tensor in files:
+            written[tensor.data_ptr()] += wait
+            early[threading.get_ident()] += not wait
+        write(files, tensor, wait=wait)
+
+    def kept(files: MappedFiles, tensor: Tensor, what: str) -> Tensor | None:
+        put_by[threading.get_ident()] += tensor.numel() > 0
+        return put(files, tensor, what)
+
+    monkeypatch.setattr(MappedFiles, "is_away", lambda files, tensor: tensor in files)
+    monkeypatch.setattr(MappedFiles, "write", wrote)
+    monkeypatch.setattr(MappedFiles, "put", kept)
+
+    def body(group: ThreadCommunicator) -> None:
+        found, own, steps = [], threading.get_ident(), 3
+        for place in (None, tmp_path):
+            model = wrapped(group, place)
+            optimizer = zero3.offload_optimizer(MAKES["adamw"](zero3.get_trainable_chunk(model)), in_backward=in_backward)
+            for number in range(steps):
+                step(model, Turn(group.rank, number, group.world_size))
+                optimizer.step()
+                optimizer.zero_grad()
+                if place is not None:
+                    wait_for(optimizer)
+            found.append([*values_of(model), *state_of(optimizer)])
+        assert same(*found)
+        chunks = [chunk for chunk in zero3.get_trainable_chunk(model) if chunk.numel()]
+        assert [written[value.data_ptr()] for value in [*chunks, *state_of(optimizer)]] == [steps] * 3 * len(chunks)
+        assert put_by[own] == (0 if in_backward else steps * len(chunks))
+        assert early[own] == (0 if in_backward else (steps - 1) * len(chunks))  # the first ones were not known to be dropped
+
+    run_ranks(world_size, body)
 
 
 def test_first_step_makes_zeros_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from zero3.scratch import mapped_files
 from zero3.scratch.mapped_files import MappedFiles
+from zero3.scratch.nameless_file import GrowingFile
 
 
 def of_pages(tensor: Tensor, field: str) -> int:
@@ -86,12 +90,84 @@ def test_tensors_do_not_overlap_and_memory_is_used_again(wanted: list[tuple[int,
     assert files.nbytes == before
 
 
-def test_no_descriptor_stays_open(tmp_path: Path) -> None:
-    files = MappedFiles(str(tmp_path))
+def test_many_regions_have_one_descriptor_which_closes_with_the_last_of_those_that_share_it(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    tensors = [files.empty(10, torch.float32) for _ in range(50)]
+    file = GrowingFile(str(tmp_path))
+    several = [MappedFiles(str(tmp_path), file) for _ in range(3)]
+    tensors = [files.empty(10, torch.float32) for files in several for _ in range(20)]
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert len({tensor.data_ptr() for tensor in tensors}) == 60
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number)
+    del several, file
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
-    assert len({tensor.data_ptr() for tensor in tensors}) == 50
+    assert all(bool(tensor.eq(number).all()) for number, tensor in enumerate(tensors))
+
+
+def drop(files: MappedFiles, begin: int = 0) -> None:
+    """The kernel gives up what it keeps of the file, as when memory is short; but not what it has to write first."""
+    files.rest_all()
+    os.posix_fadvise(files._places[0].descriptor, begin, 0, os.POSIX_FADV_DONTNEED)
+
+
+def test_what_is_written_can_be_dropped_and_comes_back(tmp_path: Path) -> None:
+    files = MappedFiles(str(tmp_path))
+    before, tensor = files.empty(3_000, torch.float32).fill_(1), files.empty(1_000_000, torch.float32)
+    tensor.copy_(torch.arange(1_000_000))
+    assert not files.is_away(tensor)
+    files.write(tensor, wait=True)
+    assert not files.is_away(tensor)  # written, and here as well
+    drop(files)
+    if not files.is_away(tensor):
+        pytest.skip(f"{tmp_path} is in memory, and never dropped")
+    files.read_ahead(tensor)
+    files.bring(tensor, to_write=True)
+    assert not files.is_away(tensor)
+    files.write(tensor, wait=True)
+    drop(files, 1 << 21)
+    assert files.is_away(tensor) and files.is_away(tensor[700_000:]) and not files.is_away(tensor[:400_000])
+    assert torch.equal(tensor, torch.arange(1_000_000, dtype=torch.float32)) and before.eq(1).all()
+
+
+def test_a_disk_that_can_not_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = MappedFiles(str(tmp_path))
+    tensor = files.empty(5000, torch.float32)
+
+    def refuse(*_: Any) -> int:
+        ctypes.set_errno(errno.EIO)
+        return -1
+
+    monkeypatch.setattr(mapped_files, "_libc", SimpleNamespace(sync_file_range=refuse))
+    with pytest.raises(OSError, match=f"20000 bytes of what is offloaded to '{tmp_path}' can't be written: Input/output error"):
+        files.write(tensor, wait=True)
+    files.write(torch.ones(5000), wait=True)  # from elsewhere: nothing to write
+
+
+@given(st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([torch.float32, torch.bfloat16, torch.uint8])), min_size=1, max_size=4))
+def test_put_copies_values_and_nothing_else(wanted: list[tuple[int, torch.dtype]]) -> None:
+    files = MappedFiles("/tmp")
+    given_ = [torch.arange(numel).to(dtype) for numel, dtype in wanted]
+    for again in range(2):  # into regions that are new, and into those of others
+        copies = [files.put(values, "a gradient") for values in given_]
+        neighbours = [files.empty(1024, torch.float32).fill_(again) for _ in copies]
+        for values, copy in zip(given_, copies, strict=True):
+            assert copy is not None and torch.equal(copy, values) and (not copy.numel() or copy in files)
+        assert all(bool(each.eq(again).all()) for each in neighbours)
+        del copies, neighbours
+
+
+def test_put_that_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = MappedFiles(str(tmp_path))
+
+    def refuse(*_: Any) -> int:
+        ctypes.set_errno(errno.EIO)
+        return -1
+
+    monkeypatch.setattr(mapped_files._libc, "pwrite", refuse)
+    with pytest.warns(UserWarning, match="a gradient stays in memory.*can't be written: Input/output error"):
+        assert files.put(torch.ones(5000), "a gradient") is None
+    assert files.put(torch.ones(5000), "a gradient") is None  # once is enough
 
 
 def test_other_memory_is_left_alone(tmp_path: Path) -> None:

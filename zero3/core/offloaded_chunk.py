@@ -67,6 +67,7 @@ class OffloadedChunk(Chunk):
         self.recent[:] = second, third, own
         if (previous := third()) is not None:
             previous.followers[first, second] = own
+        self.residence.read_ahead(self.shard.data)
         if (follower := self.followers.get((second, third), _nobody)()) is not None:
             follower.residence.read_ahead(follower.shard.data)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..comm.streams import has_streams
 from ..policy import ShardingPolicy
 from ..scratch.mapped_files import MappedFiles
-from ..scratch.nameless_file import nameless_file
+from ..scratch.nameless_file import GrowingFile, nameless_file
 from ..scratch.regions import PinnedRegions
 from .policy_facts import directory_of, gradient_dtype, landed_dtype
 
@@ -24,6 +24,8 @@ class Residence(Protocol):
     name: str  # in reports
     far: bool  # whether layers compute in other memory, to and from which values are copied
     at_once: bool  # whether gradients of an accelerator land one by one, so that few of them pass through memory at any time
+    used_at_once: Callable[[], bool]  # whether a gradient is used up as soon as it has landed, so that it need not rest anywhere
+    is_short: bool  # of memory, as the optimizer's thread has found: gradients had been dropped. So they are written early
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """1-D memory for values."""
@@ -49,6 +51,14 @@ class Residence(Protocol):
         """Brings values, or a gradient, into memory, and returns when they are there: for a thread beside compute."""
         ...
 
+    def is_away(self, tensor: Tensor) -> bool:
+        """Whether values, or a gradient, had to leave memory, because it is short."""
+        ...
+
+    def write(self, values: Tensor) -> None:
+        """Values that have changed go where they rest. Returns when they are there: for a thread beside compute."""
+        ...
+
     def rest(self, values: Tensor) -> None:
         """They are not needed for now."""
         ...
@@ -60,14 +70,19 @@ class Residence(Protocol):
     def rest_gradients(self) -> None: ...
 
 
+def _never() -> bool:
+    return False
+
+
 class InPinnedMemory:
     """Host memory for an accelerator, which copies while the host goes on."""
 
     name = "host memory"
     far = True
-    at_once = False
+    at_once = is_short = False
 
     def __init__(self) -> None:
+        self.used_at_once: Callable[[], bool] = _never
         regions = PinnedRegions()
         self.empty = self.to_copy_into = regions.empty
 
@@ -83,10 +98,13 @@ class InPinnedMemory:
     def bring(self, tensor: Tensor, *, to_write: bool) -> None:
         return None
 
+    def is_away(self, tensor: Tensor) -> bool:
+        return False
+
     def rest(self, values: Tensor) -> None:
         return None
 
-    read_ahead = rest
+    read_ahead = write = rest
 
     def rest_gradients(self) -> None:
         return None
@@ -100,16 +118,30 @@ class InFiles:
 
     def __init__(self, directory: str, *, far: bool) -> None:
         self.far = far
-        values, self._gradients = self._files = MappedFiles(directory), MappedFiles(directory)
-        self.empty, self.rest, self.read_ahead = values.empty, values.rest, values.read_ahead
+        self.used_at_once: Callable[[], bool] = _never
+        self.is_short = False
+        file = GrowingFile(directory)
+        values, self._gradients = self._files = MappedFiles(directory, file), MappedFiles(directory, file)
+        self._values = values
+        self.empty, self.rest = values.empty, values.rest
         self.rest_gradients = self._gradients.rest_all
 
     def reserve(self, numel: int, dtypes: Sequence[torch.dtype]) -> None:
         _ = [self._gradients.empty(numel, dtype) for dtype in dtypes]
 
+    def read_ahead(self, tensor: Tensor) -> None:
+        for files in self._files:
+            files.read_ahead(tensor)
+
     def bring(self, tensor: Tensor, *, to_write: bool) -> None:
         for files in self._files:
             files.bring(tensor, to_write=to_write)
+
+    def is_away(self, tensor: Tensor) -> bool:
+        return any(files.is_away(tensor) for files in self._files)
+
+    def write(self, values: Tensor) -> None:
+        self._values.write(values, wait=True)
 
     def to_copy_from(self, values: Tensor) -> Tensor:
         return values.pin_memory()
@@ -118,8 +150,12 @@ class InFiles:
         return torch.empty(numel, dtype=dtype, pin_memory=True)
 
     def keep(self, gradient: Tensor) -> Tensor:
-        place = self._gradients.place(gradient.numel(), gradient.dtype, "a gradient")
-        return gradient if place is None else place.copy_(gradient)
+        kept = None if self.used_at_once() else self._gradients.put(gradient, "a gradient")
+        if kept is None:
+            return gradient
+        if self.is_short:
+            self._gradients.write(kept, wait=False)
+        return kept
 
 
 def residence_for(policy: ShardingPolicy, device: torch.device) -> Residence | None:

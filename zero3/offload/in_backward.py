@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ..core.gradient_types import CallersMistake, DeferredGradient
+from ..core.offloaded_chunk import OffloadedChunk
 from .turns import Turn, Turns
 
 __all__: list[str] = []
@@ -30,13 +32,20 @@ class InBackward:
                     if getattr(parameter, "zero3_state", None) is not None and parameter.requires_grad:
                         self._turn_of[id(parameter)] = Turn(turn.chunk, turn.files, {number: [parameter]})
                         _call_when_landed(parameter, self)
+            if isinstance(turn.chunk, OffloadedChunk) and all(id(part.parameter) in self._turn_of for part in turn.chunk.parts):
+                turn.chunk.residence.used_at_once = partial(_steps, weakref.ref(self), weakref.ref(turn.chunk.parts[0].parameter))
+
+    def steps(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter is stepped when its gradient lands. (A single rank keeps nothing for later under `no_sync`.)"""
+        state = parameter.zero3_state()  # type: ignore[attr-defined]
+        return self._optimizer() is not None and state is not None and not state.gradients.deferrals
 
     def landed(self, parameter: nn.Parameter) -> None:
         optimizer, turn = self._optimizer(), self._turn_of[id(parameter)]
-        state = parameter.zero3_state()  # type: ignore[attr-defined]
-        if optimizer is None or state is None or state.gradients.deferrals:  # a single rank keeps nothing for later under `no_sync`
+        if optimizer is None or not self.steps(parameter):
             return
         if turn in self._made:
+            state = parameter.zero3_state()  # type: ignore[attr-defined]
             raise CallersMistake(
                 f"a chunk of layer {state.label} got a second gradient before optimizer.step(), and was stepped by the first one already "
                 "(offload_optimizer with in_backward=True). Run the backwards of all micro-batches but the last inside "
@@ -67,6 +76,11 @@ def _call_when_landed(parameter: nn.Parameter, hooks: InBackward) -> None:
             hooks.landed(leaf)
 
     parameter.register_post_accumulate_grad_hook(landed)  # type: ignore[no-untyped-call]
+
+
+def _steps(hooks: Callable[[], InBackward | None], parameter: Callable[[], nn.Parameter | None]) -> bool:
+    found, one = hooks(), parameter()
+    return found is not None and one is not None and found.steps(one)
 
 
 class _Used:

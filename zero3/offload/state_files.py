@@ -75,13 +75,22 @@ class Visit(NamedTuple):
     files: MappedFiles
     state: list[Tensor]
 
-    def bring(self) -> None:
+    def bring(self) -> bool:
+        """Returns whether memory is short: the kernel had dropped something."""
+        was_away = any(map(self.residence.is_away, [*self.values, *self.gradients])) or any(map(self.files.is_away, self.state))
+        self.residence.is_short = was_away
+        if was_away:  # the disk gets all orders at once
+            for tensor in [*self.values, *self.gradients]:
+                self.residence.read_ahead(tensor)
+            for tensor in self.state:
+                self.files.read_ahead(tensor)
         for tensor in self.values:
             self.residence.bring(tensor, to_write=True)
         for tensor in self.gradients:
             self.residence.bring(tensor, to_write=False)
         for tensor in self.state:
             self.files.bring(tensor, to_write=True)
+        return was_away
 
     def let_go(self) -> None:
         for tensor in self.values:
@@ -89,3 +98,9 @@ class Visit(NamedTuple):
         self.residence.rest_gradients()
         for tensor in self.state:
             self.files.rest(tensor)
+
+    def write(self) -> None:
+        for tensor in self.values:
+            self.residence.write(tensor)
+        for tensor in self.state:
+            self.files.write(tensor, wait=True)

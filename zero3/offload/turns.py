@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ from ..core.untouched import to_bring, touch
 from ..optim.state_memory import set_state_memory
 from .one_by_one import narrowed, try_out
 from .state_files import StateFiles, Visit, ZerosInFiles
+from .traffic import Traffic
 
 __all__: list[str] = []
 
@@ -57,13 +58,12 @@ class Turn:
 class Turns:
     """Makes an optimizer's turns. `rests`: where its state lies, by the directory of the chunks.
 
-    A thread brings numbers in and lets them go, so that computing need not wait for a disk. It does one thing after another. So when a
-    turn's numbers are here, those of the turn before the last one have left.
+    When a turn's numbers are here, those of the turn before the last one have left.
     """
 
     def __init__(self, rests: dict[str, StateFiles]) -> None:
         self._rests = rests
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero3-offload")
+        self.traffic = Traffic()
         self._coming: tuple[Turn, Future[None] | None] | None = None  # the turn whose numbers are on their way
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[Turn]:
@@ -124,6 +124,7 @@ class Turns:
         turns = [turn for turn in self.of(optimizer) if any(parameter.grad is not None for parameter in turn.all())]
         for turn, following in zip(turns, [*turns[1:], None], strict=False):
             self.make(optimizer, turn, following, step)
+        self.traffic.end_step()
 
     def make(self, optimizer: torch.optim.Optimizer, turn: Turn, following: Turn | None, step: Callable[[], object]) -> None:
         """Makes one turn, while the numbers of the following one come."""
@@ -138,11 +139,11 @@ class Turns:
                 here.result()
             self._step(optimizer, turn, step)
         if (visit := turn.visit(optimizer)) is not None:
-            self._thread.submit(visit.let_go)
+            self.traffic.let_go(visit)
 
     def _bring(self, optimizer: torch.optim.Optimizer, turn: Turn) -> Future[None] | None:
         visit = turn.visit(optimizer)
-        return self._thread.submit(visit.bring) if visit is not None else None
+        return self.traffic.bring(visit) if visit is not None else None
 
     def _step(self, optimizer: torch.optim.Optimizer, turn: Turn, step: Callable[[], object]) -> None:
         fresh = [parameter for parameter in turn.all() if not optimizer.state.get(parameter)]

@@ -13,11 +13,12 @@ import os
 import warnings
 import weakref
 from bisect import bisect, insort
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .nameless_file import room_on_disk
+from .nameless_file import GrowingFile
 from .regions import Region, Regions
 
 __all__: list[str] = []
@@ -27,26 +28,34 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.pwrite.restype = ctypes.c_ssize_t
+_libc.pwrite.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_longlong]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+_libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_uint]
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # of madvise; Python 3.11 has no names for them
+_WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4  # of sync_file_range
+_READ_AHEAD = 1 << 17  # bytes; a disk's own limit is seldom lower, and the kernel leaves out what is above it
 _FAILED = ctypes.c_void_p(-1).value
 
 
 class MappedFiles(Regions):
-    """Memory in files without names: each region is a file.
+    """Memory in a file without a name: each region is a part of it.
 
-    (The C library maps it, because a `mmap.mmap` keeps a descriptor open, and there may be thousands of regions.)
+    (The C library maps it, because every `mmap.mmap` keeps a descriptor open, and there may be thousands of regions.)
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, file: GrowingFile | None = None) -> None:
+        """`file`: one that others share, since there may be thousands of these objects, too."""
         super().__init__()
+        self._file = file if file is not None else GrowingFile(directory)
         self._directory = directory
         self._has_warned = False
-        self._places: list[tuple[int, int]] = []  # (address, bytes) of regions, sorted
+        self._places: list[_Place] = []  # of regions, sorted
 
     def _new_region(self, nbytes: int) -> Region:
-        with room_on_disk(self._directory, nbytes) as file:
-            region = _Mapped(file.fileno(), nbytes)
-        insort(self._places, (region.address, nbytes))
+        descriptor, offset = self._file.take(nbytes)
+        region = _Mapped(descriptor, offset, nbytes)
+        insort(self._places, _Place(region.address, nbytes, descriptor, offset))
         return region
 
     def place(self, numel: int, dtype: torch.dtype, what: str) -> Tensor | None:
@@ -54,14 +63,40 @@ class MappedFiles(Regions):
         try:
             return self.empty(numel, dtype)
         except (OSError, ValueError) as error:
-            if not self._has_warned:
-                warnings.warn(f"{what} stays in memory, because it can't be offloaded: {error}", stacklevel=2)
-            self._has_warned = True
+            self._warn(what, error)
             return None
 
+    def put(self, values: Tensor, what: str) -> Tensor | None:
+        """A copy of 1-D values, or None, as for `place`. It is written by calls: stores would have to read, first, what lay there."""
+        try:
+            copy, values = self.empty(values.numel(), values.dtype), values.contiguous()
+            if (pages := self._pages_of(copy)) is not None:
+                _, _, descriptor, offset = pages[2]
+                whole = values.nbytes - values.nbytes % mmap.PAGESIZE
+                _write(descriptor, values.data_ptr(), whole, offset)
+                if whole < values.nbytes:
+                    rest = ctypes.create_string_buffer(ctypes.string_at(values.data_ptr() + whole, values.nbytes - whole), mmap.PAGESIZE)
+                    _write(descriptor, ctypes.addressof(rest), mmap.PAGESIZE, offset + whole)
+            return copy
+        except (OSError, ValueError) as error:
+            self._warn(what, error)
+            return None
+
+    def _warn(self, what: str, error: Exception) -> None:
+        if not self._has_warned:
+            warnings.warn(f"{what} stays in memory, because it can't be offloaded: {error}", stacklevel=3)
+        self._has_warned = True
+
     def read_ahead(self, tensor: Tensor) -> None:
-        """The kernel begins to read what of a dense tensor is on the disk alone. A tensor from elsewhere is left alone."""
-        self._advise(tensor, mmap.MADV_WILLNEED)
+        """The kernel begins to read what of a dense tensor is on the disk alone. A tensor from elsewhere is left alone.
+
+        Without it, first use reads megabytes around each page that is missing, of other tensors too.
+        """
+        pages = self._pages_of(tensor)
+        if pages is not None and self.is_away(tensor):
+            start, nbytes, _ = pages
+            for done in range(0, nbytes, _READ_AHEAD):
+                _libc.madvise(start + done, min(_READ_AHEAD, nbytes - done), mmap.MADV_WILLNEED)
 
     def bring(self, tensor: Tensor, *, to_write: bool) -> None:
         """Reads a dense tensor into memory, so that its first use does not wait. Returns when that is done. For a thread beside compute.
@@ -73,41 +108,81 @@ class MappedFiles(Regions):
         if code not in (0, errno.EINVAL, errno.ENOSYS):  # kernels before Linux 5.14 read it when it is used
             raise OSError(code, f"{tensor.nbytes} bytes of what is offloaded to {self._directory!r} can't be read: {os.strerror(code)}")
 
+    def is_away(self, tensor: Tensor) -> bool:
+        """Whether some of a dense tensor is on the disk alone: the kernel has needed its memory for something else."""
+        if (pages := self._pages_of(tensor)) is None:
+            return False
+        start, nbytes, _ = pages
+        here = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
+        return not _libc.mincore(start, nbytes, here) and b"\0" in here.raw
+
     def rest(self, tensor: Tensor) -> None:
         """The pages of a dense tensor leave the process. The kernel may keep them, until it needs the memory for something else."""
         self._advise(tensor, mmap.MADV_DONTNEED)
 
     def rest_all(self) -> None:
         """All tensors rest."""
-        for address, nbytes in self._places:
-            _libc.madvise(address, nbytes, mmap.MADV_DONTNEED)
+        for place in self._places:
+            _libc.madvise(place.address, place.nbytes, mmap.MADV_DONTNEED)
+
+    def write(self, tensor: Tensor, *, wait: bool) -> None:
+        """What of a dense tensor has changed goes to the disk, so that the kernel can drop it when memory is short, and needn't wait.
+
+        Raises:
+            OSError: It can't be written.
+        """
+        if (pages := self._pages_of(tensor)) is None:
+            return
+        start, nbytes, place = pages
+        flags = _WAIT_BEFORE | _WRITE | _WAIT_AFTER if wait else _WRITE
+        if _libc.sync_file_range(place.descriptor, place.offset + start - place.address, nbytes, flags):
+            code = ctypes.get_errno()
+            if code not in (errno.EINVAL, errno.ENOSYS, errno.ESPIPE):  # where there is no such call the kernel writes when it has to
+                raise OSError(code, f"{nbytes} bytes of what is offloaded to {self._directory!r} can't be written: {os.strerror(code)}")
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return self._span_of(tensor) is not None
+        return self._pages_of(tensor) is not None
 
-    def _span_of(self, tensor: Tensor) -> tuple[int, int] | None:
-        """The first and the last address of a tensor in one of the files, if it is in one."""
+    def _pages_of(self, tensor: Tensor) -> tuple[int, int, _Place] | None:
+        """The address and the bytes of the pages of a tensor in one of the regions, and that region. None: it is in no region."""
         start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        at = bisect(self._places, (start, self.nbytes)) - 1
-        if at < 0 or start == stop:
+        at = bisect(self._places, start, key=lambda place: place.address) - 1
+        if at < 0 or start == stop or stop > self._places[at].address + self._places[at].nbytes:
             return None
-        address, nbytes = self._places[at]
-        return (start, stop) if stop <= address + nbytes else None
+        start -= start % mmap.PAGESIZE
+        return start, stop - start, self._places[at]
 
     def _advise(self, tensor: Tensor, advice: int) -> int:
         """Returns the system's number of an error, or 0."""
-        if (span := self._span_of(tensor)) is None:  # elsewhere MADV_DONTNEED would set memory to zero
+        if (pages := self._pages_of(tensor)) is None:  # elsewhere MADV_DONTNEED would set memory to zero
             return 0
-        start = span[0] - span[0] % mmap.PAGESIZE
-        return ctypes.get_errno() if _libc.madvise(start, span[1] - start, advice) else 0
+        return ctypes.get_errno() if _libc.madvise(pages[0], pages[1], advice) else 0
+
+
+def _write(descriptor: int, address: int, nbytes: int, offset: int) -> None:
+    while nbytes > 0:
+        count = _libc.pwrite(descriptor, address, nbytes, offset)
+        if count < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"{nbytes} bytes can't be written: {os.strerror(code)}")
+        address, nbytes, offset = address + count, nbytes - count, offset + count
+
+
+class _Place(NamedTuple):
+    """Where a region lies."""
+
+    address: int
+    nbytes: int
+    descriptor: int  # of the file
+    offset: int  # in it
 
 
 class _Mapped:
-    """A file, mapped."""
+    """A part of a file, mapped."""
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
+    def __init__(self, descriptor: int, offset: int, nbytes: int) -> None:
         access, shared = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
-        self.address = _libc.mmap(None, nbytes, access, shared, descriptor, 0)
+        self.address = _libc.mmap(None, nbytes, access, shared, descriptor, offset)
         if self.address in (None, _FAILED):
             code = ctypes.get_errno()
             raise OSError(code, f"{nbytes} bytes of a file can't be mapped: {os.strerror(code)}")

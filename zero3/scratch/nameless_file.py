@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from io import FileIO
+from weakref import finalize
 
 __all__: list[str] = []
 
@@ -31,9 +32,38 @@ def room_on_disk(directory: str, nbytes: int) -> FileIO:
     """
     file = nameless_file(directory)
     try:
-        if nbytes:
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-    except OSError as error:
+        _extend(file, directory, 0, nbytes)
+    except OSError:
         file.close()
-        raise OSError(error.errno, f"{directory!r} has no room for {nbytes} more bytes of what is offloaded: {error.strerror}") from error
+        raise
     return file
+
+
+class GrowingFile:
+    """A file without a name, which is made when its first bytes are taken."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._file: FileIO | None = None
+        self._end = 0
+
+    def take(self, nbytes: int) -> tuple[int, int]:
+        """Takes so many more bytes on the disk. Returns the file's descriptor, and where in it they begin.
+
+        Raises:
+            OSError, ValueError: As for `room_on_disk`.
+        """
+        if self._file is None:
+            self._file = nameless_file(self._directory)
+            finalize(self, self._file.close)
+        _extend(self._file, self._directory, self._end, nbytes)
+        self._end += nbytes
+        return self._file.fileno(), self._end - nbytes
+
+
+def _extend(file: FileIO, directory: str, end: int, nbytes: int) -> None:
+    try:
+        if nbytes:
+            os.posix_fallocate(file.fileno(), end, nbytes)
+    except OSError as error:
+        raise OSError(error.errno, f"{directory!r} has no room for {nbytes} more bytes of what is offloaded: {error.strerror}") from error

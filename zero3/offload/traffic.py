@@ -1,0 +1,49 @@
+"""Threads that bring an optimizer's numbers in, let them go, and write them out, so that computing need not wait for a disk."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from .state_files import Visit
+
+__all__: list[str] = []
+
+_BEING_WRITTEN = 2  # visits at any time; so what has changed and is not on the disk yet is bounded
+
+
+class Traffic:
+    """One thread brings visits in and lets them go, in the order of the calls. Another one writes, if memory is short.
+
+    Memory is short if what a visit needs was dropped since the last step. Then the kernel would have to write what has changed before
+    it can drop that for something else, and whoever asked for memory would wait. So the disk gets it as soon as it has changed. If
+    memory is not short, nothing needs to go to the disk, ever.
+    """
+
+    def __init__(self) -> None:
+        self._mover = ThreadPoolExecutor(1, thread_name_prefix="zero3-offload")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="zero3-offload-writer")
+        self._writing: deque[Future[None]] = deque()  # of the mover
+        self._was_short = self._is_short = False  # in the last step, or in this one
+
+    def bring(self, visit: Visit) -> Future[None]:
+        return self._mover.submit(self._bring, visit)
+
+    def _bring(self, visit: Visit) -> None:
+        while len(self._writing) >= _BEING_WRITTEN:
+            self._writing.popleft().result()
+        self._is_short |= visit.bring()
+
+    def let_go(self, visit: Visit) -> Future[None]:
+        return self._mover.submit(self._let_go, visit)
+
+    def _let_go(self, visit: Visit) -> None:
+        visit.let_go()
+        if self._is_short or self._was_short:
+            self._writing.append(self._writer.submit(visit.write))
+
+    def end_step(self) -> Future[None]:
+        return self._mover.submit(self._end_step)
+
+    def _end_step(self) -> None:
+        self._was_short, self._is_short = self._is_short, False
