@@ -665,37 +665,6 @@ def test_on_processes(in_backward: bool) -> None:
     assert all(equal for equal, _ in on_ranks(2, on_gloo, in_backward))
 
 
-def out_of_room(rank: Rank, directory: str) -> tuple[str, bool]:
-    """Trains, saves, and then asks for more room than the disk of rank 1 has. Returns the error, and whether the checkpoint is whole."""
-    place = Path(directory) if rank.number == 1 else rank.scratch
-    model = in_sequence(mlp(), None, zero3.ShardingPolicy(offload=rank.scratch))
-    optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.1)
-    step(model, Turn(rank.number, 0, rank.world_size))
-    optimizer.step()
-    zero3.save_checkpoint(rank.scratch / "saved", model, optimizer)
-    wide = nn.Linear(400, 400)
-    large = zero3.Zero3Layer(wide, policy=zero3.ShardingPolicy(offload=place))
-    try:
-        zero3.offload_optimizer(torch.optim.AdamW(large.parameters()))
-    except OSError as error:
-        zero3.load_checkpoint(rank.scratch / "saved", model, optimizer)
-        return str(error), True
-    return "", False
-
-
-def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
-    """A file system of one megabyte, where it can be mounted."""
-    if os.system(f"mount -t tmpfs -o size=700k none {tmp_path} 2> /dev/null"):
-        pytest.skip("no file system can be mounted here")
-    try:
-        outcomes = on_ranks(2, out_of_room, str(tmp_path))
-    finally:
-        os.system(f"umount {tmp_path}")
-    (first, whole), (second, whole_too) = outcomes
-    assert first == second and whole and whole_too
-    assert first.startswith("rank 1: ") and "has no room for" in first
-
-
 def test_a_relative_directory_is_that_of_the_policys_making(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
