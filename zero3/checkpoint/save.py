@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from torch import nn
@@ -15,9 +15,10 @@ from ..comm.agreement import agree, agreeing, exchange_texts
 from ..optim.check_optimizer import warn_if_inexact
 from ..optim.several import Optimizers, Together
 from . import file_operations
+from .copies import copied, place_of_copies
 from .optimizer_contents import Held, held_by
 from .preparing import Prepared
-from .safetensors_writing import Entry, Written, write_file
+from .safetensors_writing import Written, write_file
 
 __all__: list[str] = []
 
@@ -53,7 +54,8 @@ def save_checkpoint(
             load them.) `load_checkpoint` refuses a model with other values.
         keep_last: How many checkpoints stay in the parent directory of `path`, the newest ones. None: all stay.
         background: Return when everything is copied to host memory, and write from a thread. The checkpoint appears when every
-            rank has called `wait()`, some steps later. The next save or load of the model calls it too.
+            rank has called `wait()`, some steps later. The next save or load of the model calls it too. (With `offload=DIR` the copy
+            is a file without a name in that directory, and takes no memory.)
 
     Returns:
         A `Saving`. Without `background` there is nothing to wait for.
@@ -65,7 +67,7 @@ def save_checkpoint(
             different things or have made different steps, or `keep_last` is less than 1. Every rank raises it, before anything is
             written.
         RuntimeError: Parameters have no values, or the call is inside `full_params` or `resident`.
-        OSError: A rank could not write. Every rank raises the same error.
+        OSError: A rank could not write, or has no room for the copies of `background`. Every rank raises the same error.
 
     Example::
 
@@ -120,12 +122,21 @@ class Saving:
         self._over = False
         self._thread: threading.Thread | None = None
         if background:
-            self._files = {name: ([_copied(entry) for entry in entries], more) for name, (entries, more) in self._files.items()}
+            self._copy()
             self._thread = threading.Thread(target=self._write, name="zero3.save_checkpoint")
             self._thread.start()
             prepared.contents.states[0].unfinished = self.wait
         else:
             self._write()
+
+    def _copy(self) -> None:
+        contents, place = self._prepared.contents, place_of_copies(self._prepared.contents.states)
+        try:
+            with agreeing(contents.communicator, contents.device, "the copies of save_checkpoint") if place is not None else nullcontext():
+                self._files = {name: (copied(entries, place), more) for name, (entries, more) in self._files.items()}
+        except Exception:
+            self._prepared.clean()
+            raise
 
     def _write(self) -> None:
         data = self._prepared.directory / f"data-{self._prepared.token}"
@@ -166,7 +177,3 @@ class Saving:
             raise
         with agreeing(contents.communicator, contents.device, "the end of save_checkpoint"):  # no rank returns before the cleaning
             self._prepared.clean()
-
-
-def _copied(entry: Entry) -> Entry:
-    return entry._replace(tensor=entry.tensor.detach().to("cpu", copy=True))
