@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from tests.support.models import mlp, step
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, in_sequence
+from zero3.core.residence import InFiles
+from zero3.scratch.mapped_files import MappedFiles
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world_size: int, numbers: range) -> None:
@@ -135,3 +138,19 @@ def test_a_disk_that_fills_up_later_ends_no_step_and_harms_no_checkpoint(small_d
     (first, right), (second, right_too) = on_ranks(2, fills_up, str(small_disk))
     assert first == second and "No space left" in first
     assert right and right_too
+
+
+def test_a_gradient_that_can_not_be_written_early_fails_no_rank_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lands while other ranks wait. It is in memory still, and whoever reads it from the disk one day gets the error."""
+
+    def refuse(*_: Any, wait: bool) -> None:
+        raise OSError("not written")
+
+    residence = InFiles(str(tmp_path), far=False)
+    residence.is_short = True
+    monkeypatch.setattr(MappedFiles, "write", refuse)
+    gradient = torch.arange(5000.0)
+    kept = residence.keep(gradient)
+    assert torch.equal(kept, gradient) and in_files([kept])
+    with pytest.raises(OSError, match="not written"):
+        residence.write(kept)

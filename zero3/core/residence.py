@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -154,7 +155,8 @@ class InFiles:
         if kept is None:
             return gradient
         if self.is_short:
-            self._gradients.write(kept, wait=False)
+            with suppress(OSError):  # whoever needs the gradient will hear of it
+                self._gradients.write(kept, wait=False)
         return kept
 
 
