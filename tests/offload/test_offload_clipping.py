@@ -80,6 +80,7 @@ READS: dict[str, Callable[[nn.Module], list[Tensor]]] = {
     "norms": lambda model: list(zero3.parameter_norms(model).values()),
     "clipping": lambda model: [zero3.clip_grad_norm_(model, 0.01), *READS["clone"](model)],
     "out=": lambda model: [torch.add(g, 1, out=torch.empty(g.shape, dtype=g.dtype)) for g in gradients(model)],
+    "strides": lambda model: [torch.tensor(gradient.stride()) for gradient in gradients(model)],
     "zeros": lambda model: [(torch._foreach_zero_(gradients(model)), gradients(model)[0].clone().as_subclass(Tensor))[1]],
 }
 
@@ -102,6 +103,30 @@ def test_whoever_reads_a_gradient_after_clipping_reads_it_scaled(world_size: int
         assert same(*found)
 
     run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize("how", ["chunks", "groups", "whole"])
+def test_one_that_was_read_leaves_the_others_to_be_scaled(how: str, tmp_path: Path) -> None:
+    """Gradients have several classes by then, and torch asks one of them about an operation on all."""
+
+    def body(group: ThreadCommunicator) -> None:
+        found = []
+        for place in (None, tmp_path):
+            model = wrapped(group, place, mlp())
+            optimizer = zero3.offload_optimizer(MAKES["sgd"](groups_of(model, how)))
+            for number in range(2):
+                optimizer.zero_grad()
+                step(model, Turn(group.rank, number, group.world_size))
+                zero3.clip_grad_norm_(model, 1e-3)
+            own = [parameter.grad for each in optimizer.param_groups for parameter in each["params"] if parameter.numel()]
+            assert place is None or all(type(gradient) is UntouchedGradient for gradient in own)
+            seen = [own[0].sum(), *torch._foreach_mul(own, 2.0)]
+            torch._foreach_mul_(own, 3.0)
+            optimizer.step()
+            found.append([*(each.as_subclass(Tensor) for each in seen), *values_of(model)])
+        assert same(*found)
+
+    run_ranks(2, body)
 
 
 def edit_by_numpy(model: nn.Module) -> None:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from .autograd import as_plain_tensors
-from .gradient_types import SEEN_WITHOUT_VALUES, DeferredGradient
+from .gradient_types import SEEN_WITHOUT_VALUES, DeferredGradient, WholeGradient
 
 __all__: list[str] = []
 
 _T = TypeVar("_T", bound=Tensor)
+_SEEN = SEEN_WITHOUT_VALUES - {Tensor.stride}  # of what stands for the values while they are to be scaled
 Span = tuple[int, int]  # elements of a gradient, flat
 
 
@@ -34,10 +35,11 @@ class Landed:
     factor: Tensor | None = None  # 0-dim: what the values are still to be multiplied by
 
 
-class UntouchedGradient(Tensor):
+class UntouchedGradient(WholeGradient):
     """It is made by switching a gradient's class. If anything asks for its values, it is that gradient again, scaled.
 
-    While it is to be scaled, its memory shows nan, for what reads memory without asking.
+    While it is to be scaled, its memory shows nan, for what reads memory without asking. It is the last of the classes of gradients,
+    because of an operation's arguments torch asks a subclass first: the others would take its memory for its values.
     """
 
     landed: Landed
@@ -46,7 +48,7 @@ class UntouchedGradient(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in SEEN_WITHOUT_VALUES:
+        if func in _SEEN:
             with as_plain_tensors():
                 return func(*args, **(kwargs or {}))
         touch([*args, *(kwargs or {}).values()])
