@@ -311,3 +311,25 @@ def test_on_the_cpu_nothing_moves_to_the_cpu() -> None:
     offloaded: Any = zero3.offload_activations(min_bytes=1)
     through(offloaded, x)[0].backward()
     assert offloaded._store._count == 0
+
+
+def test_several_threads_may_share_a_context(tmp_path: Path) -> None:
+    context = zero3.offload_activations(tmp_path, min_bytes=0)
+    found: list[Tensor] = []
+
+    def body() -> None:
+        for _ in range(10):
+            x = torch.linspace(-1, 1, 5000, requires_grad=True)
+            with context:
+                loss = (x.exp() * x).sin().sum()
+            loss.backward()
+            assert x.grad is not None
+            found.append(x.grad)
+
+    threads = [threading.Thread(target=body) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 60
+    assert all(torch.equal(each, found[0]) for each in found)

@@ -7,6 +7,7 @@ forward anyway. A hook that copied those would keep the whole model.
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -81,11 +82,16 @@ class _Store:
         self._saved: WeakValueDictionary[int, _Saved] = WeakValueDictionary()  # the graph holds them
         self._count = 0
         self._leaving: deque[int] = deque()  # those whose own memory is not free yet
+        self._lock = threading.RLock()  # forwards may run in several threads, and so do backwards of several devices
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
         if not self._goes(tensor):
             return tensor
+        with self._lock:
+            return self._pack(tensor)
+
+    def _pack(self, tensor: Tensor) -> _Saved:
         leaving = self._still_here()
         if (saved := next((saved for saved in leaving if saved.is_of(tensor)), None)) is None:
             saved = self._send(tensor)
@@ -135,10 +141,11 @@ class _Store:
     def unpack(self, packed: Tensor | _Saved) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        tensor, ahead, at_once = packed.take(), 0, self._largest_before(packed.number)
-        for saved in self._before(packed.number):
-            if ahead < at_once:
-                ahead += saved.come()
+        with self._lock:
+            tensor, ahead, at_once = packed.take(), 0, self._largest_before(packed.number)
+            for saved in self._before(packed.number):
+                if ahead < at_once:
+                    ahead += saved.come()
         return tensor
 
 
