@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,15 +111,19 @@ def test_watch_counts_what_the_c_library_has_given_out() -> None:
     assert counter.now() - before < 2**20
 
 
-def run(rank: Rank, planned: int, batch: int) -> list[str]:
-    """What is said of a run with micro-batches of `batch`, whose plan has `planned`."""
+def run(rank: Rank, planned: int, batch: int, memory: str | None = None, width: int = 128, directory: str | None = None) -> list[str]:
+    """What is said of a run with micro-batches of `batch` and the plan's policy, whose plan has `planned`."""
     config = LlamaConfig(
-        hidden_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=2048, intermediate_size=344, tie_word_embeddings=False
+        hidden_size=width, num_hidden_layers=2, num_attention_heads=4, vocab_size=2048, intermediate_size=344, tie_word_embeddings=False
     )
     model = AutoModelForCausalLM.from_config(config)
     model.train()
-    plan = zero3.plan(model, ranks=rank.world_size, batch=planned, sequence=256, device="cpu", rank=rank.number)
-    zero3.shard(model)
+    given = zero3.ShardingPolicy(offload=directory)
+    plan = zero3.plan(
+        model, ranks=rank.world_size, batch=planned, sequence=256, device="cpu", rank=rank.number, memory=memory, policy=given
+    )
+    assert (plan.policy == given) is (memory is None)
+    zero3.shard(model, policy=plan.policy)
     optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model))
     plan.watch(model)
     with warnings.catch_warnings(record=True) as caught:
@@ -136,3 +141,10 @@ def test_watch_of_ranks_on_gloo() -> None:
     assert on_ranks(2, run, 2, 2) == [[], []]
     for number, said in enumerate(on_ranks(2, run, 2, 6)):
         assert len(said) == 1 and f"rank {number}: this run has left its plan: at the end of a forward" in said[0]
+
+
+@pytest.mark.slow
+def test_watch_holds_a_run_with_the_plans_own_policy_against_that(tmp_path: Path) -> None:
+    """Where there is room, a plan chooses another policy than the given one, which takes more."""
+    assert on_ranks(2, run, 1, 1, "4GiB", 512) == [[], []]
+    assert on_ranks(2, run, 1, 1, "4GiB", 512, str(tmp_path)) == [[], []]

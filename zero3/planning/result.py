@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
 from torch import nn
 
+from ..access import states_of
 from ..policy import ShardingPolicy
 from .cluster import Cluster
 from .ledger import CAUSES, Moment
@@ -133,7 +134,8 @@ class Plan:
         peak of what tensors take, reset after the first step, at steps 2, 4, 8 and so on. On a CPU no counter keeps a peak: it is what
         the C library has given out at the end of each forward, against `after_forward`; up to 16 MiB there tell nothing, because
         Python's own objects are among them. Less than planned is said after eight steps. Forwards in `eval` mode or under `no_grad` are
-        left out.
+        left out. A model that was sharded with the plan's `policy`, where that is not the given one, is held against a plan for it,
+        which is made now.
 
         Args:
             model: The sharded model.
@@ -148,7 +150,12 @@ class Plan:
             model = zero3.shard(model, policy=plan.policy)
             plan.watch(model)
         """
-        Watch(model, self.peak_bytes, self.after_forward, self.setup.accumulation)
+        setup, peak, after_forward = self.setup, self.peak_bytes, self.after_forward
+        has = [state.policy for state in states_of(model)]
+        if not _is_one_of(setup.policy, has) and _is_one_of(self.policy, has):
+            trace = setup.but(policy=self.policy).trace()
+            peak, after_forward = trace.peak(setup.batch, setup.sequence, setup.accumulation), trace.after_forward
+        Watch(model, peak, after_forward, setup.accumulation)
 
     def draw(self, path: str | PathLike[str]) -> None:
         """Draws the memory of a step, part by part, by cause.
@@ -163,6 +170,11 @@ class Plan:
 
     def __str__(self) -> str:
         return _table(self, self.setup)
+
+
+def _is_one_of(policy: ShardingPolicy, found: Iterable[ShardingPolicy]) -> bool:
+    """Whether a layer has it. (A format that it does not name may come from the model's configuration.)"""
+    return any(policy == (other if policy.quantize else replace(other, quantize=None)) for other in found)
 
 
 def _table(plan: Plan, setup: Setup) -> str:
@@ -180,7 +192,7 @@ def _table(plan: Plan, setup: Setup) -> str:
         low, high = (gib(end) for end in plan.unknown)
         lines.append(_row("and on top", f"{low} to {high}", "CUDA's context, NCCL, fragmentation: estimates"))
     if plan.offloaded_bytes:
-        where = "host memory" if setup.policy.offload == "cpu" else "files"
+        where = "host memory" if setup.policy.offload == "cpu" else f"files in {setup.policy.offload}"
         lines.append(_row("offloaded", gib(plan.offloaded_bytes), f"rests in {where}: chunks, gradients, the optimizer's state"))
     lines += _fitting(plan)
     if plan.attention:
