@@ -185,7 +185,9 @@ class ShardingPolicy:
             raise TypeError(f'offload must be "cpu", a directory or None, found {self.offload!r}')
         if self.offload is not None and self.gather_format is not None:
             raise ValueError("offload and gather_format exclude each other: an offloaded chunk travels as it is, or cast to param_dtype")
-        if self.offload and self.offload != "cpu":  # files are made later too, perhaps after the process has changed its directory
+        if self.offload is not None and not os.fspath(self.offload):
+            raise ValueError('offload must be "cpu", a directory or None, found an empty text')
+        if self.offload not in (None, "cpu"):  # files are made later too, perhaps after the process has changed its directory
             object.__setattr__(self, "offload", os.path.abspath(self.offload))
         if self.transactional and self.stage == 1:
             raise ValueError("transactional=True needs stage 2 or 3: with stage=1 gradients are reduced after backward")

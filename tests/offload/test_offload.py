@@ -454,7 +454,7 @@ def test_gather_format_is_refused() -> None:
         ShardingPolicy(offload="cpu", gather_format=zero3.Int8())
 
 
-@pytest.mark.parametrize("wrong", [1, True, b"/tmp", ["/tmp"]])
+@pytest.mark.parametrize("wrong", [1, True, b"/tmp", ["/tmp"], ""])
 def test_what_is_no_place_is_refused(wrong: Any) -> None:
-    with pytest.raises(TypeError, match=r'offload must be "cpu", a directory or None, found'):
+    with pytest.raises((TypeError, ValueError), match=r'offload must be "cpu", a directory or None, found'):
         ShardingPolicy(offload=wrong)
