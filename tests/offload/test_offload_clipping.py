@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -199,16 +201,42 @@ def test_a_view_that_is_held_since_before_clipping_shows_the_scaled_gradient(way
     run_ranks(2, body)
 
 
-def test_a_penalty_straight_into_a_scaled_gradient_is_an_error(tmp_path: Path) -> None:
-    """Torch's own: what it adds to has no memory for it."""
-    model = small(tmp_path)
-    optimizer = zero3.offload_optimizer(torch.optim.AdamW(zero3.get_trainable_chunk(model)))
-    for _ in range(2):
-        optimizer.zero_grad()
-        backward(model)
-        zero3.clip_grad_norm_(model, 0.1)
-    with pytest.raises(RuntimeError):
-        penalise(model)
+@pytest.mark.parametrize("policy", [{}, {"stage": 1}], ids=str)
+@WORLDS
+def test_a_penalty_may_be_added_after_clipping(world_size: int, policy: dict[str, Any], tmp_path: Path) -> None:
+    """Autograd adds it to the gradients without asking anybody."""
+
+    def body(group: ThreadCommunicator) -> None:
+        found = []
+        for place in (None, tmp_path):
+            model, optimizer = prepared(group, place, **policy)
+            for number in range(3):
+                zero3.clip_grad_norm_(model, 1e-3)
+                if number < 2:
+                    assert place is None or all(untouched(model))
+                    penalise(model)
+                if number == 1:
+                    zero3.clip_grad_norm_(model, 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+                step(model, Turn(group.rank, 7 + number, group.world_size))
+            found.append([*values_of(model), *state_of(optimizer)])
+        assert same(*found)
+
+    run_ranks(world_size, body)
+
+
+def test_a_model_with_gradients_that_are_still_to_be_scaled_is_freed_at_once(tmp_path: Path) -> None:
+    model, optimizer = prepared_alone(tmp_path)
+    zero3.clip_grad_norm_(model, 1e-3)
+    assert all(untouched(model))
+    chunks = [weakref.ref(chunk) for chunk in zero3.get_trainable_chunk(model)]
+    gc.disable()
+    try:
+        del model, optimizer
+        assert [chunk() for chunk in chunks] == [None] * len(chunks)
+    finally:
+        gc.enable()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from ..comm.communicator import Communicator
 from ..comm.streams import Lane, Mark, Moment, OnHost, Pending
@@ -26,7 +27,7 @@ from .layout import ChunkLayout
 from .policy_facts import compute_dtype
 from .quantized_chunk import QuantizedChunk
 from .residence import Residence
-from .untouched import Span, UntouchedGradient, watch
+from .untouched import Span, UntouchedGradient, scale_later, touch_before_additions, watch
 
 __all__: list[str] = []
 
@@ -51,6 +52,7 @@ class OffloadedChunk(Chunk):
         self._read: Moment | None = None  # the end of the last copy to the device
         self._leaving: list[_Leaving] = []  # gradients on their way to the host
         self.norm_order: float | None = None  # of the norms to take of gradients when they land, since clipping will ask for them
+        self._additions: dict[int, Node] = {}  # by id of a parameter: what adds straight to its gradient, if that was left unscaled
         self.recent: list[_Whom] = [_nobody] * 3  # the last chunks of the model that were fetched
         self.followers: dict[tuple[_Whom, _Whom], _Whom] = {}  # the two that were fetched before this one -> the one fetched next
         super().__init__(layout, shard, communicator, kind, device)
@@ -155,6 +157,15 @@ class OffloadedChunk(Chunk):
             for part in ours:
                 watch(part.parameter, self.norm_order, self.spans(part))
         self.residence.rest_gradients()
+
+    def scale_later(self, part: Part, factor: Tensor) -> bool:
+        """Leaves the multiplication of a gradient for later. Returns False if it has to be now: see `untouched`."""
+        parameter, key = part.parameter, id(part.parameter)
+        if parameter.grad is None or not scale_later(parameter.grad, factor):
+            return False
+        if key not in self._additions and (node := touch_before_additions(parameter)) is not None:
+            self._additions[key] = node
+        return True
 
     @property
     def begins(self) -> bool:

@@ -6,14 +6,16 @@ can wait for the optimizer, which has to bring it into memory anyway.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
-from .autograd import as_plain_tensors
+from .autograd import around_accumulation, as_plain_tensors
 from .gradient_types import SEEN_WITHOUT_VALUES, DeferredGradient, WholeGradient
 
 __all__: list[str] = []
@@ -102,6 +104,20 @@ def scale_later(gradient: Tensor, factor: Tensor) -> bool:
     changed(gradient)
     gradient.landed.factor = factor
     return True
+
+
+def touch_before_additions(parameter: nn.Parameter) -> Node | None:
+    """Autograd's own accumulation, as that of a penalty over chunks, does not ask a gradient before it adds to its memory.
+
+    It does from now on, as long as the caller keeps the returned node.
+    """
+    reference = weakref.ref(parameter)
+
+    def before() -> None:
+        gradient = leaf.grad if (leaf := reference()) is not None else None
+        touch([gradient.earlier if isinstance(gradient, DeferredGradient) else gradient])
+
+    return around_accumulation(parameter, before, lambda: None)
 
 
 def changed(gradient: Tensor) -> None:

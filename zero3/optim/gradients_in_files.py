@@ -13,7 +13,7 @@ from ..core.chunk import Chunk, Part
 from ..core.layer_state import LayerState
 from ..core.offloaded_chunk import OffloadedChunk
 from ..core.residence import InFiles
-from ..core.untouched import Span, changed, known_norm, norm_of, scale_later, to_bring
+from ..core.untouched import Span, changed, known_norm, norm_of, to_bring
 from .state_memory import is_stepped_in_turns
 
 __all__: list[str] = []
@@ -70,7 +70,7 @@ def scale_in_files(gradients: list[InFile], max_norm: float, total: Tensor) -> N
         for each in gradients:
             changed(each.gradient)
         return
-    now = [each for each in gradients if not (is_stepped_in_turns(each.part.parameter) and scale_later(each.gradient, factor))]
+    now = [each for each in gradients if not (is_stepped_in_turns(each.part.parameter) and each.chunk.scale_later(each.part, factor))]
     for each in _one_by_one(now, to_write=True):
         each.gradient.mul_(factor)
 
