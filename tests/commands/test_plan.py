@@ -38,12 +38,15 @@ def test_plan_as_json_is_the_plan(directory: str, capsys: pytest.CaptureFixture[
     assert {"largest_batch", "seconds", "advice", "policy"} <= set(told)
 
 
-def test_plan_that_does_not_fit_ends_with_1_and_the_command_that_does(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", directory, *ARGUMENTS, "--memory", "1.7MB"]) == 1
+@pytest.mark.parametrize("options", [[], ["--prefetch-depth", "0"]], ids=str)
+def test_plan_that_does_not_fit_ends_with_1_and_the_command_that_does(
+    directory: str, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    assert main(["plan", directory, *ARGUMENTS, *options, "--memory", "1.7MB"]) == 1
     printed = capsys.readouterr().out
     assert "does not fit" in printed and "it fits with" in printed
     command = shlex.split(printed.splitlines()[-1])
-    assert command[:4] == ["python", "-m", "zero3", "plan"] and "--checkpointing" in command
+    assert command[:4] == ["python", "-m", "zero3", "plan"] and "--checkpointing" in command and {*options} <= {*command}
     assert main(command[3:]) == 0
     assert "fits, and leaves" in capsys.readouterr().out
 

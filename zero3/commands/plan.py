@@ -137,6 +137,7 @@ def _command(options: argparse.Namespace, found: Plan) -> str:
     words: list[Any] = [options.model]
     for action in parser._actions:
         value = getattr(advised, action.dest, None)
-        if action.option_strings and action.dest not in ("help", "json", "picture") and value not in (action.default, False):
+        is_given = value is not False and value != action.default  # 0 is a number, and equal to False
+        if is_given and action.option_strings and action.dest not in ("help", "json", "picture"):
             words += [action.option_strings[0], *([] if value is True else [value])]
     return shlex.join(["python", "-m", "zero3", "plan", *map(str, words)])
