@@ -99,10 +99,10 @@ def scale_later(gradient: Tensor, factor: Tensor) -> bool:
     """
     if not isinstance(gradient, UntouchedGradient):
         return False
+    gradient.landed.factor = factor  # first, so that nothing is lost if an interrupt comes
     with as_plain_tensors():
         gradient.data = torch.full((), torch.nan, dtype=gradient.dtype).expand(gradient.shape)
     changed(gradient)
-    gradient.landed.factor = factor
     return True
 
 
