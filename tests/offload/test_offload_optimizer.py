@@ -27,6 +27,7 @@ from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, ThreadMesh, run_mesh, run_ranks
 from tests.support.reference import Turn, check_parity, in_sequence, process_group
 from zero3.offload.one_by_one import try_out
+from zero3.offload.state_files import Visit
 from zero3.scratch.mapped_files import MappedFiles
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -277,7 +278,7 @@ def test_bytes_moved_and_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyP
     backward(model)
     optimizer.step()  # makes the state
     optimizer.zero_grad()
-    wait_for(optimizer)  # else the thread may still hold gradients, and the next ones take other places
+    wait_for(optimizer)
     backward(model)
     written = {t.data_ptr(): n for n, chunk in enumerate(chunks) for t in (chunk, *state_of_one(optimizer, chunk))}
     read = {chunk.grad.data_ptr(): n for n, chunk in enumerate(chunks) if chunk.grad is not None}
@@ -360,6 +361,31 @@ def test_where_memory_is_short_each_number_is_written_once_a_step(
         assert early[own] == (0 if in_backward else (steps - 1) * len(chunks))  # the first ones were not known to be dropped
 
     run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize("late", ["bring", "let_go", "write"])
+def test_a_late_thread_holds_no_gradients(late: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the next ones use the same files again, and the disk needs no more than what was reserved."""
+    on_time, held = getattr(Visit, late), list[Visit]()
+    monkeypatch.setattr(MappedFiles, "is_away", lambda files, tensor: tensor in files)
+    monkeypatch.setattr(Visit, late, lambda visit: on_time(visit) if held.append(visit) is None else None)
+    model = small(tmp_path)
+    optimizer = zero3.offload_optimizer(torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1))
+    before = disk_of(tmp_path)
+    for _ in range(3):
+        backward(model)
+        zero3.clip_grad_norm_(model, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        wait_for(optimizer)
+    assert held and disk_of(tmp_path) == before > 0
+
+
+def disk_of(place: Path) -> int:
+    """The bytes of this process's files without a name in a directory."""
+    open_files = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    ours = [file for file in open_files if file.is_symlink() and os.readlink(file).startswith(f"{place}/")]
+    return sum(file.stat().st_blocks * 512 for file in ours)
 
 
 def test_first_step_makes_zeros_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ class Visit(NamedTuple):
     state: list[Tensor]
 
     def bring(self) -> bool:
-        """Returns whether memory is short: the kernel had dropped something."""
+        """Returns whether memory is short: the kernel had dropped something. It is the visit's last call."""
         was_away = any(map(self.residence.is_away, [*self.values, *self.gradients])) or any(map(self.files.is_away, self.state))
         self.residence.is_short = was_away
         if was_away:  # the disk gets all orders at once
@@ -90,6 +90,8 @@ class Visit(NamedTuple):
             self.residence.bring(tensor, to_write=False)
         for tensor in self.state:
             self.files.bring(tensor, to_write=True)
+        self.values.clear()  # a thread that is late with forgetting the visit holds no gradients: the next ones would need other files
+        self.gradients.clear()
         return was_away
 
     def let_go(self) -> None:

@@ -139,7 +139,7 @@ class Turns:
                 here.result()
             self._step(optimizer, turn, step)
         if (visit := turn.visit(optimizer)) is not None:
-            self.traffic.let_go(visit)
+            self.traffic.let_go(visit._replace(gradients=[]))  # a late thread holds none: the next ones would need other files
 
     def _bring(self, optimizer: torch.optim.Optimizer, turn: Turn) -> Future[None] | None:
         visit = turn.visit(optimizer)
