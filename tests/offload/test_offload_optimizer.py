@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import inspect
@@ -398,6 +399,54 @@ def test_first_step_makes_zeros_in_files(tmp_path: Path, monkeypatch: pytest.Mon
     before = len(copies)
     optimizer.step()
     assert len(copies) == before and len(state_of(optimizer)) == 2
+
+
+@pytest.mark.parametrize("loads", ["load_checkpoint", "load_full_optimizer_state_dict", "load_state_dict"])
+@pytest.mark.parametrize("resets", [False, True])
+@WORLDS
+def test_in_backward_goes_on_from_a_checkpoint_after_a_backward_that_raised(
+    world_size: int, resets: bool, loads: str, tmp_path: Path
+) -> None:
+    """Also what had not landed when it raised steps nothing any more."""
+
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError("as told")
+
+    def body(group: ThreadCommunicator) -> None:
+        found, saved = [], list[Tensor]()
+        for place in (None, tmp_path):
+            model = wrapped(group, place, seeded(*[linear] * 4), prefetch_depth=2)
+            optimizer = torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1, momentum=0.9)
+            zero3.offload_optimizer(optimizer, in_backward=place is not None)
+            step(model, Turn(group.rank, 0, world_size))
+            optimizer.step()
+            optimizer.zero_grad()
+            zero3.save_checkpoint(tmp_path / "saved", model, optimizer)
+            saved = values_of(model)
+            states = copy.deepcopy(optimizer.state_dict()), zero3.full_optimizer_state_dict(model, optimizer)
+            hook = model[0].register_forward_hook(lambda module, given, output: output.register_hook(fail) and None)
+            with pytest.raises(ArithmeticError):
+                step(model, Turn(group.rank, 1, world_size))
+            hook.remove()
+            if place is not None:
+                assert not same(values_of(model), saved)  # some chunks were stepped
+            if resets:
+                zero3.reset(model)
+            zero3.load_checkpoint(tmp_path / "saved", model, optimizer if loads == "load_checkpoint" else None)
+            if loads == "load_state_dict":
+                optimizer.load_state_dict(states[0])
+            elif loads == "load_full_optimizer_state_dict":
+                zero3.load_full_optimizer_state_dict(model, optimizer, states[1])
+            with torch.no_grad():
+                model(Turn(group.rank, 2, world_size).tensor(3, WIDTH))
+            assert same(values_of(model), saved)
+            optimizer.zero_grad()
+            step(model, Turn(group.rank, 2, world_size))
+            optimizer.step()
+            found.append([*values_of(model), *state_of(optimizer)])
+        assert same(*found)
+
+    run_ranks(world_size, body)
 
 
 def test_gradients_are_few_in_backward(tmp_path: Path) -> None:

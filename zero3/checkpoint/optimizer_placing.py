@@ -48,6 +48,9 @@ class Placing:
         for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
             group.update(options)
         self.optimizer.replace_state(self.state)
+        for member in self.optimizer.members:  # as torch's own load does
+            for hook in getattr(member, "_optimizer_load_state_dict_post_hooks", {}).values():
+                hook(member)
 
 
 def place(optimizer: Together, held: list[Held], own: OptimizerContents, source: OptimizerContents, contents: Contents) -> Placing:

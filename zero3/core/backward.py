@@ -54,7 +54,7 @@ class Backward:
         self._reduces = False  # whether this backward reduces gradients; `autograd.grad` does not
         self.owes = False  # whether gradients were ever kept for later (`no_sync`, stage 1)
         self._activity: AbstractContextManager[Any] | None = None  # the gate's context for this backward, entered
-        self._ending = EndOfBackward()  # the end of the present backward
+        self.ending = EndOfBackward()  # the end of the present backward
         self._outer_ending = EndOfBackward()  # the end of a backward that runs others inside (reentrant checkpointing)
 
     def watch(self, state: LayerState) -> None:
@@ -98,7 +98,7 @@ class Backward:
 
     @property
     def running(self) -> bool:
-        return self._ending.awaited
+        return self.ending.awaited
 
     def is_recomputing(self, state: LayerState) -> bool:
         """Whether a forward of `state` is now a checkpoint's recomputation of a call on one of this backward's traces."""
@@ -113,7 +113,7 @@ class Backward:
 
     def recompute(self) -> None:
         """Called before a recomputation. Under reentrant checkpointing the recomputed layers get a backward inside this one."""
-        if not self._ending.awaited and not self._outer_ending.awaited:
+        if not self.ending.awaited and not self._outer_ending.awaited:
             self._outer_ending.wait(then=self._end_outer)
         self._tell_gate()
         self._finish_nested()
@@ -126,7 +126,7 @@ class Backward:
 
     def reset(self, *, broken: bool = False) -> None:
         """Releases all layers. If the last backward raised, all gradients are dropped; in a transaction, only that backward's."""
-        broken_backward = self._ending.missed or self._outer_ending.missed
+        broken_backward = self.ending.missed or self._outer_ending.missed
         while self._backups or self._later:
             try:
                 self.drain_backups()
@@ -138,7 +138,7 @@ class Backward:
         self._stack.frames.clear()
         self._reduces = False
         self._activity = None
-        self._ending.forget()
+        self.ending.forget()
         if self._outer_ending.missed:
             self._outer_ending.forget()
         for state in self._stack.layers:
@@ -167,10 +167,10 @@ class Backward:
         """[B1] Called by the first hook of a backward. This may be the hook of a parameter used outside the layers' calls."""
         if self.running or not inside_backward():
             return
-        if self._ending.missed:
+        if self.ending.missed:
             self.reset()
         self.forget_zeroed()
-        self._ending.wait(then=self._end)
+        self.ending.wait(then=self._end)
         self._tell_gate()
         self.order.begin()
 

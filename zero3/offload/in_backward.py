@@ -36,9 +36,15 @@ class InBackward:
                 turn.chunk.residence.used_at_once = partial(_steps, weakref.ref(self), weakref.ref(turn.chunk.parts[0].parameter))
 
     def steps(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter is stepped when its gradient lands. (A single rank keeps nothing for later under `no_sync`.)"""
+        """Whether the parameter is stepped when its gradient lands. (A single rank keeps nothing for later under `no_sync`.)
+
+        What lands after its backward has raised is about to be dropped, and the parameter may have been loaded anew.
+        """
         state = parameter.zero3_state()  # type: ignore[attr-defined]
-        return self._optimizer() is not None and state is not None and not state.gradients.deferrals
+        if self._optimizer() is None or state is None or state.gradients.deferrals:
+            return False
+        backward = state.gradients.backward()
+        return backward is None or not backward.ending.missed
 
     def landed(self, parameter: nn.Parameter) -> None:
         optimizer, turn = self._optimizer(), self._turn_of[id(parameter)]
@@ -60,7 +66,7 @@ class InBackward:
         parameter.grad = DeferredGradient.like(parameter, _Used)
 
     def finish(self) -> None:
-        """Called by `optimizer.step()`: the gradients that were used are gone."""
+        """Called by `optimizer.step()`: the gradients that were used are gone. Likewise by a load, since a backward may have raised."""
         for turn in self._made:
             for parameter in turn.all():
                 if isinstance(parameter.grad, DeferredGradient):

@@ -100,6 +100,9 @@ class _StepByTurns:
         self.__func__ = torch.optim.Optimizer.profile_hook_step(step)  # schedulers of torch ask for it
         self._optimizer = weakref.ref(optimizer)
 
+        if hooks is not None:
+            optimizer.register_load_state_dict_post_hook(lambda _: hooks.finish())
+
     def __call__(self, *args: Any, **options: Any) -> Any:
         optimizer = self._optimizer()
         return None if optimizer is None else self.__func__(optimizer, *args, **options)
