@@ -64,8 +64,8 @@ def save_checkpoint(
         TypeError: `extra`, a module's extra state, or an option or a state of the optimizer holds a value that could only be
             pickled; or `keep_last` is no integer.
         ValueError: Nothing in `model` is sharded, an optimizer is of another model, two optimizers hold one parameter, ranks save
-            different things or have made different steps, or `keep_last` is less than 1. Every rank raises it, before anything is
-            written.
+            different things or have made different steps, `keep_last` is less than 1, or with `background` the directory of
+            `offload` is gone. Every rank raises it, before anything is written.
         RuntimeError: Parameters have no values, or the call is inside `full_params` or `resident`.
         OSError: A rank could not write, or has no room for the copies of `background`. Every rank raises the same error.
 
