@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.device.scenarios import SCENARIOS
 from tests.device.test_order import on_host, run
-from tests.device.test_parity import assert_same, in_order
+from tests.device.test_parity import Setting, assert_same, in_any_order, in_order
 from tests.device.training import Me, sharded, train
 
 pytestmark = pytest.mark.slow
@@ -85,8 +85,29 @@ def test_a_second_communicator_goes_with_its_model() -> None:
     assert run(2, body) == [[1, 2, 2, 1]] * 2
 
 
+@pytest.mark.parametrize("bind", [False, True])
+def test_ranks_without_data_in_a_subgroup(bind: bool) -> None:
+    from tests.device import simulated
+
+    simulated.schedule("random", 3)
+
+    def body(me: Me) -> Any:
+        me.group = dist.new_group([0, 1])
+        return None if me.rank == 2 else on_host(list(SCENARIOS["uneven_inputs"](me)))
+
+    assert_same(run(3, body, bind=bind)[:2], in_order(SCENARIOS["uneven_inputs"]))
+
+
 # -- two communicators at work at once, on devices that hold only one waiting collective: CUDA promises no more.
 # With one communicator every scenario runs there: `room=1` in test_parity.py.
+
+
+@pytest.mark.parametrize("policy", ["compute", "demand"])
+def test_ranks_without_data_hear_of_collectives_through_the_same_communicator(policy: str) -> None:
+    """Through another one, an announcement on one rank and a reduction on the other would wait for each other."""
+    scenario = SCENARIOS["uneven_inputs"]
+    for seed in range(3):
+        assert_same(in_any_order(scenario, Setting(policy, "exact", seed, 0.2, room=1)), in_order(scenario))
 
 
 def _error_where_there_is_little_room(seed: int, **policy: Any) -> str:

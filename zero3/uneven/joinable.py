@@ -82,7 +82,6 @@ class JoinableModel(Joinable):
         self._model = model
         self._device = first.device
         self._communicator = ungated(first.communicator)
-        self._control = self._communicator.duplicate() if first.communicator.world_size > 1 else self._communicator
         self._step = step
         self._rounds: JoinCoordinator | None = None
 
@@ -110,7 +109,7 @@ class JoinableModel(Joinable):
             self._rounds.end()
         lines = [f"divide_by_initial_world_size={divide_by_all}", *(state.name_among_ranks for state in states)]
         agree(self._communicator, self._device, "what is to join", lines)
-        self._rounds = JoinCoordinator(states, runtimes, self._control, self._step)
+        self._rounds = JoinCoordinator(states, runtimes, self._communicator, self._step)
         if self._communicator.world_size > 1:
             self._rounds.begin(self._has_data, divide_by_all=divide_by_all)
         return Shadow(self._rounds.follow, self._rounds.end)
