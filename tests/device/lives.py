@@ -30,6 +30,7 @@ schedules = st.fixed_dictionaries(
         "memory": st.sampled_from(["strict", "exact"]),
     }
 )
+rooms = st.sampled_from([0, 1])  # collectives that a device can hold at once, 0 for any number: one communicator needs room for one
 
 
 class _DeviceCrew(Crew):
@@ -56,9 +57,10 @@ class _DeviceCrew(Crew):
 class LifeOnDevice(Life):
     hire = _DeviceCrew
 
-    @initialize(schedule=schedules)
-    def choose(self, schedule: dict[str, Any]) -> None:
+    @initialize(schedule=schedules, room=rooms)
+    def choose(self, schedule: dict[str, Any], room: int) -> None:
         simulated.schedule(**schedule)
+        simulated.C.set_room(room)
 
     def teardown(self) -> None:
         super().teardown()
@@ -80,10 +82,13 @@ def _led(nodes: tuple[Node, ...], policy: Any, shard: Any, actions: Sequence[fuz
     return run_ranks(2, body)
 
 
-def _in_any_order(nodes: tuple[Node, ...], policy: Any, shard: Any, actions: Sequence[fuzz.Action], schedule: dict[str, Any]) -> None:
+def _in_any_order(
+    nodes: tuple[Node, ...], policy: Any, shard: Any, actions: Sequence[fuzz.Action], schedule: dict[str, Any], room: int
+) -> None:
     simulated.schedule(eager=True)
     expected = _led(nodes, policy, shard, actions)
     simulated.schedule(**schedule)
+    simulated.C.set_room(0 if policy.separate_backup_group else room)
     try:
         assert_same(_led(nodes, policy, shard, actions), expected)
     finally:
@@ -97,4 +102,4 @@ def machines(drawn: settings) -> None:
 
 def models(drawn: settings) -> None:
     """Draws models of the ordering fuzzer and their lives: their bits are those of execution in order."""
-    drawn(given(**fuzz.lives, schedule=schedules)(_in_any_order))()
+    drawn(given(**fuzz.lives, schedule=schedules, room=rooms)(_in_any_order))()

@@ -34,7 +34,7 @@ drawn = settings(max_examples=AT_ONCE, stateful_step_count=20, deadline=None, da
 def scenarios(dice: random.Random) -> None:
     for _ in range(AT_ONCE):
         name, policy, memory = dice.choice(list(ALL)), dice.choice(list(simulated.POLICIES)), dice.choice(["strict", "exact"])
-        setting = Setting(policy, memory, dice.randrange(10**6), dice.choice([0.0, 0.05, 0.3]))
+        setting = Setting(policy, memory, dice.randrange(10**6), dice.choice([0.0, 0.05, 0.3]), dice.choice([0, 1]))
         expected = in_order(ALL[name])
         try:
             assert_same(in_any_order(ALL[name], setting), expected)
