@@ -15,7 +15,6 @@ class Fault(NamedTuple):
     scenario: str = "prefetch_depth_1"
 
 
-_COMPUTE = "torch.accelerator.current_stream(self._stream.device)"
 _LANDS = "        if then is not None:\n            then()\n"
 _RECORDS = "        event = torch.Event(self._stream.device)\n        event.record(self._stream)\n"
 FAULTS = [
@@ -36,8 +35,22 @@ FAULTS = [
     Fault(
         "a reduction's buffers are given back at once",
         "core/gradient_reducer.py",
-        "(sending.travelling, summed, landed), self._naming)",
-        "(), self._naming)",
+        "(sending.travelling, summed, landed, [part.parameter.grad for part in self._chunk.parts])",
+        "()",
+    ),
+    Fault(
+        "a gradient that is being added to is given back at once",
+        "core/gradient_reducer.py",
+        ", [part.parameter.grad for part in self._chunk.parts])",
+        ")",
+        "gradients_zeroed_after_an_exception",
+    ),
+    Fault(
+        "a deleted model's buffers are given back at once",
+        "core/runtime.py",
+        "        first.lanes.end_before(self)\n",
+        "",
+        "a_model_deleted_after_an_exception",
     ),
     Fault(
         "the full buffer is allocated on another stream",
@@ -73,8 +86,8 @@ FAULTS = [
     Fault(
         "a lane waits for the current device, not for the model's",
         "comm/streams.py",
-        f"self._stream.wait_stream({_COMPUTE})",
-        "self._stream.wait_stream(torch.accelerator.current_stream())",
+        "self._compute = torch.accelerator.current_stream(self._stream.device)",
+        "self._compute = torch.accelerator.current_stream()",
         ELSEWHERE,
     ),
     Fault(

@@ -7,6 +7,7 @@ compute stream waits for a mark before it uses the result. So the allocator may 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
@@ -69,6 +70,15 @@ class Lanes(NamedTuple):
     backup: Lane
     replicas: Lane | None = None  # where chunks have replicas: sums over these
 
+    def end_before(self, owner: object) -> None:
+        """When `owner` is deleted, the compute stream waits for the lanes first: after an exception, transfers may be under way.
+
+        `owner` owns the buffers of all transfers. Their memory is the compute stream's again as soon as they are deleted.
+        """
+        for lane in self:
+            if isinstance(lane, StreamLane):
+                weakref.finalize(owner, lane.join).atexit = False
+
 
 class _HostMark:
     def __init__(self, pending: Pending, then: Callable[[], None] | None) -> None:
@@ -118,9 +128,11 @@ class StreamLane:
     def __init__(self, device: torch.device) -> None:
         # High priority, because the computation waits for transfers, and they take little of the device's time.
         self._stream = torch.Stream(device, priority=-1)
+        self._compute = torch.accelerator.current_stream(device)
 
     def issue(self) -> AbstractContextManager[object]:
-        self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))  # [1] lane after compute
+        self._compute = torch.accelerator.current_stream(self._stream.device)
+        self._stream.wait_stream(self._compute)  # [1] lane after compute
         return self._stream
 
     def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Mark:
@@ -131,6 +143,10 @@ class StreamLane:
         event = torch.Event(self._stream.device)
         event.record(self._stream)
         return _StreamMark(event, self._stream.device)  # [2] compute after lane
+
+    def join(self) -> None:
+        """Makes the compute stream wait for all that the lane has so far."""
+        self._compute.wait_stream(self._stream)
 
 
 def lanes_for(device: torch.device) -> Lanes:

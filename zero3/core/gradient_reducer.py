@@ -88,7 +88,9 @@ class GradientReducer(KeptGradients):
                 sending.full.div_(self._divide_first)
             pending = sending.start(communicator, self._chunk.layout.bounds)
             mark = lane.complete(pending, lambda: self._land(summed, landed))
-        return Backup(self._chunk.way_home(mark), (sending.travelling, summed, landed), self._naming)
+        # also what was added to: after a backward that raised, users zero gradients before anybody has waited for the lane
+        held = (sending.travelling, summed, landed, [part.parameter.grad for part in self._chunk.parts])
+        return Backup(self._chunk.way_home(mark), held, self._naming)
 
     def _land(self, summed: Tensor, landed: Tensor) -> None:
         """[backup 3] Adds `summed` `[S]`, the sum over ranks, to the chunk's gradient. `landed` takes the mean in that gradient's dtype."""

@@ -58,6 +58,7 @@ class Runtime:
         self._called: set[int] = set()  # ids of the outermost modules called in this pass; references would keep them alive
         for state in self.layers:
             self._watch(state)
+        first.lanes.end_before(self)
 
     @property
     def layers(self) -> list[LayerState]:

@@ -159,6 +159,46 @@ def an_exception_and_on(me: Me, **policy: Any) -> list[Tensor]:
     return seen
 
 
+def _breaks_off(model: nn.Module, me: Me, *, in_forward: bool) -> None:
+    """All ranks raise in a forward, or at the end of a backward, while transfers of all layers are under way."""
+    x = me.tensor(0, ROWS, WIDTH).requires_grad_()
+    x.register_hook(fails)
+    handle = model.blocks[2].register_forward_pre_hook(fails) if in_forward else None
+    with suppress(ArithmeticError):
+        model(x * 2).pow(2).mean().backward()
+    if handle is not None:
+        handle.remove()
+
+
+@scenario
+def gradients_zeroed_after_an_exception(me: Me, **policy: Any) -> list[Tensor]:
+    """Their memory is others' at once, although a reduction may have been adding to them."""
+    model = sharded(me, **policy)
+    optimizer, seen = sgd(model), train(model, me, 1)
+    for step in range(2):
+        loss_of(model, me, step).backward()
+        _breaks_off(model, me, in_forward=False)
+        optimizer.zero_grad()
+        seen += [me.tensor(number, *chunk.shape) * 2 for number, chunk in enumerate(zero3.get_trainable_chunk(model))]
+        seen += train(model, me, 1, optimizer)
+    return seen
+
+
+@scenario
+def a_model_deleted_after_an_exception(me: Me, **policy: Any) -> list[Tensor]:
+    """Its memory is others' at once, although transfers of it were under way."""
+    seen = []
+    for in_forward in (True, False):
+        model = sharded(me, prefetch_depth=2, **policy)
+        shapes = [parameter.shape for parameter in model.parameters()] + [chunk.shape for chunk in zero3.get_trainable_chunk(model)]
+        train(model, me, 1)
+        loss_of(model, me, 0).backward()
+        _breaks_off(model, me, in_forward=in_forward)
+        del model
+        seen += [me.tensor(number, *shape) * 2 for number, shape in enumerate(shapes * 3)]
+    return seen
+
+
 @scenario
 def another_path(me: Me) -> list[Tensor]:
     """All ranks leave out blocks that are on their way already."""
