@@ -14,6 +14,7 @@ from ..comm.agreement import agreeing, exchange_texts
 from ..comm.plain_values import decode_scalar, dtype_named
 from ..optim.check_optimizer import warn_if_inexact
 from ..optim.several import Optimizers, Together
+from ..optim.state_memory import land_steps
 from .contents import Contents, Span
 from .full_optimizer_reading import read_full
 from .optimizer_contents import Held, NamedState, OptimizerContents, contents_of, held_by
@@ -133,6 +134,7 @@ def _looked_at(model: nn.Module, optimizer: Optimizers, caller: str) -> tuple[Co
     first = states_of(model)[0]
     with agreeing(first.communicator, first.device, caller):
         contents, together = Contents(model, caller), Together(optimizer)
+        land_steps(contents.states)
         held = held_by(together, contents)
         for member in together.members:
             warn_if_inexact(contents.states, member)

@@ -15,6 +15,7 @@ from ..core.layer_state import LayerState
 from ..core.parameters import own_name
 from ..core.pinning import pin, pin_unloaded, unpin, write_back
 from ..names import named_entries, named_tensors
+from ..optim.state_memory import land_steps
 from .contents import listed
 from .extra_state import copied, encoded, extra_states_of, sent_from_rank_0, set_extra_states, takers_of
 from .meta_buffers import initialise, put
@@ -55,6 +56,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
     extra: dict[str, Any] = {}
     error = not_a_dtype(dtype)
     try:
+        land_steps(states)
         extra = copied(extra_states_of(model)) if keeps else {}
     except Exception as caught:  # of any kind, since modules raise it: the other ranks have to hear of it
         error = error or caught

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
@@ -30,7 +31,7 @@ class InBackward:
             for number, parameters in turn.parameters.items():
                 for parameter in parameters:
                     if getattr(parameter, "zero3_state", None) is not None and parameter.requires_grad:
-                        self._turn_of[id(parameter)] = Turn(turn.chunk, turn.files, {number: [parameter]})
+                        self._turn_of[id(parameter)] = replace(turn, parameters={number: [parameter]})
                         _call_when_landed(parameter, self)
             if isinstance(turn.chunk, OffloadedChunk) and all(id(part.parameter) in self._turn_of for part in turn.chunk.parts):
                 turn.chunk.residence.used_at_once = partial(_steps, weakref.ref(self), weakref.ref(turn.chunk.parts[0].parameter))

@@ -12,6 +12,7 @@ import torch
 from ..comm.agreement import agreeing
 from ..core.gradient_types import reduce_deferred
 from ..core.policy_facts import directory_of, shards_gradients
+from ..optim.state_memory import land_steps
 from .in_backward import InBackward
 from .one_by_one import step_of
 from .state_files import StateFiles
@@ -69,6 +70,7 @@ def offload_optimizer(optimizer: Opt, *, in_backward: bool = False) -> Opt:
             )
         if in_backward and not all(shards_gradients(state.policy) for state in states):
             raise ValueError("in_backward=True with stage=1, where gradients are reduced after backward: use stage 2 or 3")
+        land_steps(states)  # of an optimizer before this one
         turns = Turns({directory: StateFiles(directory) for directory in directories})
         turns.reserve(optimizer)
     optimizer.step = _StepByTurns(optimizer, turns, in_backward)  # type: ignore[method-assign]
