@@ -95,8 +95,7 @@ def test_a_disk_that_has_failed_is_an_error_although_few_wait_for_it() -> None:
     visit.error = OSError("gone")
     make(traffic, visit)
     with pytest.raises(OSError, match="gone"):
-        for _ in range(2):
-            make(traffic, Told([]))
+        _ = [make(traffic, Told([])) for _ in range(2)]
 
 
 def test_landing_waits_for_all_writes() -> None:
