@@ -50,7 +50,7 @@ def offload_optimizer(optimizer: Opt, *, in_backward: bool = False) -> Opt:
             same chunks so. Every rank raises it.
         OSError: There is no room for the state. Every rank raises it, and nothing has changed. (State that no trial has shown and that
             finds no room later stays in memory, with a warning.)
-        TypeError: It is no `torch.optim.Optimizer`.
+        TypeError: It is no `torch.optim.Optimizer`, or `in_backward` no bool.
 
     Example::
 
@@ -58,7 +58,9 @@ def offload_optimizer(optimizer: Opt, *, in_backward: bool = False) -> Opt:
         optimizer = zero3.offload_optimizer(torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=3e-4))
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, found a {type(optimizer).__name__}")
+        raise TypeError(f"expected a torch.optim.Optimizer, found a {type(optimizer).__name__}: call it for each optimizer of torch's")
+    if not isinstance(in_backward, bool):
+        raise TypeError(f"in_backward must be True or False, found {in_backward!r}")
     states = [state for state in layers_of(optimizer) if state.policy.offload is not None]
     directories = {directory for state in states if (directory := directory_of(state.policy)) is not None}
     if not states or not (directories or in_backward) or isinstance(vars(optimizer).get("step"), _StepByTurns):
