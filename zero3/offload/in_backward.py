@@ -73,15 +73,9 @@ class InBackward:
                 turn.chunk.residence.used_at_once = partial(_steps, weakref.ref(self), weakref.ref(turn.chunk.parts[0].parameter))
 
     def steps(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter is stepped when its gradient lands. (A single rank keeps nothing for later under `no_sync`.)
-
-        What lands after its backward has raised is about to be dropped, and the parameter may have been loaded anew.
-        """
+        """Whether the parameter is stepped when its gradient lands. (A single rank keeps nothing for later under `no_sync`.)"""
         state = parameter.zero3_state()  # type: ignore[attr-defined]
-        if self._optimizer() is None or state is None or state.gradients.deferrals:
-            return False
-        backward = state.gradients.backward()
-        return backward is None or not backward.ending.missed
+        return self._optimizer() is not None and state is not None and not state.gradients.deferrals
 
     def landed(self, parameter: nn.Parameter) -> None:
         optimizer, turn = self._optimizer(), self._turn_of[id(parameter)]
