@@ -42,10 +42,13 @@ class Disks:
             raise OSError(errno.EIO, text)
         self._write(files, tensor, wait=wait)
 
-    def fail(self) -> None:
-        """From now on, and not before something waits for it."""
-        self.fails = True
+    def report(self) -> None:
+        """What fails does so soon, and not before all steps have been made."""
         threading.Timer(0.05, self.may_fail.set).start()
+
+
+def meet(group: ThreadCommunicator) -> None:
+    group.exchange(b"", torch.device("cpu"))
 
 
 @pytest.fixture
@@ -92,9 +95,11 @@ def test_a_save_after_a_step_that_one_disk_has_lost_is_one_error_on_all_ranks(
         train(group, model, optimizer, 0)
         zero3.save_checkpoint(tmp_path / "saved", model, optimizer)
         before = contents(tmp_path / "saved")
-        group.exchange(b"", torch.device("cpu"))  # both have looked
-        disks.fail()
+        meet(group)
+        disks.fails = True
         train(group, model, optimizer, 1)
+        meet(group)
+        disks.report()
         with pytest.raises(OSError, match=SAYS) as caught:
             SAVES[how](tmp_path / "saved", model, optimizer)
         for _ in range(2):  # whoever asks again hears it again
@@ -111,8 +116,10 @@ def test_what_was_lost_is_not_forgotten(disks: Disks, tmp_path: Path) -> None:
 
     def body(group: ThreadCommunicator) -> None:
         model, optimizer = ready(group, tmp_path)
-        disks.fail()
+        disks.fails = True
         train(group, model, optimizer, 0)
+        meet(group)
+        disks.report()
         with pytest.raises(OSError, match=SAYS):
             zero3.save_checkpoint(tmp_path / "saved", model, optimizer)
         disks.fails = False
@@ -133,12 +140,36 @@ def test_chunks_of_a_group_that_was_added_later_are_asked_for_too(disks: Disks, 
         model, optimizer = ready(group, tmp_path, depth=1)
         added, _ = ready(group, tmp_path, depth=1)
         optimizer.add_param_group({"params": zero3.get_trainable_chunk(added)})
-        disks.fail()
+        disks.fails = True
         for one in (model, added):
             step(one, Turn(group.rank, 0, 2))
         optimizer.step()
+        meet(group)
+        disks.report()
         with pytest.raises(OSError, match=SAYS):
             zero3.save_checkpoint(tmp_path / "saved", added)
+
+    run_ranks(2, body)
+
+
+def test_each_of_several_optimizers_is_asked(disks: Disks, tmp_path: Path) -> None:
+    """Also those that share a chunk: matrices for one of them, all else for the other."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model, _ = ready(group, tmp_path, depth=1)
+        groups = zero3.param_groups(model, lambda name, info: {"weight_decay": 0.1 if info.ndim > 1 else 0.0})
+        optimizers = [zero3.offload_optimizer(torch.optim.AdamW([each], lr=0.1)) for each in groups]
+        assert len(optimizers) == 2
+        step(model, Turn(group.rank, 0, 2))
+        optimizers[1].step()
+        zero3.save_checkpoint(tmp_path / "saved", model)
+        meet(group)
+        disks.fails = True
+        optimizers[0].step()
+        meet(group)
+        disks.report()
+        with pytest.raises(OSError, match=SAYS):
+            zero3.save_checkpoint(tmp_path / "saved", model)
 
     run_ranks(2, body)
 
@@ -165,9 +196,10 @@ def saves_after_a_lost_step(rank: Rank) -> tuple[str, bool]:
         place.mkdir()
         model = in_sequence(seeded(linear, linear, linear), None, zero3.ShardingPolicy(offload=place))
         optimizer = zero3.offload_optimizer(torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.1))
-        disks.fail()
+        disks.fails = True
         step(model, Turn(rank.number, 0, rank.world_size))
         optimizer.step()
+        disks.report()
         with pytest.raises(OSError, match=SAYS) as caught:
             zero3.save_checkpoint(rank.scratch / "saved", model, optimizer)
         return str(caught.value), not (rank.scratch / "saved").exists()

@@ -43,6 +43,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
     Raises:
         ValueError: Nothing in `model` is sharded, or `dtype` is not such a dtype. Every rank raises it.
         TypeError: `dtype` is no dtype; or `rank0_only=False`, and extra state could only be pickled. Every rank raises it.
+        OSError: With `offload=DIR` a rank's disk has lost what a step has changed. Every rank raises it.
 
     Example::
 

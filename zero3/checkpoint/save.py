@@ -69,7 +69,7 @@ def save_checkpoint(
             `offload` is gone. Every rank raises it, before anything is written.
         RuntimeError: Parameters have no values, or the call is inside `full_params` or `resident`.
         OSError: A rank could not write, or has no room for the copies of `background`; or, with `offload=DIR`, its disk has lost what
-            the optimizer's last step has changed. Every rank raises the same error.
+            a step of the optimizer's has changed. Every rank raises the same error.
 
     Example::
 
