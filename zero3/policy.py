@@ -61,6 +61,24 @@ def chosen(what: str, select: Select, name: str, info: ParamInfo) -> bool:
     return answer
 
 
+_KEYWORDS = frozenset({"cpu", "gpu", "cuda", "disk", "nvme", "ssd", "none"})  # of other libraries, mostly
+
+
+def place_of(place: object, expected: str) -> str:
+    """Returns, as text, where something is to rest: `"cpu"` or a directory. `expected`: how errors begin.
+
+    Raises:
+        TypeError: It is neither.
+        ValueError: It is a text that can only be a mistaken keyword, and no directory.
+    """
+    text = os.fspath(place) if isinstance(place, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise TypeError(f"{expected}, found {place!r}")
+    if isinstance(place, str) and text != "cpu" and text.lower().partition(":")[0] in _KEYWORDS and not os.path.isdir(text):
+        raise ValueError(f'{expected}, found {text!r}. Did you mean "cpu", or a directory such as {f"./{text}"!r}?')
+    return text
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class ShardingPolicy:
     """Every choice about sharding. It is the same on every rank.
@@ -181,11 +199,10 @@ class ShardingPolicy:
         if self.ignored is not None and not callable(self.ignored):
             raise TypeError(f"ignored must be a function (name, ParamInfo) -> bool or None, found {self.ignored!r}")
         self._check_formats()
-        if self.offload is not None and not (isinstance(self.offload, (str, os.PathLike)) and isinstance(os.fspath(self.offload), str)):
-            raise TypeError(f'offload must be "cpu", a directory or None, found {self.offload!r}')
-        if self.offload is not None and self.gather_format is not None:
+        place = None if self.offload is None else place_of(self.offload, 'offload must be "cpu", a directory or None')
+        if place is not None and self.gather_format is not None:
             raise ValueError("offload and gather_format exclude each other: an offloaded chunk travels as it is, or cast to param_dtype")
-        if self.offload is not None and not os.fspath(self.offload):
+        if place == "":
             raise ValueError('offload must be "cpu", a directory or None, found an empty text')
         if self.offload not in (None, "cpu"):  # files are made later too, perhaps after the process has changed its directory
             object.__setattr__(self, "offload", os.path.abspath(self.offload))

@@ -77,10 +77,33 @@ def test_what_waits_for_the_disk_is_bounded() -> None:
         visit.may_write.set()
 
 
-def test_a_disk_that_fails_is_an_error_of_the_step() -> None:
+def test_a_disk_that_fails_is_an_error_of_the_step_and_of_all_later_ones() -> None:
     traffic, visit = Traffic(), Told([], True)
     visit.error = OSError("gone")
     make(traffic, visit)
-    make(traffic, Told([]))
+    for _ in range(3):
+        with pytest.raises(OSError, match="gone"):
+            traffic.land()
+        with pytest.raises(OSError, match="gone"):
+            make(traffic, Told([]))
+        traffic.end_step().result()
+
+
+def test_a_disk_that_has_failed_is_an_error_although_few_wait_for_it() -> None:
+    """As soon as it is known, and at the latest when the number of those that wait is at its bound."""
+    traffic, visit = Traffic(), Told([], True)
+    visit.error = OSError("gone")
+    make(traffic, visit)
     with pytest.raises(OSError, match="gone"):
-        make(traffic, Told([]))
+        _ = [make(traffic, Told([])) for _ in range(2)]
+
+
+def test_landing_waits_for_all_writes() -> None:
+    traffic, log = Traffic(), list[str]()
+    visits = [Told(log, True, f" {number}") for number in range(2)]
+    visits[0].may_write.clear()
+    for visit in visits:
+        make(traffic, visit)
+    threading.Timer(0.05, visits[0].may_write.set).start()
+    traffic.land()
+    assert log[-2:] == ["write 0", "write 1"]

@@ -14,6 +14,7 @@ from ..comm.agreement import agreeing, exchange_texts
 from ..comm.plain_values import decode_scalar, dtype_named
 from ..optim.check_optimizer import warn_if_inexact
 from ..optim.several import Optimizers, Together
+from ..optim.state_memory import land_steps
 from .contents import Contents, Span
 from .full_optimizer_reading import read_full
 from .optimizer_contents import Held, NamedState, OptimizerContents, contents_of, held_by
@@ -43,12 +44,13 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizers, *, rank0_
     Raises:
         ValueError: Nothing in `model` is sharded, or the optimizer is of another model.
         TypeError: The shape of a state fits no parameter.
+        OSError: With `offload=DIR` a rank's disk has lost what a step has changed. Every rank raises it.
 
     Example::
 
         state = zero3.full_optimizer_state_dict(model, optimizer)
     """
-    contents, together, held = _looked_at(model, optimizer, "full_optimizer_state_dict")
+    contents, together, held = _looked_at(model, optimizer, "full_optimizer_state_dict", reads=True)
     own = contents_of(together, held, contents)
     keeps = not rank0_only or contents.rank == 0
     parts: dict[str, list[tuple[Tensor, Span]]] = {}
@@ -113,7 +115,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizers, stat
         state = zero3.full_optimizer_state_dict(model, optimizer)
         zero3.load_full_optimizer_state_dict(model, optimizer, state)
     """
-    contents, together, held = _looked_at(model, optimizer, "load_full_optimizer_state_dict")
+    contents, together, held = _looked_at(model, optimizer, "load_full_optimizer_state_dict", reads=False)
     text = ""
     given: dict[str, Mapping[str, Any]] = {}
     with agreeing(contents.communicator, contents.device, "load_full_optimizer_state_dict"):
@@ -128,11 +130,12 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizers, stat
     placing.commit()
 
 
-def _looked_at(model: nn.Module, optimizer: Optimizers, caller: str) -> tuple[Contents, Together, list[Held]]:
-    """The model's contents, the optimizers as one, and their parameters. Warns if an optimizer is not exact."""
+def _looked_at(model: nn.Module, optimizer: Optimizers, caller: str, *, reads: bool) -> tuple[Contents, Together, list[Held]]:
+    """The model's contents, the optimizers as one, and their parameters, whose state the caller may read. Warns if one is not exact."""
     first = states_of(model)[0]
     with agreeing(first.communicator, first.device, caller):
         contents, together = Contents(model, caller), Together(optimizer)
+        land_steps(contents.states if reads else ())
         held = held_by(together, contents)
         for member in together.members:
             warn_if_inexact(contents.states, member)

@@ -15,6 +15,7 @@ from ..core.layer_state import LayerState
 from ..core.parameters import own_name
 from ..core.pinning import pin, pin_unloaded, unpin, write_back
 from ..names import named_entries, named_tensors
+from ..optim.state_memory import land_steps
 from .contents import listed
 from .extra_state import copied, encoded, extra_states_of, sent_from_rank_0, set_extra_states, takers_of
 from .meta_buffers import initialise, put
@@ -42,6 +43,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
     Raises:
         ValueError: Nothing in `model` is sharded, or `dtype` is not such a dtype. Every rank raises it.
         TypeError: `dtype` is no dtype; or `rank0_only=False`, and extra state could only be pickled. Every rank raises it.
+        OSError: With `offload=DIR` a rank's disk has lost what a step has changed. Every rank raises it.
 
     Example::
 
@@ -55,6 +57,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
     extra: dict[str, Any] = {}
     error = not_a_dtype(dtype)
     try:
+        land_steps(states)
         extra = copied(extra_states_of(model)) if keeps else {}
     except Exception as caught:  # of any kind, since modules raise it: the other ranks have to hear of it
         error = error or caught

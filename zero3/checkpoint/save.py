@@ -14,6 +14,7 @@ from ..access import states_of
 from ..comm.agreement import agree, agreeing, exchange_texts
 from ..optim.check_optimizer import warn_if_inexact
 from ..optim.several import Optimizers, Together
+from ..optim.state_memory import land_steps
 from . import file_operations
 from .copies import copied, place_of_copies
 from .optimizer_contents import Held, held_by
@@ -67,7 +68,8 @@ def save_checkpoint(
             different things or have made different steps, `keep_last` is less than 1, or with `background` the directory of
             `offload` is gone. Every rank raises it, before anything is written.
         RuntimeError: Parameters have no values, or the call is inside `full_params` or `resident`.
-        OSError: A rank could not write, or has no room for the copies of `background`. Every rank raises the same error.
+        OSError: A rank could not write, or has no room for the copies of `background`; or, with `offload=DIR`, its disk has lost what
+            a step of the optimizer's has changed. Every rank raises the same error.
 
     Example::
 
@@ -93,6 +95,7 @@ def _prepare(
     held: list[Held] = []
     with agreeing(first.communicator, first.device, "save_checkpoint") as lines:
         prepared = Prepared(path, model, extra, (weights, frozen), keep_last)
+        land_steps(prepared.contents.states)
         if optimizer is not None:
             together = Together(optimizer)
             held = held_by(together, prepared.contents)

@@ -127,6 +127,8 @@ class Backward:
     def reset(self, *, broken: bool = False) -> None:
         """Releases all layers. If the last backward raised, all gradients are dropped; in a transaction, only that backward's."""
         broken_backward = self.ending.missed or self._outer_ending.missed
+        for reducer in reducers_of(self._stack.layers) if broken_backward else ():
+            reducer.drops = True
         while self._backups or self._later:
             try:
                 self.drain_backups()
@@ -136,8 +138,7 @@ class Backward:
             trace.rewind()
         self._touched.clear()
         self._stack.frames.clear()
-        self._reduces = False
-        self._activity = None
+        self._reduces, self._activity = False, None
         self.ending.forget()
         if self._outer_ending.missed:
             self._outer_ending.forget()
@@ -156,10 +157,9 @@ class Backward:
             return
         reducers = reducers_of(self._stack.layers)
         zeroed = [reducer for reducer in reducers if reducer.forget_zeroed()]
-        if zeroed:
-            for reducer in reducers:
-                if reducer.unseen:
-                    reducer.drop()
+        for reducer in reducers if zeroed else ():
+            if reducer.unseen:
+                reducer.drop()
 
     # -- the walk
 

@@ -108,7 +108,7 @@ class GradientReducer(KeptGradients):
 
     def _take(self, landed: Tensor, summed: Tensor) -> None:
         for part in self._chunk.parts:
-            if part.parameter.requires_grad:
+            if part.parameter.requires_grad and not self.drops:
                 gradient = self._typed(part.of(landed), part)
                 accumulate(part.parameter, gradient, part.of(summed) if self._narrows else None)
 
@@ -118,6 +118,7 @@ class GradientReducer(KeptGradients):
 
     # -- the end of a backward, also of one that raised
 
+    drops = False  # whether what lands is dropped at once, so that no hook of the caller's sees it: its backward has raised
     undecided = False  # whether there are gradients that a transaction has neither committed nor rolled back
 
     def end_backward(self, layer: LayerGradients) -> None:
@@ -129,6 +130,7 @@ class GradientReducer(KeptGradients):
 
     def give_up(self) -> None:
         """Drops the gradients of a backward that raised, and the chunk's gradient."""
+        self.drops = False
         self.drop_all()
 
     def drop_all(self) -> None:

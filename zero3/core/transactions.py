@@ -133,6 +133,7 @@ class TransactionalReducer(GradientReducer):
         self.roll_back()
 
     def give_up(self) -> None:
+        self.drops = False
         self.roll_back()
 
     def _end(self) -> None:

@@ -22,6 +22,7 @@ from ..core.parameters import parameters_of, plain_modules
 from ..core.pinning import pin, unpin
 from ..core.quantized_chunk import QuantizedSites
 from ..names import innermost
+from ..optim.state_memory import land_steps
 from .index_maps import IndexMap
 from .key_mapping import fit, without_adapters
 from .outputs import Output, bytes_in, check_unmixed, outputs_of_model, shards_of
@@ -71,6 +72,7 @@ def save_merged(
         with agreeing(first.communicator, first.device, "save_merged") as lines:
             if (wrong := not_a_dtype(dtype)) is not None:
                 raise wrong
+            land_steps(states_of(model))
             check_unmixed(Path(path), None)
             contents = MergedContents(model)
             originals = _Originals(model, base, opened) if base is not None else None

@@ -23,6 +23,7 @@ from ..comm.agreement import agreeing
 from ..comm.plain_values import unreadable
 from ..core.parameters import named
 from ..names import innermost
+from ..optim.state_memory import land_steps
 from .outputs import Output, bytes_in, check_unmixed, index_of, outputs_of_adapter, outputs_of_model, shards_of
 
 __all__: list[str] = []
@@ -72,6 +73,7 @@ def save_pretrained(
     with agreeing(first.communicator, first.device, "save_pretrained") as lines:
         if (wrong := not_a_dtype(dtype)) is not None:
             raise wrong
+        land_steps(states_of(model))
         plans = list(_plans(model, Path(path), bytes_in(max_shard_size), dtype))
         lines += [f"{plan.directory / file}: {output.line}" for plan in plans for file, shard in plan.shards.items() for output in shard]
     for plan in plans:

@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..comm.streams import Lane, has_streams, lanes_for
 from ..core.chunk import shows_parameters
+from ..policy import place_of
 from .rests import InFile, InHostMemory, Rest
 from .scratch_file import ScratchFile
 
@@ -43,8 +44,9 @@ def offload_activations(to: str | os.PathLike[str] = "cpu", *, min_bytes: int = 
         The context. It may be entered again, in every step; so it keeps its file and its stream.
 
     Raises:
-        ValueError: There is no such directory, or no file can be made in it. (A disk that is full later is a warning: what finds no
-            place stays in memory.)
+        ValueError: There is no such directory, or no file can be made in it; or `min_bytes` is negative. (A disk that is full later is
+            a warning: what finds no place stays in memory.)
+        TypeError: `to` is no text and no path, or `min_bytes` no integer.
         RuntimeError: In backward: a tensor was changed in place before its copy was made.
 
     Example::
@@ -53,7 +55,12 @@ def offload_activations(to: str | os.PathLike[str] = "cpu", *, min_bytes: int = 
             loss = loss_of(model, batch)
         loss.backward()
     """
-    return _Offloaded(None if to == "cpu" else os.fspath(to), min_bytes)
+    place = place_of(to, 'to must be "cpu" or a directory')
+    if not isinstance(min_bytes, int) or isinstance(min_bytes, bool):
+        raise TypeError(f"min_bytes must be an integer, found {min_bytes!r}")
+    if min_bytes < 0:
+        raise ValueError(f"min_bytes must be 0 or more, found {min_bytes}")
+    return _Offloaded(None if to == "cpu" else place, min_bytes)
 
 
 class _Offloaded:

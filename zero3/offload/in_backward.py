@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
@@ -11,10 +13,44 @@ import torch
 from torch import Tensor, nn
 
 from ..core.gradient_types import CallersMistake, DeferredGradient
+from ..core.marks import StaysBehind
 from ..core.offloaded_chunk import OffloadedChunk
 from .turns import Turn, Turns
 
 __all__: list[str] = []
+
+_ATTRIBUTE = "zero3_stepped_in_backward"  # of a parameter
+
+
+class _SteppedBy(StaysBehind, weakref.ref[torch.optim.Optimizer]):
+    """The optimizer that steps a parameter inside backward."""
+
+    __slots__ = ()
+
+
+def check_unstepped(optimizer: torch.optim.Optimizer) -> None:
+    """
+    Raises:
+        ValueError: Another living optimizer steps one of its parameters inside backward.
+    """
+    if _stepped_already(optimizer) is None:
+        return
+    gc.collect()  # one that was deleted may be part of a cycle
+    if (found := _stepped_already(optimizer)) is not None:
+        raise ValueError(
+            f"layer {found[0]} is stepped inside backward by another living {found[1]} (offload_optimizer with in_backward=True), and a "
+            f"gradient that it has used up is none for this {type(optimizer).__name__}. Give each chunk to one optimizer, or delete the "
+            "other one first, and what refers to it, as a scheduler does"
+        )
+
+
+def _stepped_already(optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:
+    """A layer's label, and the class of the optimizer that steps it. (No object: an error's traceback would keep it alive.)"""
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        stepped_by = getattr(parameter, _ATTRIBUTE, None)
+        if isinstance(stepped_by, _SteppedBy) and (other := stepped_by()) is not None:
+            return parameter.zero3_state().label, type(other).__name__
+    return None
 
 
 class InBackward:
@@ -30,21 +66,16 @@ class InBackward:
             for number, parameters in turn.parameters.items():
                 for parameter in parameters:
                     if getattr(parameter, "zero3_state", None) is not None and parameter.requires_grad:
-                        self._turn_of[id(parameter)] = Turn(turn.chunk, turn.files, {number: [parameter]})
+                        self._turn_of[id(parameter)] = replace(turn, parameters={number: [parameter]})
                         _call_when_landed(parameter, self)
+                        setattr(parameter, _ATTRIBUTE, _SteppedBy(optimizer))
             if isinstance(turn.chunk, OffloadedChunk) and all(id(part.parameter) in self._turn_of for part in turn.chunk.parts):
                 turn.chunk.residence.used_at_once = partial(_steps, weakref.ref(self), weakref.ref(turn.chunk.parts[0].parameter))
 
     def steps(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter is stepped when its gradient lands. (A single rank keeps nothing for later under `no_sync`.)
-
-        What lands after its backward has raised is about to be dropped, and the parameter may have been loaded anew.
-        """
+        """Whether the parameter is stepped when its gradient lands. (A single rank keeps nothing for later under `no_sync`.)"""
         state = parameter.zero3_state()  # type: ignore[attr-defined]
-        if self._optimizer() is None or state is None or state.gradients.deferrals:
-            return False
-        backward = state.gradients.backward()
-        return backward is None or not backward.ending.missed
+        return self._optimizer() is not None and state is not None and not state.gradients.deferrals
 
     def landed(self, parameter: nn.Parameter) -> None:
         optimizer, turn = self._optimizer(), self._turn_of[id(parameter)]

@@ -12,7 +12,8 @@ import torch
 from ..comm.agreement import agreeing
 from ..core.gradient_types import reduce_deferred
 from ..core.policy_facts import directory_of, shards_gradients
-from .in_backward import InBackward
+from ..optim.state_memory import land_steps
+from .in_backward import InBackward, check_unstepped
 from .one_by_one import step_of
 from .state_files import StateFiles
 from .turns import Turns, layers_of
@@ -45,10 +46,11 @@ def offload_optimizer(optimizer: Opt, *, in_backward: bool = False) -> Opt:
 
     Raises:
         ValueError: The optimizer computes something from all parameters at once, or can't make steps on small tensors; its `step` was
-            replaced already, as a scheduler does (make it afterwards); or `in_backward` with stage 1. Every rank raises it.
+            replaced already, as a scheduler does (make it afterwards); or `in_backward` with stage 1, or while another optimizer steps the
+            same chunks so. Every rank raises it.
         OSError: There is no room for the state. Every rank raises it, and nothing has changed. (State that no trial has shown and that
             finds no room later stays in memory, with a warning.)
-        TypeError: It is no `torch.optim.Optimizer`.
+        TypeError: It is no `torch.optim.Optimizer`, or `in_backward` no bool.
 
     Example::
 
@@ -56,7 +58,9 @@ def offload_optimizer(optimizer: Opt, *, in_backward: bool = False) -> Opt:
         optimizer = zero3.offload_optimizer(torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=3e-4))
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, found a {type(optimizer).__name__}")
+        raise TypeError(f"expected a torch.optim.Optimizer, found a {type(optimizer).__name__}: call it for each optimizer of torch's")
+    if not isinstance(in_backward, bool):
+        raise TypeError(f"in_backward must be True or False, found {in_backward!r}")
     states = [state for state in layers_of(optimizer) if state.policy.offload is not None]
     directories = {directory for state in states if (directory := directory_of(state.policy)) is not None}
     if not states or not (directories or in_backward) or isinstance(vars(optimizer).get("step"), _StepByTurns):
@@ -69,6 +73,9 @@ def offload_optimizer(optimizer: Opt, *, in_backward: bool = False) -> Opt:
             )
         if in_backward and not all(shards_gradients(state.policy) for state in states):
             raise ValueError("in_backward=True with stage=1, where gradients are reduced after backward: use stage 2 or 3")
+        if in_backward:
+            check_unstepped(optimizer)
+        land_steps(states)  # of an optimizer before this one
         turns = Turns({directory: StateFiles(directory) for directory in directories})
         turns.reserve(optimizer)
     optimizer.step = _StepByTurns(optimizer, turns, in_backward)  # type: ignore[method-assign]

@@ -69,6 +69,7 @@ class ZerosInFiles(TorchFunctionMode):
 class Visit(NamedTuple):
     """What a turn works on, of what lies in files."""
 
+    layer: str  # for errors
     residence: Residence
     values: list[Tensor]
     gradients: list[Tensor]
@@ -102,7 +103,18 @@ class Visit(NamedTuple):
             self.files.rest(tensor)
 
     def write(self) -> None:
-        for tensor in self.values:
-            self.residence.write(tensor)
-        for tensor in self.state:
-            self.files.write(tensor, wait=True)
+        """
+        Raises:
+            OSError: Something can't be written.
+        """
+        try:
+            for tensor in self.values:
+                self.residence.write(tensor)
+            for tensor in self.state:
+                self.files.write(tensor, wait=True)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"what an optimizer's step has made of layer {self.layer} may be lost: {error.strerror or error}. Begin again, from the "
+                "last checkpoint, with offload= a directory on a disk that works",
+            ) from error

@@ -30,9 +30,22 @@ class Traffic:
         return self._mover.submit(self._bring, visit)
 
     def _bring(self, visit: Visit) -> None:
-        while len(self._writing) >= _BEING_WRITTEN:
-            self._writing.popleft().result()
+        self._land(but=_BEING_WRITTEN - 1)
         self._is_short |= visit.bring()
+
+    def _land(self, but: int) -> None:
+        """Waits for the oldest writes, until no more than `but` are left. One that has failed stays, so it is every later call's error."""
+        while len(self._writing) > but or (self._writing and self._writing[0].done()):
+            self._writing[0].result()
+            self._writing.popleft()
+
+    def land(self) -> None:
+        """Returns when nothing that has left is still to be written.
+
+        Raises:
+            OSError: Something could not be written.
+        """
+        self._mover.submit(self._land, but=0).result()
 
     def let_go(self, visit: Visit) -> Future[None]:
         return self._mover.submit(self._let_go, visit)

@@ -36,6 +36,7 @@ class Turn:
 
     chunk: Chunk | None
     files: StateFiles | None
+    layer: str = ""  # for errors
     parameters: dict[int, list[nn.Parameter]] = field(default_factory=dict)  # by the number of their group
 
     def all(self) -> Iterator[nn.Parameter]:
@@ -52,7 +53,7 @@ class Turn:
         read = [gradient for gradient, is_written in gradients if not is_written]
         kept = (value for parameter in parameters for value in optimizer.state.get(parameter, {}).values())
         state = [value for value in kept if type(value) is Tensor and value.ndim]
-        return Visit(self.chunk.residence, written, read, self.files.files, state)
+        return Visit(self.layer, self.chunk.residence, written, read, self.files.files, state)
 
 
 class Turns:
@@ -64,22 +65,23 @@ class Turns:
     def __init__(self, rests: dict[str, StateFiles]) -> None:
         self._rests = rests
         self.traffic = Traffic()
+        self._groups = 0  # whose parameters lead loads and saves here
         self._coming: tuple[Turn, Future[None] | None] | None = None  # the turn whose numbers are on their way
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[Turn]:
         """First what rests in no files, then chunk by chunk, in the order of the groups."""
-        chunks: dict[int, tuple[Chunk, StateFiles]] = {}
+        chunks: dict[int, tuple[Chunk, StateFiles, str]] = {}
         for state in layers_of(optimizer):
             if (directory := directory_of(state.policy)) is not None:
                 found = ((id(part.parameter), chunk) for chunk in state.chunks for part in chunk.parts)
                 if directory not in self._rests:  # chunks of a group that was added later
                     self._rests[directory] = StateFiles(directory)
-                chunks |= {key: (chunk, self._rests[directory]) for key, chunk in found}
+                chunks |= {key: (chunk, self._rests[directory], state.label) for key, chunk in found}
         turns: dict[Chunk | None, Turn] = {None: Turn(None, None)}
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
-                chunk, files = chunks.get(id(parameter), (None, None))
-                turn = turns.setdefault(chunk, Turn(chunk, files))
+                chunk, files, layer = chunks.get(id(parameter), (None, None, ""))
+                turn = turns.setdefault(chunk, Turn(chunk, files, layer))
                 turn.parameters.setdefault(number, []).append(parameter)
         return list(turns.values())
 
@@ -102,11 +104,12 @@ class Turns:
                             turn.files.reserve(parameter.numel(), dtype)
 
     def lead_loads(self, optimizer: torch.optim.Optimizer) -> None:
-        """From now on zero3's loads put state into files."""
+        """From now on zero3's loads put state into files, and its saves wait until all that has left is written."""
+        self._groups = len(optimizer.param_groups)
         for turn in self.of(optimizer):
             if (files := turn.files) is not None:
                 for parameter in turn.all():
-                    set_state_memory(parameter, files.place)
+                    set_state_memory(parameter, files.place, self.traffic.land)
 
     def take_in(self, optimizer: torch.optim.Optimizer) -> None:
         """Moves state that is in memory, after a load of torch's, into files."""
@@ -121,6 +124,8 @@ class Turns:
 
     def make_all(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         """Makes one step. `step`: the optimizer's own, of all its parameters."""
+        if len(optimizer.param_groups) > self._groups:  # `add_param_group` was called
+            self.lead_loads(optimizer)
         turns = [turn for turn in self.of(optimizer) if any(parameter.grad is not None for parameter in turn.all())]
         for turn, following in zip(turns, [*turns[1:], None], strict=False):
             self.make(optimizer, turn, following, step)
