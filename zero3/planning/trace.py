@@ -83,6 +83,8 @@ class Trace:
         if not chunks:
             raise ValueError("nothing in this model trains, so there is no step to plan for")
         self.optimizer = optimizer(chunks)
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must make an optimizer from a list of parameters, found {type(self.optimizer).__name__}")
         self.offloads = any(isinstance(chunk, OffloadedChunk) for state in states for chunk in state.chunks)  # whether they rest elsewhere
         if device == "cuda" and not self.offloads:
             self._step_as_on_cuda()
