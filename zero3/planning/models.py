@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..access import is_sharded
+from ..quantized.configured import configured_in
 
 __all__: list[str] = []
 
@@ -76,6 +77,11 @@ def _from_config(directory: Path, dtype: torch.dtype | None) -> nn.Module:
             f"transformers {transformers.__version__} makes no language model from {directory / 'config.json'}. Correct the file, or give "
             f"zero3.plan a model of transformers. It says: {said}"
         ) from error
+    if getattr(config, "quantization_config", None) is not None and configured_in(config) is None:
+        raise ValueError(
+            f"{directory / 'config.json'} asks for a quantization_config that zero3 has no format for: take it out, and a plan is that of "
+            "weights which are not quantised"
+        )
     return model
 
 
