@@ -210,6 +210,7 @@ def test_plan_refuses_models_by_name() -> None:
         ('{"model_type": "llama", "dtype": "float99"}', "float99"),
         ('{"model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4}}', "quantization_config"),
         ('{"model_type": "own", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}', "custom code"),
+        ('{"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "code.Model"}}', "custom code"),
     ],
     ids=lambda text: text[:40],
 )

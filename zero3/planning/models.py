@@ -67,10 +67,11 @@ def _from_config(directory: Path, dtype: torch.dtype | None) -> nn.Module:
         raise RuntimeError("a plan from config.json needs transformers: pip install transformers")
     transformers = import_module("transformers")
     try:
-        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)  # None asks at the terminal whether to run it
+        own = {"trust_remote_code": False}  # None asks at the terminal whether to run the code of a directory
+        config = transformers.AutoConfig.from_pretrained(directory, **own)
         kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
         with torch.device("meta"):
-            model: nn.Module = kind.from_config(config, **({} if dtype is None else {"dtype": dtype}))
+            model: nn.Module = kind.from_config(config, **own, **({} if dtype is None else {"dtype": dtype}))
     except Exception as error:  # a file may say anything, and what it says wrongly raises anything
         said = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
         raise ValueError(
