@@ -116,6 +116,30 @@ def test_one_door_to_torch_distributed() -> None:
     assert ddp == joining | {"torch.Tensor", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook"}
 
 
+def members_of(tree: ast.AST) -> Iterator[str]:
+    """The names of methods and attributes that a file's classes have."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from (item.name for item in node.body if isinstance(item, ast.FunctionDef))
+            yield from (item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name))
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def asked_for(tree: ast.AST) -> Iterator[str]:
+    """The attributes that a file asks for by name, though an object may lack them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr") and isinstance(node.args[1], ast.Constant):
+            yield str(node.args[1].value)
+
+
+def test_core_does_not_tell_our_own_classes_apart_by_their_attributes() -> None:
+    """A class declares what it has. Marks on torch's parameters, and what users' communicators may lack, can't be declared."""
+    ours = {name for tree in TREES.values() for name in members_of(tree) if not name.startswith(("zero3_", "__"))}
+    asked = {(source, name) for source, tree in TREES.items() if source.startswith("core/") for name in asked_for(tree) if name in ours}
+    assert asked == {("core/construction", "all_to_all")}
+
+
 UNPICKLES = re.compile(
     r"^(pickle|_pickle|cPickle|cloudpickle|dill|joblib|shelve|marshal|jsonpickle)(\.|$)|^torch\.(jit\.load|hub|package)\b"
     r"|(^|\.)\w+_object(_list)?$|^torch\.distributed\.(checkpoint|rpc)\b|^(np|numpy)\.load$"

@@ -11,6 +11,7 @@ from .comm.agreement import agree, all_go_on
 from .core.autograd import inside_backward
 from .core.gradient_types import CallersMistake
 from .core.layer_state import LayerState
+from .core.marks import state_of
 from .core.parameters import named, plain_modules
 from .core.pinning import Pin, pin, refuse_to_write, unpin, write_back
 from .core.transforms import transformable
@@ -290,8 +291,7 @@ def _states_in(module: nn.Module) -> list[LayerState]:
     states = [*states_in(module), *(root for root in roots if isinstance(root, LayerState))]
     for inner in plain_modules(module):
         for value in [*vars(inner).values(), *inner._parameters.values()]:
-            owner = getattr(value, "zero3_state", None) if isinstance(value, nn.Parameter) else None
-            if owner is not None and (state := owner()) is not None and state not in states:
+            if isinstance(value, nn.Parameter) and (state := state_of(value)) is not None and state not in states:
                 states.append(state)
     return states
 

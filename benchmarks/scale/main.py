@@ -28,6 +28,7 @@ from benchmarks.common.report import leave, markdown, new_figure, progress, save
 from benchmarks.common.systems import fsdp2
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
 from zero3.comm.streams import Done, Lanes, Pending, lanes_for
+from zero3.core.residence import Host
 
 MODELS = {
     "7.5B": Size(width=4096, depth=35, heads=32, vocabulary=51200, sequence=8, batch=1),
@@ -56,11 +57,11 @@ class Moments(torch.optim.Optimizer):
             parameter.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(1e-8), value=-1e-3)
 
 
-class Absent:
+class Absent(Host):
     """Rank 0's communicator in a group whose other ranks are not there; nothing is moved. (torch's has none for meta tensors.)"""
 
     rank = shard_rank = replica = channel = 0
-    on_paper = True  # layers may compute on the meta device
+    on_paper = True
 
     def __init__(self, world_size: int) -> None:
         self.world_size = self.shards = world_size

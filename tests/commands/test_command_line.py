@@ -112,7 +112,8 @@ def test_what_can_not_be_done_says_why_and_ends_with_1(
         assert main([str(argument) for argument in arguments]) == 1
         return capsys.readouterr().err
 
-    assert "is no checkpoint: there is no manifest.json in it" in fails("inspect", tmp_path)
+    assert "is no checkpoint: there is no manifest.json in it (found nothing)" in fails("inspect", tmp_path)
+    assert "(found no such directory)" in fails("inspect", tmp_path / "nowhere")
     assert f"{tmp_path} is not empty" in fails("export", llama[0], shutil.copytree(llama[0], tmp_path / "broken").parent)
     assert "there is no dtype 'fp32'" in fails("export", llama[0], tmp_path / "out", "--dtype", "fp32")
     assert "max_shard_size must be" in fails("export", llama[0], tmp_path / "out", "--max-shard-size", "big")
@@ -130,12 +131,14 @@ WRONG = {
     ),
     "complex64": (["out", "--dtype", "complex64"], "found torch.complex64"),
     "8 bits": (["out", "--dtype", "float8_e4m3fn"], "found torch.float8_e4m3fn"),
-    "no dtype": (["out", "--dtype", "load"], "there is no dtype 'load'"),
+    "no dtype": (["out", "--dtype", "load"], "there is no dtype 'load': torch's are such as float32"),
     "missing --beside": (["out", "--beside", "nowhere"], "--beside nowhere: there is no such directory"),
     "--beside a file": (["out", "--beside", "file"], "--beside file: there is no such directory"),
     "OUT a file": (["file"], "file is there already and no directory: OUT must be a directory that is not there yet, or is empty"),
     "OUT below a file": (["file/out"], "can't be made: "),
     "OUT a broken link": (["broken"], "broken is there already and no directory"),
+    "a huge size": (["out", "--max-shard-size", "9" * 400], "max_shard_size must be a number of bytes"),
+    "nothing to strip": (["out", "--strip", "module."], "--strip module.: no name begins with it; the first is 'weight'"),
     "a size": (["out", "--max-shard-size", "0"], "max_shard_size must be a number of bytes"),
     "names that become one": (["out", "--strip", "0."], "--strip 0. makes one name, 'weight', of 'weight' and '0.weight'"),
 }

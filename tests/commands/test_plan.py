@@ -60,6 +60,11 @@ def test_plan_that_cannot_tell_ends_with_2(directory: str, tmp_path: Path, capsy
     for option, says in (
         (["--mesh", "2"], "such as 2x4"),
         (["--mesh", "2x4"], "as many"),
+        (["--memory", ""], "memory must be bytes such as 24GiB, 80GB or 25769803776, found ''"),
+        (["--resident", "-1"], "--resident must be bytes"),
+        (["--gpu", "h100", "--link", "0bit"], "--link must be a rate such as 400Gbit"),
+        (["--quantize", "nf4"], "add --lora RANK"),
+        (["--batch", "9" * 20], "batch must be 65536 or less"),
     ):
         assert main(["plan", directory, "--ranks", "2", *option]) == 2
         assert says in capsys.readouterr().err
@@ -107,3 +112,43 @@ def test_plan_draws_a_step(directory: str, tmp_path: Path, capsys: pytest.Captur
     assert main(["plan", directory, *ARGUMENTS, "--picture", str(tmp_path / "step.svg")]) == 2
     drawn = (tmp_path / "step.svg").read_text()
     assert "backward of model.layers.3" in drawn and "activations" in drawn
+
+
+def test_a_picture_that_can_not_be_drawn_is_told_before_anything_is_computed(
+    directory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("zero3.commands.plan._plan", lambda options: pytest.fail("computed"))
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.svg").mkdir()
+    monkeypatch.chdir(tmp_path)  # a name without a suffix got one, and so it stood elsewhere
+    for target, says in (
+        ("nowhere/step.svg", "'nowhere/step.svg' can't be written: No such file or directory"),
+        ("file/step.svg", "Not a directory"),
+        ("folder.svg", "Is a directory"),
+        ("step", "must end in one of .eps"),
+        (".", "must end in one of"),
+        ("step.docx", "found 'step.docx'"),
+    ):
+        assert main(["plan", directory, *ARGUMENTS, "--json", "--picture", target]) == 2
+        told = capsys.readouterr()
+        assert says in told.err and told.err.count("\n") == 1 and not told.out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.svg"]
+
+
+@pytest.mark.parametrize("option", [[], ["--json"]], ids=["table", "json"])
+def test_a_picture_that_fails_after_all_leaves_what_was_computed(
+    directory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: list[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    arguments = ["plan", directory, *ARGUMENTS, "--memory", "8MB", *option]
+    assert main([*arguments, "--picture", str(tmp_path / "step.png")]) == 2
+    told = capsys.readouterr()
+    assert "No space left on device" in told.err and not list(tmp_path.iterdir())
+    assert main(arguments) == 0
+    assert told.out == capsys.readouterr().out

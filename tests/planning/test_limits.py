@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from hypothesis import given, settings
@@ -148,14 +150,24 @@ def sharded() -> nn.Module:
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
+        ({"ranks": 10**9}, ValueError, "ranks must be 65536 or less, found 1000000000"),  # an answer of each is held
+        ({"sequence": 10**15}, ValueError, "sequence must be 8388608 or less"),
         ({"ranks": 0}, ValueError, "ranks must be 1 or more, found 0"),
         ({"ranks": 2.0}, TypeError, "ranks must be an integer"),
         ({"ranks": (2, 4)}, TypeError, "ranks must be an integer"),
         ({"batch": 0}, ValueError, "batch"),
         ({"sequence": True}, TypeError, "sequence"),
         ({"device": "tpu"}, ValueError, "cpu, cuda"),
-        ({"memory": "24 apples"}, ValueError, "24GiB"),
+        ({"memory": "24 apples"}, ValueError, "memory must be bytes such as 24GiB, .*found '24 apples'"),
+        ({"memory": "9" * 400}, ValueError, "memory must be bytes such as 24GiB"),
+        ({"memory": [24]}, TypeError, "memory must be bytes"),
         ({"lora": 0}, ValueError, "lora"),
+        ({"lora": 10**20}, ValueError, "lora must be a rank from 1 to 65536"),
+        ({"lora": {"r": 4}}, TypeError, "lora must be a rank, .* found dict"),
+        ({"checkpointing": "no"}, TypeError, "checkpointing must be True or False, found 'no'"),
+        ({"optimizer": "AdamW"}, TypeError, r"optimizer must be such as torch\.optim\.AdamW, found str"),
+        ({"optimizer": len}, TypeError, "optimizer must make an optimizer from a list of parameters, found int"),
+        ({"master_dtype": "bf16"}, TypeError, r"master_dtype must be a floating torch\.dtype or None, found 'bf16'"),
         ({"policy": {"stage": 2}}, TypeError, "ShardingPolicy"),
         ({"mesh": (2, 4)}, ValueError, "as many ranks as there are, 2, found 2 replicas of 4"),
         ({"mesh": (0, 2)}, ValueError, "0 replicas"),
@@ -179,6 +191,37 @@ def test_plan_refuses_models_by_name() -> None:
         zero3.plan(model_of(Case()).requires_grad_(False), ranks=2)
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         zero3.plan("nowhere", ranks=2)
+    with pytest.raises(TypeError, match=r"expected a model, or a directory .*, found LlamaConfig"):
+        zero3.plan(model_of(Case()).config, ranks=2)
+    with pytest.raises(ValueError, match="has adapters already"):
+        zero3.plan(peft.get_peft_model(model_of(Case()), peft.LoraConfig(r=2)), ranks=2, lora=2)
+    with pytest.raises(TypeError, match="policies must be several"):
+        zero3.plan(model_of(Case()), ranks=2, sequence=8).compare(zero3.ShardingPolicy())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("{ broken", "not a valid JSON file"),
+        ("null", "TypeError"),
+        ('{"model_type": "unheard-of"}', "unheard-of"),
+        ('{"model_type": "vit"}', "Unrecognized configuration class"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "hidden_size"),
+        ('{"model_type": "llama", "dtype": "float99"}', "float99"),
+        ('{"model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4}}', "quantization_config"),
+        ('{"model_type": "own", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}', "custom code"),
+        ('{"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "code.Model"}}', "custom code"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_config_that_makes_no_model_is_one_short_line(config: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And code beside it is not run, nor is anybody asked whether to."""
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "code.py").write_text("raise SystemExit('was run')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked at the terminal"))
+    with pytest.raises(ValueError, match=rf"config\.json.*{says}") as caught:
+        zero3.plan(tmp_path, ranks=2)
+    assert len(f"{caught.value}") < 600 + len(f"{tmp_path}") and "\n" not in f"{caught.value}"
 
 
 def test_a_layer_computes_on_meta_for_plans_alone() -> None:
@@ -190,16 +233,16 @@ def test_a_layer_computes_on_meta_for_plans_alone() -> None:
     ("text", "nbytes"), [("24GiB", 24 * 2**30), ("80GB", 80 * 10**9), ("1.5 MiB", 3 * 2**19), (512, 512), ("512", 512), ("7kB", 7000)]
 )
 def test_bytes_are_read_as_people_write_them(text: str | int, nbytes: int) -> None:
-    assert parse_bytes(text) == nbytes
+    assert parse_bytes(text, "memory") == nbytes
 
 
 @pytest.mark.parametrize(("text", "rate"), [("400Gbit", 50e9), ("400Gbit/s", 50e9), ("50GB", 50e9), ("1.6Tbit", 200e9), ("100Mbps", 0)])
 def test_rates_are_read_as_people_write_them(text: str, rate: float) -> None:
     if rate:
-        assert parse_rate(text) == rate
+        assert parse_rate(text, "link") == rate
     else:
-        with pytest.raises(ValueError, match="400Gbit"):
-            parse_rate(text)
+        with pytest.raises(ValueError, match="link must be a rate such as 400Gbit"):
+            parse_rate(text, "link")
 
 
 def test_bytes_are_shown_as_people_read_them() -> None:

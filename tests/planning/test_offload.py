@@ -69,6 +69,13 @@ def test_plan_and_report_agree_on_what_is_offloaded() -> None:
     assert "rests in files in /nowhere/at/all" in f"{plan}" and plan.as_dict()["offloaded_bytes"] == plan.offloaded_bytes
 
 
+def test_later_chunks_of_a_plan_are_on_paper_too() -> None:
+    policy = zero3.ShardingPolicy(offload="/nowhere/at/all")
+    model = nn.Sequential(zero3.Zero3Layer(nn.Linear(4, 6), device="meta", policy=policy, process_group=AbsentRanks(2, pieces=True)))
+    assert len(zero3.param_groups(model, lambda name, info: {"whole": info.ndim == 2})) == 2
+    assert zero3.report(model).rests == ("files",)
+
+
 def test_the_hosts_memory_is_other_memory_for_a_gpu_alone() -> None:
     policy = zero3.ShardingPolicy(offload="cpu")
     on_cpu, plain = (

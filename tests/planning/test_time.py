@@ -123,6 +123,9 @@ def test_plan_tells_seconds_and_compares_policies() -> None:
     assert [found.policy for found in ranked] == policies[::-1]
     assert [found.seconds for found in ranked] == sorted(found.seconds or 0 for found in ranked)
     assert plan.seconds in [found.seconds for found in ranked]
+    assert "an estimate to compare settings by" in f"{plan}" and "replicas" not in f"{plan}"
+    mesh = zero3.plan(model_of(Case()), ranks=4, mesh=(2, 2), batch=2, sequence=64, cluster=slow)
+    assert "an estimate to compare settings by; with replicas mostly too long" in f"{mesh}"
     by_bytes = zero3.plan(model_of(Case()), ranks=4, batch=2, sequence=64).compare(policies)
     assert [found.policy for found in by_bytes] == policies and {found.seconds for found in by_bytes} == {None}
     assert by_bytes[1].peak_bytes == plan.peak_bytes and "tokens a second" in f"{plan}"

@@ -87,7 +87,7 @@ def read(path: str | os.PathLike[str]) -> Manifest:
     """
     directory = Path(path)
     if not (directory / NAME).is_file():
-        found = ", ".join(file_operations.names_in(directory)[:8]) or "nothing"
+        found = ", ".join(file_operations.names_in(directory)[:8]) or ("nothing" if directory.is_dir() else "no such directory")
         raise ValueError(f"{directory} is no checkpoint: there is no {NAME} in it (found {found})")
     _refuse_links(directory / NAME)
     content = parse(directory / NAME)

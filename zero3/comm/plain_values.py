@@ -95,7 +95,7 @@ def dtype_named(name: str) -> torch.dtype:
     """
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"there is no dtype {name!r}")
+        raise ValueError(f"there is no dtype {name!r}: torch's are such as float32 and bfloat16")
     return found
 
 

@@ -98,6 +98,8 @@ def _planned(found: manifest.Manifest, options: argparse.Namespace) -> dict[str,
         output = Output(name.removeprefix(options.strip), to, tuple(described["shape"]), Whole(name, described["shape"]))
         if (other := outputs.setdefault(output.name, output)) is not output:
             raise ValueError(f"--strip {options.strip} makes one name, {output.name!r}, of {other.index_map.sources[0]!r} and {name!r}")
+    if options.strip and not any(name.startswith(options.strip) for name in map(own_name, found.content["tensors"])):
+        raise ValueError(f"--strip {options.strip}: no name begins with it; the first is {next(iter(outputs), 'none')!r}")
     return shards_of(outputs.values(), bytes_in(options.max_shard_size))
 
 

@@ -11,6 +11,7 @@ import argparse
 import json
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from ..planning.cluster import cluster_of
+from ..planning.picture import check_target
 from ..planning.plan import plan
 from ..planning.result import Plan
 from ..planning.units import parse_bytes, parse_rate
@@ -70,26 +72,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     try:
+        if options.picture is not None:
+            check_target(options.picture)
         found = _plan(options)
+        print(json.dumps(found.as_dict(), indent=2) if options.json else found)
+        if found.advice and not options.json:
+            print(f"\n{_command(options, found)}")
+        sys.stdout.flush()
         if options.picture is not None:
             found.draw(options.picture)
     except Exception as error:  # whatever a model's code raises: 1 would say that it does not fit
         kind = "" if isinstance(error, OSError | ValueError | NotImplementedError) else f"{type(error).__name__}: "
-        print(f"zero3: {kind}{error}", file=sys.stderr)
+        print(f"zero3: {kind}{textwrap.shorten(str(error), 1000, placeholder=' ...')}", file=sys.stderr)
         return 2
-    if options.json:
-        print(json.dumps(found.as_dict(), indent=2))
-    else:
-        print(found)
-        if found.advice:
-            print(f"\n{_command(options, found)}")
     return 2 if found.fits is None else int(not found.fits)
 
 
 def _plan(options: argparse.Namespace) -> Plan:
     if (options.gpu is None) is not (options.link is None):
         raise ValueError("--gpu and --link go together: the time of a step needs both")
-    cluster = None if options.gpu is None else cluster_of(options.gpu, parse_rate(options.link))
+    if options.quantize is not None and options.lora is None:
+        raise ValueError(f"--quantize {options.quantize} is for frozen weights, and here all train: add --lora RANK, or leave it out")
+    cluster = None if options.gpu is None else cluster_of(options.gpu, parse_rate(options.link, "--link"))
     return plan(
         options.model,
         cluster=cluster,
@@ -125,7 +129,7 @@ def _policy(options: argparse.Namespace) -> ShardingPolicy:
         reshard_after_forward=not options.keep,
         prefetch_depth=options.prefetch_depth,
         offload=options.offload,
-        resident_bytes=0 if options.resident == "0" else parse_bytes(options.resident),
+        resident_bytes=parse_bytes(options.resident, "--resident", least=0),
     )
 
 

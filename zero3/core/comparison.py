@@ -12,6 +12,7 @@ from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from .coordination import Action
 from .layer_state import LayerState
+from .module_overrides import Override
 
 __all__: list[str] = []
 
@@ -70,6 +71,6 @@ def choose_residents(state: LayerState, room: int) -> int:
 def states_within(module: nn.Module, layers: Sequence[LayerState]) -> list[LayerState]:
     """Returns the layers that a call of `module` may call: those in it, and the root's own layer if its `forward` enters that."""
     found = [state for inner in module.modules() if isinstance(state := vars(inner).get("_state"), LayerState)]
-    root = getattr(vars(module).get("forward"), "root", None)
-    state = root() if root is not None else None
+    forward = vars(module).get("forward")
+    state = forward.root() if isinstance(forward, Override) else None
     return [*found, *([] if state is None else [state])] or list(layers)

@@ -15,7 +15,6 @@ from ..comm.communicator import Communicator
 from ..comm.factory import IDENTITY_BYTES, WrongMesh, any_device_of, communicator_for
 from ..policy import ShardingPolicy
 from ..quantized.formats import Format
-from ..scratch.nameless_file import room_on_disk
 from .ignored import without_ignored
 from .layer_state import LayerState
 from .marks import mark_sharded
@@ -23,7 +22,7 @@ from .new_chunks import chunk_groups, new_chunk, offloaded
 from .parameters import CONTAINERS, ParameterSites, check_parameters, dotted, find_parameters, is_callable, own_modules
 from .policy_facts import directory_of, gradient_itemsize, rests_in
 from .quantizing import formats_of, nothing_selected
-from .residence import check_residence
+from .residence import host_of
 from .wrappers import wrapper_in
 
 __all__: list[str] = []
@@ -78,12 +77,12 @@ class _Examined:
     def take_room(self, held: ExitStack) -> None:
         """Takes as much room on a disk as the layer will need, until `held` is closed."""
         policy, shards = self.request.policy, self.communicator.shards
-        if (directory := directory_of(policy)) is not None and self.device.type != "meta":  # a plan takes no room
+        if (directory := directory_of(policy)) is not None:
             nbytes = 0
             for parameter, kind in ((b.parameter, self.formats.get(b.name)) for b in self.parameters):
                 nbytes += parameter.nbytes if kind is None else kind.nbytes(parameter.shape)
                 nbytes += parameter.numel() * gradient_itemsize(policy, parameter.dtype) * parameter.requires_grad
-            held.enter_context(room_on_disk(directory, nbytes // shards))
+            held.enter_context(host_of(self.communicator).room_on_disk(directory, nbytes // shards))
 
     def agree(self) -> bytes:
         """Compares the ranks. Returns rank 0's note: the layer's number among ranks, and whether rank 0 has any tensor on meta."""
@@ -169,7 +168,7 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
             found = find_parameters(request.module, is_layer, request.elsewhere, request.borrowed)
             parameters = without_ignored(found, request.policy, request.prefix)
             check_parameters(parameters, request.dtype, request.label or type(request.module).__name__)
-            check_residence(request.policy, device)
+            host_of(communicator).check_residence(request.policy, device)
             formats = formats_of(parameters, request.policy, request.prefix, request.module if request.model is None else request.model)
             alone = request.label is None and not any(is_layer(inner) for inner in request.module.modules())
             if request.policy.quantize is not None and not formats and alone:  # `shard` looks at all layers together
@@ -205,7 +204,7 @@ def device_of(request: Request, is_layer: Callable[[nn.Module], bool]) -> torch.
 
 
 def _not_meta(device: torch.device, request: Request) -> torch.device:
-    if device.type == "meta" and not getattr(request.process_group, "on_paper", False):  # a plan is made there: see `planning`
+    if device.type == "meta" and not host_of(request.process_group).on_paper:
         raise ValueError(
             "a layer can't compute on the meta device: its module may be built there, but wrap it outside of "
             '`with torch.device("meta")`, or pass the device= on which it computes'

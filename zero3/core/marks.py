@@ -31,6 +31,12 @@ class Owner(StaysBehind, weakref.ref[Any]):
     __slots__ = ()
 
 
+def state_of(parameter: object) -> Any:
+    """The state of the layer that a chunk, a part of one, or a parameter belongs to. None: it belongs to none that is there."""
+    owner = getattr(parameter, "zero3_state", None)
+    return owner() if isinstance(owner, Owner) else None
+
+
 def _refuse_distributed_checkpoint(*_: object) -> NoReturn:
     """Replaces methods by which torch.distributed.checkpoint asks a tensor which part of a whole it is."""
     raise RuntimeError(

@@ -32,6 +32,8 @@ class Override:
     `default` is the plain method of classes that have none.
     """
 
+    root: Callable[[], Any] = staticmethod(lambda: None)  # the state of the root's own layer, if the method enters that
+
     def __init__(self, module: nn.Module, name: str, around: Callable[..., Any], *, default: Callable[..., Any] | None = None) -> None:
         self._own: Callable[..., Any] | None = vars(module).get(name)
         self._plain: Callable[..., Any] = getattr(type(module), name, default) if default else getattr(type(module), name)

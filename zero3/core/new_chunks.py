@@ -16,7 +16,7 @@ from .layout import ChunkLayout
 from .offloaded_chunk import chunk_of, quantized_chunk_of
 from .parameters import ParameterSites
 from .quantized_chunk import QuantizedSites
-from .residence import Residence, memory_for, residence_for
+from .residence import Residence, host_of, memory_for
 from .scattering import scatter_parameters
 
 __all__: list[str] = []
@@ -47,10 +47,9 @@ def offloaded(
     if policy.offload is None:
         return [None for _ in groups]
     found: list[tuple[Residence, Tensor] | None] = []
-    choose = getattr(communicator, "residence_for", residence_for)  # a plan has its own: see `planning`
     with agreeing(communicator, device, "the memory for what is offloaded"):
         for group in groups:
-            residence = choose(policy, device)
+            residence = host_of(communicator).residence_for(policy, device)
             if residence is None:
                 found.append(None)
                 continue

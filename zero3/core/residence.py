@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Protocol
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..comm.streams import has_streams
 from ..policy import ShardingPolicy
 from ..scratch.mapped_files import MappedFiles
-from ..scratch.nameless_file import GrowingFile, nameless_file
+from ..scratch.nameless_file import GrowingFile, nameless_file, room_on_disk
 from ..scratch.regions import PinnedRegions
 from .policy_facts import directory_of, gradient_dtype, landed_dtype
 
@@ -160,11 +160,36 @@ class InFiles:
         return kept
 
 
-def residence_for(policy: ShardingPolicy, device: torch.device) -> Residence | None:
-    """The residence of a new chunk. None: it stays on `device`, where its layer computes."""
-    if (directory := directory_of(policy)) is not None:
-        return InFiles(directory, far=has_streams(device))
-    return InPinnedMemory() if policy.offload is not None and has_streams(device) else None
+class Host:
+    """What layers use of a machine, beside tensors on their device. A communicator whose ranks are on no machine is a host itself."""
+
+    on_paper = False  # whether layers may compute on the meta device
+
+    def residence_for(self, policy: ShardingPolicy, device: torch.device) -> Residence | None:
+        """The residence of a new chunk. None: it stays on `device`, where its layer computes."""
+        if (directory := directory_of(policy)) is not None:
+            return InFiles(directory, far=has_streams(device))
+        return InPinnedMemory() if policy.offload is not None and has_streams(device) else None
+
+    def check_residence(self, policy: ShardingPolicy, device: torch.device) -> None:
+        """
+        Raises:
+            ValueError: Chunks of a layer on `device` can't rest where the policy says.
+        """
+        if (directory := directory_of(policy)) is None:
+            return
+        if device.type != "cpu" and not has_streams(device):
+            raise ValueError(f"offload={directory!r}: files are for layers on the CPU, or on CUDA and its like, found a layer on {device}")
+        nameless_file(directory).close()
+
+    def room_on_disk(self, directory: str, nbytes: int) -> AbstractContextManager[object]:
+        """So many bytes of a disk, until it is closed."""
+        return room_on_disk(directory, nbytes)
+
+
+def host_of(group: object) -> Host:
+    """The host of the layers of a process group, or of a communicator."""
+    return group if isinstance(group, Host) else Host()
 
 
 def memory_for(residence: Residence | None, numel: int, stored: torch.dtype, device: torch.device, trains: ShardingPolicy | None) -> Tensor:
@@ -176,15 +201,3 @@ def memory_for(residence: Residence | None, numel: int, stored: torch.dtype, dev
         lands, reduced = landed_dtype(trains, stored), gradient_dtype(trains, stored)
         residence.reserve(numel, [lands, reduced] if reduced.itemsize > lands.itemsize else [lands])  # the wider sum stays beside it
     return values
-
-
-def check_residence(policy: ShardingPolicy, device: torch.device) -> None:
-    """
-    Raises:
-        ValueError: Chunks of a layer on `device` can't rest where the policy says.
-    """
-    if (directory := directory_of(policy)) is None or device.type == "meta":  # a plan's directory may be on another machine
-        return
-    if device.type != "cpu" and not has_streams(device):
-        raise ValueError(f"offload={directory!r}: files are for layers on the CPU, or on CUDA and its like, found a layer on {device}")
-    nameless_file(directory).close()

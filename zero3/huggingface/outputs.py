@@ -127,7 +127,7 @@ def bytes_in(size: int | str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(size).strip())
     unit = dict(_UNITS).get(match[2].upper() or "B") if match is not None else None
-    if match is None or unit is None or float(match[1]) * unit < 1:
+    if match is None or unit is None or not 1 <= float(match[1]) * unit < 2**60:
         raise ValueError(f"max_shard_size must be a number of bytes, or a size such as '5GB', found {size!r}")
     return int(float(match[1]) * unit)
 

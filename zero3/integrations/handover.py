@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..access import get_trainable_chunk
-from ..core.layer_state import LayerState
+from ..core.marks import state_of
 from ..optim.check_optimizer import check_optimizer
 from ..optim.param_groups import param_groups
 from ..optim.pieces import parts_of
@@ -55,9 +55,7 @@ class Handover:
 
 def is_chunk(parameter: torch.Tensor) -> bool:
     """Whether it is a chunk of a sharded model, or a part of one: what an optimizer is to hold."""
-    owner = getattr(parameter, "zero3_state", None)
-    state = owner() if owner is not None else None
-    if not isinstance(state, LayerState):
+    if (state := state_of(parameter)) is None:
         return False
     return not parameter.numel() or any(part is parameter for part in parts_of([state]))
 

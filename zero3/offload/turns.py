@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..core.chunk import Chunk
 from ..core.gradient_types import DeferredGradient
 from ..core.layer_state import LayerState
+from ..core.marks import state_of
 from ..core.offloaded_chunk import OffloadedChunk
 from ..core.policy_facts import directory_of
 from ..core.untouched import to_bring, touch
@@ -26,8 +27,7 @@ __all__: list[str] = []
 def layers_of(optimizer: torch.optim.Optimizer) -> list[LayerState]:
     """The layers that the optimizer's parameters belong to."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    owners = (getattr(parameter, "zero3_state", None) for parameter in parameters)
-    return list(dict.fromkeys(state for owner in owners if owner is not None and (state := owner()) is not None))
+    return list(dict.fromkeys(state for parameter in parameters if (state := state_of(parameter)) is not None))
 
 
 @dataclass(eq=False)

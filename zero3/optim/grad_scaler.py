@@ -11,6 +11,7 @@ from ..comm.errors import NamingFailures, Subject
 from ..core.autograd import as_plain_tensors
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
+from ..core.marks import state_of
 from ..core.untouched import touch
 
 __all__: list[str] = []
@@ -94,8 +95,6 @@ def _one_layer_of_each_group(optimizer: torch.optim.Optimizer) -> list[LayerStat
     found: list[LayerState] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            owner = getattr(parameter, "zero3_state", None)
-            state = owner() if owner is not None else None
-            if state is not None and not any(known.communicator.same_ranks(state.communicator) for known in found):
+            if (state := state_of(parameter)) is not None and not any(known.communicator.same_ranks(state.communicator) for known in found):
                 found.append(state)
     return found

@@ -15,7 +15,7 @@ from ..core.layer_state import LayerState
 from ..core.layout import ChunkLayout, Slot, deal
 from ..core.offloaded_chunk import chunk_of
 from ..core.pinning import replace_chunks
-from ..core.residence import memory_for, residence_for
+from ..core.residence import host_of, memory_for
 from .pieces import retire
 
 __all__: list[str] = []
@@ -106,7 +106,8 @@ def _empty_chunks(family: Family, layouts: list[ChunkLayout]) -> list[Chunk]:
     with torch.inference_mode(False):
         for layout in layouts:
             trains = family.frozen is None or layout.slots[0].name not in family.frozen
-            numel, place = layout.chunk_numel(state.communicator.shard_rank), residence_for(state.policy, state.device)
+            place = host_of(state.communicator).residence_for(state.policy, state.device)
+            numel = layout.chunk_numel(state.communicator.shard_rank)
             values = memory_for(place, numel, old.shard.dtype, state.device, state.policy if trains else None)
             shard = nn.Parameter(values.zero_(), requires_grad=trains)
             made.append(chunk_of(place, state.device, layout, shard, state.communicator, state.policy))

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..comm.communicator import Bounds, Communicator, Told
 from ..comm.streams import Done, Lanes, Mark, Pending
 from ..core.policy_facts import rests_in
+from ..core.residence import Host
 from ..policy import ShardingPolicy
 from .resting import OnPaper
 
@@ -40,14 +41,14 @@ class Awaited:
 Event = Issued | Awaited
 
 
-class AbsentRanks:
+class AbsentRanks(Host):
     """Rank `rank` of `world_size`. The others are thought to do as it does, and at once. `replicas`: so many ranks hold the same chunk.
 
     `pieces`: gradients travel from where autograd made them, and what is sent is written into memory of the host, as on gloo between
     processes of one host. Otherwise they travel in a flat buffer, and land as soon as they are on their lane, as with NCCL.
     """
 
-    on_paper = True  # the layers may compute on the meta device
+    on_paper = True
     channel = 0
 
     def __init__(self, world_size: int, *, pieces: bool, rank: int = 0, replicas: int = 1) -> None:
@@ -110,10 +111,16 @@ class AbsentRanks:
         return self._count
 
     def residence_for(self, policy: ShardingPolicy, device: torch.device) -> OnPaper | None:
-        """As that of `core.residence`, for the planned device."""
+        """As on the planned device."""
         where, on_gpu = rests_in(policy), self._lands_at_once
         away = where == "disk" or (where == "cpu" and on_gpu)
         return OnPaper(self.resting, in_files=where == "disk", far=on_gpu) if away else None
+
+    def check_residence(self, policy: ShardingPolicy, device: torch.device) -> None:
+        return None  # the directory may be on another machine
+
+    def room_on_disk(self, directory: str, nbytes: int) -> AbstractContextManager[object]:
+        return nullcontext()
 
     @property
     def lands_at_once(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import textwrap
 from importlib import import_module
 from importlib.util import find_spec
 from os import PathLike, fspath
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..access import is_sharded
+from ..quantized.configured import configured_in
 
 __all__: list[str] = []
 
@@ -24,9 +26,14 @@ def on_paper(source: Source, master_dtype: torch.dtype | None = None) -> nn.Modu
 
     Raises:
         FileNotFoundError: The directory has no config.json.
-        ValueError: The model is sharded already, or there is no class for it.
+        ValueError: The model is sharded already, or transformers makes none from the config.json.
+        TypeError: The source is neither a model nor a path, or `master_dtype` no dtype.
         RuntimeError: transformers is not installed.
     """
+    if not isinstance(source, nn.Module | str | PathLike):
+        raise TypeError(f"expected a model, or a directory with its config.json, found {type(source).__name__}")
+    if not isinstance(master_dtype, torch.dtype | None) or (master_dtype and not master_dtype.is_floating_point):
+        raise TypeError(f"master_dtype must be a floating torch.dtype or None, found {master_dtype!r}")
     if isinstance(source, nn.Module):
         if is_sharded(source):
             raise ValueError("this model is sharded already: plan for the model before zero3.shard, or for its directory")
@@ -53,14 +60,29 @@ def _without_values(model: nn.Module) -> nn.Module:
 
 def _from_config(directory: Path, dtype: torch.dtype | None) -> nn.Module:
     if not (directory / "config.json").is_file():
-        raise FileNotFoundError(f"{directory} has no config.json: expected a directory of a Hugging Face model, with or without weights")
+        raise FileNotFoundError(
+            f"{directory} has no config.json: expected a directory of a Hugging Face model, with or without weights. Plans download nothing"
+        )
     if find_spec("transformers") is None:
         raise RuntimeError("a plan from config.json needs transformers: pip install transformers")
     transformers = import_module("transformers")
-    config = transformers.AutoConfig.from_pretrained(directory)
-    kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
-    with torch.device("meta"):
-        model: nn.Module = kind.from_config(config, **({} if dtype is None else {"dtype": dtype}))
+    try:
+        own = {"trust_remote_code": False}  # None asks at the terminal whether to run the code of a directory
+        config = transformers.AutoConfig.from_pretrained(directory, **own)
+        kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+        with torch.device("meta"):
+            model: nn.Module = kind.from_config(config, **own, **({} if dtype is None else {"dtype": dtype}))
+    except Exception as error:  # a file may say anything, and what it says wrongly raises anything
+        said = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
+        raise ValueError(
+            f"transformers {transformers.__version__} makes no language model from {directory / 'config.json'}. Correct the file, or give "
+            f"zero3.plan a model of transformers. It says: {said}"
+        ) from error
+    if getattr(config, "quantization_config", None) is not None and configured_in(config) is None:
+        raise ValueError(
+            f"{directory / 'config.json'} asks for a quantization_config that zero3 has no format for: take it out, and a plan is that of "
+            "weights which are not quantised"
+        )
     return model
 
 
@@ -83,6 +105,10 @@ def _with_adapters(model: nn.Module, lora: Any) -> nn.Module:
     if find_spec("peft") is None:
         raise RuntimeError("a plan with adapters needs peft: pip install peft")
     peft = import_module("peft")
+    if not isinstance(lora, int | peft.PeftConfig):
+        raise TypeError(f"lora must be a rank, a configuration of peft's or None, found {type(lora).__name__}")
+    if isinstance(model, peft.PeftModel):
+        raise ValueError("this model has adapters already: plan for it without lora=")
     if isinstance(lora, int):
         known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
         lora = peft.LoraConfig(r=lora, target_modules=None if vars(model)["config"].model_type in known else "all-linear")

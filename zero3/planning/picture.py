@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from os import PathLike
+from pathlib import Path
 
 from .ledger import CAUSES, Moment
 
@@ -15,10 +17,31 @@ _COLORS = ("tab:gray", "tab:green", "tab:purple", "tab:brown", "tab:blue", "tab:
 _LABELS = 40  # at most, along the picture
 
 
-def draw(moments: Sequence[Moment], memory: int | None, path: str | PathLike[str]) -> None:
-    """Draws a bar for each moment, as high as what was alive when it held most."""
+def check_target(path: str | PathLike[str]) -> None:
+    """Leaves nothing behind, and an existing file as it is.
+
+    Raises:
+        RuntimeError: matplotlib is not installed.
+        ValueError: matplotlib knows no format with the suffix.
+        OSError: The file can't be written.
+    """
     if find_spec("matplotlib") is None:
         raise RuntimeError("a picture of a plan needs matplotlib: pip install matplotlib")
+    file, known = Path(path), import_module("matplotlib.figure").Figure().canvas.get_supported_filetypes()
+    if file.suffix[1:].lower() not in known:
+        raise ValueError(f"a picture's file must end in one of {', '.join(f'.{suffix}' for suffix in known)}, found {str(path)!r}")
+    try:
+        with file.open("ab") if file.exists() else tempfile.TemporaryFile(dir=file.parent):
+            pass
+    except OSError as error:
+        raise type(error)(
+            f"the picture {str(path)!r} can't be written: {error.strerror}. Name a file in a directory that is there"
+        ) from None
+
+
+def draw(moments: Sequence[Moment], memory: int | None, path: str | PathLike[str]) -> None:
+    """Draws a bar for each moment, as high as what was alive when it held most."""
+    check_target(path)
     figure = import_module("matplotlib.figure").Figure(figsize=(12, 4.5), layout="constrained")
     axes = figure.subplots()
     places = range(len(moments))

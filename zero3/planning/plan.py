@@ -68,7 +68,8 @@ def plan(
 
     Raises:
         FileNotFoundError: The directory has no config.json.
-        ValueError: An argument is out of range, nothing trains, or the model is sharded or no model of transformers.
+        ValueError: An argument is out of range, nothing trains, or the model is sharded or no model of transformers; or transformers
+            makes none from that config.json.
         TypeError: An argument has the wrong type.
         NotImplementedError: The policy has an option that plans do not know.
         RuntimeError: transformers, or peft for `lora`, is not installed; or the model's forward asks for values.
@@ -81,7 +82,7 @@ def plan(
     """
     if not isinstance(cluster, Cluster | None):
         raise TypeError(f"cluster must be a zero3.Cluster or None, found {type(cluster).__name__}")
-    room = None if memory is None else parse_bytes(memory)
+    room = None if memory is None else parse_bytes(memory, "memory")
     setup = Setup(
         source=on_paper(model_or_directory, master_dtype), ranks=ranks, batch=batch, sequence=sequence, policy=policy,
         checkpointing=checkpointing, optimizer=optimizer, accumulation=accumulation, lora=lora, device=device,

@@ -21,6 +21,7 @@ class OnPaper:
     def __init__(self, resting: Callable[[], AbstractContextManager[object]], *, in_files: bool, far: bool) -> None:
         self._resting, self._in_files, self.far, self.at_once = resting, in_files, far, in_files
         self.name = "files" if in_files else "host memory"
+        self.used_at_once, self.is_short = lambda: False, False
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         with self._resting():
@@ -44,7 +45,10 @@ class OnPaper:
     def rest(self, values: Tensor) -> None:
         return None
 
-    read_ahead = rest
+    read_ahead = write = rest
+
+    def is_away(self, tensor: Tensor) -> bool:
+        return False
 
     def rest_gradients(self) -> None:
         return None

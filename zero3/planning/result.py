@@ -60,7 +60,8 @@ class Plan:
         policy: The policy to train with. It is the given one. Where `memory` has room for it, nothing is offloaded, frozen parameters
             stay from step to step (`resident_bytes`, as much as fits), and trainable ones from forward to backward
             (`reshard_after_forward=False`). Where the given one does not fit, it is that of `advice`.
-        seconds: The time of a step. None without a cluster, and if chunks rest elsewhere.
+        seconds: The time of a step, an estimate by which settings are compared: no plan was held against a GPU yet, and on a mesh with
+            replicas most are too long (docs/plan.md has the figures). None without a cluster, and if chunks rest elsewhere.
         attention: The kernels of attention, and the number of their calls in a micro-batch, recomputation included.
         parameters: The number of the model's elements.
         trainable: The number of those that train.
@@ -117,6 +118,8 @@ class Plan:
             for found in plan.compare([zero3.ShardingPolicy(prefetch_depth=depth) for depth in (0, 1, 2)]):
                 print(found.policy, found.seconds, found.peak_bytes)
         """
+        if isinstance(policies, ShardingPolicy):
+            raise TypeError("policies must be several, such as a list, found one ShardingPolicy")
         found = []
         for policy in policies:
             setup = self.setup.but(policy=policy)
@@ -165,6 +168,8 @@ class Plan:
 
         Raises:
             RuntimeError: matplotlib is not installed.
+            ValueError: matplotlib knows no format with this suffix.
+            OSError: The file can't be written.
         """
         draw(self.moments, self.memory, path)
 
@@ -201,7 +206,8 @@ def _table(plan: Plan, setup: Setup) -> str:
         lines.append(_row("faster", repr(plan.policy), "fits too, and moves less"))
     if plan.seconds is not None:
         tokens = setup.batch * setup.sequence * setup.accumulation / plan.seconds
-        lines.append(_row("a step", f"{plan.seconds:.3f} s", f"{tokens:,.0f} tokens a second and rank"))
+        sure = "an estimate to compare settings by" + ("; with replicas mostly too long" if setup.replicas > 1 else "")
+        lines.append(_row("a step", f"{plan.seconds:.3f} s", f"{tokens:,.0f} tokens a second and rank: {sure}"))
     elif plan.cluster is not None:
         lines.append(_row("a step", "not known", "plans do not know how fast what is offloaded comes and goes"))
     return "\n".join(lines)

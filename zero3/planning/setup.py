@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,8 @@ from .trace import OptimizerClass, Trace
 __all__: list[str] = []
 
 DEVICES = ("cpu", "cuda")
+# The largest numbers, so that a plan comes to an end.
+MOST = MappingProxyType({"ranks": 1 << 16, "batch": 1 << 16, "sequence": 1 << 23, "accumulation": 1 << 16})
 
 # The fields of a policy that a trace follows. Another one that is set is refused by name.
 FOLLOWED = frozenset(
@@ -50,12 +53,16 @@ class Setup:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "batch", "sequence", "accumulation"):
+        for name, most in MOST.items():
             number = getattr(self, name)
             if not isinstance(number, int) or isinstance(number, bool):
                 raise TypeError(f"{name} must be an integer, found {number!r}")
-            if number < 1:
-                raise ValueError(f"{name} must be 1 or more, found {number}")
+            if not 1 <= number <= most:
+                raise ValueError(f"{name} must be {'1 or more' if number < 1 else f'{most} or less'}, found {number}")
+        if not isinstance(self.checkpointing, bool):
+            raise TypeError(f"checkpointing must be True or False, found {self.checkpointing!r}")
+        if not callable(self.optimizer):
+            raise TypeError(f"optimizer must be such as torch.optim.AdamW, found {type(self.optimizer).__name__}")
         if not isinstance(self.rank, int) or isinstance(self.rank, bool):
             raise TypeError(f"rank must be an integer, found {self.rank!r}")
         if not 0 <= self.rank < self.ranks:
@@ -68,8 +75,8 @@ class Setup:
             raise NotImplementedError(f"plans do not know {', '.join(f'ShardingPolicy({name}=...)' for name in unknown)} yet")
         if self.device not in DEVICES:
             raise ValueError(f"device must be one of {', '.join(DEVICES)}, found {self.device!r}")
-        if isinstance(self.lora, bool | float | str) or (isinstance(self.lora, int) and self.lora < 1):
-            raise ValueError(f"lora must be a rank of 1 or more, a configuration of peft's or None, found {self.lora!r}")
+        if isinstance(self.lora, bool | float | str) or (isinstance(self.lora, int) and not 1 <= self.lora <= 1 << 16):
+            raise ValueError(f"lora must be a rank from 1 to {1 << 16}, a configuration of peft's or None, found {self.lora!r}")
 
     @property
     def replicas(self) -> int:

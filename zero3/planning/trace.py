@@ -79,10 +79,7 @@ class Trace:
         # The bytes of the full buffers of frozen parameters, in the order in which they may stay.
         self.frozen_buffers = [_full_nbytes(chunk) for state in ordered for chunk in state.chunks if not chunk.shard.requires_grad]
         self.trains_in_layers = any(chunk.shard.requires_grad for state in states if state is not root for chunk in state.chunks)
-        chunks = get_trainable_chunk(self.model)
-        if not chunks:
-            raise ValueError("nothing in this model trains, so there is no step to plan for")
-        self.optimizer = optimizer(chunks)
+        self.optimizer = _made(optimizer, get_trainable_chunk(self.model))
         self.offloads = any(isinstance(chunk, OffloadedChunk) for state in states for chunk in state.chunks)  # whether they rest elsewhere
         if device == "cuda" and not self.offloads:
             self._step_as_on_cuda()
@@ -224,6 +221,15 @@ class Trace:
         for _, sending in prepared:
             self.ledger.note(sending.landed, "gradients")
         return prepared
+
+
+def _made(optimizer: OptimizerClass, chunks: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if not chunks:
+        raise ValueError("nothing in this model trains, so there is no step to plan for")
+    made = optimizer(chunks)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must make an optimizer from a list of parameters, found {type(made).__name__}")
+    return made
 
 
 def _quantized_in(states: Iterable[LayerState]) -> Iterator[QuantizedWeight]:

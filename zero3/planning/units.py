@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 __all__: list[str] = []
 
 _PREFIXES = ("", "k", "M", "G", "T", "P")
+_MOST = 2**60
 
 
-def parse_bytes(text: str | int) -> int:
-    """`"24GiB"`, `"80 GB"` or a number of bytes.
+def parse_bytes(text: str | float, name: str, *, least: int = 1) -> int:
+    """`"24GiB"`, `"80 GB"` or a number of bytes. `name`: what has this value, for errors.
 
     Raises:
-        ValueError: It is none of these, or not positive.
+        TypeError: It is neither text nor a number.
+        ValueError: It is none of these, less than `least`, or more than there is anywhere.
     """
+    if not isinstance(text, str | int | float) or isinstance(text, bool):
+        raise TypeError(f"{name} must be bytes such as '24GiB' or 25769803776, found {text!r}")
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGTP]?)(i?)B?\s*", str(text))
-    if found is None or isinstance(text, bool) or (found[3] and not found[2]) or not float(found[1]):
-        raise ValueError(f"expected bytes such as 24GiB, 80GB or 25769803776, found {text!r}")
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** _PREFIXES.index(found[2]))
+    scale = (1024 if found[3] else 1000) ** _PREFIXES.index(found[2]) if found else 0
+    if found is None or (found[3] and not found[2]) or not least <= float(found[1]) * scale < _MOST:
+        raise ValueError(f"{name} must be bytes such as 24GiB, 80GB or 25769803776, found {text!r}")
+    return int(float(found[1]) * scale)
 
 
-def parse_rate(text: str) -> float:
-    """`"400Gbit"`, `"400Gbit/s"` or `"50GB"` a second, in bytes a second.
+def parse_rate(text: str, name: str) -> float:
+    """`"400Gbit"`, `"400Gbit/s"` or `"50GB"` a second, in bytes a second. `name`: what has this value, for errors.
 
     Raises:
         ValueError: It is none of these.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)(bit|B)(?:/s)?\s*", text)
-    if found is None or not float(found[1]):
-        raise ValueError(f"expected a rate such as 400Gbit or 50GB (a second), found {text!r}")
+    if found is None or not 0 < float(found[1]) < math.inf:
+        raise ValueError(f"{name} must be a rate such as 400Gbit or 50GB (a second), found {text!r}")
     scale: float = 10.0 ** (3 * _PREFIXES.index(found[2]))
     return float(found[1]) * scale / (8 if found[3] == "bit" else 1)
 
