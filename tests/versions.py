@@ -41,7 +41,7 @@ MODELS = (  # of ALL, what uses transformers or peft
     "core/test_requires_grad.py", "core/test_tensors_in.py", "checkpoint/test_end_to_end.py", "resilience/test_restarts.py", "uneven",
     "commands", "examples", "integrations", "offload", "planning", "quantized",
     "test_auto_wrap.py", "test_forward_methods.py", "test_generate.py", "test_group_adapters.py", "test_materialize.py",
-    "test_own_names.py", "test_shard_architectures.py", "test_shard_models.py",
+    "test_own_names.py", "test_shard_architectures.py", "test_shard_models.py", "test_shard_parts.py",
 )  # fmt: skip
 TOOLS = ("hypothesis", "matplotlib", "numpy", "pytest", "pytest-timeout", "tqdm")  # of the lock's versions; all else as pip finds it
 FOLDER = ROOT / ".versions"
