@@ -24,18 +24,15 @@ from zero3.offload.one_by_one import try_out
 @pytest.mark.parametrize("name", MAKES)
 @WORLDS
 def test_same_bits_as_without(world_size: int, name: str, how: str, tmp_path: Path) -> None:
-    def body(group: ThreadCommunicator) -> None:
-        found = {}
-        for place in (None, tmp_path):
-            model = wrapped(group, place)
-            optimizer = MAKES[name](groups_of(model, how))
-            assert zero3.offload_optimizer(optimizer) is optimizer
-            trained(model, optimizer, group)
-            found[place] = [*values_of(model), *state_of(optimizer)]
-            assert place is None or not state_of(optimizer) or in_files(state_of(optimizer))
-        assert same(found[tmp_path], found[None])
+    def run(group: ThreadCommunicator, place: Path | None) -> list[Tensor]:
+        model = wrapped(group, place)
+        optimizer = MAKES[name](groups_of(model, how))
+        assert zero3.offload_optimizer(optimizer) is optimizer
+        trained(model, optimizer, group)
+        assert place is None or not state_of(optimizer) or in_files(state_of(optimizer))
+        return [*values_of(model), *state_of(optimizer)]
 
-    run_ranks(world_size, body)
+    same_bits(world_size, run, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -50,22 +47,17 @@ def test_same_bits_as_without(world_size: int, name: str, how: str, tmp_path: Pa
 )  # fmt: skip
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_every_policy(in_backward: bool, policy: dict[str, Any], tmp_path: Path) -> None:
-    def body(group: ThreadCommunicator) -> None:
-        found = []
-        if in_backward and policy == {"stage": 1}:
-            model = wrapped(group, tmp_path, mlp(), **policy)
-            optimizer = MAKES["adamw"](zero3.get_trainable_chunk(model))
-            with pytest.raises(ValueError, match="in_backward=True with stage=1"):
-                zero3.offload_optimizer(optimizer, in_backward=True)
-            return
-        for rest in (None, tmp_path):
-            model = wrapped(group, rest, mlp(), **policy)
-            optimizer = zero3.offload_optimizer(MAKES["adamw"](zero3.get_trainable_chunk(model)), in_backward=in_backward)
-            trained(model, optimizer, group, clip=not in_backward)
-            found.append([*values_of(model), *state_of(optimizer)])
-        assert same(*found)
+    def run(group: ThreadCommunicator, place: Path | None) -> list[Tensor]:
+        model = wrapped(group, place, mlp(), **policy)
+        optimizer = zero3.offload_optimizer(MAKES["adamw"](zero3.get_trainable_chunk(model)), in_backward=in_backward)
+        trained(model, optimizer, group, clip=not in_backward)
+        return [*values_of(model), *state_of(optimizer)]
 
-    run_ranks(2, body)
+    def refused(group: ThreadCommunicator) -> None:
+        with pytest.raises(ValueError, match="in_backward=True with stage=1"):
+            run(group, tmp_path)
+
+    run_ranks(2, refused) if in_backward and policy == {"stage": 1} else same_bits(2, run, tmp_path)
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

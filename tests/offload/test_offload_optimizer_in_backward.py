@@ -12,7 +12,7 @@ from torch import Tensor
 
 import zero3
 from tests.support.models import WIDTH, WORLDS, linear, mlp, seeded, step
-from tests.support.offloaded import MAKES, backward, groups_of, same, small, state_of, trained, values_of, wrapped
+from tests.support.offloaded import MAKES, backward, groups_of, same, same_bits, small, state_of, trained, values_of, wrapped
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn
 
@@ -22,16 +22,13 @@ from tests.support.reference import Turn
 @pytest.mark.parametrize("place", ["cpu", "files"])
 @WORLDS
 def test_in_backward_same_bits(world_size: int, place: str, how: str, accumulation: int, tmp_path: Path) -> None:
-    def body(group: ThreadCommunicator) -> None:
-        found = []
-        for rest in (None, "cpu" if place == "cpu" else tmp_path):
-            model = wrapped(group, rest)
-            optimizer = zero3.offload_optimizer(MAKES["adamw"](groups_of(model, how)), in_backward=True)
-            trained(model, optimizer, group, accumulation, clip=False)
-            found.append([*values_of(model), *state_of(optimizer)])
-        assert same(*found)
+    def run(group: ThreadCommunicator, rest: object) -> list[Tensor]:
+        model = wrapped(group, rest)
+        optimizer = zero3.offload_optimizer(MAKES["adamw"](groups_of(model, how)), in_backward=True)
+        trained(model, optimizer, group, accumulation, clip=False)
+        return [*values_of(model), *state_of(optimizer)]
 
-    run_ranks(world_size, body)
+    same_bits(world_size, run, "cpu" if place == "cpu" else tmp_path)
 
 
 @pytest.mark.parametrize("loads", ["load_checkpoint", "load_full_optimizer_state_dict", "load_state_dict"])

@@ -82,8 +82,8 @@ def same(mine: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
 
 
-def same_bits(world_size: int, run: Callable[[ThreadCommunicator, Path | None], Iterable[Tensor]], place: Path) -> None:
-    """On ranks as threads, `run` finds the same bits with files in `place` as without."""
+def same_bits(world_size: int, run: Callable[[ThreadCommunicator, Any], Iterable[Tensor]], place: object) -> None:
+    """On ranks as threads, `run` finds the same bits with what rests in `place` as without."""
 
     def body(group: ThreadCommunicator) -> None:
         assert same(run(group, None), run(group, place))
