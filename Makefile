@@ -38,7 +38,7 @@ deepspeed: $(VENV)/.examples $(VENV)/.tests $(VENV)/.deepspeed  ## run the tests
 	PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed:$$PYTHONPATH $(BIN)/python -m pytest tests/formats/test_deepspeed.py tests/core/test_wrappers.py -k "deepspeed_itself or likeness" $(ARGS)
 
 bitsandbytes: $(VENV)/.examples $(VENV)/.tests $(VENV)/.bitsandbytes  ## run the tests of quantised weights with bitsandbytes installed
-	PYTHONPATH=$(CURDIR)/$(VENV)/bitsandbytes:$$PYTHONPATH $(BIN)/python -m pytest tests/quantized/test_bitsandbytes.py tests/quantized/test_training.py tests/quantized/test_loading.py $(ARGS)
+	PYTHONPATH=$(CURDIR)/$(VENV)/bitsandbytes:$$PYTHONPATH $(BIN)/python -m pytest tests/quantized/test_bitsandbytes.py tests/quantized/test_training.py tests/quantized/test_operations.py tests/quantized/test_memory.py tests/quantized/test_loading.py tests/quantized/test_loading_codes.py $(ARGS)
 
 lint: $(VENV)/.dev  ## check style and formatting
 	$(BIN)/ruff check .

@@ -140,51 +140,6 @@ def test_core_does_not_tell_our_own_classes_apart_by_their_attributes() -> None:
     assert asked == {("core/construction", "all_to_all")}
 
 
-UNPICKLES = re.compile(
-    r"^(pickle|_pickle|cPickle|cloudpickle|dill|joblib|shelve|marshal|jsonpickle)(\.|$)|^torch\.(jit\.load|hub|package)\b"
-    r"|(^|\.)\w+_object(_list)?$|^torch\.distributed\.(checkpoint|rpc)\b|^(np|numpy)\.load$"
-)
-TOLD_PLAINLY = [*SOURCES.values(), *sorted((ROOT / "examples").rglob("*.py"))]
-
-
-def unpicklers(tree: ast.AST) -> list[str]:
-    """What of a file's code could run code that a file, or another rank, brings: pickles, object collectives, careless loads."""
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names if UNPICKLES.search(alias.name)]
-        elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found += [name for name in names if UNPICKLES.search(name) or name == "torch.load"]
-        elif isinstance(node, ast.Attribute) and UNPICKLES.search(ast.unparse(node)):
-            found.append(ast.unparse(node))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
-            careful = [k for k in node.keywords if k.arg == "weights_only" and isinstance(k.value, ast.Constant) and k.value.value is True]
-            found += [] if careful else [ast.unparse(node)]
-        elif isinstance(node, ast.Name) and node.id in ("eval", "exec", "__import__"):
-            found.append(node.id)
-    return found
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import pickle", "from pickle import loads", "import torch\ntorch.load(x)", "torch.load(x, weights_only=False)",
-        "torch.load(x, weights_only=y)", "from torch import load", "dist.broadcast_object_list(x)", "torch.jit.load(x)",
-        "torch.distributed.all_gather_object(x, y)", "from torch.distributed import gather_object", "eval(x)",
-        "dist.scatter_object_list(x, y)", "import torch.distributed.checkpoint as dcp",
-    ],
-)  # fmt: skip
-def test_what_unpickles_is_seen(code: str) -> None:
-    assert unpicklers(ast.parse(code))
-
-
-@pytest.mark.parametrize("path", TOLD_PLAINLY, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_nothing_is_unpickled_from_disk_or_from_other_ranks(path: Path) -> None:
-    """docs/reliability.md, what a checkpoint or a rank can do: no code."""
-    assert not unpicklers(ast.parse(path.read_text()))
-
-
 def test_one_door_to_accelerators() -> None:
     assert sources_that_write(r"^torch\.(accelerator|Stream|Event)\b") == {"comm/streams"}
     assert sources_that_write(r"^torch\.cuda\b") == set()
@@ -259,8 +214,7 @@ def docstring_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_files_and_functions_are_short(source: str) -> None:
-    assert len(SOURCES[source].read_text().splitlines()) <= 300
+def test_functions_are_short(source: str) -> None:
     functions = [node for node in ast.walk(TREES[source]) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     lengths = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 - docstring_lines(node) for node in functions}
     assert not {name: length for name, length in lengths.items() if length > 50}
@@ -323,6 +277,10 @@ def tracked_files() -> list[Path]:
     if listed.returncode:
         return [path for path in ROOT.rglob("*") if path.is_file() and not re.search(r"/(\.venv|\.git|__pycache__)/", path.as_posix())]
     return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_no_file_is_long() -> None:
+    assert not [path for path in tracked_files() if path.suffix == ".py" and len(path.read_text().splitlines()) > 300]
 
 
 def test_no_file_names_the_machine_it_was_written_on() -> None:

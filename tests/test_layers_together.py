@@ -1,4 +1,4 @@
-"""Several modules as one layer, as FSDP2's `fully_shard([a, b])`: the numbers of plain torch, one gather a forward, one a backward."""
+"""Several modules as one layer, as FSDP2's `fully_shard([a, b])`: the numbers of plain torch, and everything else that knows layers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import zero3
 from tests.support import processes
 from tests.support.models import WORLDS
-from tests.support.ranks import Collective, ThreadCommunicator, run_ranks
-from tests.support.reference import Turn, assert_at_rest, assert_close, check_parity, process_group
+from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.reference import Turn, assert_close, check_parity, process_group
 from tests.support.stacks import WIDTH, Block, Stack, built, loss_of, stack, train, train_and_look
 from zero3 import ShardingPolicy
 from zero3.core.layer_state import LayerState, Presence
@@ -35,6 +35,11 @@ POLICIES = [
 def layers_of(model: Any) -> list[Any]:
     """The embedding and the head are one layer, the outer blocks another; the block between them is one by itself."""
     return [(model.embed, model.head), model.blocks[1], [model.blocks[0], model.blocks[2]]]
+
+
+def state_at(model: Any, place: str) -> LayerState:
+    state: LayerState = vars(model)["_zero3_root"] if not place else model.get_submodule(place)._state
+    return state
 
 
 def shard(model: Any, group: Any, policy: ShardingPolicy) -> Any:
@@ -126,107 +131,6 @@ def test_modules_of_one_layer_may_be_inside_other_layers(world_size: int, policy
     check_parity(nested, train_and_look, world_size=world_size, shard=shard_crosswise, policy=policy, steps=3)
 
 
-# -- what it costs
-
-
-def gathered(group: ThreadCommunicator) -> list[Any]:
-    found = [entry.numel for entry in group.log if isinstance(entry, Collective) and entry.kind == "all_gather"]
-    group.log.clear()
-    return found
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_layer_of_several_modules_is_gathered_once_a_forward_and_once_a_backward(world_size: int) -> None:
-    def body(group: ThreadCommunicator) -> None:
-        model = shard(stack(), group, ShardingPolicy())
-        ends, outer, middle, root = (_of(model, place).chunks[0].layout.padded_numel for place in ("embed", "blocks.0", "blocks.1", ""))
-        for _ in range(2):
-            group.log.clear()
-            loss = loss_of(model, Turn(0, 0, 1))
-            assert sorted(gathered(group)) == sorted([root, ends, outer, middle])
-            loss.backward()
-            assert sorted(gathered(group)) == sorted([outer, middle])  # the head is needed at once, and the root stays
-            assert_at_rest(model)
-        with torch.no_grad():
-            loss_of(model, Turn(0, 0, 1))
-        assert sorted(gathered(group)) == sorted([root, ends, outer, middle])
-        assert_at_rest(model)
-
-    run_ranks(world_size, body)
-
-
-def _of(model: Any, place: str) -> LayerState:
-    state: LayerState = vars(model)["_zero3_root"] if not place else model.get_submodule(place)._state
-    return state
-
-
-def test_a_layer_of_several_modules_is_released_after_the_last_of_them() -> None:
-    def body(group: ThreadCommunicator) -> None:
-        plain: Any = stack(4)
-        layers, seen = [*layers_of(plain), plain.blocks[3]], dict[str, Presence]()
-        model = zero3.shard(plain, layers, process_group=group, policy=ShardingPolicy(prefetch_depth=0))
-        state = _of(model, "blocks.0")
-        for name in ("blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"):
-            model.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.update({name: state.presence}))
-        loss_of(model, Turn(0, 0, 1))
-        released, fetched = Presence.RELEASED, Presence.FETCHED
-        # blocks 0 and 2 compute; in between their parameters are hidden, though they are in memory
-        assert seen == {"blocks.0": fetched, "blocks.1": Presence.KEPT, "blocks.2": fetched, "blocks.3": released, "head": released}
-
-    run_ranks(2, body)
-
-
-def test_a_forward_that_raises_between_two_modules_of_a_layer_leaves_nothing_fetched() -> None:
-    expected = stack()
-    with torch.no_grad():
-        for parameter in expected.parameters():
-            parameter.add_(0.1)
-    models = [stack() for _ in range(2)]
-
-    def body(group: ThreadCommunicator) -> None:
-        model: Any = shard(models[group.rank], group, ShardingPolicy())
-        hook = model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            loss_of(model, Turn(0, 0, 1))
-        hook.remove()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.1)  # what is fetched is old from now on
-        assert_close([loss_of(model, Turn(0, 0, 1)).detach()], [loss_of(expected, Turn(0, 0, 1)).detach()], 1e-12, "the loss")
-        zero3.reset(model)
-        assert {state.presence for state in states_in(model)} == {Presence.RELEASED}
-
-    run_ranks(2, body)
-
-
-def test_a_backward_that_ends_between_two_modules_of_a_layer_leaves_nothing_fetched() -> None:
-    def body(group: ThreadCommunicator) -> None:
-        model: Any = shard(stack(), group, ShardingPolicy())
-        middle = torch.zeros(2, 4, WIDTH, dtype=torch.float64, requires_grad=True)
-        with_middle = model.blocks[1].register_forward_pre_hook(lambda module, args: (args[0] + middle,))
-        (found,) = torch.autograd.grad(loss_of(model, Turn(0, 0, 1)), [middle])
-        assert found.abs().sum() > 0
-        with_middle.remove()
-        assert_at_rest(model)
-
-    run_ranks(2, body)
-
-
-def test_a_forward_that_calls_one_module_of_a_layer_alone_leaves_nothing_fetched() -> None:
-    models = [built(lambda: Odd(*[Block(7 + i) for i in range(3)])) for _ in range(2)]
-
-    def body(group: ThreadCommunicator) -> None:
-        model: Any = shard(models[group.rank], group, ShardingPolicy())
-        model.order = (0, 1)
-        with torch.no_grad():
-            loss_of(model, Turn(0, 0, 1))
-        assert_at_rest(model)
-        train(model, Turn(0, 0, 1))
-        assert_at_rest(model)
-
-    run_ranks(2, body)
-
-
 # -- everything else that knows layers
 
 
@@ -237,7 +141,7 @@ def test_chunks_names_and_reports_of_a_layer_of_several_modules() -> None:
         assert model.head.get_trainable_chunk() == model.embed.get_trainable_chunk()
         chunks = zero3.get_trainable_chunk(model)
         assert len(chunks) == len({id(chunk) for chunk in chunks}) == 4 == zero3.report(model).layers
-        sizes = {place: _of(model, place).full_nbytes() for place in ("embed", "blocks.0", "blocks.1", "")}
+        sizes = {place: state_at(model, place).full_nbytes() for place in ("embed", "blocks.0", "blocks.1", "")}
         assert zero3.report(model).full_parameters == sum(sizes.values())  # two stay, and two of the others are held at once
         assert model.head._state.label == "'embed' (Embedding) and 'head' (Linear)"
         with zero3.full_params(model.head):

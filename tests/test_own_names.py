@@ -14,10 +14,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 
 import zero3
 import zero3.names
-from tests.huggingface.test_load_pretrained import assert_same_bits, on_meta
 from tests.huggingface.test_save_pretrained import contents
 from tests.support.architectures import ARCHITECTURES
 from tests.support.checkpoints import Block, assert_same, odd, on_ranks, train
+from tests.support.pretrained import assert_same_bits, on_meta
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import process_group
 from zero3.checkpoint import optimizer_contents

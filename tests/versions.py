@@ -32,7 +32,7 @@ from tests.mutation.tree import ROOT, digest
 TORCH = ("2.11.0", "2.15.0")  # the lowest, and the newest; .ci/run tests what stands in requirements/lock.txt
 HUGGING_FACE = (("5.1.0", "0.18.0"), ("5.23.0", "0.21.2"))  # transformers and peft, likewise
 NOT = {  # pages, figures, the simulated device, faults in the code, and how it is laid out: they depend on no version
-    "benchmarks", "device", "docs", "mutation", "test_architecture.py", "test_names.py", "test_readme.py",
+    "benchmarks", "device", "docs", "mutation", "test_architecture.py", "test_names.py", "test_readme.py", "test_unpickling.py",
 }  # fmt: skip
 TESTS = ROOT / "tests"
 ALL = tuple(sorted({path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")} - NOT))
@@ -41,7 +41,7 @@ MODELS = (  # of ALL, what uses transformers or peft
     "core/test_requires_grad.py", "core/test_tensors_in.py", "checkpoint/test_end_to_end.py", "resilience/test_restarts.py", "uneven",
     "commands", "examples", "integrations", "offload", "planning", "quantized",
     "test_auto_wrap.py", "test_forward_methods.py", "test_generate.py", "test_group_adapters.py", "test_materialize.py",
-    "test_own_names.py", "test_shard_architectures.py", "test_shard_models.py",
+    "test_own_names.py", "test_shard_architectures.py", "test_shard_models.py", "test_shard_parts.py",
 )  # fmt: skip
 TOOLS = ("hypothesis", "matplotlib", "numpy", "pytest", "pytest-timeout", "tqdm")  # of the lock's versions; all else as pip finds it
 FOLDER = ROOT / ".versions"

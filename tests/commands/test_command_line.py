@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 import zero3
-from tests.huggingface.test_load_pretrained import assert_same_bits
 from tests.huggingface.test_save_pretrained import contents
 from tests.support.architectures import ARCHITECTURES
 from tests.support.checkpoints import odd, on_ranks, train
+from tests.support.pretrained import assert_same_bits
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn
 from zero3.__main__ import main

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.core.test_compressed_transfers import BOTH, WIDTH, build, flat_of, in_slices, rounded, sharded, train
+from tests.support.compressed import BOTH, WIDTH, build, flat_of, in_slices, rounded, sharded, train
 from tests.support.live import LonelyCommunicator
 from tests.support.models import Checkpointed, mlp, seeded, step
 from tests.support.processes import Rank, on_ranks
@@ -276,7 +276,7 @@ def of_processes(rank: Rank, way: str) -> tuple[list[Tensor], list[Tensor]]:
 
     with mock.patch.dict(os.environ, {SWITCH: "0" if way == "sockets" else "1"}):
         group: Any = SimpleNamespace(rank=rank.number)
-        with mock.patch("tests.core.test_compressed_transfers.sharded", lambda _, policy: sharded(None, policy)):
+        with mock.patch("tests.support.compressed.sharded", lambda _, policy: sharded(None, policy)):
             return train(group, BOTH, 2)
 
 

@@ -37,7 +37,7 @@ def test_it_draws(script: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def step() -> dict[str, Any]:
-    return runpy.run_path(str(PICTURES / "step.py"))
+    return runpy.run_path(str(PICTURES / "step_machine.py")) | runpy.run_path(str(PICTURES / "step.py"))
 
 
 @pytest.fixture(scope="module")

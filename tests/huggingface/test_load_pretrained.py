@@ -2,57 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zero3
 from tests.support.architectures import ARCHITECTURES, WORDS
 from tests.support.models import WORLDS
+from tests.support.pretrained import SINGLE, TURN, assert_same_bits, loaded, on_meta, rewritten, saved
 from tests.support.ranks import ThreadCommunicator, run_ranks
-from tests.support.reference import Turn
 from zero3.checkpoint import safetensors_files
-
-SINGLE = "model.safetensors"
-TURN = Turn(0, 0, 1)
-
-
-def saved(name: str, directory: Path, shard_size: str = "5GB", dtype: torch.dtype | None = None) -> Any:
-    """A model of that architecture as transformers saves it, and as transformers reads it again."""
-    model = ARCHITECTURES[name].build().to(dtype or ARCHITECTURES[name].dtype).eval()
-    model.save_pretrained(directory, max_shard_size=shard_size)
-    return type(model).from_pretrained(directory, dtype=model.dtype).eval()
-
-
-def on_meta(like: Any, dtype: torch.dtype | None = None) -> Any:
-    with torch.device("meta"):
-        return type(like)(like.config).to(dtype or like.dtype).eval()
-
-
-def loaded(model: nn.Module, directory: Path, world_size: int, **options: Any) -> list[dict[str, Tensor]]:
-    """The full state dict, on every rank, of a model on meta after loading."""
-
-    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
-        own = zero3.shard(models[group.rank], process_group=group)
-        zero3.load_pretrained(own, directory, **options)
-        return zero3.full_state_dict(own, rank0_only=False)
-
-    models = [on_meta(model) for _ in range(world_size)]
-    return run_ranks(world_size, body)
-
-
-def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert list(found) == list(expected)
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name].contiguous().view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("shard_size", ["5GB", "6KB"], ids=["one file", "many"])
@@ -203,80 +167,6 @@ def test_the_meta_device_is_no_place_to_compute() -> None:
         zero3.Zero3Layer(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="can't compute on the meta device"):
         zero3.Zero3Layer(nn.Linear(2, 2), device="meta")
-
-
-@pytest.mark.parametrize("direction", ["base into full", "full into base"])
-def test_the_base_models_prefix_may_lack_or_be_one_too_many(direction: str, tmp_path: Path) -> None:
-    full = saved("GPT-2", tmp_path / "full")  # tied: nothing lacks that the base model does not hold
-    full.transformer.save_pretrained(tmp_path / "base")
-    source, target = (tmp_path / "base", full) if direction == "base into full" else (tmp_path / "full", full.transformer)
-    for state in loaded(target, source, 2):
-        assert_same_bits(state, target.state_dict())
-
-
-def rewritten(directory: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    tensors = load_file(directory / SINGLE)
-    change(tensors)
-    save_file(tensors, directory / SINGLE)
-
-
-@pytest.mark.parametrize("names", [["lm_head.weight"], ["transformer.wte.weight"], ["lm_head.weight", "transformer.wte.weight"]])
-def test_a_tied_parameter_under_any_of_its_names(names: list[str], tmp_path: Path) -> None:
-    expected = saved("GPT-2", tmp_path)
-
-    def rename(tensors: dict[str, Tensor]) -> None:
-        value = tensors.pop("transformer.wte.weight")
-        tensors.update({name: value.clone() for name in names})
-
-    rewritten(tmp_path, rename)
-    for state in loaded(expected, tmp_path, 2):
-        assert_same_bits(state, expected.state_dict())
-
-
-def test_tied_across_layers(tmp_path: Path) -> None:
-    """The embedding and the head are layers of their own; what they share on meta is one parameter of the root."""
-    expected = saved("GPT-2", tmp_path)
-    models = [on_meta(expected) for _ in range(2)]
-    inputs = ARCHITECTURES["GPT-2"].inputs(TURN)
-
-    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
-        own = zero3.shard(models[group.rank], (nn.Embedding, nn.Linear, type(expected.transformer.h[0])), process_group=group)
-        zero3.load_pretrained(own, tmp_path)
-        own(**inputs).loss.backward()
-        return zero3.full_state_dict(own, rank0_only=False)
-
-    for state in run_ranks(2, body):
-        assert_same_bits(state, expected.state_dict())
-
-
-def test_a_part_of_a_model(tmp_path: Path) -> None:
-    """Only what is in the module is filled; the rest still waits."""
-    expected = saved("Llama", tmp_path / "full")
-    expected.model.save_pretrained(tmp_path / "base")
-    models = [on_meta(expected) for _ in range(2)]
-
-    def body(group: ThreadCommunicator) -> None:
-        own = zero3.shard(models[group.rank], process_group=group)
-        zero3.load_pretrained(own.model, tmp_path / "base")
-        assert_same_bits(zero3.full_state_dict(own.model, rank0_only=False), expected.model.state_dict())
-        with pytest.raises(RuntimeError, match=r"layer 'lm_head' \(Linear\) has no values yet for: parameter weight"):
-            own(**ARCHITECTURES["Llama"].inputs(TURN))
-
-    run_ranks(2, body)
-
-
-def test_every_rank_may_have_its_own_copy(tmp_path: Path) -> None:
-    expected = saved("Llama", tmp_path / "0")
-    shutil.copytree(tmp_path / "0", tmp_path / "1")
-    models = [on_meta(expected) for _ in range(2)]
-
-    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
-        own = zero3.shard(models[group.rank], process_group=group)
-        zero3.load_pretrained(own, tmp_path / str(group.rank))
-        return zero3.full_state_dict(own, rank0_only=False)
-
-    for state in run_ranks(2, body):
-        assert_same_bits(state, expected.state_dict())
 
 
 def test_old_buffers_in_a_checkpoint_are_left_alone(tmp_path: Path) -> None:

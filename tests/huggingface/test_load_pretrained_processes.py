@@ -8,8 +8,8 @@ import pytest
 from torch import Tensor
 
 import zero3
-from tests.huggingface.test_load_pretrained import assert_same_bits, on_meta, saved
 from tests.support.architectures import ARCHITECTURES
+from tests.support.pretrained import assert_same_bits, on_meta, saved
 from tests.support.processes import Rank, on_ranks
 from tests.support.reference import Turn
 

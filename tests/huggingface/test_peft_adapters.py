@@ -1,4 +1,4 @@
-"""peft's tools on a sharded model: adapters switched off and on, on fused experts, added, loaded and merged. Right, or a named error."""
+"""peft's tools on a sharded model: adapters on fused experts, switched off and on, added and loaded. Right, or a named error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zero3
 from tests.support.architectures import ARCHITECTURES
 from tests.support.processes import Rank, on_ranks
-from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import Turn, assert_at_rest, assert_close, on_two
 
 peft = pytest.importorskip("peft")
@@ -140,7 +140,7 @@ def test_set_adapter_of_one_that_its_chunk_does_not_train_is_refused() -> None:
     on_two(lambda: lora(adapters=("default", "ref")), body)
 
 
-# -- added, loaded, merged
+# -- added, loaded
 
 
 def adapters_on_disk(folder: Path) -> str:
@@ -196,77 +196,6 @@ def test_load_adapter_over_one_that_is_there(tmp_path: Path) -> None:
         assert_close(found, expected, 0.0, "the state")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_merge_adapter_that_is_left_inside_resident_is_told_of(dtype: torch.dtype) -> None:
-    """However small: it is undone, and peft would leave the adapters out from then on."""
-
-    def build() -> Any:
-        model = lora().to(dtype)
-        for key, parameter in model.named_parameters():
-            if "lora_B" in key:
-                parameter.data *= 1e-3
-        return model
-
-    def body(model: Any, group: ThreadCommunicator) -> None:
-        text = rf"rank {group.rank}: inside resident, (adapters were merged into|the values of) .*q_proj.*undone.*writeback=True"
-        with pytest.raises(RuntimeError, match=text), zero3.resident(model):
-            model.merge_adapter()
-
-    on_two(build, body)
-
-
-def test_merge_adapter_on_one_rank_stays() -> None:
-    model = zero3.shard(lora())
-    with torch.no_grad():
-        expected = loss(model, Turn(0, 0, 1))
-        with zero3.resident(model):
-            model.merge_adapter()
-        assert torch.allclose(loss(model, Turn(0, 0, 1)), expected, rtol=1e-5)
-
-
-def test_merge_adapter_stays_where_it_is_written_back() -> None:
-    """Inside `resident` it would be undone, and peft would go on counting it as merged."""
-    plain = lora().eval()
-    plain.merge_adapter()
-    merged = {key: value.clone() for key, value in plain.state_dict().items()}
-    with torch.no_grad():
-        expected = loss(plain, Turn(0, 0, 1))
-
-    def body(model: Any, group: ThreadCommunicator) -> dict[str, Tensor]:
-        def evaluate() -> None:
-            with zero3.resident(model.eval()), torch.no_grad():
-                model.merge_adapter()
-                assert torch.equal(loss(model, Turn(0, 0, 1)), expected)
-
-        with pytest.raises(RuntimeError, match=rf"rank {group.rank}: inside resident, the values of '.*base_layer.weight'.*writeback=True"):
-            evaluate()
-        for module in model.modules():  # its own notes of what was undone
-            if hasattr(module, "merged_adapters"):
-                module.merged_adapters.clear()
-        with zero3.full_params(model, writeback=True):
-            model.merge_adapter()
-        with torch.no_grad():
-            assert torch.equal(loss(model, Turn(0, 0, 1)), expected)
-        return zero3.full_state_dict(model, rank0_only=False)
-
-    for found in on_two(lora, body):
-        assert_close(found, merged, 0.0, "the state")
-
-
-def test_merging_and_unmerging_inside_resident_is_no_change() -> None:
-    """As trainers do it to hand the merged weights on. What comes back differs in its last bits, and that is undone as well."""
-    plain = lora()
-    expected = loss(plain, Turn(0, 0, 1))
-
-    def body(model: Any, group: ThreadCommunicator) -> None:
-        with zero3.resident(model), torch.no_grad():
-            model.merge_adapter()
-            model.unmerge_adapter()
-        assert torch.equal(loss(model, Turn(0, 0, 1)), expected)
-
-    on_two(lora, body)
-
-
 # -- gradients that nobody uses
 
 
@@ -303,94 +232,3 @@ def test_without_enable_input_require_grads_backward_gathers_nothing_below_the_f
 
     for below, all_layers in on_two(lambda: lora(targets=r".*layers\.1\..*q_proj"), body):
         assert (below, all_layers) == (1, 2), "the block with adapters; with it the block below too"
-
-
-# -- peft's own files
-
-
-@pytest.mark.parametrize("adapters", [("default",), ("default", "ref"), ("mine",)])
-def test_load_pretrained_fills_adapters_from_peft_files(tmp_path: Path, adapters: tuple[str, ...]) -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        source = lora(adapters=adapters) if adapters != ("mine",) else named_mine(lora())
-        for key, parameter in source.named_parameters():
-            if "lora_" in key:
-                parameter.data.normal_()
-    source.save_pretrained(str(tmp_path / "saved"))
-    expected = {key: value.clone() for key, value in source.state_dict().items()}
-
-    def body(model: Any, group: ThreadCommunicator) -> dict[str, Tensor]:
-        zero3.load_pretrained(model, tmp_path / "saved")
-        zero3.save_pretrained(model, tmp_path / "again")
-        return zero3.full_state_dict(model, rank0_only=False)
-
-    for found in on_two(lambda: lora(adapters=adapters) if adapters != ("mine",) else named_mine(lora()), body):
-        assert_close(found, expected, 0, "values")
-    for file in (tmp_path / "saved").rglob("*.safetensors"):
-        assert (tmp_path / "again" / file.relative_to(tmp_path / "saved")).read_bytes()[-64:] == file.read_bytes()[-64:]
-
-
-def named_mine(model: Any) -> Any:
-    """Its only adapter has another name than peft's own choice."""
-    config = model.peft_config["default"]
-    model.add_adapter("mine", config)
-    model.set_adapter("mine")
-    model.delete_adapter("default")
-    return model
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"r": 3}, r"other shapes: .*lora_A\.weight has \(3, 16\), expected \(2, 16\)"),
-        ({"lora_alpha": 3}, "other options: lora_alpha is 3, expected 8"),
-        ({"target_modules": ["q_proj"]}, r"missing: .*v_proj\.lora_A\.weight"),
-        ({"target_modules": ["q_proj", "v_proj", "k_proj"]}, r"unknown: .*k_proj\.lora_A\.weight"),
-    ],
-    ids=str,
-)
-def test_load_pretrained_refuses_other_adapters_on_all_ranks_before_anything_changes(
-    tmp_path: Path, change: dict[str, Any], text: str
-) -> None:
-    config = peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj", "v_proj"], **change})
-    peft.get_peft_model(ARCHITECTURES["Llama"]._replace(dtype=torch.float32).build(), config).save_pretrained(str(tmp_path))
-
-    def body(model: Any, group: ThreadCommunicator) -> None:
-        before = [chunk.detach().clone() for chunk in model.parameters()]
-        with pytest.raises(ValueError, match=text):
-            zero3.load_pretrained(model, tmp_path)
-        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-    on_two(lora, body)
-
-
-@pytest.mark.parametrize("quantize", [None, zero3.NF4()], ids=["plain", "nf4"])
-def test_materialize_begins_adapters_on_meta_as_peft_does_over_a_base_that_was_read(tmp_path: Path, quantize: Any) -> None:
-    base = ARCHITECTURES["Llama"]._replace(dtype=torch.float32).build()
-    base.save_pretrained(tmp_path)
-
-    def on_meta() -> Any:
-        with torch.device("meta"):
-            model = ARCHITECTURES["Llama"]._replace(dtype=torch.float32).build()
-            return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-
-    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
-        policy = zero3.ShardingPolicy(quantize=quantize)
-        model = zero3.shard(models[group.rank], device="cpu", policy=policy, process_group=group)
-        zero3.load_pretrained(model, tmp_path)
-        with pytest.raises(RuntimeError, match=r"has no values yet for: .*lora_A.*zero3\.materialize"):
-            loss(model, Turn(0, 0, 1))
-        zero3.materialize(model)
-        loss(model, Turn(group.rank, 0, 2)).backward()
-        return zero3.full_state_dict(model, rank0_only=False)
-
-    models = [on_meta() for _ in range(2)]
-    for found in run_ranks(2, body):
-        for name, value in found.items():
-            if "lora_B" in name:
-                assert not value.any()
-            elif "lora_A" in name:
-                assert 0 < value.abs().max() <= value.shape[1] ** -0.5, "uniform, as peft draws it"
-            elif quantize is None:
-                plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
-                assert torch.equal(value, base.state_dict()[plain]), name

@@ -12,10 +12,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import zero3
-from tests.huggingface.test_load_pretrained import assert_same_bits, on_meta
 from tests.huggingface.test_peft import TARGETS, lora
 from tests.support.architectures import ARCHITECTURES
 from tests.support.models import WORLDS
+from tests.support.pretrained import assert_same_bits, on_meta
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, process_group
 from zero3.huggingface.index_maps import Whole

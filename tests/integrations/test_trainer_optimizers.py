@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import zero3
-from tests.offload.test_offload_optimizer import in_files
+from tests.support.offloaded import in_files
 from tests.support.processes import Rank, on_ranks
 from tests.support.trainers import launched, llama, logged, trainer_of
 

@@ -1,4 +1,4 @@
-"""`save_checkpoint` of what rests in files: the same bytes as without offload, and no memory for copies."""
+"""Checkpoints and state dicts of what rests in files: the same bytes as without offload, and no memory for copies."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zero3
 from tests.offload.test_offload_faults import trained
-from tests.offload.test_offload_optimizer import _full, in_files, same, state_of, values_of, wrapped
 from tests.offload.test_offload_processes import anonymous, sharded
+from tests.support.models import mlp
+from tests.support.offloaded import backward, disk_is_full, in_files, same, small, state_of, values_of, wrapped
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from zero3.checkpoint import file_operations, save
@@ -68,7 +69,7 @@ def test_save_checkpoint_in_the_background_copies_files_to_a_file(tmp_path: Path
 
 def test_save_checkpoint_without_room_for_copies_is_one_error_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     allocate, unlucky = os.posix_fallocate, set[int]()
-    monkeypatch.setattr(os, "posix_fallocate", lambda *given: _full() if threading.get_ident() in unlucky else allocate(*given))
+    monkeypatch.setattr(os, "posix_fallocate", lambda *given: disk_is_full() if threading.get_ident() in unlucky else allocate(*given))
 
     def body(group: ThreadCommunicator) -> str:
         model, optimizer = ready(group, tmp_path)
@@ -122,3 +123,49 @@ def test_save_checkpoint_of_files_takes_no_anonymous_memory(background: bool, tm
         assert abs(written - as_many) < 10_000  # the manifest has other tokens
         assert mine < written // 8
         assert not background or theirs > 0.9 * written
+
+
+def test_state_dict_and_load_state_dict(tmp_path: Path) -> None:
+    """A state that was saved without offload is loaded with it, and the other way round; what is loaded is in files again."""
+    runs = {}
+    for place in (None, tmp_path):
+        model = small(place)
+        optimizer = zero3.offload_optimizer(torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.1))
+        backward(model)
+        optimizer.step()
+        runs[place] = model, optimizer, [value.clone() for value in state_of(optimizer)]
+    saved = {place: optimizer.state_dict() for place, (_, optimizer, _) in runs.items()}
+    assert str(saved[None]) == str(saved[tmp_path])
+    for place, other in ((None, tmp_path), (tmp_path, None)):
+        model, optimizer, before = runs[place]
+        optimizer.load_state_dict(saved[other])
+        assert same(state_of(optimizer), before)
+        if place is not None:
+            assert in_files(state_of(optimizer))
+        optimizer.step()
+    assert same(values_of(runs[None][0]), values_of(runs[tmp_path][0]))
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_checkpoint_goes_on_with_more_ranks(in_backward: bool, tmp_path: Path) -> None:
+    def first(group: ThreadCommunicator) -> None:
+        model = wrapped(group, tmp_path, mlp())
+        optimizer = zero3.offload_optimizer(torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.1), in_backward=in_backward)
+        trained(model, optimizer, group.rank, group.world_size, range(3))
+        zero3.save_checkpoint(tmp_path / "saved", model, optimizer)
+
+    def second(group: ThreadCommunicator) -> list[Tensor]:
+        found = []
+        for place in (None, tmp_path):
+            model = wrapped(group, place, mlp())
+            optimizer = zero3.offload_optimizer(torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.1), in_backward=in_backward)
+            zero3.load_checkpoint(tmp_path / "saved", model, optimizer)
+            assert place is None or in_files(state_of(optimizer))
+            trained(model, optimizer, group.rank, group.world_size, range(3))
+            found.append([*values_of(model), *state_of(optimizer)])
+        assert in_files(state_of(optimizer))
+        assert same(*found)
+        return found
+
+    run_ranks(2, first)
+    run_ranks(3, second)

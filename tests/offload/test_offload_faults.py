@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.offload.test_offload_optimizer import in_files, odd, same, state_of, values_of, wrapped
 from tests.support.models import mlp, step
+from tests.support.offloaded import in_files, odd, same, state_of, values_of, wrapped
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, in_sequence

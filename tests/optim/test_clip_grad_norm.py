@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.optim.test_param_groups import Options, all_whole, as_layers, build, by_name, matrices_whole
+from tests.support.param_groups import Options, all_whole, as_layers, build, by_name, matrices_whole
 from tests.support.ranks import Collective, ThreadCommunicator, run_ranks
 from tests.support.training import loss_of, sentences
 from zero3.access import states_of

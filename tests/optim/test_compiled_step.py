@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zero3
-from tests.optim.test_param_groups import Options, matrices_whole, plain_groups
+from tests.support.param_groups import Options, matrices_whole, plain_groups
 from tests.support.processes import Rank, on_ranks
 from tests.support.training import loss_of, odd_model, sentences
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.optim.test_param_groups import Options, all_whole, as_layers, matrices_whole, plain_groups
+from tests.support.param_groups import Options, all_whole, as_layers, matrices_whole, plain_groups
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.training import loss_of, odd_model, sentences

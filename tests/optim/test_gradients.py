@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import zero3
 from tests.optim.test_clip_grad_norm import WAYS, plain_with_gradients, with_gradients
-from tests.optim.test_param_groups import build
 from tests.support import processes
 from tests.support.models import WORLDS
+from tests.support.param_groups import build
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, assert_close, process_group
 from tests.support.stacks import Stack, loss_of, stack, train

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import zero3
-from tests.optim.test_param_groups import all_whole, as_layers, build, by_name, matrices_whole
 from tests.support import optimizers
+from tests.support.param_groups import all_whole, as_layers, build, by_name, matrices_whole
 from tests.support.ranks import ThreadCommunicator, run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zero3
-from tests.optim.test_param_groups import WORLDS, Options, all_whole, as_layers, build, by_name, make, matrices_whole
+from tests.support.param_groups import WORLDS, Options, all_whole, as_layers, build, by_name, make, matrices_whole
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.training import loss_of, sentences
 from zero3.access import states_of

@@ -11,8 +11,8 @@ from torch import nn
 
 import zero3
 from tests.optim.test_clip_grad_norm import INF, NORMS, WAYS, plain_with_gradients, with_gradients
-from tests.optim.test_param_groups import build
 from tests.support.models import WORLDS
+from tests.support.param_groups import build
 from tests.support.ranks import Collective, ThreadCommunicator, run_ranks
 from tests.support.reference import Turn
 from tests.support.stacks import loss_of, stack

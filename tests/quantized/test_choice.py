@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import zero3
-from tests.quantized.test_training import WIDTH, Adapted, blocks
+from tests.support.quantised_bases import WIDTH, Adapted, blocks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from zero3 import MXFP4, NF4, Int8, ParamInfo, ShardingPolicy
 from zero3.access import states_of

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import zero3
-from tests.quantized.test_training import Adapted, is_base, plain_losses, seeded, sharded_losses
 from tests.support.processes import Rank, on_ranks
+from tests.support.quantised_bases import Adapted, is_base, plain_losses, seeded, sharded_losses
 from zero3 import NF4, ShardingPolicy
 
 

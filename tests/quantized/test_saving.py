@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.quantized.test_training import WIDTH, Adapted, blocks, seeded, sharded_losses
+from tests.support.quantised_bases import WIDTH, Adapted, blocks, seeded, sharded_losses
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import process_group
 from zero3 import NF4, Float8, Int8, ShardingPolicy

@@ -1,0 +1,136 @@
+"""`ShardingPolicy(offload=DIRECTORY)`: chunks and gradients are in files, are read ahead of their use, and leave the process after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero3
+from tests.offload.test_offload import Model, assert_same, chunks_of, on_ranks, train, values
+from tests.scratch.test_mapped_files import of_pages
+from tests.support.models import WIDTH, WORLDS, seeded
+from tests.support.offloaded import in_files
+from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.reference import Turn
+from zero3 import ShardingPolicy
+from zero3.core.offloaded_chunk import OffloadedChunk
+from zero3.scratch.mapped_files import MappedFiles
+
+
+@WORLDS
+def test_chunks_and_gradients_are_in_files_and_nowhere_else(world_size: int, tmp_path: Path) -> None:
+    def body(model: nn.Module, group: ThreadCommunicator) -> list[Tensor]:
+        optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.1)
+        for step in range(3):
+            for _ in range(2):
+                model(Turn(group.rank, step, world_size).tensor(5, WIDTH)).pow(2).mean().backward()
+            for chunk in chunks_of(model):
+                assert in_files([chunk.shard])
+                assert chunk.shard.grad is None or in_files([chunk.shard.grad.as_subclass(Tensor)])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step == 0)
+        return []
+
+    on_ranks(world_size, body, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_pages_leave_the_process_after_use(tmp_path: Path) -> None:
+    def body(model: nn.Module, group: ThreadCommunicator) -> list[Tensor]:
+        train(model, group, steps=1)
+        model(torch.ones(2, WIDTH, dtype=torch.float64)).sum().backward()
+        for chunk in chunks_of(model):
+            assert of_pages(chunk.shard, "Rss") == 0
+            assert chunk.shard.grad is None or of_pages(chunk.shard.grad.as_subclass(Tensor), "Rss") == 0
+        return []
+
+    for world_size in (1, 2):
+        on_ranks(world_size, body, tmp_path)
+
+
+def test_memory_of_gradients_is_used_again(tmp_path: Path) -> None:
+    def body(model: nn.Module, group: ThreadCommunicator) -> list[Tensor]:
+        addresses = []
+        for _ in range(4):
+            train(model, group, steps=1)
+            model(torch.ones(2, WIDTH, dtype=torch.float64)).sum().backward()
+            addresses.append([chunk.grad.data_ptr() for chunk in zero3.get_trainable_chunk(model)])  # type: ignore[union-attr]
+        assert all(each == addresses[0] for each in addresses)
+        return []
+
+    on_ranks(2, body, tmp_path)
+
+
+def test_a_gradient_that_somebody_keeps_stays_as_it_is(tmp_path: Path) -> None:
+    def body(model: nn.Module, group: ThreadCommunicator) -> list[Tensor]:
+        chunks = zero3.get_trainable_chunk(model)
+        kept, copies = [], []
+        for step in range(3):
+            model(Turn(group.rank, step, 2).tensor(5, WIDTH)).pow(2).mean().backward()
+            kept += [chunk.grad.as_subclass(Tensor)[1:] for chunk in chunks]  # type: ignore[union-attr]
+            copies += [gradient.clone() for gradient in kept[-len(chunks) :]]
+            for chunk in chunks:
+                chunk.grad = None
+        return [torch.tensor([torch.equal(a, b) for a, b in zip(kept, copies, strict=True)])]
+
+    assert all(bool(each.all()) for (each,) in on_ranks(2, body, tmp_path))
+
+
+def test_chunks_are_read_ahead_of_their_fetches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int]] = []
+    real_read, real_start = MappedFiles.read_ahead, OffloadedChunk.start_fetch
+
+    def read_ahead(files: MappedFiles, tensor: Tensor) -> None:
+        if tensor in files:
+            told.append(("read", tensor.data_ptr()))
+        real_read(files, tensor)
+
+    def start_fetch(chunk: OffloadedChunk, lane: Any) -> None:
+        told.append(("fetch", chunk.shard.data_ptr()))
+        real_start(chunk, lane)
+
+    monkeypatch.setattr(MappedFiles, "read_ahead", read_ahead)
+    monkeypatch.setattr(OffloadedChunk, "start_fetch", start_fetch)
+    model = zero3.shard(seeded(Model)[0], policy=ShardingPolicy(offload=tmp_path))
+    for step in range(4):
+        if step == 3:
+            told.clear()
+        model(Turn(0, step, 1).tensor(5, WIDTH)).pow(2).mean().backward()
+    fetched = [place for what, place in told if what == "fetch"]
+    assert len(fetched) >= 7
+    expected = [("fetch", fetched[0]), ("read", fetched[0])]
+    for place in fetched[1:]:
+        expected += [("read", place), ("fetch", place), ("read", place)]  # the second time because it may have been dropped again
+    assert told[: len(expected)] == expected
+
+
+def test_report_says_where_chunks_rest(tmp_path: Path) -> None:
+    for offload, expected in ((tmp_path, "files"), ("cpu", "memory"), (None, "memory")):
+        model = zero3.shard(seeded(Model)[0], policy=ShardingPolicy(offload=offload))
+        report = zero3.report(model)
+        assert report.rests == (expected,)
+        assert ("Chunks in files: trainable" in str(report)) is (expected == "files")
+
+
+def test_load_pretrained_reads_into_files(tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+
+    def saves(model: nn.Module, group: ThreadCommunicator) -> list[Tensor]:
+        zero3.save_pretrained(model, tmp_path / "saved")
+        return values(model)
+
+    def loads(group: ThreadCommunicator) -> list[Tensor]:
+        with torch.device("meta"):
+            model: nn.Module = Model().double()
+        zero3.shard(model, policy=ShardingPolicy(offload=files), process_group=group, device="cpu")
+        zero3.load_pretrained(model, tmp_path / "saved")
+        assert all(in_files([chunk.shard]) for chunk in chunks_of(model))
+        return values(model)
+
+    expected = on_ranks(2, saves, files)
+    assert_same(run_ranks(2, loads), expected)
