@@ -149,7 +149,10 @@ def _agreed(module: nn.Module, caller: str) -> list[LayerState]:
         error = ValueError(f"{caller} of a {type(module).__name__} inside a layer: a layer is fetched and released as a whole, pass that")
     elif busy is not None:
         where = "is inside full_params or resident" if busy.pinned else "computes"
-        error = RuntimeError(f"{caller} of layer {busy.label}, which {where}: call it between forwards and backwards, and outside of these")
+        error = RuntimeError(
+            f"{caller} of layer {busy.label}, which {where}: call it between forwards and backwards, and outside of these; after an "
+            "exception, call zero3.reset(model) first"
+        )
     agree(states[0].communicator, states[0].device, caller, [state.name_among_ranks for state in states], error)
     return states
 

@@ -52,7 +52,7 @@ def watch(machine: Machine, model: nn.Module) -> None:
     def back_up(layer: int | None, method: Callable[..., Any], *args: Any) -> Any:
         machine.moving = layer
         backups = method(*args)
-        for tensor in (held for backup in backups for held in backup.held if isinstance(held, Tensor)):  # not the gradients that it adds to
+        for tensor in (tensor for backup in backups for tensor in backup.held):
             machine.tag("full gradients", tensor)
         return backups
 

@@ -225,3 +225,30 @@ def test_an_interrupt_between_two_parameters_leaves_no_half_layer(
         assert_trained(model, expected)
 
     on_ranks(world_size, mlp, body)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: zero3.set_trainable(model, lambda name, info: info.ndim == 2),
+        lambda model: zero3.param_groups(model, lambda name, info: {"weight_decay": 0.0}),
+        zero3.fetch,
+        zero3.release,
+    ],
+    ids=["set_trainable", "param_groups", "fetch", "release"],
+)
+@WORLDS
+def test_what_needs_layers_at_rest_names_reset(world_size: int, call: Callable[[nn.Module], object]) -> None:
+    """A forward that raised has left layers fetched."""
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        handle = model[1].module.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(model)
+        handle.remove()
+        with pytest.raises(RuntimeError, match=r"after an exception, call zero3\.reset\(model\) first"):
+            call(model)
+        zero3.reset(model)
+        call(model)
+
+    on_ranks(world_size, mlp, body)

@@ -35,15 +35,22 @@ FAULTS = [
     Fault(
         "a reduction's buffers are given back at once",
         "core/gradient_reducer.py",
-        "(sending.travelling, summed, landed, [part.parameter.grad for part in self._chunk.parts])",
-        "()",
+        "(sending.travelling, summed, landed), into",
+        "(), into",
     ),
     Fault(
         "a gradient that is being added to is given back at once",
         "core/gradient_reducer.py",
-        ", [part.parameter.grad for part in self._chunk.parts])",
-        ")",
+        "into = [part.parameter.grad for part in self._chunk.parts]",
+        "into = ()",
         "gradients_zeroed_after_an_exception",
+    ),
+    Fault(
+        "a gradient that a sum over replicas is being added to is given back at once",
+        "core/gradient_reducer.py",
+        "(Backup(later, (), self.into, self.naming),)",
+        "(Backup(later, (), (), self.naming),)",
+        "mesh_gradients_zeroed_after_an_exception",
     ),
     Fault(
         "a deleted model's buffers are given back at once",
@@ -86,8 +93,8 @@ FAULTS = [
     Fault(
         "a lane waits for the current device, not for the model's",
         "comm/streams.py",
-        "self._compute = torch.accelerator.current_stream(self._stream.device)",
-        "self._compute = torch.accelerator.current_stream()",
+        "self._before = torch.accelerator.current_stream(self._stream.device)",
+        "self._before = torch.accelerator.current_stream()",
         ELSEWHERE,
     ),
     Fault(

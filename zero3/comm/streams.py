@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -75,9 +75,7 @@ class Lanes(NamedTuple):
 
         `owner` owns the buffers of all transfers. Their memory is the compute stream's again as soon as they are deleted.
         """
-        for lane in self:
-            if isinstance(lane, StreamLane):
-                weakref.finalize(owner, lane.join).atexit = False
+        weakref.finalize(owner, _join, [lane for lane in self if isinstance(lane, StreamLane)]).atexit = False
 
 
 class _HostMark:
@@ -128,11 +126,11 @@ class StreamLane:
     def __init__(self, device: torch.device) -> None:
         # High priority, because the computation waits for transfers, and they take little of the device's time.
         self._stream = torch.Stream(device, priority=-1)
-        self._compute = torch.accelerator.current_stream(device)
+        self._before = torch.accelerator.current_stream(device)  # what the lane has waited for last: the compute stream, or another lane
 
     def issue(self) -> AbstractContextManager[object]:
-        self._compute = torch.accelerator.current_stream(self._stream.device)
-        self._stream.wait_stream(self._compute)  # [1] lane after compute
+        self._before = torch.accelerator.current_stream(self._stream.device)
+        self._stream.wait_stream(self._before)  # [1] lane after compute
         return self._stream
 
     def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Mark:
@@ -145,8 +143,14 @@ class StreamLane:
         return _StreamMark(event, self._stream.device)  # [2] compute after lane
 
     def join(self) -> None:
-        """Makes the compute stream wait for all that the lane has so far."""
-        self._compute.wait_stream(self._stream)
+        """Makes the stream that the lane has waited for wait for all that the lane has so far."""
+        self._before.wait_stream(self._stream)
+
+
+def _join(lanes: list[StreamLane]) -> None:
+    with suppress(RuntimeError):  # on a device that is broken nothing is in order any more
+        for lane in reversed(lanes):  # sums over replicas follow reductions
+            lane.join()
 
 
 def lanes_for(device: torch.device) -> Lanes:

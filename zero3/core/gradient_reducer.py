@@ -31,6 +31,7 @@ class Backup(NamedTuple):
 
     mark: Mark
     held: tuple[object, ...]
+    into: Sequence[Tensor | None]  # what it adds to: after a backward that raised, users may zero gradients before anybody has waited
     naming: NamingFailures
 
     def wait(self) -> Sequence[Backup]:
@@ -40,7 +41,7 @@ class Backup(NamedTuple):
         except RuntimeError as failure:
             self.naming.explain(failure)
             raise
-        return () if later is None else (Backup(later, (), self.naming),)
+        return () if later is None else (Backup(later, (), self.into, self.naming),)
 
 
 class GradientReducer(KeptGradients):
@@ -88,9 +89,8 @@ class GradientReducer(KeptGradients):
                 sending.full.div_(self._divide_first)
             pending = sending.start(communicator, self._chunk.layout.bounds)
             mark = lane.complete(pending, lambda: self._land(summed, landed))
-        # also what was added to: after a backward that raised, users zero gradients before anybody has waited for the lane
-        held = (sending.travelling, summed, landed, [part.parameter.grad for part in self._chunk.parts])
-        return Backup(self._chunk.way_home(mark), held, self._naming)
+        into = [part.parameter.grad for part in self._chunk.parts]
+        return Backup(self._chunk.way_home(mark), (sending.travelling, summed, landed), into, self._naming)
 
     def _land(self, summed: Tensor, landed: Tensor) -> None:
         """[backup 3] Adds `summed` `[S]`, the sum over ranks, to the chunk's gradient. `landed` takes the mean in that gradient's dtype."""

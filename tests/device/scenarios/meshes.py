@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zero3
 from tests.device.scenarios.policies import COMPRESSED
 from tests.device.scenarios.registry import add, scenario
-from tests.device.scenarios.steps import an_exception_and_on
+from tests.device.scenarios.steps import a_model_deleted_after_an_exception, an_exception_and_on, gradients_zeroed_after_an_exception
 from tests.device.training import Me, micro_batches, sharded
 
 
@@ -40,3 +40,13 @@ def mesh_no_sync(me: Me) -> list[Tensor]:
 @scenario
 def mesh_an_exception_and_on(me: Me) -> list[Tensor]:
     return an_exception_and_on(on_mesh(me))
+
+
+@scenario
+def mesh_gradients_zeroed_after_an_exception(me: Me) -> list[Tensor]:
+    return gradients_zeroed_after_an_exception(on_mesh(me))
+
+
+@scenario
+def mesh_a_model_deleted_after_an_exception(me: Me) -> list[Tensor]:
+    return a_model_deleted_after_an_exception(on_mesh(me))
