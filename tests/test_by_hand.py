@@ -219,6 +219,29 @@ def test_fetch_and_release_are_refused_while_a_layer_computes() -> None:
     run_ranks(2, body)
 
 
+@WORLDS
+@pytest.mark.parametrize("zeroed", [True, False], ids=["zeroed", "left"])
+@pytest.mark.parametrize("policy", [ShardingPolicy(), ShardingPolicy(stage=2), ShardingPolicy(transactional=True)], ids=str)
+def test_reduce_gradients_after_a_backward_that_raised_brings_nothing_back(policy: ShardingPolicy, zeroed: bool, world_size: int) -> None:
+    models = [stack() for _ in range(world_size)]
+
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.shard(models[group.rank], process_group=process_group(group), policy=policy)
+        train(model, Turn(0, 0, 1))
+        model.zero_grad()
+        fails = model.blocks[0].register_full_backward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(model, Turn(0, 1, 1))
+        fails.remove()
+        if zeroed:
+            model.zero_grad()
+        zero3.reduce_gradients(model)
+        assert all(chunk.grad is None for chunk in zero3.get_trainable_chunk(model))
+        assert_at_rest(model)
+
+    run_ranks(world_size, body)
+
+
 def on_a_process(rank: processes.Rank) -> dict[str, Tensor]:
     model = zero3.shard(stack())
     zero3.set_forward_order(model, [model.embed, *model.blocks, model.head])

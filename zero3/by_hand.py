@@ -109,7 +109,7 @@ def reduce_gradients(model: nn.Module) -> None:
     """Reduces the gradients that backwards inside `no_sync` have kept, without a further backward.
 
     So all micro-batches may run inside `no_sync`. Every rank calls it, outside of `no_sync` and before clipping. Where nothing is
-    kept, it does nothing.
+    kept, it does nothing. What a backward that raised has left is dropped, as at the next forward.
 
     Args:
         model: Any model that contains zero3 layers.
@@ -132,7 +132,7 @@ def reduce_gradients(model: nn.Module) -> None:
     error = RuntimeError(f"reduce_gradients inside no_sync, which covers layer {inside.label}: leave it first") if inside else None
     backwards = {id(found): found for state in states if (found := state.gradients.backward()) is not None}
     for backward in backwards.values():
-        backward.forget_zeroed()
+        backward.reset() if backward.raised else backward.forget_zeroed()
     owed = [state.name_among_ranks for state in states if state.gradients.owed()]
     agree(first.communicator, first.device, "reduce_gradients", owed, error)
     for backward in backwards.values():

@@ -101,8 +101,8 @@ def plain_names(tied: bool) -> dict[str, ParamInfo]:
     return {n: ParamInfo(n, tuple(p.shape), p.numel(), p.dtype, p.ndim) for n, p in stack(tied=tied).named_parameters()}
 
 
-def sharded(models: list[Any], group: ThreadCommunicator) -> Any:
-    return zero3.shard(models[group.rank], process_group=process_group(group))
+def sharded(models: list[Any], group: ThreadCommunicator, policy: ShardingPolicy = ShardingPolicy()) -> Any:
+    return zero3.shard(models[group.rank], process_group=process_group(group), policy=policy)
 
 
 @WORLDS
@@ -214,6 +214,37 @@ def test_set_trainable_tells_all_ranks_of_a_mistake(mistake: str) -> None:
             zero3.set_trainable(model, lambda name, info: True)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    "cut_anew",
+    [
+        lambda model: zero3.set_trainable(model, lambda name, info: info.ndim == 2),
+        lambda model: zero3.param_groups(model, lambda name, info: {"lr": 0.1 * info.ndim}),
+    ],
+    ids=["set_trainable", "param_groups"],
+)
+@pytest.mark.parametrize("policy", [ShardingPolicy(), ShardingPolicy(stage=2), ShardingPolicy(transactional=True)], ids=str)
+@WORLDS
+def test_chunks_are_cut_anew_after_kept_gradients_were_zeroed(world_size: int, policy: ShardingPolicy, cut_anew: Any) -> None:
+    models, plain = [stack() for _ in range(world_size)], stack()
+    train(plain, Turn(0, 1, 1))
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+
+    def body(group: ThreadCommunicator) -> None:
+        model = sharded(models, group, policy)
+        with zero3.no_sync(model):
+            train(model, Turn(0, 0, 1))
+        with pytest.raises(RuntimeError, match="has gradients"):
+            cut_anew(model)
+        model.zero_grad()
+        cut_anew(model)
+        train(model, Turn(0, 1, 1))
+        with zero3.full_gradients(model) as found:
+            assert found.keys() <= expected.keys()
+            assert_close(found, {name: expected[name] for name in found}, TOLERANCE, "gradients")
+
+    run_ranks(world_size, body)
 
 
 def on_a_process(rank: processes.Rank) -> dict[str, Tensor]:

@@ -100,6 +100,11 @@ class Backward:
     def running(self) -> bool:
         return self.ending.awaited
 
+    @property
+    def raised(self) -> bool:
+        """Whether the last backward has raised, and what it has left is still there."""
+        return self.ending.missed or self._outer_ending.missed
+
     def is_recomputing(self, state: LayerState) -> bool:
         """Whether a forward of `state` is now a checkpoint's recomputation of a call on one of this backward's traces."""
         return self.running and any(trace.holds(state) for trace in self._touched)
@@ -126,7 +131,7 @@ class Backward:
 
     def reset(self, *, broken: bool = False) -> None:
         """Releases all layers. If the last backward raised, all gradients are dropped; in a transaction, only that backward's."""
-        broken_backward = self.ending.missed or self._outer_ending.missed
+        broken_backward = self.raised
         for reducer in reducers_of(self._stack.layers) if broken_backward else ():
             reducer.drops = True
         while self._backups or self._later:
@@ -149,10 +154,7 @@ class Backward:
         self.forget_zeroed()
 
     def forget_zeroed(self) -> None:
-        """Drops kept gradients if the caller has zeroed the chunks' gradients since they were kept.
-
-        A rank without any part of a chunk can't see this for that chunk. It goes by the other chunks.
-        """
+        """Drops kept gradients if the caller has zeroed the chunks' since. Chunks of which this rank has no part follow the others."""
         if not self.owes:
             return
         reducers = reducers_of(self._stack.layers)
@@ -277,10 +279,7 @@ class Backward:
         if self.offloaded:
             self.offloaded.settle()
         self.order.learn()
-        if not self._outer_ending.awaited:
-            self._end_outer()
-        else:
-            self._leave_gate()
+        self._leave_gate() if self._outer_ending.awaited else self._end_outer()
 
     def _end_outer(self) -> None:
         for state in self._stack.layers:

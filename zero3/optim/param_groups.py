@@ -102,12 +102,14 @@ def _check(states: list[LayerState]) -> None:
 
 
 def check_at_rest(state: LayerState, caller: str) -> None:
-    """Chunks are cut anew only while their layer is not fetched."""
+    """Chunks are cut anew only while their layer is not fetched. What is kept of gradients that were zeroed since is dropped first."""
     if state.pinned or state.presence in (Presence.FETCHED, Presence.FETCHING):
         raise RuntimeError(
             f"{caller} while layer {state.label} is fetched: call it outside of forward, backward and full_params; after an exception, "
             "call zero3.reset(model) first"
         )
+    if (backward := state.gradients.backward()) is not None:
+        backward.forget_zeroed()
 
 
 @dataclass
