@@ -130,13 +130,13 @@ def reduce_gradients(model: nn.Module) -> None:
     first = states[0]
     inside = next((state for state in states if not state.gradients.may_reduce), None)
     error = RuntimeError(f"reduce_gradients inside no_sync, which covers layer {inside.label}: leave it first") if inside else None
-    backwards = {id(found): found for state in states if (found := state.gradients.backward()) is not None}
-    for backward in backwards.values():
-        backward.reset() if backward.raised else backward.forget_zeroed()
+    runtimes = runtimes_in(model)
+    for runtime in runtimes:
+        runtime.reset(broken=False) if runtime.backward.raised else runtime.backward.forget_zeroed()
     owed = [state.name_among_ranks for state in states if state.gradients.owed()]
     agree(first.communicator, first.device, "reduce_gradients", owed, error)
-    for backward in backwards.values():
-        backward.reduce_deferred()
+    for runtime in runtimes:
+        runtime.backward.reduce_deferred()
     for state in states:
         state.gradients.end_backward()
 

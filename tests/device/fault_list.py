@@ -53,6 +53,13 @@ FAULTS = [
         "mesh_gradients_zeroed_after_an_exception",
     ),
     Fault(
+        "compute waits for a deleted model's reductions before these wait for their sums over replicas",
+        "comm/streams.py",
+        "        for lane in reversed(lanes):",
+        "        for lane in lanes:",
+        "mesh_a_model_deleted_after_an_exception",
+    ),
+    Fault(
         "a deleted model's buffers are given back at once",
         "core/runtime.py",
         "        first.lanes.end_before(self)\n",

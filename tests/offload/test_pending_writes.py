@@ -23,7 +23,7 @@ SAYS = (
     r"^rank 1: \[Errno 5\] what an optimizer's step has made of layer .+ may be lost: \d+ bytes of what is offloaded to '.+/1' "
     r"can't be written: Input/output error\. Begin again, from the last checkpoint, with offload= a directory on a disk that works$"
 )
-Saves = Callable[[Path, nn.Module, torch.optim.Optimizer], Any]
+Saves = Callable[..., Any]  # a path, a model, and its optimizer
 
 
 class Disks:
@@ -42,9 +42,12 @@ class Disks:
             raise OSError(errno.EIO, text)
         self._write(files, tensor, wait=wait)
 
-    def report(self) -> None:
-        """What fails does so soon, and not before all steps have been made."""
+    def assert_told(self, save: Saves, path: Path, model: nn.Module, *optimizer: torch.optim.Optimizer) -> str:
+        """All ranks have made their steps. What fails does so soon, and then `save` says so on all of them."""
         threading.Timer(0.05, self.may_fail.set).start()
+        with pytest.raises(OSError, match=SAYS) as caught:
+            save(path, model, *optimizer)
+        return str(caught.value)
 
 
 def meet(group: ThreadCommunicator) -> None:
@@ -80,6 +83,7 @@ SAVES: dict[str, Saves] = {
     "save_checkpoint background": lambda path, model, optimizer: zero3.save_checkpoint(path, model, optimizer, background=True).wait(),
     "save_checkpoint model alone": lambda path, model, _: zero3.save_checkpoint(path, model),
     "save_pretrained": lambda path, model, _: zero3.save_pretrained(model, path),
+    "save_merged": lambda path, model, _: zero3.save_merged(model, path),
     "full_state_dict": lambda _, model, __: zero3.full_state_dict(model),
     "full_optimizer_state_dict": lambda _, model, optimizer: zero3.full_optimizer_state_dict(model, optimizer),
 }
@@ -99,14 +103,12 @@ def test_a_save_after_a_step_that_one_disk_has_lost_is_one_error_on_all_ranks(
         disks.fails = True
         train(group, model, optimizer, 1)
         meet(group)
-        disks.report()
-        with pytest.raises(OSError, match=SAYS) as caught:
-            SAVES[how](tmp_path / "saved", model, optimizer)
+        told = disks.assert_told(SAVES[how], tmp_path / "saved", model, optimizer)
         for _ in range(2):  # whoever asks again hears it again
             with pytest.raises(OSError, match=SAYS):
                 zero3.save_checkpoint(tmp_path / "saved", model, optimizer)
         assert contents(tmp_path / "saved") == before
-        return str(caught.value)
+        return told
 
     assert len(set(run_ranks(2, body))) == 1
 
@@ -119,9 +121,7 @@ def test_what_was_lost_is_not_forgotten(disks: Disks, tmp_path: Path) -> None:
         disks.fails = True
         train(group, model, optimizer, 0)
         meet(group)
-        disks.report()
-        with pytest.raises(OSError, match=SAYS):
-            zero3.save_checkpoint(tmp_path / "saved", model, optimizer)
+        disks.assert_told(zero3.save_checkpoint, tmp_path / "saved", model, optimizer)
         disks.fails = False
         for number in range(1, 3):
             step(model, Turn(group.rank, number, 2))
@@ -145,9 +145,7 @@ def test_chunks_of_a_group_that_was_added_later_are_asked_for_too(disks: Disks, 
             step(one, Turn(group.rank, 0, 2))
         optimizer.step()
         meet(group)
-        disks.report()
-        with pytest.raises(OSError, match=SAYS):
-            zero3.save_checkpoint(tmp_path / "saved", added)
+        disks.assert_told(zero3.save_checkpoint, tmp_path / "saved", added)
 
     run_ranks(2, body)
 
@@ -167,9 +165,7 @@ def test_each_of_several_optimizers_is_asked(disks: Disks, tmp_path: Path) -> No
         disks.fails = True
         optimizers[0].step()
         meet(group)
-        disks.report()
-        with pytest.raises(OSError, match=SAYS):
-            zero3.save_checkpoint(tmp_path / "saved", model)
+        disks.assert_told(zero3.save_checkpoint, tmp_path / "saved", model)
 
     run_ranks(2, body)
 
@@ -199,10 +195,8 @@ def saves_after_a_lost_step(rank: Rank) -> tuple[str, bool]:
         disks.fails = True
         step(model, Turn(rank.number, 0, rank.world_size))
         optimizer.step()
-        disks.report()
-        with pytest.raises(OSError, match=SAYS) as caught:
-            zero3.save_checkpoint(rank.scratch / "saved", model, optimizer)
-        return str(caught.value), not (rank.scratch / "saved").exists()
+        told = disks.assert_told(zero3.save_checkpoint, rank.scratch / "saved", model, optimizer)
+        return told, not (rank.scratch / "saved").exists()
 
 
 def test_on_processes() -> None:

@@ -75,7 +75,8 @@ class Lanes(NamedTuple):
 
         `owner` owns the buffers of all transfers. Their memory is the compute stream's again as soon as they are deleted.
         """
-        weakref.finalize(owner, _join, [lane for lane in self if isinstance(lane, StreamLane)]).atexit = False
+        if lanes := [lane for lane in self if isinstance(lane, StreamLane)]:
+            weakref.finalize(owner, _join, lanes).atexit = False
 
 
 class _HostMark:

@@ -96,13 +96,13 @@ def _check(states: list[LayerState]) -> None:
                 "param_groups with stage=1, where gradients are reduced when an optimizer first looks at one: a rank may have nothing "
                 "of a group to look at, and the others would wait for it. Use stage 2 or 3"
             )
-        check_at_rest(state, "param_groups")
+        bring_to_rest(state, "param_groups")
         if any(part.grad is not None for part in parts_of([state])):
             raise RuntimeError(f"param_groups while layer {state.label} has gradients: step and zero_grad(set_to_none=True) first")
 
 
-def check_at_rest(state: LayerState, caller: str) -> None:
-    """Chunks are cut anew only while their layer is not fetched. What is kept of gradients that were zeroed since is dropped first."""
+def bring_to_rest(state: LayerState, caller: str) -> None:
+    """For chunks that are to be cut anew: drops what is kept of gradients that were zeroed since, and refuses a layer that is fetched."""
     if state.pinned or state.presence in (Presence.FETCHED, Presence.FETCHING):
         raise RuntimeError(
             f"{caller} while layer {state.label} is fetched: call it outside of forward, backward and full_params; after an exception, "

@@ -13,7 +13,7 @@ from ..core.chunk import Chunk
 from ..core.layer_state import LayerState
 from ..core.layout import ChunkLayout
 from ..policy import ParamInfo, info_of
-from .param_groups import check_at_rest, named_parameters
+from .param_groups import bring_to_rest, named_parameters
 from .pieces import parts_of, renew
 from .whole_parameters import Family, repartition
 
@@ -77,7 +77,7 @@ def set_trainable(model: nn.Module, select: Callable[[str, ParamInfo], bool]) ->
 
 def _check(states: list[LayerState]) -> None:
     for state in states:
-        check_at_rest(state, "set_trainable")
+        bring_to_rest(state, "set_trainable")
         if state.gradients.owed() or any(part.grad is not None for part in parts_of([state])):
             raise RuntimeError(f"set_trainable while layer {state.label} has gradients: step and zero_grad(set_to_none=True) first")
 
