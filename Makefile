@@ -15,6 +15,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 LAUNCH := set -- $$($(BIN)/python -c 'import os, torch; n = int("$(NPROC)" or torch.cuda.device_count() or 2); print(n, max(1, os.cpu_count() // n))'); \
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$2} $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $$1
 
+PYTEST := TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest
+
+# Without ARGS tests run in two halves at once: most wait for processes and threads of their own more than they compute.
+HALF := tests/checkpoint tests/core tests/device tests/pairs
+pytest = $(if $(ARGS),$(PYTEST) $(1) $(ARGS),half=$$(mktemp); $(PYTEST) $(1) $(HALF) > $$half 2>&1 & \
+	$(PYTEST) $(1) $(HALF:%=--ignore %); first=$$?; wait $$!; second=$$?; cat $$half; rm $$half; exit $$((first | second)))
+
 .DEFAULT_GOAL := help
 .PHONY: help finetune sft test test-all deepspeed bitsandbytes lint types docs package soak mutants versions clean
 .NOTPARALLEL:  # two installations would get in each other's way
@@ -29,16 +36,16 @@ sft: $(VENV)/.examples $(VENV)/.trl  ## fine-tune a small model on chats, with T
 	@$(LAUNCH) examples/sft.py $(ARGS)
 
 test: $(VENV)/.examples $(VENV)/.tests  ## run the tests, but for those marked slow (ARGS go to pytest)
-	TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@$(call pytest,-m "not slow")
 
 test-all: $(VENV)/.examples $(VENV)/.tests  ## run all tests (ARGS go to pytest)
-	TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest $(ARGS)
+	@$(call pytest,)
 
 deepspeed: $(VENV)/.examples $(VENV)/.tests $(VENV)/.deepspeed  ## run the tests in which DeepSpeed takes part (the others do without it)
 	PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed:$$PYTHONPATH $(BIN)/python -m pytest tests/formats/test_deepspeed.py tests/core/test_wrappers.py -k "deepspeed_itself or likeness" $(ARGS)
 
-bitsandbytes: $(VENV)/.examples $(VENV)/.tests $(VENV)/.bitsandbytes  ## run the tests of quantised weights with bitsandbytes installed
-	PYTHONPATH=$(CURDIR)/$(VENV)/bitsandbytes:$$PYTHONPATH $(BIN)/python -m pytest tests/quantized/test_bitsandbytes.py tests/quantized/test_training.py tests/quantized/test_operations.py tests/quantized/test_memory.py tests/quantized/test_loading.py tests/quantized/test_loading_codes.py $(ARGS)
+bitsandbytes: $(VENV)/.examples $(VENV)/.tests $(VENV)/.bitsandbytes  ## run the tests of quantised weights and 8-bit optimizers with bitsandbytes installed
+	PYTHONPATH=$(CURDIR)/$(VENV)/bitsandbytes:$$PYTHONPATH $(BIN)/python -m pytest tests/optim/test_bitsandbytes.py tests/quantized/test_bitsandbytes.py tests/quantized/test_training.py tests/quantized/test_operations.py tests/quantized/test_memory.py tests/quantized/test_loading.py tests/quantized/test_loading_codes.py $(ARGS)
 
 lint: $(VENV)/.dev  ## check style and formatting
 	$(BIN)/ruff check .
@@ -57,9 +64,10 @@ package: $(VENV)/.tests $(VENV)/.package  ## build dist/: a wheel and a source d
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python tests/package.py dist
 
-soak: $(VENV)/.tests  ## train MINUTES (30) while faults are injected (ARGS: --seed, --output), and draw some thousand lives of models at random
+soak: $(VENV)/.tests  ## train MINUTES (30) while faults are injected (ARGS: --seed, --output), and draw some thousand lives and triples of capabilities at random
 	$(BIN)/python -m tests.soak $(or $(MINUTES),30) $(ARGS)
 	$(BIN)/python -m tests.device.soak $(or $(MINUTES),30)
+	$(BIN)/python -m tests.pairs --triples $(or $(EXAMPLES),3000)
 	ZERO3_EXAMPLES=$(or $(EXAMPLES),3000) $(BIN)/python -m pytest -q -o timeout=0 -o faulthandler_timeout=0 tests/core/test_stateful.py tests/core/test_ordering_fuzz.py
 
 mutants: $(VENV)/.examples $(VENV)/.tests  ## put faults into a copy of the package, one at a time: do the tests see each? SEED=7 COUNT=100 draws them

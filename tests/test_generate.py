@@ -14,6 +14,7 @@ import zero3
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, assert_at_rest
 from tests.support.stacks import WIDTH, Block, Stack, built, loss_of, train, words_of
+from tests.support.trainers import SIZES
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning:transformers")
 
@@ -214,3 +215,63 @@ def test_resident_tells_of_data_that_was_replaced(world_size: int) -> None:
             model.blocks[1].up.weight.data = model.blocks[1].up.weight.data + 1
 
     on_ranks(world_size, lambda: built(Prompted), body)
+
+
+# -- continuous batching: transformers calls the model from a thread
+
+HAS_IT = pytest.mark.skipif(not hasattr(t, "ContinuousBatchingConfig"), reason="an older transformers has another one")
+
+
+def small_llama() -> Any:
+    torch.manual_seed(0)
+    return t.LlamaForCausalLM(t.LlamaConfig(**SIZES)).eval()
+
+
+def small_llama_with_adapters() -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(small_llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).eval()
+
+
+BATCHES: dict[str, Callable[[Any, list[list[int]]], Any]] = {
+    "generate_batch": lambda model, prompts: model.generate_batch(prompts),
+    "generate_batch without prompts": lambda model, prompts: model.generate_batch([]),
+    "init_continuous_batching": lambda model, prompts: model.init_continuous_batching(),
+    "continuous_batching_context_manager": lambda model, prompts: model.continuous_batching_context_manager(),
+    "generate": lambda model, prompts: model.generate(torch.tensor(prompts), cache_implementation="paged"),
+}
+
+
+@HAS_IT
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", BATCHES)
+def test_generate_batch_outside_of_resident_says_so_on_all_ranks(name: str, world_size: int) -> None:
+    """So does each way into it. What is around it stays as it was."""
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        with pytest.raises(RuntimeError, match=r"continuous batching calls.*Put all of it inside of `with zero3\.resident\(model\):`"):
+            BATCHES[name](model, [[3, 4, 5]])
+        assert_at_rest(model)
+        model(input_ids=torch.tensor([[3, 4, 5]]), labels=torch.tensor([[3, 4, 5]])).loss.backward()
+
+    on_ranks(world_size, small_llama, body)
+
+
+@HAS_IT
+@pytest.mark.parametrize("build", [small_llama, small_llama_with_adapters])
+def test_generate_batch_inside_resident_gives_what_one_plain_process_gives(build: Callable[[], Any]) -> None:
+    """Ranks with other numbers of prompts, and one without."""
+    prompts = [[3, 4, 5], [7, 8, 9, 10]]
+    config = t.GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    sizes = t.ContinuousBatchingConfig(page_size=32, num_blocks=8, max_batch_tokens=32)
+
+    def completed(model: Any, given: list[list[int]]) -> list[list[int]]:
+        made = model.generate_batch(given, generation_config=config, continuous_batching_config=sizes, warmup=False)
+        return [each.generated_tokens for each in made.values()]
+
+    def body(model: Any, group: ThreadCommunicator) -> list[list[int]]:
+        with zero3.resident(model):
+            return completed(model, prompts[: 2 - group.rank])
+
+    expected = completed(build(), prompts)
+    assert len(expected) == 2
+    assert on_ranks(3, build, body) == [expected, expected[:1], []]

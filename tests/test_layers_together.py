@@ -193,7 +193,7 @@ def test_policies_of_a_layer_of_several_modules_are_those_of_its_first() -> None
 
     def policy(name: str, module: nn.Module) -> ShardingPolicy:
         asked[name] = type(module).__name__
-        return ShardingPolicy(prefetch_depth=len(asked))
+        return ShardingPolicy(param_dtype=(torch.bfloat16, torch.float16, torch.float32, None)[len(asked) - 1])
 
     model = stack()
     zero3.shard(model, layers_of(model), policy=policy)

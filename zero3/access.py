@@ -12,6 +12,7 @@ from .core.autograd import inside_backward
 from .core.gradient_types import CallersMistake
 from .core.layer_state import LayerState
 from .core.marks import state_of
+from .core.offloaded_chunk import check_process
 from .core.parameters import named, plain_modules
 from .core.pinning import Pin, pin, refuse_to_write, unpin, write_back
 from .core.transforms import transformable
@@ -196,8 +197,9 @@ def no_sync(model: nn.Module, *, replicas_only: bool = False) -> Iterator[None]:
     """Context for gradient accumulation, in which backwards do not reduce gradients.
 
     The first backward after it reduces the accumulated gradients. Every rank enters and leaves it. It saves all reductions except
-    one, and costs memory: until that backward, every layer keeps its full gradient, `W * S` elements in `reduce_dtype`. Results differ
-    only by the order of sums. If gradients are zeroed, kept ones are dropped. It may cover any module, and any part of a step.
+    one, and costs memory: until that backward, every layer keeps its full gradient, `W * S` elements in `reduce_dtype`, or
+    from the second one on in the dtype of `chunk.grad`, if that is wider. Results differ only by the order of sums, and by where they
+    are rounded to `reduce_dtype`. If gradients are zeroed, kept ones are dropped. It may cover any module, and any part of a step.
 
     Args:
         model: Any model, or part of one, that contains zero3 layers.
@@ -242,7 +244,7 @@ def reset(model: nn.Module) -> None:
     """Cleans a model up after an exception: releases every layer, and drops the step that failed.
 
     The next forward does the same by itself. Call this to free the memory at once. If a backward failed, the gradients accumulated
-    before are dropped too (set to None).
+    before are dropped too (set to None). With `dynamic=True`, either makes the rest of that backward's transfers, so every rank calls it.
 
     Args:
         model: Any model that contains zero3 layers.
@@ -276,11 +278,13 @@ def states_of(module: nn.Module) -> list[LayerState]:
     """The states of the layers in `module`, and of the layers that the parameters in `module` belong to.
 
     Raises:
+        RuntimeError: They rest in files, and this is a forked child.
         ValueError: There are none.
     """
     states = _states_in(module)
     if not states:
         raise _not_sharded(module)
+    check_process(states)
     return states
 
 

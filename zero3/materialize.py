@@ -14,6 +14,7 @@ from .access import states_of
 from .checkpoint.meta_buffers import hooks_of, initialise, twin
 from .checkpoint.random_state import generators, restore
 from .comm.agreement import agree
+from .comm.communicator import is_first
 from .core.layer_state import LayerState
 from .core.parameters import named
 from .initial_values.layers import Command, Hand, Wire
@@ -68,7 +69,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
         state.release()  # what is still fetched, after a forward, is about to be old
     others = Others(model, states)
     error: Exception | None = None
-    if first.communicator.rank == 0:
+    if is_first(first.communicator):
         try:
             _draw(model, states, init, wire, others)
         except Exception as caught:  # whatever it is, the others wait to hear of it
@@ -101,7 +102,7 @@ def _share_generators(first: LayerState, unseeded: str) -> None:
     sent = {name: state.to(first.device) for name, state in tensors.items()}
     for state in sent.values():
         first.communicator.broadcast(state)
-    if first.communicator.rank:
+    if not is_first(first.communicator):
         restore(first.device, {name: state.cpu() for name, state in sent.items()}, unseeded)
 
 

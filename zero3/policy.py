@@ -87,6 +87,11 @@ class ShardingPolicy:
     which the optimizer updates and checkpoints hold. A chunk is cast before it is sent, so `param_dtype=torch.bfloat16` halves
     the bytes of every gather.
 
+    Layers of a model may have policies of their own, but for what counts for the whole model: `dynamic`, `gradient_reduction`,
+    `prefetch_depth`, `separate_backup_group`, `transactional`, `compare_every` and `resident_bytes` are the same in all of them.
+    Anything else is a ValueError on all ranks that names the field and the layer: from `shard` and `Zero3Sequential`, and at the first
+    forward where a plain module calls layers one after another.
+
     Attributes:
         param_dtype: The dtype in which floating parameters, trainable and frozen, are gathered and computed with. None: as stored.
         reduce_dtype: The dtype in which gradients are added up within a backward and over ranks. If `chunk.grad` is narrower,
@@ -117,11 +122,15 @@ class ShardingPolicy:
             forward, without a wait. Under `step_guard` the hash is sent at the end of each micro-batch instead.
         ignored: A function `(name, ParamInfo) -> bool` that says which parameters are left alone. They stay ordinary parameters of
             the model on every rank: not sharded, not moved, not made equal between ranks, and their gradients are not reduced. State
-            dicts and checkpoints hold them under their names, with rank 0's values. `get_trainable_chunk`, `clip_grad_norm_` and
-            `param_groups` leave them out. Names are those in the model that is wrapped. None: no parameter is left alone.
-        grad_dtype: The dtype of `chunk.grad`, in which micro-batches are added up. The optimizer has to take gradients of that dtype.
-            With it autograd also hands over each parameter's gradient in `reduce_dtype`, and not rounded to `param_dtype`. None: the
-            chunk's dtype.
+            dicts and checkpoints hold them under their names, with rank 0's values. `get_trainable_chunk`, `param_groups`,
+            `named_gradients` and `full_gradients` leave them out. What scales, clips, drops or takes back gradients does so with each
+            rank's own ones too (`clip_grad_norm_`, `backward` over tokens, `step_guard`, `transactional`, a backward that raised,
+            `joinable`), so that their mean over ranks is the gradient (with `gradient_reduction="sum"` their sum). Inside a
+            `step_guard` their `grad` is None until the guard ends. Loss scaling needs `zero3.GradScaler`. Names are those in the model
+            that is wrapped. None: no parameter is left alone.
+        grad_dtype: The dtype of `chunk.grad`, in which micro-batches are added up, also under `no_sync` and at stage 1. The optimizer has
+            to take gradients of that dtype. With it autograd also hands over each parameter's gradient in `reduce_dtype`, and not rounded
+            to `param_dtype`. None: the chunk's dtype.
         group_adapters: Under `shard`, if less than a sixteenth of a model's elements train (adapters), the trainable parameters of
             all layers belong to the root's own layer. They are gathered once and reduced once in each backward, and not layer by
             layer. `shard` decides it once. It needs memory for the full adapters and their full gradients until the end of
@@ -129,15 +138,15 @@ class ShardingPolicy:
         resident_bytes: Full buffers of frozen parameters, at most this many bytes in all on each rank, stay from step to step, and
             are not gathered again: those of the first layers that fit, in the order of layers in the model, the root's own layer
             first. A changed chunk is gathered again. To find that out, each forward compares one byte for each of them between
-            ranks, and the host waits, as with `stage=2`. Results are the same to the bit. The layers of `shard` or of a
-            `Zero3Sequential` share the number; a layer that a plain module calls may have its own. 0: none.
+            ranks, and the host waits, as with `stage=2`. Results are the same to the bit. All layers of a model share the number. 0: none.
         quantize: The format in which frozen parameters are stored and gathered: `NF4`, `Int8`, `Float8` or `MXFP4`. Its `select` says which
             parameters. Linear layers and experts compute with one full matrix at a time, in `param_dtype` or in the parameter's own
             dtype. None: nothing is quantised.
         offload: Where chunks and their gradients rest between their uses. `"cpu"`: in host memory, pinned if layers compute on an
             accelerator. On the CPU that changes nothing. A directory, on a local disk: in memory-mapped files without a name, which
             vanish with the process. The directory need not be the same on all hosts. Not with `gather_format`. The optimizer then steps
-            on the CPU, as `chunk` and `chunk.grad` are there. Results are the same to the bit. None: where layers compute.
+            on the CPU, as `chunk` and `chunk.grad` are there. On the CPU results are the same to the bit. On an accelerator gathers and
+            sums are, and the optimizer's step, which then runs on the host, rounds as the host does. None: where layers compute.
         gather_format: The format in which trainable chunks travel when they are gathered: `Int8` or `Float8` (of which a block has
             `block[1]` elements). Each rank quantises its chunk from its first element on. What computes, in forward and in backward
             and on the chunk's owner too, is `dequantize(quantize(chunk))` in `param_dtype` or in the chunk's dtype: weights rounded to

@@ -11,8 +11,9 @@ from torch import nn
 from .comm.agreement import agree
 from .comm.factory import any_device_of, communicator_for
 from .core.compiled import ends_graphs
+from .core.policy_facts import unlike
 from .core.runtime import Runtime
-from .layer import Zero3Layer, adopt, floating_dtype, layers_of
+from .layer import Zero3Layer, adopt, floating_dtype, layers_of, states_in
 
 __all__: list[str] = []
 
@@ -28,7 +29,8 @@ class Zero3Sequential(nn.Module):
 
     Raises:
         TypeError: An item is no `Zero3Layer`.
-        ValueError: There are no items, items have different process groups or devices, or ranks have different numbers of layers.
+        ValueError: There are no items, items have different process groups or devices, or differ in a field of `ShardingPolicy` that
+            counts for the whole model, or ranks have different numbers of layers.
 
     Example::
 
@@ -94,7 +96,7 @@ def _check_items(layers: Any) -> None:
         error = TypeError(f"item {wrong[0]} is a {type(wrong[1]).__name__}, expected a Zero3Layer: wrap it as Zero3Layer(module)")
     if not states:  # no group to tell the others by: most likely they use the default one
         device = any_device_of(None)
-        agree(communicator_for(None, device), device, "a Zero3Sequential without layers", [], error)
+        agree(communicator_for(None, device), device, "a Zero3Sequential without layers", [], error, caller="Zero3Sequential")
         return
     first = states[0]
     for index, state in enumerate(states):
@@ -102,5 +104,7 @@ def _check_items(layers: Any) -> None:
             error = ValueError(f"item {index} has another process group than item 0: all layers of a model share one")
         if error is None and state.device != first.device:
             error = ValueError(f"item {index} is on {state.device}, item 0 on {first.device}: all layers of a model share one device")
+    named = [(f"{state.label} in item {index}", state.policy) for index, layer in enumerate(layers) for state in states_in(layer)]
+    error = error or unlike(named)
     names = [state.name_among_ranks for state in states]
-    agree(first.communicator, first.device, f"a Zero3Sequential of {len(states)} layers", names, error)
+    agree(first.communicator, first.device, f"a Zero3Sequential of {len(states)} layers", names, error, caller="Zero3Sequential")

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from .access import pinned
 from .auto_wrap import Layers, Named, choose, few_that_train, tied_across
+from .comm.communicator import is_first
 from .core.compiled import check_compiled
 from .core.construction import Request, agree_on, all_but, build_state, device_of
 from .core.ignored import without_ignored
@@ -21,6 +23,7 @@ from .core.layer_state import LayerState
 from .core.layout import megabytes
 from .core.module_overrides import Override, guard, refuse_merges
 from .core.parameters import IN_MODEL, ParameterSites, check_parameters, find_parameters, is_callable, own_module_name, own_modules
+from .core.policy_facts import unlike
 from .core.quantizing import formats_of
 from .input_gradients import watch_input_gradients
 from .layer import RootEntry, Zero3Layer, adopt, is_layer, layers_of
@@ -30,6 +33,13 @@ from .quantized.configured import configured_in
 __all__: list[str] = []
 
 _log = logging.getLogger("zero3")
+_REFUSED_ADAPTERS = MappingProxyType(
+    {
+        "ADALORA": "reads all of its parameters after the forward, for its loss, and their gradients between steps",
+        "CPT": "gives its parameter other values in each forward",
+    }
+)
+_CONTINUOUS_BATCHING = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")  # of transformers
 
 M = TypeVar("M", bound=nn.Module)
 PolicyOf = Callable[[str, nn.Module], ShardingPolicy]
@@ -72,8 +82,8 @@ def shard(
         device: Where the whole model computes and the chunks live. None: where the model's tensors are.
         dtype: The dtype that every trainable parameter must have. It is only checked. None: any dtype.
         policy: One policy for all layers, where only the root casts outputs. Or a function `(name, module) -> ShardingPolicy`, which
-            gets the name `""` for the root. The root's prefetch_depth, separate_backup_group, group_adapters and resident_bytes
-            count for all layers.
+            gets the name `""` for the root. Fields that count for the whole model are the same for all layers and the root (see
+            `ShardingPolicy`), and the root's group_adapters says whether adapters are grouped.
         process_group: The ranks that share the model: a process group, or a `DeviceMesh` of one dimension, or of two, named
             `("dp_replicate", "dp_shard")`: chunks are cut over the second and repeated over the first. None: the default group, or
             this process alone if there is no group.
@@ -127,7 +137,9 @@ def _agreed_plan(common: Request, layers: Layers, policy: ShardingPolicy | Polic
     error: Exception | None = None
     plan = _Plan([], common)
     try:
-        plan = _with_adapters(_with_policies(_plan(common, layers), _as_configured(common.module, policy)))
+        plan = _with_policies(_plan(common, layers), _as_configured(common.module, policy))
+        _check_together(plan)
+        plan = _with_adapters(plan)
     except Exception as caught:  # whatever a predicate raises: the other ranks wait to hear of it
         error = caught
     agree_on([plan.root, *plan.layers], plan.will_be_layer, error)
@@ -141,13 +153,36 @@ def _plan(common: Request, layers: Layers) -> _Plan:
         raise ValueError(
             f"this {type(model).__name__} is sharded already, or holds Zero3Layers: shard a model once, before wrapping any part of it"
         )
-    everything = find_parameters(model, lambda module: False)  # all together, because parameters of two layers may overlap
-    check_parameters(without_ignored(everything, common.policy), common.dtype, type(model).__name__)
+    _check_adapters(model)
     chosen = choose(model, layers)
     check_compiled(_outside_or_around(model, {id(module) for part in chosen for _, module in part}))
     tied = tied_across(model, chosen)
     apart = replace(common, elsewhere=frozenset(tied), model=model)
     return _Plan([_part(apart, part) for part in chosen], replace(common, borrowed=tuple(tied.values())))
+
+
+def _check_together(plan: _Plan) -> None:
+    """Checks the parameters of all layers together, because those of two layers may overlap."""
+    ignored: set[int] = set()
+    for request in (plan.root, *plan.layers):
+        if isinstance(request.policy, ShardingPolicy) and request.policy.ignored is not None:
+            found = find_parameters(request.module, all_but(request, plan.will_be_layer), request.elsewhere, request.borrowed)
+            sharded = set(without_ignored(found, request.policy, request.prefix))
+            ignored |= {id(sites.parameter) for sites in found if sites not in sharded}
+    everything = [sites for sites in find_parameters(plan.root.module, lambda module: False) if id(sites.parameter) not in ignored]
+    check_parameters(everything, plan.root.dtype, type(plan.root.module).__name__)
+
+
+def _check_adapters(model: nn.Module) -> None:
+    """Refuses adapters of peft that compute with parameters, or write them, where a sharded model has none."""
+    for module in model.modules():
+        configs = getattr(module, "peft_config", None)
+        for adapter, config in configs.items() if isinstance(configs, dict) else ():
+            if (reason := _REFUSED_ADAPTERS.get(str(getattr(config.peft_type, "value", None)))) is not None:
+                raise ValueError(
+                    f"adapter {adapter!r} is of the kind {config.peft_type.value}, which {reason}: a sharded model would train in another "
+                    "way, without a word. Take another kind (LORA)"
+                )
 
 
 def _outside_or_around(model: nn.Module, layers: set[int]) -> Iterator[tuple[str, nn.Module]]:
@@ -190,10 +225,12 @@ def _with_policies(plan: _Plan, policy: ShardingPolicy | PolicyOf) -> _Plan:
     if not callable(policy):
         raise TypeError(f"policy must be a zero3.ShardingPolicy or (name, module) -> ShardingPolicy, found {type(policy).__name__}")
     names = {id(module): name for name, module in plan.root.module.named_modules()}
-    return _Plan(
-        [replace(part, policy=policy(names[id(part.modules[0])], part.modules[0])) for part in plan.layers],
-        replace(plan.root, policy=policy("", plan.root.module)),
-    )
+    found = _Plan([], replace(plan.root, policy=policy("", plan.root.module)))
+    found.layers.extend(replace(part, policy=policy(names[id(part.modules[0])], part.modules[0])) for part in plan.layers)
+    each = [(str(request.label), request.policy) for request in (found.root, *found.layers) if isinstance(request.policy, ShardingPolicy)]
+    if each and (error := unlike(each)) is not None:  # what is no policy is refused later
+        raise error
+    return found
 
 
 def _with_adapters(plan: _Plan) -> _Plan:
@@ -243,11 +280,14 @@ def _enter_through_root(state: LayerState, model: nn.Module) -> None:
             RootEntry(module, state, runtime)
         if callable(getattr(type(module), "generate", None)):
             Override(module, "generate", generate)
-        if state.communicator.rank == 0:
+        for name in _CONTINUOUS_BATCHING:
+            if callable(getattr(type(module), name, None)):
+                Override(module, name, partial(_batch_if_resident, weakref.ref(state), name))
+        if is_first(state.communicator):
             watch_input_gradients(module, is_root=module is model)
 
 
-def _generate(root: weakref.ref[LayerState], module: nn.Module, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _generate(root: weakref.ref[LayerState], module: nn.Module, generate: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Generation reads parameters between its forwards, such as image tokens. So the root's own layer stays fetched meanwhile."""
     state = root()
     if state is None:
@@ -256,8 +296,21 @@ def _generate(root: weakref.ref[LayerState], module: nn.Module, generate: Callab
         return generate(*args, **kwargs)
 
 
+def _batch_if_resident(
+    root: weakref.ref[LayerState], name: str, module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """A thread calls the model there, as often as this rank's prompts need, and drops what it raises: half of a text would come back."""
+    state = root()
+    if state is None or not state.resident:
+        raise RuntimeError(
+            f"{name} of a sharded {type(module).__name__}: continuous batching calls the model at each rank's own pace, and ranks gather "
+            "its layers together. Put all of it inside of `with zero3.resident(model):`, where every rank holds the whole model"
+        )
+    return method(*args, **kwargs)
+
+
 def _report(model: nn.Module, root: LayerState, adapters: frozenset[int]) -> None:
-    if root.communicator.rank != 0:
+    if not is_first(root.communicator):
         return
     grouped = [sharded for sharded in root.parameters if id(sharded.sites.parameter) in adapters]
     of: dict[LayerState, list[str]] = {}

@@ -37,10 +37,13 @@ def counted() -> dict[str, Step]:
     return found
 
 
-def test_a_step_of_shard_runs_through_fourteen_files() -> None:
+MOST_FUNCTIONS = 195  # it only shrinks
+
+
+def test_a_step_of_shard_runs_few_functions() -> None:
     step = counted()["zero3.shard"]
     assert step.files == len(step.names)
-    assert step.files <= 14, step.names
+    assert step.functions <= MOST_FUNCTIONS
 
 
 def test_the_design_page_names_every_file_that_a_step_runs_through() -> None:

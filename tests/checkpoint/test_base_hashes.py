@@ -176,6 +176,7 @@ def in_processes(rank: Rank, path: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_base_hashes_in_processes(tmp_path: Path) -> None:
     first, second = on_ranks(2, in_processes, tmp_path / "saved")
     assert first == second

@@ -120,6 +120,7 @@ def _save_on_processes(rank: Rank) -> str:
     return type(raised.value).__name__
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_dcp_async_save_of_chunks_on_processes() -> None:
     assert on_processes(2, _save_on_processes) == ["CheckpointException"] * 2

@@ -62,16 +62,16 @@ def test_save_checkpoint_keeps_extra_state(saving: int, loading: int, tmp_path: 
 
 @pytest.mark.parametrize(
     "value",
-    [{1, 2}, torch.zeros(2, device="meta"), torch.zeros(2, dtype=torch.complex128), object()],
-    ids=["a set", "meta", "complex", "an object"],
+    [{1, 2}, torch.zeros(2, device="meta"), torch.zeros(2, dtype=torch.int4), object()],
+    ids=["a set", "meta", "int4", "an object"],
 )
 def test_save_checkpoint_of_extra_state_that_files_can_not_hold(value: Any, tmp_path: Path) -> None:
     def body(group: ThreadCommunicator) -> None:
         model = keeping(0, group)
         kept(model)[0]["odd"] = value
-        with pytest.raises(TypeError, match=r"rank 0: .*(0\.inner\._extra_state|complex128)"):
+        with pytest.raises(TypeError, match=r"rank 0: .*(0\.inner\._extra_state|int4)"):
             zero3.save_checkpoint(tmp_path / "run", model)
-        with pytest.raises(TypeError, match=r"rank 0: .*(extra|complex128)"):
+        with pytest.raises(TypeError, match=r"rank 0: .*(extra|int4)"):
             zero3.save_checkpoint(tmp_path / "run", keeping(0, group), extra=[value])
 
     run_ranks(2, body)

@@ -218,6 +218,7 @@ def beside_fsdp2(rank: Rank) -> tuple[dict[str, Tensor], dict[str, Tensor], dict
     return zero3.full_state_dict(ours), get_model_state_dict(theirs, options=FULL), found, back
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="gloo of torch 2.11 can't gather FSDP2's state")
 def test_load_full_optimizer_state_dict_takes_a_run_from_fsdp2_to_zero3_and_back() -> None:
     ours, theirs, found, back = on_processes(2, beside_fsdp2)[0]

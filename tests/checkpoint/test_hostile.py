@@ -18,6 +18,7 @@ from tests.checkpoint.test_integrity import saved as saved  # a fixture
 from tests.support.checkpoints import on_ranks
 from tests.support.ranks import ThreadCommunicator
 from zero3.__main__ import main
+from zero3.checkpoint import manifest
 
 
 def link(path: Path, to: Path) -> None:
@@ -69,8 +70,9 @@ def test_keep_last_does_not_reach_through_links(saved: Path, tmp_path: Path) -> 
 
     def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
         for name in "bc":
-            zero3.save_checkpoint(tmp_path / "run" / name, model, optimizer, keep_last=2)
+            zero3.save_checkpoint(tmp_path / "run" / name, model, optimizer, keep_last=2, run=run)
 
+    run = manifest.read(saved / "two").content["run"]
     on_ranks(2, body, build=build, layers=is_linear)
     assert sorted(os.listdir(tmp_path / "run")) == ["b", "best", "c", "debris", "latest"]
     assert (tmp_path / "best" / "manifest.json").is_file() and (tmp_path / "debris" / "data-0123456789abcdef").is_dir()

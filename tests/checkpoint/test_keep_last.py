@@ -14,6 +14,7 @@ import zero3
 from tests.checkpoint.test_save_and_load import save
 from tests.support.checkpoints import on_ranks
 from tests.support.ranks import ThreadCommunicator
+from zero3.access import states_of
 from zero3.checkpoint import file_operations, manifest
 
 
@@ -70,3 +71,131 @@ def test_save_checkpoint_leaves_other_files_in_the_directory_alone(tmp_path: Pat
     on_ranks(2, partial(save, tmp_path))
     on_ranks(2, partial(save, tmp_path))
     assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == ["data", "manifest.json", "notes.txt"]
+
+
+# -- runs
+
+
+def solo() -> Any:
+    return nn.Sequential(zero3.Zero3Layer(nn.Linear(2, 2)))
+
+
+def run_of(path: Path) -> Any:
+    return manifest.read(path).content.get("run")
+
+
+def without_run(path: Path) -> None:
+    """As other systems' checkpoints are converted."""
+    found = manifest.read(path)
+    content = {key: value for key, value in found.content.items() if key not in ("run", "sha256", "files")}
+    manifest.write(path, content, found.files, str(found.content["data"]).removeprefix("data-"))
+
+
+def test_keep_last_deletes_checkpoints_of_its_own_run_only(tmp_path: Path) -> None:
+    first, second = solo(), solo()
+    for step in range(4):
+        zero3.save_checkpoint(tmp_path / f"long-{step}", first, keep_last=2)
+    without_run(tmp_path / "long-2")
+    for step in range(3):
+        zero3.save_checkpoint(tmp_path / f"tried-{step}", second, keep_last=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["long-2", "long-3", "tried-2"]
+    resumed = solo()
+    zero3.load_checkpoint(tmp_path / "long-3", resumed)
+    zero3.save_checkpoint(tmp_path / "long-4", resumed, keep_last=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["long-2", "long-4", "tried-2"]
+    assert run_of(tmp_path / "long-4") not in (None, run_of(tmp_path / "tried-2"))
+
+
+@pytest.mark.parametrize("launched", ["none", "", None, "job 7"])
+def test_save_checkpoint_finds_the_name_of_its_run(launched: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if launched is not None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", launched)
+
+    def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> list[Any]:
+        names = []
+        for number, options in enumerate([{}, {}, {"run": "mine"}, {}]):
+            zero3.save_checkpoint(tmp_path / str(number), model, optimizer, **options)
+            names += [run_of(tmp_path / str(number)), states_of(model)[0].run]
+        zero3.load_checkpoint(tmp_path / "0", model, optimizer)
+        zero3.save_checkpoint(tmp_path / "4", model)
+        return [*names, run_of(tmp_path / "4")]
+
+    found = on_ranks(2, body)
+    first = found[0][0]
+    assert found == [[first] * 4 + ["mine"] * 4 + [first]] * 2
+    assert first == "job 7" if launched == "job 7" else len(first) == 16
+    again = solo()
+    without_run(tmp_path / "3")
+    zero3.save_checkpoint(tmp_path / "5", again)
+    assert (run_of(tmp_path / "5") == first) == (launched == "job 7")
+
+
+def test_latest_checkpoint_of_a_run(tmp_path: Path) -> None:
+    model = solo()
+    for number, run in enumerate(["a", "a", "b", "a"]):
+        zero3.save_checkpoint(tmp_path / str(number), model, run=run)
+    assert zero3.latest_checkpoint(tmp_path) == zero3.latest_checkpoint(tmp_path, run="a") == tmp_path / "3"
+    assert zero3.latest_checkpoint(tmp_path, run="b") == tmp_path / "2"
+    assert zero3.latest_checkpoint(tmp_path, run="c") is None
+    next((tmp_path / "3").glob("data-*/model*")).write_bytes(b"cut off")
+    assert zero3.latest_checkpoint(tmp_path, run="a") == tmp_path / "1"
+    (tmp_path / "1" / "manifest.json").write_text("no manifest")
+    assert zero3.latest_checkpoint(tmp_path, run="a") == tmp_path / "0"
+
+
+@pytest.mark.parametrize(("run", "kind"), [("", ValueError), (7, TypeError), (b"a", TypeError)])
+def test_a_run_without_a_name_is_refused(run: Any, kind: type[Exception], tmp_path: Path) -> None:
+    def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
+        with pytest.raises(kind, match=r"rank 1: run must be the name of a run"):
+            zero3.save_checkpoint(tmp_path, model, run=run if group.rank else "a")
+        with pytest.raises(ValueError, match=r"rank 0: run: 0; rank 1: run: 1"):
+            zero3.save_checkpoint(tmp_path, model, run=str(group.rank))
+        with pytest.raises(kind, match="run must be the name of a run"):
+            zero3.latest_checkpoint(tmp_path, run=run)
+
+    on_ranks(2, body)
+    assert not list(tmp_path.iterdir())
+
+
+class Killed(BaseException):
+    pass
+
+
+CHANGES = ("make_directory", "create", "write", "sync", "sync_directory", "replace", "remove")
+
+
+@pytest.mark.parametrize("deletes", [False, True])
+def test_keep_last_leaves_what_a_save_or_a_deletion_of_another_run_has_left(
+    deletes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever a process was killed: its own run removes that."""
+    model, other, left, number = solo(), solo(), 0, 0
+    while True:
+        directory = tmp_path / str(number)
+        if deletes:
+            zero3.save_checkpoint(directory / "cut off", model, run="long")
+        with monkeypatch.context() as killing:
+            steps = iter(range(number))
+
+            def step(change: Any, *given: Any, steps: Any = steps) -> Any:
+                if next(steps, None) is None:  # and nothing after it
+                    raise Killed
+                return change(*given)
+
+            for change in CHANGES:
+                killing.setattr(file_operations, change, partial(step, getattr(file_operations, change)))
+            try:
+                manifest.delete(directory / "cut off") if deletes else zero3.save_checkpoint(directory / "cut off", model, run="long")
+                break
+            except Killed:
+                pass
+        there = sorted(file_operations.names_in(directory / "cut off"))
+        zero3.save_checkpoint(directory / "tried", other, run="tried", keep_last=1)
+        assert sorted(file_operations.names_in(directory / "cut off")) == there
+        whole = (directory / "cut off" / "manifest.json").exists()
+        zero3.save_checkpoint(directory / "long", model, run="long", keep_last=1)
+        assert not there or not (directory / "cut off").exists(), there
+        left += bool(there) and not whole
+        number += 1
+    assert left >= (1 if deletes else 5)

@@ -20,10 +20,11 @@ from tests.huggingface.test_load_pretrained_memory import resident_bytes
 from tests.support.checkpoints import LAYERS, OPTIMIZERS, assert_same, on_ranks, plain, train
 from tests.support.processes import Rank
 from tests.support.processes import on_ranks as on_processes
-from tests.support.ranks import ThreadCommunicator
-from tests.support.reference import assert_at_rest, assert_close
-from zero3.checkpoint import safetensors_files
+from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.reference import assert_at_rest, assert_close, process_group
+from zero3.checkpoint import manifest, safetensors_files
 from zero3.checkpoint import save as saving
+from zero3.checkpoint.optimizer_contents import OptimizerContents
 from zero3.checkpoint.safetensors_writing import BLOCK_BYTES
 
 Snapshot = dict[str, Any]
@@ -218,9 +219,42 @@ def saved_memory(rank: Rank, directory: str) -> tuple[int, int, int]:
     return saving, grown(lambda: zero3.load_checkpoint(f"{directory}/large", model, optimizer)), state
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of a process's memory")
 def test_load_checkpoint_takes_memory_for_the_new_state_and_one_buffer(tmp_path: Path) -> None:
     for grown, loading, state in on_processes(2, saved_memory, str(tmp_path), fresh=True):
         assert state > 30 * 2**20
         assert grown < 4 * 2**20, grown / 2**20
         assert loading < state + BLOCK_BYTES + 4 * 2**20, (loading / 2**20, state / 2**20)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_step_of_a_parameter_without_dimensions_is_a_number(world_size: int, tmp_path: Path) -> None:
+    """Its moments have no dimensions either, but they are its elements; a number beside the elements of a longer one is none."""
+
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    models = [Scaled() for _ in range(world_size)]
+
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.Zero3Layer(models[group.rank], process_group=process_group(group))
+        optimizer = torch.optim.AdamW(zero3.param_groups(model, lambda name, info: {"whole": True}), lr=0.1)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        zero3.save_checkpoint(tmp_path, model, optimizer)
+        before = zero3.full_optimizer_state_dict(model, optimizer, rank0_only=False)
+        zero3.load_checkpoint(tmp_path, model, optimizer)
+        assert_same(zero3.full_optimizer_state_dict(model, optimizer, rank0_only=False), before)
+
+    run_ranks(world_size, body)
+    found = OptimizerContents.from_json(manifest.read(tmp_path).content["optimizer"]).state
+    assert found.keys() == {"scale", "weight", "bias"}
+    for name, named in found.items():
+        assert named.scalars["step"]["$tensor"][:2] == ["float32", 1.0], name
+        assert set(named.elements) == {"exp_avg", "exp_avg_sq"} and set(named.scalars) == {"step"}, name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.support.dtypes import MOVED, bytes_of, values
 from tests.support.processes import Rank, on_ranks
 from zero3 import Zero3Layer
 from zero3.comm.communicator import SoloCommunicator
@@ -90,6 +92,46 @@ def test_reduce_scatter_on_more_ranks_rounds_as_a_sum_in_rank_order(world_size: 
         # each of the additions rounds once, at the size of what was summed
         scale = sum(full[rank].double().abs() for full in fulls)
         assert ((ours.double() - theirs.double()).abs() <= world_size * torch.finfo(dtype).eps * scale).all()
+
+
+def values_moved(rank: Rank, by_torch: bool) -> list[str]:
+    """The dtypes whose bytes did not come as they were sent, in any collective that only moves them."""
+    warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
+    ours: Any = GroupCommunicator(dist.group.WORLD, "gloo", CPU) if by_torch else communicator()
+    bounds, changed = (0, 0, 5, 7), []
+    for dtype in MOVED:
+        sent = [values(number, dtype, 7) for number in range(rank.world_size)]
+        mine = sent[rank.number]
+
+        def check(what: str, found: Tensor, expected: Tensor, dtype: torch.dtype = dtype) -> None:
+            if bytes_of(found) != bytes_of(expected):
+                changed.append(f"{what} of {dtype}")
+
+        for shape in [(), (7,), (1, 7)]:
+            found = mine[0].clone() if shape == () else mine.clone().view(shape)
+            ours.broadcast(found, 1)
+            check("broadcast", found, sent[1][0] if shape == () else sent[1])
+        full = torch.empty(21, dtype=dtype)
+        ours.all_gather(full, mine).wait()
+        check("all_gather", full, torch.cat(sent))
+        own = slice(bounds[rank.number], bounds[rank.number + 1])
+        if not by_torch:  # gloo's own takes equal slices only
+            ours.all_gather(full[:7], mine[own], bounds).wait()
+            expected = [each[a:b] for each, (a, b) in zip(sent, itertools.pairwise(bounds), strict=True)]
+            check("uneven all_gather", full[:7], torch.cat(expected))
+        for cuts in (None, bounds):
+            at = own if cuts else slice(2 * rank.number, 2 * rank.number + 2)
+            first = [sent[0][a:b] for a, b in itertools.pairwise(bounds)] if cuts else list(sent[0][:6].split(2))
+            found = torch.empty(at.stop - at.start, dtype=dtype)
+            ours.scatter(found, first if rank.number == 0 else None, cuts).wait()
+            check("scatter", found, sent[0][at])
+    return changed
+
+
+@ways
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_collectives_move_the_bytes_of_every_dtype(way: str, by_torch: bool) -> None:
+    assert on_ranks(3, by, way, values_moved, by_torch) == [[], [], []]
 
 
 def gathered(rank: Rank, length: int, dtype: torch.dtype) -> bytes:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 LATER = ["torch.distributed.nn", "transformers.modeling_utils"]
 
 SCRIPT = """
@@ -21,6 +23,7 @@ assert group() is None
 """
 
 
+@pytest.mark.slow
 def test_libraries_that_are_imported_later_do_not_keep_it() -> None:
     scripts = [SCRIPT.format(module=module) for module in LATER]
     runs = [subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True) for script in scripts]

@@ -157,6 +157,7 @@ def test_ranks_that_come_apart_later_are_told_and_train_on_nothing_wrong(how: st
         assert outcome.text.startswith(f"rank {number} of 2: ")
         assert any(words in outcome.text for words in ("gathering layer", "reducing the gradients of layer", "comparing"))
         assert "took another path" in outcome.text
+        assert ("Every rank has to call full_" in outcome.text) == ("on one rank" in how)
         assert outcome.seconds < PROMPT
 
 

@@ -196,6 +196,7 @@ def stop_on_one_rank(rank: Rank) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_timeout_tells_the_layer_the_pass_and_what_came_before() -> None:
     waiting, _ = try_on_ranks(2, stop_on_one_rank, group_timeout=3.0, fresh=True, debug="OFF")
     assert waiting.error == "RuntimeError"

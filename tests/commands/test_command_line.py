@@ -235,3 +235,16 @@ def test_version_is_said_in_one_place(capsys: pytest.CaptureFixture[str]) -> Non
     pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert "version" not in pyproject["project"] and pyproject["project"]["dynamic"] == ["version"]
     assert pyproject["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "zero3.__version__"}
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"), [({"step": 5, "a": 1}, ["a", "step"]), ({}, []), (None, None), ([1, 2], "list"), (7, "int"), ("text", "str")]
+)
+def test_inspect_tells_what_extra_is(extra: Any, told: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    zero3.save_checkpoint(tmp_path / "run", zero3.Zero3Layer(torch.nn.Linear(2, 2)), extra=extra, run="the name")
+    assert main(["inspect", str(tmp_path / "run"), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["extra"], facts["run"]) == (told, "the name")
+    assert main(["inspect", str(tmp_path / "run")]) == 0
+    shown = [line.split(maxsplit=1)[1:] for line in capsys.readouterr().out.splitlines() if line.startswith("extra ")]
+    assert shown == ([] if told is None else [["; ".join(told)] * bool(told)] if isinstance(told, list) else [[told]])

@@ -19,8 +19,9 @@ from tests.checkpoint.test_nothing_is_unpickled import Trap
 from tests.formats.test_round_trips import convert, fails, saved
 from tests.support.checkpoints import assert_same, odd
 from tests.support.processes import Rank, on_ranks
+from tests.support.ranks import run_ranks
 from zero3.__main__ import main
-from zero3.checkpoint import file_operations
+from zero3.checkpoint import file_operations, manifest
 
 
 def one() -> nn.Module:
@@ -151,10 +152,10 @@ def test_a_trap_is_left_out_and_not_sprung(to: str, tmp_path: Path, capsys: pyte
     state = {"state": {"a": {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 1.0, "params": ["a"]}]}
     torch.save({"model": {"a": torch.ones(2)}, "optimizer": state, "args": {"trap": Trap(tmp_path)}, "epoch": 1}, tmp_path / "file")
     convert(convert(tmp_path / "file", tmp_path / "out", "--to", to), tmp_path / "back")
-    assert "args (an object of another system)" in capsys.readouterr().err
+    assert "extra['args']['trap']" in capsys.readouterr().err
     assert not (tmp_path / "sprung").exists()
     content = torch.load(convert(tmp_path / "back", tmp_path / "again", "--to", "torch"), weights_only=True)
-    assert content["epoch"] == 1 and "args" not in content
+    assert content["epoch"] == 1 and content["args"] == {}
 
 
 def damage(text: bytes, generator: random.Random) -> bytes:
@@ -236,3 +237,32 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         torch.save({"model": {"a": torch.zeros(size)}, "optimizer": optimizer}, tmp_path / str(size) / "file")
     _, grown = on_ranks(1, conversions, str(tmp_path), sizes, process_group=False, fresh=True)[0]
     assert max(grown) <= 96 << 20, grown
+
+
+def with_buffers(group: Any, *, differ: bool) -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    sharded = zero3.shard(model, layers=nn.Linear, process_group=group)
+    sharded[1].running_mean.fill_(group.rank if differ else 1)
+    return sharded
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_convert_says_which_buffers_are_left_out(differ: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(2, lambda group: zero3.save_checkpoint(tmp_path / "in", with_buffers(group, differ=differ)))
+    convert(tmp_path / "in", tmp_path / "out", "--to", "torch")
+    said = capsys.readouterr().err.partition("or not yet: ")[2].strip()
+    assert said == "random generators" + ", buffers in which other ranks differ from rank 0" * differ
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_convert_keeps_the_class_of_the_optimizer(named: bool, run: Path, tmp_path: Path) -> None:
+    source = run
+    if not named:  # as plain torch saves it
+        model = one()
+        optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        source = tmp_path / "file"
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
+    found = manifest.read(convert(source, tmp_path / "out")).content["optimizer"]["class"]
+    assert found == ("AdamW" if named else "optimizer")

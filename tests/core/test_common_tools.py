@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 import zero3
 from tests.support.processes import Rank, on_ranks
 from tests.support.training import SGD, Optimizer, difference, joined, loss_of, odd_model, sentences, train_plain, train_sharded
 from zero3 import Zero3Layer, Zero3Sequential
+from zero3.core.stand_in import StandIn
 
 
 def sharded(seed: int = 0, dtype: torch.dtype = torch.float64) -> Zero3Sequential:
@@ -237,3 +241,51 @@ def test_register_hook_and_register_forward_hook_go_on_working(world_size: int) 
         assert sorted(seen) == ["around", "grad of shape (4,)", "inside"]
         assert output_error < 1e-6
         assert gradient_error < 1e-5
+
+
+# -- what follows modules by hooks on all of them: afterwards none is left
+
+
+TRACKERS: dict[str, Callable[[], Any]] = {
+    "CommDebugMode": CommDebugMode,
+    "FlopCounterMode": lambda: FlopCounterMode(display=False),
+    "ModuleTracker": ModuleTracker,
+}
+SHARDED: dict[str, Callable[[nn.Module], Any]] = {
+    "shard": lambda model: zero3.shard(model, [*model.blocks, model.head]),
+    "Zero3Layer": Zero3Layer,
+    "layers in layers": lambda model: zero3.shard(model, [model.blocks, *model.blocks]),
+}
+
+
+class Alike(nn.Module):
+    """Blocks of one kind, with modules of one kind, which a tracker could take for one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3)])
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+
+@pytest.mark.parametrize("how", SHARDED)
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_tracker_of_modules_leaves_a_model_as_it_was(name: str, how: str) -> None:
+    plain = Alike()
+    model = SHARDED[how](copy.deepcopy(plain))
+    x = torch.randn(3, 4, requires_grad=True)
+    with TRACKERS[name]():
+        model(x).sum().backward()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in all_modules(model))
+    model.zero_grad()
+    model(x).sum().backward()
+    plain(x).sum().backward()
+    with zero3.full_gradients(model) as gradients:
+        assert all(torch.equal(gradients[name], parameter.grad) for name, parameter in plain.named_parameters())
+
+
+def all_modules(model: nn.Module) -> list[nn.Module]:
+    """Layers, and the modules that they stand for."""
+    return [each for module in model.modules() for each in (module, *([module.module] if isinstance(module, StandIn) else []))]

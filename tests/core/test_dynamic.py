@@ -179,6 +179,63 @@ def test_an_exception_in_one_ranks_forward_reaches_all() -> None:
     on_ranks(2, lambda: built(Skipping), body, lambda model, group, policy: by_shard(model, group, DYNAMIC))
 
 
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("where", range(DEPTH))
+@pytest.mark.parametrize("policy", [{}, {"prefetch_depth": 0}, {"prefetch_depth": 3}, {"stage": 2}, {"transactional": True}], ids=str)
+def test_dynamic_goes_on_after_a_backward_that_raised_on_all_ranks(policy: dict[str, Any], where: int, resets: bool) -> None:
+    """Each of them has left out other layers, and so has made other transfers by then."""
+
+    def body(model: Any, group: ThreadCommunicator) -> tuple[list[Tensor], Any]:
+        chunks = zero3.get_trainable_chunk(model)
+        for step, fails in enumerate([False, True, False]):
+            loss = loss_that(model, group.rank, step, where if fails else None)
+            with pytest.raises(KeyError, match="as told") if fails else contextlib.nullcontext():
+                loss.backward()
+            if fails and resets:
+                zero3.reset(model)
+        return [chunk.grad for chunk in chunks], group.log
+
+    def once(model: Any, group: ThreadCommunicator) -> list[Tensor]:
+        for step in (0, 2) if "transactional" in policy else (2,):
+            loss_that(model, group.rank, step, None).backward()
+        return [chunk.grad for chunk in zero3.get_trainable_chunk(model)]
+
+    chosen = ShardingPolicy(dynamic=True, **policy)
+    found = on_ranks(2, lambda: built(Skipping), body, lambda model, group, policy: by_shard(model, group, chosen))
+    wanted = on_ranks(2, lambda: built(Skipping), once, lambda model, group, policy: by_shard(model, group, chosen))
+    for (gradients, log), expected in zip(found, wanted, strict=True):
+        assert log == found[0][1]
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(gradients, expected, strict=True))
+
+
+def loss_that(model: Any, rank: int, step: int, where: int | None) -> Tensor:
+    """Leaves out a block. Its backward fails before that of the block `where`, or of those before it, begins."""
+    chosen = [number for number in range(DEPTH) if number != (rank + step) % DEPTH]
+    fuse = None if where is None else next((model.blocks[n] for n in chosen if n >= where), model.blocks[chosen[-1]])
+
+    def hook(module: nn.Module, inputs: object, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    with fuse.register_forward_hook(hook) if fuse is not None else contextlib.nullcontext():
+        loss: Tensor = model(Turn(rank, step, 0).tensor(3, WIDTH), chosen).pow(2).sum()
+    return loss
+
+
+def fail(*_: object) -> None:
+    raise KeyError("as told")
+
+
+def test_dynamic_tells_all_ranks_of_a_backward_that_raised_on_one() -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        loss = loss_that(model, group.rank, 0, 1 if group.rank else None)
+        with pytest.raises(KeyError, match="as told") if group.rank else contextlib.nullcontext():
+            loss.backward()
+        with pytest.raises(ValueError, match=r"ranks differ in the end of a forward: rank 0: \d+ transfers"):
+            loss_that(model, group.rank, 1, None)
+
+    on_ranks(2, lambda: built(Skipping), body, lambda model, group, policy: by_shard(model, group, DYNAMIC))
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_forward_that_failed_leaves_its_tensors_to_nobody(world_size: int) -> None:
     """Not to a cycle either: memory that waits for the cycle collector is memory that is out."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch.func import functional_call
 import zero3
 from tests.support import processes
 from tests.support.models import WORLDS
-from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.ranks import ThreadCommunicator, ThreadMesh, run_mesh, run_ranks
 from tests.support.reference import process_group
 from zero3 import ShardingPolicy
 
@@ -148,3 +150,104 @@ def test_grad_dtype_on_processes() -> None:
     for found in processes.on_ranks(2, on_a_process, dtype, policy):
         for name, value in expected.items():
             assert torch.allclose(found[name], value, rtol=1e-6, atol=1e-6), name
+
+
+# -- micro-batches
+
+
+COMES = (256.0, 1.0, 1.0)  # the gradients of micro-batches: a sum in bf16 stays at 256, and one in fp16 or more is 258
+ADDED = [
+    (chunk, ShardingPolicy(param_dtype=compute, reduce_dtype=reduce, grad_dtype=keep))
+    for chunk, (compute, reduce), keep in product(
+        (BF16, FP32), ((None, None), (BF16, None), (BF16, FP32), (None, BF16), (None, torch.float16)), (None, BF16, FP32)
+    )
+]
+
+
+class Scaled(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum(-1)
+
+
+def added_by_hand(chunk: torch.dtype, policy: ShardingPolicy, shards: int, *, as_mean: bool) -> tuple[Tensor, torch.dtype]:
+    """The sum, or a running mean, in the dtype of `chunk.grad`, or in that of reductions, if it is wider; and the latter."""
+    reduce, keep = policy.reduce_dtype or policy.param_dtype or chunk, policy.grad_dtype or chunk
+    wide = torch.float32 if policy.reduce_format is not None and shards > 1 else reduce
+    total = torch.zeros((), dtype=wide if wide.itemsize > keep.itemsize else keep)
+    for number, each in enumerate(COMES, 1):
+        total += (each - total) / number if as_mean else each
+    return total.to(keep), reduce
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("inside", "fields"),
+    [
+        ("", {}),
+        ("", {"stage": 1}),
+        ("", {"stage": 2}),
+        ("", {"transactional": True}),
+        ("guard", {}),
+        ("tokens", {}),
+        ("tokens", {"stage": 1}),
+        ("no_sync", {}),
+        ("no_sync", {"stage": 2}),
+        ("no_sync", {"transactional": True}),
+        ("no_sync", {"reduce_format": zero3.Int8(block_size=1)}),
+        ("no_sync guard", {}),
+        ("no_sync tokens", {}),
+        ("no_sync tokens", {"transactional": True}),
+        ("replicas_only", {}),
+        ("replicas_only", {"transactional": True}),
+        ("replicas_only", {"reduce_format": zero3.Int8(block_size=1)}),
+        ("replicas_only guard", {}),
+        ("replicas_only tokens", {}),
+    ],
+    ids=str,
+)
+def test_grad_dtype_is_that_in_which_micro_batches_add_up(inside: str, fields: dict[str, Any], shape: tuple[int, int]) -> None:
+    check_sums(inside, fields, shape)
+
+
+@pytest.mark.parametrize(
+    ("inside", "fields"), [("no_sync", {}), ("replicas_only", {}), ("replicas_only", {"transactional": True})], ids=str
+)
+def test_grad_dtype_is_that_in_which_micro_batches_add_up_where_chunks_are_not_cut(inside: str, fields: dict[str, Any]) -> None:
+    check_sums(inside, fields, (2, 1))
+
+
+def check_sums(inside: str, fields: dict[str, Any], shape: tuple[int, int]) -> None:
+    """However a micro-batch is kept for a later one, and in whatever dtype it travels."""
+    cases = [(chunk, replace(policy, **fields)) for chunk, policy in ADDED]
+
+    def body(mesh: ThreadMesh) -> list[tuple[Tensor, set[torch.dtype]]]:
+        found = []
+        for chunk, policy in cases:
+            layer = zero3.Zero3Layer(Scaled(chunk), policy=policy, process_group=mesh)
+            before = len(mesh.row.log)
+            for number, gradient in enumerate(COMES):
+                with ExitStack() as contexts:
+                    if "no_sync" in inside and number < 2:
+                        contexts.enter_context(zero3.no_sync(layer))
+                    if "replicas_only" in inside and number < 2:
+                        contexts.enter_context(zero3.no_sync(layer, replicas_only=True))
+                    if "guard" in inside:
+                        contexts.enter_context(zero3.step_guard(layer))
+                    loss = layer(torch.full((1, WIDTH), gradient, dtype=chunk)).sum()
+                    zero3.backward(loss, 1, layer) if "tokens" in inside else loss.backward()
+            zero3.clip_grad_norm_(layer, float("inf"))
+            sent = {entry.dtype for entry in mesh.row.log[before:] if entry.kind == "reduce_scatter"}
+            with zero3.full_gradients(layer) as gradients:
+                found.append((gradients["weight"][0].clone(), sent))
+        return found
+
+    for found in run_mesh(*shape, body):
+        for (value, sent), (chunk, policy) in zip(found, cases, strict=True):
+            expected, reduce = added_by_hand(chunk, policy, shape[1], as_mean="tokens" in inside)
+            about = 3e-3 if "tokens" in inside or policy.reduce_format else 0  # shares of a mean, and codes of 8 bits, are rounded
+            torch.testing.assert_close(value, expected, rtol=about, atol=0, msg=str((chunk, policy)))
+            assert sent <= {reduce}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,10 @@ from torch import Tensor, nn
 import zero3
 from tests.support import processes
 from tests.support.models import WORLDS
-from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.ranks import ThreadCommunicator, ThreadMesh, run_mesh, run_ranks
 from tests.support.reference import TOLERANCE, Turn, assert_close, process_group, spoil
 from tests.support.stacks import Stack, loss_of, stack, train
+from tests.support.uneven import joined_threads
 from zero3 import ParamInfo, ShardingPolicy
 
 LEFT = ["blocks.1.up.weight", "norm.weight", "norm.bias"]
@@ -181,3 +185,271 @@ def test_ignored_parameters_on_processes_and_in_checkpoints() -> None:
     for saved, loaded in processes.on_ranks(2, on_a_process):
         assert_close(saved, plain.state_dict(), TOLERANCE, "after a step")
         assert_close(loaded, saved, 0, "from the checkpoint")
+
+
+# -- what scales, clips, drops or takes back gradients
+
+RANKS = 2
+
+
+def tokens_of(rank: int, number: int) -> int:
+    return 1 + rank + 2 * number
+
+
+def summed_loss(model: nn.Module, rank: int, number: int) -> Tensor:
+    return loss_of(model, Turn(rank, number, RANKS)) * tokens_of(rank, number)
+
+
+def gradients_by_plain(weight: Callable[[int, int], float], numbers: tuple[int, ...] = (0, 1, 2)) -> dict[str, Tensor]:
+    """The sum over ranks and micro-batches of each loss, multiplied by its weight."""
+    plain = stack()
+    for rank in range(RANKS):
+        for number in numbers:
+            (loss_of(plain, Turn(rank, number, RANKS)) * weight(rank, number)).backward()
+    return {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
+
+
+def by_ranks(body: Callable[[Stack, Any], Any], shape: tuple[int, int] = (1, RANKS), **fields: Any) -> list[Any]:
+    models = [stack() for _ in range(RANKS)]
+    policy = ShardingPolicy(ignored=left_alone, **fields)
+    return run_mesh(*shape, lambda mesh: body(zero3.shard(models[mesh.rank], process_group=mesh, policy=policy), mesh))
+
+
+def all_gradients(model: Stack, mesh: ThreadMesh) -> dict[str, Tensor]:
+    """Those of chunks, and the mean over ranks of those that are left alone."""
+    zero3.clip_grad_norm_(model, float("inf"))  # reduces what is deferred
+    with zero3.full_gradients(model) as gradients:
+        found = {name: gradient.clone() for name, gradient in gradients.items()}
+    for name in LEFT:
+        own = model.get_parameter(name).grad
+        if own is not None:
+            found[name] = own.clone()
+            mesh.all_reduce(found[name])
+            found[name] /= RANKS
+    return found
+
+
+WAYS = [
+    ("", {}), ("", {"stage": 1}), ("", {"transactional": True}), ("guard", {}), ("guard", {"transactional": True}),
+    ("no_sync", {}), ("no_sync guard", {}), ("replicas_only", {}), ("", {"gradient_reduction": "sum"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize(("inside", "fields"), WAYS, ids=str)
+def test_ignored_parameters_have_the_mean_over_tokens(inside: str, fields: dict[str, Any], shape: tuple[int, int]) -> None:
+    def body(model: Stack, mesh: ThreadMesh) -> dict[str, Tensor]:
+        for number in range(3):
+            with ExitStack() as contexts:
+                if number < 2 and "guard" not in inside and inside:
+                    contexts.enter_context(zero3.no_sync(model, replicas_only=inside == "replicas_only"))
+                if "guard" in inside:
+                    contexts.enter_context(zero3.step_guard(model))
+                zero3.backward(summed_loss(model, mesh.rank, number), tokens_of(mesh.rank, number), model)
+        return all_gradients(model, mesh)
+
+    total = sum(tokens_of(rank, number) for rank in range(RANKS) for number in range(3))
+    wanted = gradients_by_plain(lambda rank, number: tokens_of(rank, number) / total)
+    if fields.get("gradient_reduction") == "sum":
+        wanted |= {name: wanted[name] / RANKS for name in LEFT}  # their sum over ranks is the gradient
+    for found in by_ranks(body, shape, **fields):
+        assert_close(found, wanted, TOLERANCE, "gradients")
+
+
+class Fault(Exception):
+    pass
+
+
+def fail_at(model: Stack, place: str, number: int) -> None:
+    """From now on forward number `number`, or its backward, raises: there all parameters but one that are left alone have gradients."""
+    calls = iter(range(99))
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        if next(calls) == number:
+            if place == "forward":
+                raise Fault
+            output.register_hook(fault)
+
+    model.blocks[1].register_forward_hook(hook)
+
+
+def fault(gradient: Tensor) -> None:
+    raise Fault
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "afterwards"])
+@pytest.mark.parametrize("inside", ["guard", "no_sync guard"])
+@pytest.mark.parametrize("transactional", [False, True])
+def test_ignored_parameters_lose_what_a_step_guard_drops(inside: str, place: str, transactional: bool) -> None:
+    """On the rank that failed, and on the others."""
+
+    def body(model: Stack, mesh: ThreadMesh) -> tuple[dict[str, Tensor], list[bool]]:
+        if mesh.rank == 1 and place != "afterwards":
+            fail_at(model, place, 2)
+        dropped = []
+        for number in range(4):
+            with ExitStack() as contexts:
+                if "no_sync" in inside and number < 3:
+                    contexts.enter_context(zero3.no_sync(model))
+                guarded = contexts.enter_context(zero3.step_guard(model))
+                train(model, Turn(mesh.rank, number, RANKS))
+                if mesh.rank == 1 and place == "afterwards" and number == 2:
+                    raise Fault
+            dropped.append(guarded.failed)
+        return all_gradients(model, mesh), dropped
+
+    wanted = gradients_by_plain(lambda rank, number: 1 / RANKS, (0, 1, 3))
+    for found, dropped in by_ranks(body, transactional=transactional):
+        assert dropped == [False, False, True, False]
+        assert_close(found, wanted, TOLERANCE, "gradients")
+
+
+@pytest.mark.parametrize("fields", [{}, {"transactional": True}, {"stage": 1}, {"stage": 2, "transactional": True}], ids=str)
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_ignored_parameters_after_a_backward_that_raised(fields: dict[str, Any], place: str) -> None:
+    """Its gradients are dropped, and those of before too, unless the policy is transactional. What comes after is right."""
+
+    def body(model: Stack, mesh: ThreadMesh) -> dict[str, Tensor]:
+        fail_at(model, place, 1)
+        for number in range(3):
+            with suppress(Fault):
+                train(model, Turn(mesh.rank, number, RANKS))
+            if number == 1:
+                zero3.reset(model)
+                kept = place == "forward" or "transactional" in fields
+                assert [model.get_parameter(name).grad is not None for name in LEFT] == [kept] * len(LEFT)
+        return all_gradients(model, mesh)
+
+    kept = (0, 2) if place == "forward" or "transactional" in fields else (2,)
+    wanted = gradients_by_plain(lambda rank, number: 1 / RANKS, kept)
+    for found in by_ranks(body, **fields):
+        assert_close(found, wanted, TOLERANCE, "gradients")
+
+
+@pytest.mark.parametrize("fields", [{}, {"transactional": True}], ids=str)
+@pytest.mark.parametrize("place", ["loss", "backward"])
+def test_ignored_parameters_after_a_token_mean_that_raised(fields: dict[str, Any], place: str) -> None:
+    """The earlier mean stays as it was, if the policy is transactional, or nothing stays; also when the model goes on."""
+
+    def body(model: Stack, mesh: ThreadMesh) -> dict[str, Tensor]:
+        if place == "backward":
+            fail_at(model, place, 1)
+        for number in range(3):
+            loss = summed_loss(model, mesh.rank, number)
+            if place == "loss" and number == 1:
+                loss.register_hook(fault)
+            with pytest.raises(Fault) if number == 1 else nullcontext():
+                zero3.backward(loss, tokens_of(mesh.rank, number), model)
+        return all_gradients(model, mesh)
+
+    kept = (0, 2) if fields else (2,)
+    total = sum(tokens_of(rank, number) for rank in range(RANKS) for number in kept)
+    wanted = gradients_by_plain(lambda rank, number: tokens_of(rank, number) / total, kept)
+    for found in by_ranks(body, **fields):
+        assert_close(found, wanted, TOLERANCE, "gradients")
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("averaged", [False, True])
+def test_ignored_parameters_are_clipped_and_measured_as_all_others(averaged: bool, norm_type: float, shape: tuple[int, int]) -> None:
+    plain, wanted = stack(), gradients_by_plain(lambda rank, number: 1 / RANKS)
+    for name, parameter in plain.named_parameters():
+        parameter.grad = wanted[name].clone()
+    norms = {name: torch.linalg.vector_norm(gradient, norm_type) for name, gradient in wanted.items()}
+    values = {name: torch.linalg.vector_norm(value.detach(), norm_type) for name, value in plain.named_parameters()}
+    total = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+    clipped = {name: parameter.grad for name, parameter in plain.named_parameters()}
+
+    def body(model: Stack, mesh: ThreadMesh) -> tuple[Any, ...]:
+        for number in range(3):
+            train(model, Turn(mesh.rank, number, RANKS))
+        for name in LEFT if averaged else ():
+            gradient = model.get_parameter(name).grad
+            mesh.all_reduce(gradient)
+            gradient /= RANKS
+        found = [zero3.parameter_norms(model, "grad", norm_type), zero3.parameter_norms(model, "param", norm_type)]
+        return *found, zero3.clip_grad_norm_(model, 0.1, norm_type), all_gradients(model, mesh)
+
+    for gradients, parameters, norm, found in by_ranks(body, shape):
+        assert list(gradients) == list(norms) == list(parameters)
+        assert_close(gradients, norms, TOLERANCE, "norms of gradients")
+        assert_close(parameters, values, TOLERANCE, "norms of parameters")
+        assert_close([norm], [total], TOLERANCE, "the whole norm")
+        assert_close(found, clipped, TOLERANCE, "gradients")
+
+
+def test_ignored_parameters_on_one_rank_are_clipped_to_the_bit() -> None:
+    plain, model = stack(), zero3.shard(stack(), policy=POLICY)
+    train(plain, Turn(0, 0, 1)), train(model, Turn(0, 0, 1))
+    found, wanted = zero3.clip_grad_norm_(model, 0.1), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    assert found == wanted
+    assert all(torch.equal(model.get_parameter(name).grad, plain.get_parameter(name).grad) for name in LEFT)
+
+
+def test_gradscaler_agrees_on_ignored_parameters() -> None:
+    """Also in an optimizer that holds no others: a rank that found inf there would leave out a step that the others make."""
+
+    def body(model: Stack, mesh: ThreadMesh) -> tuple[list[Tensor], float]:
+        own = [model.get_parameter(name) for name in LEFT]
+        scaler, optimizer = zero3.GradScaler("cpu", init_scale=4.0), torch.optim.SGD(own, lr=1.0)
+        scaler.scale(loss_of(model, Turn(mesh.rank, 0, RANKS))).backward()
+        if mesh.rank == 1:
+            own[0].grad[0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        return [each.detach().clone() for each in own], scaler.get_scale()
+
+    for values, scale in by_ranks(body):
+        assert scale == 2.0
+        assert_close(values, [stack().get_parameter(name).detach() for name in LEFT], 0, "values")
+
+
+@pytest.mark.parametrize("by_all", [True, False])
+@pytest.mark.parametrize("tokens", [True, False])
+def test_ignored_parameters_with_ranks_that_are_out_of_data(tokens: bool, by_all: bool) -> None:
+    """Their mean over all ranks, also those without data, is the gradient."""
+    batches = (1, 3)
+    seen: list[dict[str, Tensor]] = []
+
+    def body(model: Stack, mesh: ThreadMesh) -> None:
+        def step() -> None:
+            found = {}
+            for name in LEFT:
+                parameter = model.get_parameter(name)
+                found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+                mesh.all_reduce(found[name])
+                found[name] /= RANKS
+            seen.append(found) if mesh.rank == 0 else None
+            model.zero_grad()
+
+        with joined_threads(mesh, model, step, by_all) as stepper:
+            for number in range(batches[mesh.rank]):
+                for micro in range(2):
+                    loss = summed_loss(model, mesh.rank, 2 * number + micro)
+                    count = tokens_of(mesh.rank, 2 * number + micro)
+                    zero3.backward(loss, count, model) if tokens else (loss / count).backward()
+                stepper.step()
+
+    by_ranks(body)
+    for number, found in enumerate(seen):
+        ranks = [rank for rank in range(RANKS) if number < batches[rank]]
+        plain, total = stack(), sum(tokens_of(rank, 2 * number + micro) for rank in ranks for micro in range(2))
+        for rank in ranks:
+            for micro in range(2):
+                weight = tokens_of(rank, 2 * number + micro) / total if tokens else 1 / (RANKS if by_all else len(ranks))
+                (loss_of(plain, Turn(rank, 2 * number + micro, RANKS)) * weight).backward()
+        assert_close(found, {name: plain.get_parameter(name).grad for name in LEFT}, TOLERANCE, f"step {number}")
+    assert len(seen) == max(batches)
+
+
+def test_ignored_parameters_alone_can_not_count_tokens() -> None:
+    model = zero3.shard(stack().requires_grad_(False), policy=POLICY)
+    model.norm.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match="nothing trains but parameters that the policy's `ignored` leaves alone"):
+        zero3.backward(loss_of(model, Turn(0, 0, 1)), 3, model)
+
+
+def test_ignored_parameters_are_pickled_without_marks() -> None:
+    weight = zero3.shard(stack(), policy=POLICY).norm.weight
+    assert set(vars(pickle.loads(pickle.dumps(weight)))) == set()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support.models import WIDTH, mlp, step
-from tests.support.ranks import ThreadMesh, run_mesh
+from tests.support.ranks import OrdersDiffer, ThreadMesh, run_mesh
 from tests.support.reference import (
     TOLERANCE,
     Turn,
@@ -88,6 +88,21 @@ def test_a_mesh_trains_as_one_process(replicas: int, shards: int, shard: Any) ->
 def test_every_policy_on_a_mesh(policy: dict[str, Any], parts: bool) -> None:
     chosen = zero3.ShardingPolicy(**policy)
     check_parity(mlp, step, world_size=4, replicas=2, policy=chosen, parts=parts)
+
+
+def test_ranks_that_begin_transfers_of_two_groups_in_different_orders_are_found_out() -> None:
+    """By the test double: its collectives are late, so ranks whose orders make a circle would not wait for each other for ever."""
+    row_first = (True, False, False, True)
+
+    def body(mesh: ThreadMesh) -> None:
+        groups = [mesh.row, mesh.column] if row_first[mesh.rank] else [mesh.column, mesh.row]
+        for pending in [group.all_gather(torch.empty(4), torch.empty(2)) for group in groups]:
+            pending.wait()
+
+    with pytest.raises(OrdersDiffer, match="ranks begin the collectives of their groups in different orders: rank"):
+        run_mesh(2, 2, body)
+    row_first = (True,) * 4
+    run_mesh(2, 2, body)
 
 
 def test_fp16_sums_over_a_mesh_do_not_overflow_where_the_mean_does_not() -> None:

@@ -134,3 +134,17 @@ def test_backward_of_token_means_over_a_mesh() -> None:
             (plain(batch(rank, number)).pow(2).sum() / tokens).backward()
     wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     on_mesh(body)
+
+
+def test_no_sync_replicas_only_on_one_rank_alone_is_told_to_all() -> None:
+    """The error says which rank does what."""
+
+    def body(model: Any, mesh: ThreadMesh) -> None:
+        with zero3.no_sync(model, replicas_only=True) if mesh.rank == 1 else nullcontext():
+            loss = loss_of(model, mesh, 0)
+            each = r"ranks 0, 2, 3: [^;]*, gradients reduced; rank 1: [^;]*, gradients reduced in each replica \(as under no_sync"
+            with pytest.raises(ValueError, match=each + r"\(replicas_only=True\)\)\. All"):
+                loss.backward()
+        zero3.reset(model)
+
+    on_mesh(body, (2, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -126,3 +127,69 @@ def test_two_forwards_through_checkpoints_before_a_backward(world_size: int, use
 
     twice = program_of(lambda model, x: torch.cat([model(x), model(x * 2)]))
     check_parity(build, twice, world_size=world_size, shard=shard)
+
+
+Use = tuple[str, bool | None]  # the numbers of blocks, and the kind of checkpoint around them (None: there is none)
+
+
+class Uses(nn.Sequential):
+    """Calls its children as often as `uses` says, in and out of checkpoints of both kinds."""
+
+    def __init__(self, *modules: nn.Module, uses: list[Use]) -> None:
+        super().__init__(*modules)
+        self.uses = uses
+
+    def forward(self, x: Tensor) -> Tensor:
+        for numbers, use_reentrant in self.uses:
+            part = nn.Sequential(*[self[int(number)] for number in numbers])
+            x = (
+                x
+                + (part(x) if use_reentrant is None else checkpoint(part, x, use_reentrant=use_reentrant, preserve_rng_state=False)).tanh()
+            )
+        return x
+
+
+def drawn_uses(seed: int) -> list[Use]:
+    draw = random.Random(seed)
+    kinds = [True, True, False, None]
+    return [("".join(draw.choices("012", k=draw.choice([1, 1, 2, 3]))), draw.choice(kinds)) for _ in range(draw.randint(2, 6))]
+
+
+USES: dict[str, list[Use]] = {
+    "again after it": [("0", True), ("1", True), ("2", None), ("0", None), ("2", None), ("1", None)],
+    "before it": [("0", None), ("1", None), ("01", True), ("2", None)],
+    "in both kinds": [("01", True), ("10", False), ("2", None), ("12", True)],
+    "twice in one": [("00", True), ("0", None), ("0", False)],
+    **{f"drawn {seed}": drawn_uses(seed) for seed in range(8)},
+}
+POLICIES = [
+    ShardingPolicy(),
+    ShardingPolicy(prefetch_depth=0),
+    ShardingPolicy(reshard_after_forward=False),
+    ShardingPolicy(stage=2),
+]
+
+
+@WORLDS
+@pytest.mark.parametrize("name", USES)
+def test_layers_are_called_in_reentrant_checkpoints_and_outside_of_them(world_size: int, name: str) -> None:
+    number = list(USES).index(name)
+    for policy in (POLICIES[(number + world_size) % len(POLICIES)], ShardingPolicy(transactional=True, prefetch_depth=2)):
+        check_parity(
+            lambda: Uses(*mlp(3), uses=USES[name]),
+            with_input_gradient,
+            world_size=world_size,
+            shard=[in_place, nested][number % 2],
+            policy=policy,
+            same_bits_on_one_rank=False,  # each checkpoint's gradients are summed first
+        )
+
+
+@pytest.mark.parametrize("name", USES)
+def test_micro_batches_of_stage_1_through_reentrant_checkpoints_and_plain_calls(name: str) -> None:
+    def two(model: nn.Module, turn: Turn) -> Any:
+        losses = [with_input_gradient(model, Turn(turn.rank, 10 * turn.step + number, turn.world_size)) for number in range(2)]
+        assert not any(p.grad.is_sparse for p in model.parameters() if p.grad is not None)  # a look, which reduces
+        return losses
+
+    check_parity(lambda: Uses(*mlp(3), uses=USES[name]), two, shard=nested, policy=ShardingPolicy(stage=1))

@@ -29,7 +29,7 @@ FAULTS = [
     Fault(
         "the optimizer steps without waiting for reductions",
         "core/backward.py",
-        "                self._back_up(state)\n        self.drain_backups()\n",
+        "                self._back_up(state)\n        self._settle()\n",
         "                self._back_up(state)\n        self._backups.clear()\n",
     ),
     Fault(
@@ -121,7 +121,7 @@ FAULTS = [
     Fault(
         "kept gradients are reduced without a wait at the end",
         "core/backward.py",
-        "                self._back_up(state, whole=True)\n        self.drain_backups()\n",
+        "                self._back_up(state, whole=True)\n        self._settle()\n",
         "                self._back_up(state, whole=True)\n        self._backups.clear()\n",
         "stage_1",
     ),
@@ -142,8 +142,8 @@ FAULTS = [
     Fault(
         "the buffers of a sum over replicas are given back at once",
         "core/replicas.py",
-        "_Later(later, (sending.summed, sending.landed))",
-        "_Later(later, ())",
+        "_Later(lane.defer(begin), (summed, landed))",
+        "_Later(lane.defer(begin), ())",
         "mesh_no_sync",
     ),
     Fault(
@@ -240,15 +240,15 @@ FAULTS = [
     Fault(
         "a chunk is copied to the device beside the fetch lane",
         "core/offloaded_chunk.py",
-        "        first.copy_(to_copy, non_blocking=True)\n",
-        "        with torch.Stream(self.device):\n            first.copy_(to_copy, non_blocking=True)\n",
+        "            first.copy_(to_copy, non_blocking=True)\n",
+        "            with torch.Stream(self.device):\n                first.copy_(to_copy, non_blocking=True)\n",
         "offload_to_cpu_shard",
     ),
     Fault(
         "the memory in which a chunk is cast is given back at once",
         "core/offloaded_chunk.py",
-        "        return self._communicator.all_gather(full, own if first",
-        "        self._passing = self._nothing\n        return self._communicator.all_gather(full, own if first",
+        "                own.copy_(first)\n",
+        "                own.copy_(first)\n            first = self._passing = self._nothing\n",
         "offload_to_cpu_bf16",
     ),
     Fault(
@@ -259,17 +259,38 @@ FAULTS = [
         "offload_and_forwards_without_backward",
     ),
     Fault(
+        "whoever asks for a chunk's values before the backward does not wait",
+        "core/offloaded_chunk.py",
+        "        self.first()\n",
+        "",
+        "offload_and_a_forward_that_nobody_walks",
+    ),
+    Fault(
+        "whoever asks for the values of pieces before the backward does not wait",
+        "core/offloaded_chunk.py",
+        "(self.shard, *(part.parameter for part in self.parts))",
+        "(self.shard,)",
+        "offload_and_pieces_after_a_forward_that_nobody_walks",
+    ),
+    Fault(
         "the host writes a chunk that is being copied, after a forward with gradients",
         "core/offloaded_chunk.py",
-        "        if not (before_backward and chunk.begins):\n",
-        "        if not before_backward:\n",
+        "            if before_backward:\n                self._being_copied += chunk.settle_when_asked()\n            else:\n",
+        "            if not before_backward:\n",
         "offload_and_forwards_without_backward",
+    ),
+    Fault(
+        "the host writes a chunk that is being copied, after a backward that raised",
+        "core/backward.py",
+        "            self.offloaded.settle()  # its end has not\n",
+        "            pass\n",
+        "offload_and_a_write_after_a_backward_that_raised",
     ),
     Fault(
         "the host writes a chunk that is being copied, after a backward",
         "core/backward.py",
-        "            self.offloaded.settle()\n",
-        "            pass\n",
+        "            self.offloaded.settle()\n        self.order.learn()\n",
+        "            pass\n        self.order.learn()\n",
         "offload_and_a_frozen_first_layer",
     ),
     Fault(

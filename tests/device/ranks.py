@@ -17,7 +17,7 @@ import torch  # isort: skip
 import torch.distributed as dist  # isort: skip
 
 BACKEND = "nccl" if simulated.TYPE == "cuda" else "simulated"
-_PATIENCE = 120.0  # seconds for threads that hang outside of the device, where nothing sees it
+_PATIENCE = 360.0  # seconds for threads that hang outside of the device, where nothing sees it
 _numbers = itertools.count()
 
 

@@ -2,8 +2,9 @@
 
 python -m tests.device.soak MINUTES [--seed N]
 
-By turns: scenarios, and models of the ordering fuzzer, have to give every bit of execution in order; the state machine has to agree with
-plain torch. hypothesis draws the lives, and prints the shortest that it finds if one fails; the seed is for scenarios.
+By turns: scenarios, and models of the ordering fuzzer, have to give every bit of execution in order; the state machine, and triples of
+capabilities (tests/pairs), have to agree with plain torch. hypothesis draws the lives, and prints the shortest that it finds if one fails;
+the seed is for scenarios and triples.
 """
 
 from tests.device import simulated
@@ -24,6 +25,9 @@ from hypothesis import HealthCheck, settings  # isort: skip
 from tests.device.huggingface import HUGGING_FACE  # isort: skip
 from tests.device.lives import machines, models  # isort: skip
 from tests.device.scenarios import SCENARIOS  # isort: skip
+from tests.pairs.exceptions import triple  # isort: skip
+from tests.pairs.rows import ROWS  # isort: skip
+from tests.device.test_pairs import lead  # isort: skip
 from tests.device.test_parity import Setting, assert_same, in_any_order, in_order  # isort: skip
 
 ALL = SCENARIOS | HUGGING_FACE
@@ -43,6 +47,16 @@ def scenarios(dice: random.Random) -> None:
             raise
 
 
+def triples(dice: random.Random) -> None:
+    for _ in range(AT_ONCE):
+        names, seed = triple(dice, [name for name, row in ROWS.items() if row.streams]), dice.randrange(10**6)
+        try:
+            lead(names, seed)
+        except BaseException as error:
+            error.add_note(f"{names}, seed {seed}")
+            raise
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("minutes", type=float)
@@ -53,6 +67,7 @@ def main() -> int:
     transformers.logging.disable_progress_bar()
     dice, turns, failed = random.Random(arguments.seed), Counter[str](), 0
     kinds = {"scenarios": lambda: scenarios(dice), "lives of the state machine": lambda: machines(drawn), "models": lambda: models(drawn)}
+    kinds |= {"triples of capabilities": lambda: triples(dice)}
     end = time.monotonic() + 60 * arguments.minutes
     while time.monotonic() < end:
         kind = list(kinds)[turns.total() % len(kinds)]

@@ -6,6 +6,7 @@ import gc
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.device.scenarios import SCENARIOS
@@ -32,7 +33,7 @@ def test_a_split_of_a_bound_group_waits_for_ranks_that_are_not_in_it() -> None:
     try:
         assert all("waits for all 3 ranks" in text for text in run(3, body, bind=True)[:2])
     finally:
-        simulated.C.set_patience(60.0)
+        simulated.C.set_patience(300.0)
         simulated.recover()
 
 
@@ -108,6 +109,29 @@ def test_ranks_without_data_hear_of_collectives_through_the_same_communicator(po
     scenario = SCENARIOS["uneven_inputs"]
     for seed in range(3):
         assert_same(in_any_order(scenario, Setting(policy, "exact", seed, 0.2, room=1)), in_order(scenario))
+
+
+@pytest.mark.parametrize("circle", [False, True])
+def test_ranks_that_begin_collectives_of_two_groups_in_different_orders_are_told(circle: bool) -> None:
+    """Also where streams could go on: on another day each device could hold the collective that the other one waits for."""
+    from tests.device import simulated
+
+    def body(me: Me) -> str:
+        groups = [dist.new_group([0, 1]) for _ in range(2)]
+        tensors = [torch.ones(2, device=me.device) for _ in groups]
+        try:
+            for number in (1, 0) if circle and me.rank else (0, 1):
+                with torch.Stream(me.device):
+                    dist.all_reduce(tensors[number], group=groups[number])
+            torch.accelerator.synchronize(me.device)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    simulated.schedule("random", 1)
+    told = "".join(run(2, body))
+    simulated.recover()
+    assert ("ranks begin collectives in different orders: device" in told) == circle, told
 
 
 def _error_where_there_is_little_room(seed: int, **policy: Any) -> str:

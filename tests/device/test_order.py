@@ -169,6 +169,29 @@ def test_a_steady_step_never_makes_the_host_wait(make: Callable[..., nn.Module])
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_a_forward_under_offload_never_makes_the_host_wait() -> None:
+    """Neither a first micro-batch nor one after it: between forward and backward whoever asks for chunks' values waits."""
+    from tests.device import simulated
+
+    def body(me: Me) -> list[tuple[list[str], int]]:
+        model = sharded(replace(me, offload="cpu"), compare_every=100)
+        optimizer, found = sgd(model), []
+        for number in range(9):
+            simulated.C.waits(), simulated.C.event_waits()  # those so far
+            loss = loss_of(model, me, number)
+            [chunk.requires_grad and chunk.grad is None for chunk in model.parameters()]
+            if number % 3 == 0:
+                optimizer.zero_grad()
+            found.append((simulated.C.waits(), simulated.C.event_waits()))
+            loss.backward()
+            if number % 3 == 2:
+                optimizer.step()
+        return found[3:]
+
+    simulated.schedule("random", 5)
+    assert run(1, body) == [[([], 0)] * 6]
+
+
 def test_plain_torch_is_the_control_for_side_streams() -> None:
     """Strict memory's false alarm: plain torch on a side stream reads memory that no GPU would have handed out yet."""
     from tests.device import simulated
@@ -191,6 +214,22 @@ def test_plain_torch_is_the_control_for_side_streams() -> None:
     for seed, policy in enumerate(POLICIES):
         simulated.schedule(policy, seed, memory="exact")
         assert_same(run(1, body), expected)
+
+
+def test_report_under_offload_tells_the_pinned_memory_that_torch_takes() -> None:
+    from tests.device import simulated
+
+    def body(me: Me) -> tuple[int, int]:
+        before = simulated.C.pinned()
+        report = zero3.report(model := sharded(replace(me, offload="cpu")))
+        taken = simulated.C.pinned() - before
+        train(model, me, 2)
+        assert simulated.C.pinned() - before >= taken
+        return taken, sum(report.chunks.values()) + report.gradients
+
+    simulated.schedule("random", 1)
+    [(taken, told)] = run(1, body)
+    assert taken == told
 
 
 @pytest.mark.parametrize("where", ["cpu", "files"])

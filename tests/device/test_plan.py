@@ -12,6 +12,7 @@ CASES = [("tiny", 2, 0, None), ("tiny", 3, 1, None), ("tiny", 64, 2, None), slow
 OFFLOADED = [("tiny", 1, 1, "cpu"), ("tiny", 2, 0, "cpu"), ("tiny", 64, 2, "files"), slow("7b", 512, 1, "cpu")]  # a chunk is in real memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "ranks", "depth", "offload"), CASES + OFFLOADED)
 def test_plan_for_cuda_is_what_the_simulated_device_allocates(
     size: str, ranks: int, depth: int, offload: str | None, tmp_path: Path

@@ -33,7 +33,9 @@ class Me:
     offload: Any = None  # the policy's
 
     def tensor(self, step: int, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + self.rank)).to(self.device)
+        """Its copy to the device goes on beside the host, as that of a loader with `pin_memory=True`."""
+        made = torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + self.rank))
+        return made if self.device.type == "cpu" else made.pin_memory().to(self.device, non_blocking=True)
 
 
 def scratch() -> Path:
@@ -82,6 +84,19 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.base(x.bfloat16()).float() + self.b(self.a(x)))
+
+
+class Turning(nn.Module):
+    """A complex parameter, of an odd number of elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 7)
+        self.turn = nn.Parameter(torch.randn(7, dtype=torch.complex64))
+        self.down = nn.Linear(7, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.view_as_real(self.up(x) * self.turn).sum(-1))
 
 
 class Stack(nn.Module):

@@ -125,3 +125,26 @@ def test_a_difference_is_how_far_apart_values_are() -> None:
         )
         assert (difference.largest, difference.scale) == (largest, scale)
     assert torch.tensor(checking._difference("a", "gradient", torch.tensor([1.0]), torch.tensor([nan])).largest).isnan()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("how", ["a layer", "a layer inside", "shard"])
+def test_check_of_a_model_that_is_sharded_already_says_when_to_call_it(how: str, world_size: int) -> None:
+    models = [Small() for _ in range(world_size)]
+
+    def body(group: ThreadCommunicator) -> None:
+        model: Any = models[group.rank]
+        if how == "a layer":
+            model = zero3.Zero3Layer(model, process_group=process_group(group))
+        elif how == "shard":
+            model = zero3.shard(model, process_group=process_group(group))
+        else:
+            model.layers[1] = zero3.Zero3Layer(model.layers[1], process_group=process_group(group))
+        before = len(group.log)
+        with pytest.raises(ValueError, match=r"is sharded already \(layer .*\): call zero3.check before zero3.shard, with shard's policy="):
+            checked(group, model)
+        with pytest.raises(ValueError, match="is sharded already"):
+            checked(group, model, wrap=lambda model: model)
+        assert len(group.log) == before
+
+    run_ranks(world_size, body)

@@ -35,6 +35,7 @@ def plainly_trained(names: dict[str, Any]) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_quickstart_under_torchrun_trains_as_plain_torch_does(tmp_path: Path) -> None:
     printed = printed_by_two(EXAMPLE, "--steps", STEPS, "--output", tmp_path)
 

@@ -17,6 +17,7 @@ from tests.support.checkpoints import assert_same
 from zero3.checkpoint.safetensors_files import DTYPES
 from zero3.formats import torch_files
 from zero3.formats.lazy import Lazy, mapped
+from zero3.formats.trees import run_of
 
 
 def read(path: Path) -> Any:
@@ -103,3 +104,11 @@ def test_a_trap_is_not_sprung(tmp_path: Path) -> None:
     found = read(tmp_path / "file")
     assert found["a"].sum() == 2 and isinstance(found["trap"], torch_files.Made)
     assert not (tmp_path / "sprung").exists()
+
+
+def test_convert_names_the_class_of_a_whole_model(tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 2), tmp_path / "model.pt")
+    with FileIO(str(tmp_path / "model.pt")) as file:
+        value = torch_files.TorchFile(file, "model.pt").value
+    with pytest.raises(ValueError, match=r"model\.pt holds a torch\.nn\.modules\.linear\.Linear, expected a dict"):
+        run_of(value, "torch", "model.pt")

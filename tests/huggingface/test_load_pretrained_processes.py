@@ -22,6 +22,7 @@ def load_llama(rank: Rank, directory: str) -> tuple[dict[str, Tensor], float]:
     return zero3.full_state_dict(model, rank0_only=False), loss.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_values_are_those_of_from_pretrained(world_size: int, tmp_path: Path) -> None:
     expected = saved("Llama", tmp_path, "6KB")

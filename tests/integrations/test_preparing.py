@@ -86,3 +86,17 @@ def test_a_handover_keeps_groups_optimizers_and_what_is_in_none() -> None:
     one.step()
     after = zero3.full_state_dict(models[1])
     assert {name for name in after if not torch.equal(after[name], before[name])} == {"embedding.weight", "blocks.0.bias", "blocks.1.bias"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_handover_leaves_no_parameter_of_before_in_an_optimizer(device: str) -> None:
+    """Not even an empty one, whose gradient a step would ask for all the same."""
+    with torch.device(device):
+        model = Words()
+        model.nothing = nn.Parameter(torch.empty(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handover, before = Handover([model], [optimizer]), set(map(id, model.parameters()))
+    zero3.shard(model, device="cpu")
+    handover.finish()
+    assert not before & {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    zero3.check_optimizer(model, optimizer)

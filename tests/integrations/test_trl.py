@@ -47,6 +47,7 @@ def sft(ours: bool, lora: bool, directory: Path, given: Any = None, **options: A
     chosen = {
         "assistant_only_loss": True,
         "max_length": 64,
+        "max_steps": 4,
         "gradient_checkpointing": True,
         "bf16": False,
         "eval_strategy": "steps",
@@ -54,7 +55,7 @@ def sft(ours: bool, lora: bool, directory: Path, given: Any = None, **options: A
         **options,
     }
     data = {"train_dataset": chats(24), "eval_dataset": chats(5, 3), "processing_class": tokenizer(), "peft_config": adapters(lora)}
-    return with_mixin(trl.SFTTrainer, ours)(model=given or model(), args=arguments(directory, trl.SFTConfig, max_steps=4, **chosen), **data)
+    return with_mixin(trl.SFTTrainer, ours)(model=given or model(), args=arguments(directory, trl.SFTConfig, **chosen), **data)
 
 
 def dpo(ours: bool, lora: bool, directory: Path, pairs: Any = None, **options: Any) -> Any:
@@ -64,14 +65,44 @@ def dpo(ours: bool, lora: bool, directory: Path, pairs: Any = None, **options: A
     return with_mixin(trl.DPOTrainer, ours)(model=model(), ref_model=None if lora else model(), args=chosen, **data)
 
 
-def grpo(ours: bool, lora: bool, directory: Path) -> Any:
+def grpo(ours: bool, lora: bool, directory: Path, given: Any = None, **options: Any) -> Any:
     how = {"num_generations": 2, "max_completion_length": 12, "beta": 0.0, "gradient_checkpointing": False, "bf16": False}
     how |= {"generation_kwargs": {"eos_token_id": list(range(1, WORDS // 2))}}  # so that answers end early, and ranks at different lengths
-    chosen = arguments(directory, trl.GRPOConfig, max_steps=3, **how)
+    chosen = arguments(directory, trl.GRPOConfig, **{"max_steps": 3, **how, **options})
     data = {"train_dataset": prompts(24), "processing_class": tokenizer(), "peft_config": adapters(lora)}
-    return with_mixin(trl.GRPOTrainer, ours)(model=model(), reward_funcs=by_length, args=chosen, **data)
+    return with_mixin(trl.GRPOTrainer, ours)(model=given or model(), reward_funcs=by_length, args=chosen, **data)
 
 
+def judged(count: int) -> Any:
+    rows = [(said("user", q), said("assistant", a if n % 2 else wrong), bool(n % 2)) for n, (q, a, wrong) in enumerate(sums(count))]
+    return datasets.Dataset.from_list([dict(zip(("prompt", "completion", "label"), row, strict=True)) for row in rows])
+
+
+def kto(ours: bool, directory: Path, rows: Any = None, **options: Any) -> Any:
+    chosen = arguments(directory, trl.KTOConfig, **{**PLAIN, "max_length": 64, **options})
+    data = {"train_dataset": rows or judged(24), "processing_class": tokenizer()}
+    return with_mixin(trl.KTOTrainer, ours)(model=model(), ref_model=model(), args=chosen, **data)
+
+
+def rloo(ours: bool, directory: Path, given: Any = None, lora: bool = True, **options: Any) -> Any:
+    answers = {"num_generations": 2, "max_completion_length": 8, "beta": 0.1}
+    chosen = arguments(directory, trl.RLOOConfig, **{**PLAIN, **answers, **options})
+    data = {"train_dataset": prompts(24), "processing_class": tokenizer(), "peft_config": adapters(lora)}
+    return with_mixin(trl.RLOOTrainer, ours)(model=given or model(), reward_funcs=by_length, args=chosen, **data)
+
+
+def reward(ours: bool, directory: Path, **options: Any) -> Any:
+    """A head for one number."""
+    torch.manual_seed(1)
+    scorer = transformers.AutoModelForSequenceClassification.from_config(
+        transformers.LlamaConfig(**SIZES | {"vocab_size": WORDS}, pad_token_id=0, num_labels=1)
+    )
+    chosen = arguments(directory, trl.RewardConfig, **{**PLAIN, "max_length": 64, **options})
+    data = {"train_dataset": preferences(24), "processing_class": tokenizer()}
+    return with_mixin(trl.RewardTrainer, ours)(model=scorer, args=chosen, **data)
+
+
+PLAIN = {"max_steps": 3, "gradient_checkpointing": False, "bf16": False}
 TRAINERS = {"SFT": sft, "DPO": dpo, "GRPO": grpo}
 LOGGED = {
     "SFT": ("loss", "grad_norm", "mean_token_accuracy", "entropy"),
@@ -110,37 +141,10 @@ def test_a_trainer_of_trl_gives_what_it_gives_under_ddp(name: str, lora: bool) -
     assert np.allclose(found["evaluated"], expected["evaluated"], rtol=1e-5)
 
 
-def others(ours: bool, directory: Path) -> list[Any]:
-    """KTO, RLOO, and the training of a reward model, which has a head for one number."""
-    plain = {"max_steps": 3, "gradient_checkpointing": False, "bf16": False}
-    judged = [
-        {"prompt": said("user", q), "completion": said("assistant", a if n % 2 else wrong), "label": bool(n % 2)}
-        for n, (q, a, wrong) in enumerate(sums(24))
-    ]
-    kto = with_mixin(trl.KTOTrainer, ours)(
-        model=model(), ref_model=model(), args=arguments(directory, trl.KTOConfig, **plain, max_length=64),
-        train_dataset=datasets.Dataset.from_list(judged), processing_class=tokenizer(),
-    )  # fmt: skip
-    answers = {"num_generations": 2, "max_completion_length": 8, "beta": 0.1}
-    rloo = with_mixin(trl.RLOOTrainer, ours)(
-        model=model(), reward_funcs=by_length, args=arguments(directory, trl.RLOOConfig, **plain, **answers), train_dataset=prompts(24),
-        processing_class=tokenizer(), peft_config=adapters(True),
-    )  # fmt: skip
-    torch.manual_seed(1)
-    scorer = transformers.AutoModelForSequenceClassification.from_config(
-        transformers.LlamaConfig(**SIZES | {"vocab_size": WORDS}, pad_token_id=0, num_labels=1)
-    )
-    reward = with_mixin(trl.RewardTrainer, ours)(
-        model=scorer, args=arguments(directory, trl.RewardConfig, **plain, max_length=64), train_dataset=preferences(24),
-        processing_class=tokenizer(),
-    )  # fmt: skip
-    return [kto, rloo, reward]
-
-
 def train_others(rank: Rank, ours: bool) -> list[Any]:
     with launched(rank):
         found = []
-        for trainer in others(ours, rank.scratch):
+        for trainer in (kto(ours, rank.scratch), rloo(ours, rank.scratch), reward(ours, rank.scratch)):
             trainer.train()
             assert zero3.is_sharded(trainer.model) == ours
             found.append(logged(trainer, "loss", "grad_norm"))
@@ -191,18 +195,20 @@ def test_a_reference_that_follows_the_model_does_so_in_chunks() -> None:
     assert not np.allclose(expected, on_ranks(2, train, False, "DPO", False, debug="OFF")[0]["steps"], rtol=1e-3)
 
 
-def precomputed(rank: Rank, ahead: bool) -> Any:
+def precomputed(rank: Rank, kind: str, ahead: bool) -> Any:
     with launched(rank):
         if rank.number == 0:
-            preferences(24).save_to_disk(str(rank.scratch / "data"))
+            (preferences(24) if kind == "DPO" else judged(24)).save_to_disk(str(rank.scratch / "data"))
         torch.distributed.barrier()
-        trainer = dpo(True, True, rank.scratch, datasets.load_from_disk(str(rank.scratch / "data")), precompute_ref_log_probs=ahead)
+        rows, how = datasets.load_from_disk(str(rank.scratch / "data")), {"precompute_ref_log_probs": ahead, "precompute_ref_batch_size": 3}
+        trainer = dpo(True, True, rank.scratch, rows, **how) if kind == "DPO" else kto(True, rank.scratch, rows, **how)
         trainer.train()
         return logged(trainer, "loss")
 
 
-def test_dpo_computes_its_reference_in_the_constructor() -> None:
-    assert np.allclose(on_ranks(2, precomputed, True)[0], on_ranks(2, precomputed, False)[0], rtol=1e-5)
+@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+def test_the_reference_is_computed_in_the_constructor(kind: str) -> None:
+    assert np.allclose(on_ranks(2, precomputed, kind, True)[0], on_ranks(2, precomputed, kind, False)[0], rtol=1e-5)
 
 
 def without_gathering(rank: Rank) -> int:

@@ -29,9 +29,16 @@ FAULTS = [
     Fault(
         "no wait for reductions at the end",
         "core/backward.py",
-        "        self.drain_backups()\n        self._reduces",
-        "        self._reduces",
+        "                self._back_up(state)\n        self._settle()\n",
+        "                self._back_up(state)\n",
         "core/no_sync",
+    ),
+    Fault(
+        "a sum over replicas begins when a wait happens to end",
+        "core/replicas.py",
+        "_Later(lane.defer(begin), ",
+        "_Later(begin(), ",
+        "uneven/joinable",
     ),
     Fault(
         "a sum for a mean",
@@ -109,7 +116,7 @@ FAULTS = [
     Fault(
         "ranks never find a difference",
         "comm/agreement.py",
-        "if len({digests[rank] for rank in present}) <= 1 and not any(digests[rank][-1] for rank in present):",
+        "if len({digests[rank] for rank in present}) <= 1 and not any(digests[rank][-1] & 1 for rank in present):",
         "if True:",
         "comm/agreement",
     ),

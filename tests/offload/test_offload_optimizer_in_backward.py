@@ -96,6 +96,22 @@ def test_gradients_are_few_in_backward(tmp_path: Path) -> None:
     assert all(chunk.grad is None for chunk in chunks)
 
 
+@pytest.mark.parametrize("policy", [{}, {"stage": 2}, {"reshard_after_forward": False}, {"prefetch_depth": 2}], ids=str)
+@WORLDS
+def test_in_backward_refuses_a_backward_through_two_forwards(world_size: int, policy: dict[str, object], tmp_path: Path) -> None:
+    """The second one's gradients step what the first one's graph needs. The error is not torch's, which knows of versions alone."""
+
+    def body(group: ThreadCommunicator) -> int:
+        model = wrapped(group, tmp_path, mlp(), **policy)
+        optimizer = zero3.offload_optimizer(torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1), in_backward=True)
+        first, second = (model(Turn(group.rank, number, 0).tensor(3, WIDTH)).pow(2).sum() for number in range(2))
+        with pytest.raises(RuntimeError, match=r"layer .* got a second gradient before optimizer.*in_backward=True.*one forward a step"):
+            (first + second).backward()
+        return id(optimizer)
+
+    run_ranks(world_size, body)
+
+
 @WORLDS
 def test_in_backward_refuses_what_reads_gradients(world_size: int, tmp_path: Path) -> None:
     def body(group: ThreadCommunicator) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,23 @@ def test_a_killed_process_leaves_nothing_behind(tmp_path: Path) -> None:
     outcomes = try_on_ranks(2, dies, str(tmp_path), fresh=True)
     assert [outcome.error for outcome in outcomes] == ["killed", "killed"]
     assert not list(tmp_path.iterdir())
+
+
+def held_by_a_graph(rank: Rank, directory: str | None) -> int:
+    """With the C library's own thresholds. At first large tensors are freed, which lets later ones lie in the heap."""
+    model = zero3.Zero3Sequential([zero3.Zero3Layer(nn.Sequential(nn.Linear(256, 256), nn.GELU())) for _ in range(6)])
+    x = torch.randn(8192, 256)
+    with torch.no_grad():
+        model(x)
+    before = anonymous()
+    with zero3.offload_activations(directory, min_bytes=1 << 20) if directory is not None else nullcontext():
+        loss = model(x).pow(2).mean()
+    found = anonymous() - before
+    loss.backward()
+    return found
+
+
+def test_offload_activations_to_a_directory_gives_memory_back_to_the_system(tmp_path: Path) -> None:
+    [without], [with_it] = (on_ranks(1, held_by_a_graph, directory, fresh=True) for directory in (None, str(tmp_path)))
+    assert without >= 60e6
+    assert with_it <= without / 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,3 +160,72 @@ def test_check_optimizer_tries_out_a_step_that_ignores_its_closure() -> None:
 
     models = [net() for _ in range(2)]
     run_ranks(2, body)
+
+
+class Blockwise(optim.SGD):
+    """Divides each gradient by the largest of its block, in tensors that are long enough: as 8-bit state is kept in blocks.
+
+    What it was made with is in no group: all of it is in attributes, or in an object that is one.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.1, block: int = 0, least: int = 4096, table: Any = None, *, hidden: int = 0) -> None:
+        super().__init__(params, lr)
+        self.block, self._of = block, hidden
+        self.args = SimpleNamespace(least=least, inner=SimpleNamespace(block=0))
+        self.table = table
+        self.ready, self.steps = False, 0
+        self.numel = sum(parameter.numel() for group in self.param_groups for parameter in group["params"])
+
+    def step(self, closure: Any = None) -> None:
+        if not self.ready:
+            self.scale, self.ready = torch.full((1,), 0.5), True
+        self.steps += 1
+        assert self.numel == sum(parameter.numel() for group in self.param_groups for parameter in group["params"])
+        block = self.block or self._of or self.args.inner.block or (0 if self.table is None else int(self.table[0]))
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None):
+            if block and parameter.numel() >= self.args.least:
+                blocks = parameter.grad.flatten().split(block)
+                parameter.grad = torch.cat([each / each.abs().max() for each in blocks]).view_as(parameter)
+            parameter.grad = parameter.grad * self.scale
+        super().step()
+
+
+class Demanding(Blockwise):
+    def __init__(self, params: Any, lr: float, *, block: int) -> None:
+        super().__init__(params, lr, block)
+
+
+def changed_later(chunks: Any) -> Blockwise:
+    optimizer = Blockwise(chunks)
+    optimizer.args.inner.block = 256
+    return optimizer
+
+
+MADE_WITH: dict[str, Callable[[Any], Blockwise]] = {
+    "an argument": lambda chunks: Blockwise(chunks, block=256),
+    "an argument that must be given": lambda chunks: Demanding(chunks, lr=0.1, block=256),
+    "an argument under another name": lambda chunks: Blockwise(chunks, hidden=256),
+    "an argument that is a tensor": lambda chunks: Blockwise(chunks, table=torch.tensor([256, 1])),
+    "an object's attribute": changed_later,
+    "long tensors alone": lambda chunks: Blockwise(chunks, block=256, least=50_000),
+    "long blocks": lambda chunks: Blockwise(chunks, block=9_000),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", MADE_WITH)
+def test_check_optimizer_tries_the_optimizer_as_it_was_made(name: str, world_size: int) -> None:
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.shard(models[group.rank], process_group=group if world_size > 1 else None)
+        chunks = zero3.get_trainable_chunk(model)
+        used = Blockwise(chunks, block=0)
+        for _ in range(2):
+            zero3.check_optimizer(model, used)
+            for chunk in chunks:
+                chunk.grad = torch.zeros_like(chunk)
+            used.step()  # what steps change (`ready`, `steps`) and what is about its parameters (`numel`) is not what it was made with
+        with pytest.raises(ValueError, match=r"does more than treat each element by itself.*\"whole\": True"):
+            zero3.check_optimizer(model, MADE_WITH[name](chunks))
+
+    models = [net() for _ in range(world_size)]
+    run_ranks(world_size, body)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler as schedulers
 
@@ -21,6 +22,15 @@ from zero3.access import states_of
 def over_originals(model: Any, group: Any) -> tuple[Any, optim.Optimizer]:
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     return zero3.shard(model, process_group=group), optimizer
+
+
+def over_originals_on_meta(model: Any, group: Any) -> tuple[Any, optim.Optimizer]:
+    """Other objects take the place of parameters on the meta device, so that nothing ever reaches those of before."""
+    with torch.device("meta"):
+        model = net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    zero3.materialize(zero3.shard(model, device="cpu", process_group=group))
+    return model, optimizer
 
 
 def over_chunks(model: Any, group: Any) -> tuple[Any, optim.Optimizer]:
@@ -82,6 +92,8 @@ MADE_WRONGLY: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "before sharding": (over_originals, train, RuntimeError, r"'weight' of layer .* is released.*get_trainable_chunk"),
     "before sharding, checked": (over_originals, check, ValueError, r"'weight' of the unsharded model.* after sharding"),
     "before sharding, zeroed": (over_originals, lambda m, o: o.zero_grad(), RuntimeError, r"is released.*get_trainable_chunk"),
+    "before sharding, on meta": (over_originals_on_meta, train, RuntimeError, r"^grad: 'weight' of layer .*get_trainable_chunk"),
+    "before sharding, on meta, checked": (over_originals_on_meta, check, ValueError, r"of the unsharded model.* after sharding"),
     "a chunk twice": (over_chunks_twice, check, ValueError, r"hold more than once these parameters of layer the root \(Net\)"),
     "another model's chunks": (over_others, check, ValueError, r"no optimizer holds these parameters of layer 'blocks\.0'"),
     "unfrozen later": (unfrozen_later, check, ValueError, r"no optimizer holds these parameters of layer 'blocks\.0'"),
@@ -112,6 +124,37 @@ def test_what_is_wrong_says_what_to_do(name: str) -> None:
 
     models = [net() for _ in range(2)]
     run_ranks(2, body)
+
+
+STEPS: dict[str, Any] = {
+    "SGD": lambda p: optim.SGD(p, lr=0.1),
+    "SGD, foreach": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "AdamW": optim.AdamW,
+    "AdamW, fused": lambda p: optim.AdamW(p, fused=True),
+    "Adagrad": optim.Adagrad,
+    "Adafactor": optim.Adafactor,
+    "LBFGS": optim.LBFGS,
+    "Rprop": optim.Rprop,
+}
+
+
+@pytest.mark.parametrize("meta", [False, True], ids=["here", "on meta"])
+@pytest.mark.parametrize("name", STEPS)
+def test_step_of_an_optimizer_made_before_shard_says_what_to_do(name: str, meta: bool) -> None:
+    """Whatever the optimizer asks first, and wherever its parameters were. So does one that is made later over what was kept of before."""
+    with torch.device("meta" if meta else "cpu"):
+        model = net()
+    optimizer, kept = STEPS[name](model.parameters()), list(model.parameters())
+    zero3.materialize(zero3.shard(model, device="cpu"))
+
+    def closure() -> float:
+        (loss := loss_of(model, 0)).backward()
+        return float(loss.detach())
+
+    closure()
+    for use in (lambda: optimizer.step(closure), lambda: optimizer.zero_grad(), lambda: STEPS[name](kept)):
+        with pytest.raises(RuntimeError, match=r"is released.* An optimizer that holds it must be made after the model was sharded, from"):
+            use()
 
 
 def test_check_optimizer_takes_several_in_a_list_as_one_by_one() -> None:

@@ -13,7 +13,7 @@ import zero3
 from tests.optim.test_clip_grad_norm import INF, NORMS, WAYS, plain_with_gradients, with_gradients
 from tests.support.models import WORLDS
 from tests.support.param_groups import build
-from tests.support.ranks import Collective, ThreadCommunicator, run_ranks
+from tests.support.ranks import Collective, ThreadCommunicator, ThreadMesh, run_mesh, run_ranks
 from tests.support.reference import Turn
 from tests.support.stacks import loss_of, stack
 
@@ -116,3 +116,58 @@ def test_a_wrong_norm_type_is_refused() -> None:
         zero3.parameter_norms(layer, of="gradient")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="is sharded"):
         zero3.parameter_norms(nn.Linear(2, 2))
+
+
+FORMATS = [zero3.NF4(), zero3.NF4(double_quant=False), zero3.Int8(block_size=8), zero3.Float8(block=(4, 4)), zero3.MXFP4()]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 2)], ids=str)
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+def test_parameter_norms_of_quantised_parameters_are_those_of_their_values(kind: Any, shape: tuple[int, int]) -> None:
+    """Beside others, and wherever the layer's own parameters are shown at that time."""
+
+    def build() -> nn.Sequential:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 3))
+        model[0].requires_grad_(False)
+        model[1].weight.requires_grad_(False)
+        return model
+
+    models = [build() for _ in range(shape[0] * shape[1])]
+
+    def body(mesh: ThreadMesh) -> list[dict[str, float]]:
+        model = zero3.shard(models[mesh.rank], nn.Linear, policy=zero3.ShardingPolicy(quantize=kind), process_group=mesh)
+        found = [zero3.parameter_norms(model, "param", norm) for norm in (1.0, 2.0, INF)]
+        with zero3.resident(model):
+            found.append(zero3.parameter_norms(model, "param"))
+        with zero3.full_params(model):
+            found.append(zero3.parameter_norms(model, "param"))
+        model(torch.ones(2, 32)).sum().backward()
+        assert list(zero3.parameter_norms(model)) == ["1.bias", "2.weight", "2.bias"]
+        found.append(zero3.parameter_norms(model, "param"))
+        return [{name: value.item() for name, value in each.items()} for each in found]
+
+    plain = build()
+    for name in ("0.weight", "1.weight"):
+        weight = plain.get_parameter(name)
+        weight.data = kind.dequantize(kind.quantize(weight.data), weight.dtype)
+    for found in run_mesh(*shape, body):
+        for norms, norm in zip(found, (1.0, 2.0, INF, 2.0, 2.0, 2.0), strict=True):
+            expected = {name: torch.linalg.vector_norm(value.detach(), norm).item() for name, value in plain.named_parameters()}
+            assert norms == pytest.approx(expected, rel=1e-5)
+            assert list(norms) == list(expected)
+
+
+def test_parameter_norms_of_quantised_parameters_are_asked_alike() -> None:
+    """A rank that asks for other norms would not take part in the gather."""
+    models = [nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 3)) for _ in range(2)]
+
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.shard(models[group.rank], nn.Linear, policy=zero3.ShardingPolicy(quantize=zero3.NF4()), process_group=group)
+        with pytest.raises(ValueError, match="of='grad'"):
+            zero3.parameter_norms(model, "grad" if group.rank else "param")
+        with pytest.raises(ValueError, match='rank 1: of must be "grad" or "param"'):
+            zero3.parameter_norms(model, "parameter" if group.rank else "param")  # type: ignore[arg-type]
+
+    run_ranks(2, body)

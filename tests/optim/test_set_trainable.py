@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from tests.support.reference import TOLERANCE, Turn, assert_at_rest, assert_clos
 from tests.support.stacks import loss_of, stack, train
 from zero3 import ParamInfo, ShardingPolicy
 from zero3.access import states_of
+from zero3.core.residence import memory_for
+from zero3.optim import whole_parameters
 
 Select = Callable[[str, ParamInfo], bool]
 
@@ -58,6 +61,8 @@ def selected(model: nn.Module, select: Select) -> list[nn.Parameter]:
 def test_set_trainable_trains_exactly_what_is_selected(name: str, world_size: int, tied: bool) -> None:
     policy = POLICIES[len(name) % 3]
     models, plain = [stack(tied=tied) for _ in range(world_size)], stack(tied=tied)
+    for model in models if "drawn" in name else ():
+        selected(model, drawn(99))  # so that what was frozen when it was sharded trains later
     expected: list[dict[str, Tensor]] = []
     for select in PHASES[name]:
         optimizer = adam(selected(plain, select))
@@ -188,6 +193,77 @@ def test_set_trainable_keeps_the_state_of_an_optimizer_by_names() -> None:
 
     for found in run_ranks(2, body):
         assert_close(found, plain.state_dict(), 1e-10, "with its state")
+
+
+@WORLDS
+@pytest.mark.parametrize("fails", ["the memory", "select"])
+def test_set_trainable_that_fails_on_one_rank_leaves_the_model_as_it_was(
+    world_size: int, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, plain = [stack() for _ in range(world_size)], stack()
+    optimizer = adam(selected(plain, drawn(99)))
+    for _ in range(2):
+        train(plain, Turn(0, 0, 1))
+        optimizer.step()
+        optimizer.zero_grad()
+    last = threading.local()
+
+    def no_room(*args: Any) -> Tensor:
+        if last.rank == world_size - 1:
+            raise MemoryError("no room")
+        return memory_for(*args)
+
+    monkeypatch.setattr(whole_parameters, "memory_for", no_room if fails == "the memory" else memory_for)
+
+    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
+        last.rank = group.rank
+        selected(models[group.rank], drawn(99))
+        model = sharded(models, group)
+        optimizer = adam(zero3.get_trainable_chunk(model))
+        for _ in range(2):
+            before = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
+            with pytest.raises((MemoryError, RuntimeError, KeyError), match="no room" if fails == "the memory" else "blocks.1"):
+                zero3.set_trainable(model, fickle if fails == "select" else lambda name, info: info.ndim == 1)
+            after = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
+            assert [(n, id(p), trains) for n, p, trains in after] == [(n, id(p), trains) for n, p, trains in before]
+            train(model, Turn(0, 0, 1))
+            optimizer.step()
+            optimizer.zero_grad()
+        return zero3.full_state_dict(model, rank0_only=False)
+
+    def fickle(name: str, info: ParamInfo) -> bool:
+        if last.rank == world_size - 1 and name.startswith("blocks.1"):
+            raise KeyError(name)
+        return info.ndim == 1
+
+    for found in run_ranks(world_size, body):
+        assert_close(found, plain.state_dict(), TOLERANCE, "as if it had not been called")
+
+
+@WORLDS
+def test_set_trainable_freezes_and_thaws_complex_parameters(world_size: int) -> None:
+    def complex_model() -> Any:
+        model = nn.Sequential(nn.Linear(3, 4, dtype=torch.complex64), nn.Linear(4, 2, dtype=torch.complex64))
+        model[1].requires_grad_(False)
+        return model
+
+    torch.manual_seed(0)
+    plain = complex_model()
+    models = [complex_model() for _ in range(world_size)]
+    models[0].load_state_dict(plain.state_dict())
+    x = torch.randn(2, 3, dtype=torch.complex64)
+    plain[1].bias.requires_grad_(True)
+    plain(x).abs().sum().backward()
+
+    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
+        model = zero3.shard(models[group.rank], layers=nn.Linear, process_group=process_group(group))
+        zero3.set_trainable(model, lambda name, info: name != "1.weight")
+        model(x).abs().sum().backward()
+        with zero3.full_gradients(model) as gradients:
+            return {name: gradient.clone() for name, gradient in gradients.items()}
+
+    for found in run_ranks(world_size, body):
+        assert_close(found, {n: p.grad for n, p in plain.named_parameters() if p.requires_grad}, 1e-6, "gradients")
 
 
 MISTAKES: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,18 @@ def test_ranks_as_processes_train_whole_parameters(world_size: int, options: Opt
     assert mean([mine for mine, _ in found]) == pytest.approx(losses, rel=1e-9)
     for _, mine in found:
         assert all(torch.allclose(mine[name], value, rtol=0, atol=1e-12) for name, value in state.items())
+
+
+def through_sockets(rank: Rank) -> tuple[list[float], dict[str, Tensor]]:
+    os.environ["ZERO3_HOST_MEMORY"] = "0"
+    return trained(rank, all_whole)
+
+
+def test_whole_parameters_through_sockets_where_ranks_own_nothing_of_a_layer() -> None:
+    losses, state = run_plain(all_whole)
+    found = on_ranks(4, through_sockets, fresh=True)
+    assert mean([mine for mine, _ in found]) == pytest.approx(losses, rel=1e-9)
+    assert all(torch.allclose(found[0][1][name], value, rtol=0, atol=1e-12) for name, value in state.items())
 
 
 class Tied(nn.Module):

@@ -121,6 +121,7 @@ def test_plan_advises_offload_before_more_gpus(mesh: tuple[int, int] | None, adv
     assert plan.policy == zero3.ShardingPolicy(offload="cpu", **MIXED) and plan.advised_bytes == away.peak_bytes
 
 
+@pytest.mark.slow
 def test_plan_with_room_does_without_offload(tmp_path: Path) -> None:
     """And where a rank can't hold its chunks, the policy stays."""
     policy = zero3.ShardingPolicy(offload=str(tmp_path))

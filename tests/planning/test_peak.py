@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from torch import nn
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 import zero3
 from tests.support.planned import FAMILIES, PLANS, Case, model_of, norms, peak_on, plan_of
@@ -53,6 +57,11 @@ CASES = [
     on(3, replicas=3, policy=MIXED),
     on(4, replicas=2, policy=MIXED, accumulation=2),
     on(4, master_dtype=torch.bfloat16),
+    on(1, fused=True, batch=1, sequence=16),
+    on(2, fused=True, batch=1, sequence=16),
+    on(2, fused=True, optimizer="SGD", lora=4),
+    on(2, "Mamba2", batch=1, sequence=16),
+    on(2, "Mamba2", checkpointing=True, policy=BF16),
     on(4, "Qwen3Moe", checkpointing=True, policy=BF16),
     on(4, "T5", checkpointing=True, accumulation=3),
     on(4, "NeoX", lora=4, checkpointing=True, policy=BF16),
@@ -175,3 +184,44 @@ def test_plan_of_a_model_of_peft_is_that_of_lora() -> None:
     by_hand = zero3.plan(model, ranks=2, sequence=32, device="cpu")
     assert by_hand.by_cause == zero3.plan(model_of(Case()), ranks=2, sequence=32, device="cpu", lora=4).by_cause
     assert by_hand.trainable < by_hand.parameters / 16
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "SGD", "Adagrad"])
+def test_plan_of_a_fused_optimizer_has_no_temporaries(optimizer: str) -> None:
+    """On GPUs the others step all parameters together by default. And torch's own check is as it was."""
+    with torch.device("meta"):
+        model = model_of(Case())
+    arguments: dict[str, Any] = {"ranks": 1, "batch": 1, "sequence": 4}
+    kind = getattr(torch.optim, optimizer)
+    together, fused = (zero3.plan(model, optimizer=made, **arguments) for made in (kind, partial(kind, fused=True)))
+    step = [moment for moment in fused.moments if moment.phase == "optimizer's step"][-1]
+    assert fused.peak_bytes <= together.peak_bytes and step.peak <= 1.02 * (step.by_cause["chunks"] * 2 + step.by_cause["optimizer"])
+    weight = nn.Parameter(torch.ones(2, device="meta"))
+    weight.grad = torch.ones(2, device="meta")
+    with pytest.raises(RuntimeError, match="fused=True"):
+        kind([weight], lr=0.1, fused=True).step()
+
+
+def vision() -> nn.Module:
+    text = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    tower = {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "image_size": 16,
+        "patch_size": 8,
+    }
+    config = Gemma3Config(text_config={**text, "intermediate_size": 128, "vocab_size": 300}, vision_config=tower, mm_tokens_per_image=4)
+    with torch.device("meta"):
+        return Gemma3ForConditionalGeneration(config)
+
+
+def test_plan_says_that_it_has_no_images() -> None:
+    """In the table, in the attribute, in JSON; with adapters too. A model of text says nothing."""
+    for more in ({}, {"lora": LoraConfig(r=4, target_modules=["q_proj"])}):
+        plan = zero3.plan(vision(), ranks=1, sequence=16, device="cpu", **more)
+        assert plan.unplanned.startswith("without images: the parameters of 3 layers (") and "vision_tower" in plan.unplanned
+        assert plan.unplanned in str(plan) and plan.as_dict()["unplanned"] == plan.unplanned
+    plain = plan_of(Case(), 1)
+    assert plain.unplanned == "" and "not planned" not in str(plain)

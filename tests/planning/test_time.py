@@ -7,15 +7,20 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import zero3
 from tests.support.planned import PLANS, Case, model_of
 from zero3.planning.absent import Awaited, Issued
 from zero3.planning.cluster import Cluster, cluster_of, replay
 from zero3.planning.setup import Setup
-from zero3.planning.work import Work
+from zero3.planning.trace import STEADY, repeated
+from zero3.planning.work import Work, work_of
 
 pytestmark = [pytest.mark.slow, *PLANS]
 
@@ -25,8 +30,6 @@ MACHINE = Cluster(flops=1e12, memory_bandwidth=1e11, link=1e9, ranks_per_node=1)
 @cache
 def step(ranks: int = 4, mesh: tuple[int, int] | None = None, lora: int | None = None, accumulation: int = 1, **policy: Any) -> list[Any]:
     """A step's events."""
-    import torch
-
     setup = Setup(
         source=model_of(Case()), ranks=ranks, batch=2, sequence=64, policy=zero3.ShardingPolicy(**policy), checkpointing=False,
         optimizer=torch.optim.SGD, accumulation=accumulation, lora=lora, device="cuda", mesh=mesh,
@@ -77,6 +80,91 @@ def test_the_events_of_a_step_are_those_of_its_policy() -> None:
         elif isinstance(event, Issued):
             seen.add(event.number)
     assert not seen
+
+
+def test_accumulation_repeats_what_a_steady_micro_batch_does() -> None:
+    """What is traced does not grow with it, and what comes out is as if all were traced. Seconds grow evenly from some number on."""
+    for policy in ({}, {"stage": 2, "separate_backup_group": True}):
+        made = planned(3, **policy)
+        traced = made.trace()
+        parts = traced.micro_batches(2, 64, STEADY)
+        whole = [event for part in traced.micro_batches(2, 64, 6) for event in part]
+        assert numbered(repeated(parts, 6)) == numbered(whole)
+        assert numbered(traced.events(2, 64, 6)) == numbered(whole) and len(parts) == STEADY
+        few, many, most = (made.but(accumulation=each).seconds(traced, MACHINE) or 0 for each in (12, 30, 1 << 16))
+        one_queue = not policy.get("separate_backup_group")
+        assert many == pytest.approx(replay(repeated(parts, 30), MACHINE, 4, one_queue=one_queue), rel=1e-3)
+        assert most == pytest.approx(many + (many - few) / 18 * ((1 << 16) - 30), rel=1e-3)
+
+
+def planned(accumulation: int, **policy: Any) -> Setup:
+    return Setup(
+        source=model_of(Case()), ranks=4, batch=2, sequence=64, policy=zero3.ShardingPolicy(**policy), checkpointing=False,
+        optimizer=torch.optim.SGD, accumulation=accumulation, lora=None, device="cuda",
+    )  # fmt: skip
+
+
+def numbered(events: list[Any]) -> list[Any]:
+    """Transfers counted from the first one on."""
+    first = min(event.number for event in events if isinstance(event, Issued))
+    return [replace(event, number=event.number - first) if isinstance(event, Issued | Awaited) else event for event in events]
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cpu"])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 64), (16, 64), (64, 16), (1, 8)])
+def test_causal_attention_counts_what_it_computes(kernel: str, rows: int, columns: int) -> None:
+    """Forward and backward, as pairs are counted one by one; without a mask all of them."""
+    pairs = {False: rows * columns, True: int(torch.ones(rows, columns).tril().sum())}
+    counted: dict[bool, list[int]] = {}
+    for causal in (False, True):
+        query, key, value = (torch.empty(2, 3, length, 8, device="meta", requires_grad=True) for length in (rows, columns, columns))
+        with Counting() as counting:
+            if kernel == "flash":
+                made = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)[0]
+            elif kernel == "efficient":
+                made = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, causal)[0]
+            else:
+                made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)[0]
+            made.sum().backward()
+        counted[causal] = counting.flops
+        assert counted[causal] == [2 * products * 6 * pairs[causal] * 8 for products in (2, 5)]
+
+
+class Counting(TorchDispatchMode):
+    """The floating-point operations that are counted for each kernel which has any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        work = work_of(func, args, result)
+        self.flops += [work.flops] if work is not None and work.flops else []
+        return result
+
+
+def test_what_only_looks_at_memory_is_no_work() -> None:
+    value = torch.empty(4, 4, device="meta")
+    for func, args in ((torch.ops.aten._unsafe_view.default, (value, [16])), (torch.ops.aten.view.default, (value, [16]))):
+        assert work_of(func, args, func(*args)) is None
+    assert work_of(torch.ops.aten.neg.default, (value,), value) is not None
+
+
+def test_adapters_are_cheaper_than_full_training() -> None:
+    """They have no gradients of the weights beneath. `master_dtype` is theirs too; without it they are float32, as peft makes them."""
+    config = LlamaConfig(
+        hidden_size=3072, num_hidden_layers=2, num_attention_heads=24, num_key_value_heads=8, intermediate_size=8192, vocab_size=32000
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    machine = Cluster(flops=312e12, memory_bandwidth=2.04e12, link=25e9)
+    arguments: dict[str, Any] = {"ranks": 1, "batch": 2, "sequence": 4096, "checkpointing": True, "cluster": machine}
+    lora = LoraConfig(r=16, target_modules="all-linear")
+    full = zero3.plan(model, **arguments)
+    adapted, theirs = (zero3.plan(model, lora=lora, master_dtype=dtype, **arguments) for dtype in (torch.bfloat16, None))
+    assert full.seconds and adapted.seconds and theirs.seconds and adapted.seconds < full.seconds
+    assert adapted.seconds < theirs.seconds and adapted.by_cause["optimizer"] < theirs.by_cause["optimizer"]
 
 
 def test_what_stays_is_not_fetched_again() -> None:

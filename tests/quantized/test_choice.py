@@ -24,7 +24,18 @@ NF4_POLICY = ShardingPolicy(quantize=NF4())
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.num_experts = 2
         self.weight, self.bias = nn.Parameter(torch.randn(2, 8, 8)), nn.Parameter(torch.randn(2, 8))
+        self.shared = nn.Parameter(torch.randn(3, 8, 8))
+
+
+class Groups(nn.Module):
+    """Three dimensions, and no experts: maps in groups, and positions as vision models learn them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_groups = 2
+        self.weight, self.positions = nn.Parameter(torch.randn(2, 8, 8)), nn.Parameter(torch.randn(2, 64, 8))
 
 
 class Everything(nn.Module):
@@ -37,6 +48,8 @@ class Everything(nn.Module):
             self.head.weight = self.embed.weight
         self.linear, self.norm, self.convolution = nn.Linear(8, 8), nn.LayerNorm(8), nn.Conv1d(8, 8, 3)
         self.attention, self.experts, self.trained = nn.MultiheadAttention(8, 2), Experts(), nn.Linear(8, 8)
+        self.groups, self.tied = Groups(), nn.Linear(8, 9)
+        self.tied.weight = self.embed.weight
         self.half = nn.Linear(8, 8).bfloat16()
         self.requires_grad_(False)
         self.trained.requires_grad_(True)

@@ -27,6 +27,7 @@ class Wide(nn.Module):
     def __init__(self, experts: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(self.WIDTH, self.WIDTH, bias=False) for _ in range(6)])
+        self.num_experts = 2
         self.experts = nn.Parameter(torch.randn(2, self.WIDTH, self.WIDTH) / 20) if experts else None
         self.requires_grad_(False)
         self.scale = nn.Parameter(torch.ones(self.WIDTH))

@@ -24,7 +24,7 @@ class Experts(nn.Module):
 
     def __init__(self, how: str, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
-        self.how = how
+        self.how, self.num_experts = how, 3
         self.weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH, dtype=dtype) / 5, requires_grad=False)
         self.scale = nn.Parameter(torch.rand(WIDTH, dtype=dtype))
 

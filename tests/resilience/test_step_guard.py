@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import zero3
 from tests.support.models import WIDTH, WORLDS, Broken, fused
 from tests.support.processes import PROMPT, Rank, try_on_ranks
 from tests.support.processes import on_ranks as on_processes
-from tests.support.ranks import RanksDisagree, ThreadCommunicator, run_ranks
+from tests.support.ranks import RanksDisagree, ThreadCommunicator, run_mesh, run_ranks
 from tests.support.reference import TOLERANCE, Turn, assert_at_rest, assert_close, full_gradients, sgd
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
 
@@ -97,6 +98,33 @@ def test_step_guard_drops_on_all_ranks_the_micro_batch_that_failed_on_one(
     wanted = expected(world_size, [0, 1, 3])
     logs = run_ranks(world_size, body)
     assert all(log == logs[0] for log in logs)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("where", range(LAYERS_OF_MODEL))
+@pytest.mark.parametrize("depth", [0, 1])
+def test_step_guard_where_layers_stay_fetched_by_hand_and_by_resident_bytes(where: int, phase: str, depth: int) -> None:
+    """In a failed micro-batch too: the other ranks don't gather them again."""
+
+    def body(group: ThreadCommunicator) -> Any:
+        model = sharded(group, build=half_frozen, resident_bytes=10_000, prefetch_depth=depth)
+        zero3.fetch(model[1])
+        for number in range(6):
+            model[where].module.blows = (phase, Broken) if (number, group.rank) in ((2, 1), (4, 0)) else None
+            with zero3.step_guard(model) as guarded:
+                loss_of(model, group.rank, number).backward()
+            assert guarded.failed == (number in (2, 4))
+        check(model, group, wanted)
+        return group.log
+
+    def half_frozen() -> nn.Sequential:
+        model = fused()
+        model[2].a.requires_grad_(False)
+        return model
+
+    wanted = {name: gradient for name, gradient in expected(2, [0, 1, 3, 5]).items() if not name.startswith("2.a")}
+    logs = run_ranks(2, body)
+    assert logs[0] == logs[1]
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -295,3 +323,42 @@ def test_a_backward_that_broke_under_reentrant_checkpointing_takes_no_later_grad
 
     wanted = expected(2, [0, 2])
     run_ranks(2, body)
+
+
+READS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
+    "clip": lambda model, optimizer: zero3.clip_grad_norm_(model, 1.0),
+    "step": lambda model, optimizer: optimizer.step(),
+    "parameter_norms": lambda model, optimizer: zero3.parameter_norms(model),
+    "full_gradients": lambda model, optimizer: zero3.full_gradients(model).__enter__(),
+}
+
+
+@pytest.mark.parametrize("replicas_only", [None, False, True])
+@pytest.mark.parametrize("reads", READS)
+def test_step_guard_that_dropped_the_micro_batch_that_was_to_reduce_says_reduce_gradients(
+    reads: str, replicas_only: bool | None, tmp_path: Path
+) -> None:
+    """And what it says is right: the gradients are those of the micro-batches that stayed."""
+
+    def body(group: Any) -> None:
+        model = sharded(group)
+        optimizer = sgd(model.get_trainable_chunk())
+        for number in range(6):
+            model[1].module.blows = ("backward", Broken) if number == 5 and group.rank == 1 else None
+            waits = number in (2, 3, 4)
+            with zero3.no_sync(model, replicas_only=bool(replicas_only)) if waits else nullcontext(), zero3.step_guard(model):
+                loss_of(model, group.rank, number).backward()
+            if number < 2:
+                optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match=r"zero3.step_guard has dropped .* Call zero3\.reduce_gradients\(model\) on every"):
+            READS[reads](model, optimizer)
+        zero3.save_checkpoint(tmp_path, model, optimizer)
+        zero3.reduce_gradients(model)
+        if reads not in ("clip", "step"):
+            READS[reads](model, optimizer)
+        check(model, group, wanted)
+        optimizer.step()
+        zero3.load_checkpoint(tmp_path, model, optimizer)
+
+    wanted = expected(2 if replicas_only is None else 4, [2, 3, 4])
+    run_ranks(2, body) if replicas_only is None else run_mesh(2, 2, body)

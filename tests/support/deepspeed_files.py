@@ -31,7 +31,15 @@ class LossScaler:
         self.dynamic = False
 
 
-_PLACES = {ZeroStageEnum: "deepspeed.runtime.zero.config", LossScaler: "deepspeed.runtime.fp16.loss_scaler"}
+class DynamicLossScaler:
+    """Of runs in fp16."""
+
+    def __init__(self) -> None:
+        self.cur_scale, self.cur_iter, self.dynamic, self.dtype = 65536.0, 7, True, torch.float16
+
+
+_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+_PLACES = {ZeroStageEnum: "deepspeed.runtime.zero.config", LossScaler: _SCALERS, DynamicLossScaler: _SCALERS}
 
 
 @contextmanager
@@ -68,6 +76,7 @@ def write_zero3(
     *,
     client: dict[str, Any],
     bf16: bool = False,
+    fp16: bool = False,
     most: int = 10**9,
 ) -> None:
     """`most`: elements of a rank after which a sub-group ends."""
@@ -95,7 +104,8 @@ def write_zero3(
         flats = [torch.cat([_piece(parameter, rank, ranks) for parameter in sub]) for sub in subs]
         state = {number: _state(optimizer, sub, rank, ranks) for number, sub in enumerate(subs)}
         inner = {"state": state, "param_groups": groups}
-        content = {"zero_stage": ZeroStageEnum.weights, "loss_scaler": LossScaler(), "dynamic_loss_scale": False, "overflow": False}
+        content = {"zero_stage": ZeroStageEnum.weights, "dynamic_loss_scale": fp16, "overflow": False}
+        content["loss_scaler"] = DynamicLossScaler() if fp16 else LossScaler()
         content |= {"partition_count": ranks, "optimizer_state_dict": inner, "fp32_flat_groups": [nn.Parameter(flat) for flat in flats]}
         prefix = "bf16_" if bf16 else ""
         with _as_deepspeeds():

@@ -188,7 +188,7 @@ def plain_run(run: Run) -> list[Any]:
         elif action == "clip by name":
             clipped(gradients())
         elif action == "clip":
-            shown.append([torch.nn.utils.clip_grad_norm_([p for n, p in named.items() if n in gradients()], 0.5).double()])
+            shown.append([torch.nn.utils.clip_grad_norm_(named.values(), 0.5).double()])
         elif action == "write":
             model.blocks[seed % BLOCKS].down.weight.data.mul_(0.9)
         elif action == "step":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +19,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     GPTNeoXConfig,
     LlamaConfig,
+    Mamba2Config,
     PretrainedConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
@@ -46,6 +48,9 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "Qwen3Moe": lambda: Qwen3MoeConfig(
         **COMMON, intermediate_size=128, moe_intermediate_size=48, num_experts=6, num_experts_per_tok=2, num_key_value_heads=2, head_dim=16,
     ),
+    "Mamba2": lambda: Mamba2Config(
+        hidden_size=WIDTH, num_hidden_layers=3, num_heads=8, head_dim=16, state_size=16, n_groups=2, chunk_size=16, vocab_size=WORDS,
+    ),
     "T5": lambda: T5Config(d_model=WIDTH, d_kv=16, d_ff=192, num_layers=3, num_heads=4, vocab_size=WORDS, decoder_start_token_id=0),
 }  # fmt: skip
 
@@ -63,6 +68,7 @@ class Case(NamedTuple):
     master_dtype: torch.dtype = torch.float32
     policy: tuple[tuple[str, Any], ...] = ()
     replicas: int = 1
+    fused: bool = False
 
 
 def norms(name: str, info: zero3.ParamInfo) -> bool:
@@ -74,6 +80,11 @@ def policy_of(case: Case) -> zero3.ShardingPolicy:
     return zero3.ShardingPolicy(**dict(case.policy))
 
 
+def optimizer_of(case: Case) -> Callable[..., torch.optim.Optimizer]:
+    made: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, case.optimizer)
+    return partial(made, fused=True) if case.fused else made
+
+
 def model_of(case: Case) -> nn.Module:
     config = FAMILIES[case.family]()
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -83,7 +94,7 @@ def model_of(case: Case) -> nn.Module:
 def plan_of(case: Case, ranks: int, **more: Any) -> Plan:
     return zero3.plan(
         model_of(case), ranks=ranks, batch=case.batch, sequence=case.sequence, policy=policy_of(case), checkpointing=case.checkpointing,
-        optimizer=getattr(torch.optim, case.optimizer), accumulation=case.accumulation, lora=case.lora, device="cpu",
+        optimizer=optimizer_of(case), accumulation=case.accumulation, lora=case.lora, device="cpu",
         mesh=None if case.replicas == 1 else (case.replicas, ranks // case.replicas), **more,
     )  # fmt: skip
 
@@ -114,7 +125,7 @@ def peak_and_files_on(rank: Rank, case: Case) -> tuple[int, int]:
         if case.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         zero3.shard(model, policy=policy_of(case), process_group=group_of(case))
-        optimizer = zero3.offload_optimizer(getattr(torch.optim, case.optimizer)(zero3.get_trainable_chunk(model)))
+        optimizer = zero3.offload_optimizer(optimizer_of(case)(zero3.get_trainable_chunk(model)))
 
         def step() -> None:
             for _ in range(case.accumulation):

@@ -8,15 +8,18 @@ doing at every collective; one that does something else is an error on all of th
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import HashStore
 
+from zero3.comm.board import Board
 from zero3.comm.mesh import MeshCommunicator
 from zero3.comm.streams import Lanes, lanes_for
 
@@ -33,6 +36,59 @@ class RanksDisagree(RuntimeError):
     pass
 
 
+class OrdersDiffer(RuntimeError):
+    pass
+
+
+class Order:
+    """The orders in which ranks begin the collectives of all their groups. They have to fit together.
+
+    If a transport makes one transfer of a rank after another, ranks whose orders make a circle wait for each other for ever:
+
+        rank 0    row 0, column 0    waits for rank 1
+        rank 1    column 1, row 0    waits for rank 3
+        rank 2    column 0, row 1    waits for rank 0
+        rank 3    row 1, column 1    waits for rank 2
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queues: dict[int, deque[Hashable]] = defaultdict(deque)  # of each rank: what it has begun and that can't be over yet
+        self._begun: dict[Hashable, set[int]] = defaultdict(set)  # the ranks that have begun a collective
+
+    def begin(self, rank: int, collective: Hashable, ranks: int) -> None:
+        """`rank` begins a `collective` of so many `ranks`."""
+        with self._lock:
+            self._queues[rank].append((collective, ranks))
+            self._begun[collective, ranks].add(rank)
+            while any(self._end(head) for head in {queue[0] for queue in self._queues.values() if queue}):
+                pass
+            circle = next(filter(None, (self._circle([start]) for start in self._queues)), None)
+        if circle is not None:
+            waits = "; ".join(f"rank {rank} first makes {self._queues[rank][0]}" for rank in circle)
+            raise OrdersDiffer(f"ranks begin the collectives of their groups in different orders: {waits}")
+
+    def _end(self, head: Any) -> bool:
+        """Ends a collective if it is the first one on all of its ranks."""
+        first = [queue for queue in self._queues.values() if queue and queue[0] == head]
+        if len(first) < head[1]:
+            return False
+        del self._begun[head]
+        for queue in first:
+            queue.popleft()
+        return True
+
+    def _circle(self, path: list[int]) -> list[int] | None:
+        """Ranks each of which waits for the next, and the last one for the first."""
+        queue = self._queues[path[-1]]
+        for other in self._begun[queue[0]] if queue else ():
+            if self._queues[other][0] != queue[0]:
+                found = path[path.index(other) :] if other in path else self._circle([*path, other])
+                if found is not None:
+                    return found
+        return None
+
+
 @dataclass
 class _Round:
     values: dict[int, Any] = field(default_factory=dict)
@@ -40,14 +96,16 @@ class _Round:
 
 
 class World:
-    """What the threads share: a meeting point per communicator and position in its sequence."""
+    """What the threads of a group share: a meeting point per communicator and position in its sequence."""
 
-    def __init__(self, size: int, timeout: float = 60.0) -> None:
+    def __init__(self, size: int, timeout: float = 60.0, order: Order | None = None) -> None:
         self.size = size
+        self.order = order or Order()
         self.timeout = timeout
         self.failed: BaseException | None = None
         self._condition = threading.Condition()
         self._rounds: dict[tuple[str, int], _Round] = {}
+        self.store = HashStore()
 
     def meet(self, place: str, number: int, rank: int, what: Any, value: Any) -> list[Any]:
         """Waits for all ranks; returns what each brought, in rank order."""
@@ -70,6 +128,13 @@ class World:
         with self._condition:
             self.failed = self.failed or error
             self._condition.notify_all()
+
+
+class ThreadBoard(Board):
+    """Threads whose group is wrong find it out at their first collective: it says which one each of them is at."""
+
+    def meeting(self, error: Exception | None = None) -> Any:
+        return nullcontext()
 
 
 class _Late:
@@ -103,25 +168,29 @@ class ThreadCommunicator:
     takes_pieces = False
     tags_messages = False
 
-    def __init__(self, world: World, rank: int, place: str = "main") -> None:
+    def __init__(self, world: World, rank: int, place: str = "main", thread: int | None = None) -> None:
         self.world, self.rank, self.world_size = world, rank, world.size
+        self._thread = rank if thread is None else thread  # the rank among all threads
         self.shard_rank, self.shards, self.replica, self.channel = rank, world.size, 0, 0
         self.log: list[Collective] = []
         self.before: Callable[[str], None] = lambda kind: None
         self._place, self._count, self._twins = place, 0, 0
-        self._sums: Counter[int] = Counter()  # by channel: sums that were only started
         self.told = 0  # payloads that were sent to be read later
 
     def _meet(self, kind: str, value: Any, numel: int, dtype: torch.dtype) -> list[Any]:
+        return self.world.meet(self._place, self._begin(), self.rank, Collective(kind, numel, dtype), value)
+
+    def _begin(self) -> int:
+        """Returns the number of the collective that begins now."""
         self._count += 1
-        return self.world.meet(self._place, self._count, self.rank, Collective(kind, numel, dtype), value)
+        self.world.order.begin(self._thread, f"collective {self._count} of {self._place}", self.world_size)
+        return self._count
 
     def _post(self, kind: str, value: Tensor, numel: int) -> Callable[[], list[Any]]:
         """Takes part now, waits for the others later."""
         self.before(kind)
         self.log.append(Collective(kind, numel, value.dtype))
-        self._count += 1
-        number, collective, sent = self._count, self.log[-1], value.detach().clone()
+        number, collective, sent = self._begin(), self.log[-1], value.detach().clone()
         with self.world._condition:
             self.world._rounds.setdefault((self._place, number), _Round()).values[self.rank] = (collective, sent)
             self.world._condition.notify_all()
@@ -163,17 +232,17 @@ class ThreadCommunicator:
         tensor.copy_(values.amax(0) if maximum else values.sum(0))
 
     def all_reduce_later(self, tensor: Tensor) -> _Late:
-        """Carries its layer's number, as gloo's messages do: a rank that stands in for its layers may start it earlier."""
-        self.before("all_reduce_later")
-        self.log.append(Collective("all_reduce_later", tensor.numel(), tensor.dtype))
-        self._sums[self.channel] += 1
-        place, number = f"{self._place} sum {self.channel}", self._sums[self.channel]
-        collective, sent = self.log[-1], tensor.detach().clone()
-        with self.world._condition:
-            self.world._rounds.setdefault((place, number), _Round()).values[self.rank] = (collective, sent)
-            self.world._condition.notify_all()
+        """It is over when all ranks wait for it, as gloo's among three ranks, which has a second half."""
+        arrive = self._post("all_reduce_later", tensor, tensor.numel())
+        number = self._count
         poison(tensor)
-        return _Late(lambda: tensor.copy_(torch.stack(self.world.meet(place, number, self.rank, collective, sent)).sum(0)))
+
+        def land() -> None:
+            every = arrive()
+            self.world.meet(f"{self._place}, second half", number, self.rank, "second half", None)
+            tensor.copy_(torch.stack(every).sum(0))
+
+        return _Late(land)
 
     def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Any = None) -> _Late:
         numel = bounds[-1] if bounds is not None else shard.numel() * self.world_size
@@ -205,7 +274,7 @@ class ThreadCommunicator:
 
     def duplicate(self) -> ThreadCommunicator:
         self._twins += 1
-        other = type(self)(self.world, self.rank, f"{self._place}'{self._twins}")
+        other = type(self)(self.world, self.rank, f"{self._place}'{self._twins}", self._thread)
         other.log, other.before = self.log, self.before
         return other
 
@@ -214,6 +283,9 @@ class ThreadCommunicator:
 
     def same_ranks(self, other: object) -> bool:
         return isinstance(other, ThreadCommunicator) and other.world is self.world
+
+    def message_board(self) -> Board:
+        return ThreadBoard(self.world.store, "threads", range(self.world_size), self.rank)
 
 
 class ThreadPartsCommunicator(ThreadCommunicator):
@@ -238,6 +310,8 @@ class ThreadPartsCommunicator(ThreadCommunicator):
 class ThreadMesh(MeshCommunicator):
     """A mesh of threads."""
 
+    store: HashStore
+
     @property
     def log(self) -> list[Collective]:
         return self._row.log + self._column.log
@@ -250,15 +324,23 @@ class ThreadMesh(MeshCommunicator):
     def column(self) -> ThreadCommunicator:
         return self._column
 
+    def message_board(self) -> Board:
+        return ThreadBoard(self.store, "a mesh of threads", range(self.world_size), self.rank)
+
 
 def run_mesh(replicas: int, shards: int, body: Callable[[ThreadMesh], Any], timeout: float = 60.0, *, parts: bool = False) -> list[Any]:
     """Runs `body` on a mesh of threads, rows first; returns what each returned, or raises the first error."""
-    rows, columns = [World(shards, timeout) for _ in range(replicas)], [World(replicas, timeout) for _ in range(shards)]
+    order = Order()
+    rows = [World(shards, timeout, order) for _ in range(replicas)]
+    columns = [World(replicas, timeout, order) for _ in range(shards)]
     kind = ThreadPartsCommunicator if parts else ThreadCommunicator
 
     def mesh(rank: int) -> ThreadMesh:
         replica, shard_rank = divmod(rank, shards)
-        return ThreadMesh(kind(rows[replica], shard_rank, f"row {replica}"), kind(columns[shard_rank], replica, f"column {shard_rank}"))
+        row = kind(rows[replica], shard_rank, f"row {replica}", rank)
+        made = ThreadMesh(row, kind(columns[shard_rank], replica, f"column {shard_rank}", rank))
+        made.store = rows[0].store
+        return made
 
     return _run(replicas * shards, lambda rank: body(mesh(rank)), [*rows, *columns], timeout)
 

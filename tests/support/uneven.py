@@ -13,13 +13,25 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support.models import Checkpointed
-from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import assert_close
 from tests.support.training import WORDS, loss_of, odd_model
+from zero3.layer import layers_of
 from zero3.uneven.coordinator import JoinCoordinator
 from zero3.uneven.joinable import runtimes_of
 
 EVEN = 2  # steps after those that are uneven, which all ranks take
+
+
+class Failure(NamedTuple):
+    """`place`: before the forward, in one of its layers, after it, in the backward of that layer, or after the backward."""
+
+    rank: int
+    step: int
+    batch: int
+    place: str
+
+
+PLACES = "before", "forward", "between", "backward", "after"
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,15 @@ class Plan:
     evaluate: bool = False
     tokens: bool = False  # the mean over tokens, of which batches have different numbers, by zero3.backward
     defer: bool = False  # all but the second batch of a step under no_sync
+    replicas_only: bool = False  # that no_sync is for replicas only
+    mesh: tuple[int, int] | None = None  # replicas and shards
+    whole: bool = False  # matrices are whole parameters
+    scaled: bool = False  # losses, by a GradScaler
+    guarded: bool = False  # each batch is in a step_guard
+    fails: tuple[Failure, ...] = ()  # in their step_guards
+
+    def dropped(self, step: int, batch: int) -> bool:
+        return any((failure.step, failure.batch) == (step, batch) for failure in self.fails)
 
     def steps(self) -> int:
         return max(map(len, self.batches))
@@ -82,7 +103,7 @@ def plain(plan: Plan) -> Built:
     return model, loss
 
 
-def sharded(plan: Plan, built: Built, group: ThreadCommunicator | None = None) -> Built:
+def sharded(plan: Plan, built: Built, group: Any = None) -> Built:
     model, loss = built
     if "llama" in plan.kind:
         return zero3.shard(model, policy=plan.policy, process_group=group), loss
@@ -117,9 +138,13 @@ def tell_plain(plan: Plan) -> tuple[list[dict[tuple[int, int], float]], dict[str
     for step in range(plan.steps()):
         batch = 0
         while ranks := plan.ranks_with(step, batch):
+            if plan.dropped(step, batch):
+                batch += 1
+                continue
             found = [loss_of_model(model, words(rank, step, batch)) for rank in ranks]
             if plan.tokens:
-                everything = [words(r, step, b).numel() for b in range(9) for r in plan.ranks_with(step, b)]
+                kept = [b for b in range(9) if not plan.dropped(step, b)]
+                everything = [words(r, step, b).numel() for b in kept for r in plan.ranks_with(step, b)]
                 sum(loss * words(rank, step, batch).numel() / sum(everything) for loss, rank in zip(found, ranks, strict=True)).backward()
             else:
                 (sum(found) / (world_size if plan.by_all else len(ranks))).backward()
@@ -138,15 +163,58 @@ def tell_plain(plan: Plan) -> tuple[list[dict[tuple[int, int], float]], dict[str
     return losses, parameters, later, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def tell_sharded(plan: Plan, built: Built, rank: int, enter: Enter, group: ThreadCommunicator | None = None) -> Story:
+@contextmanager
+def failing(model: nn.Module, place: str | None) -> Iterator[Callable[[str], None]]:
+    """Yields a function that is told where the batch is, and fails in its place. It may be in a layer."""
+
+    def fail(here: str = "") -> None:
+        if here in ("", place):
+            raise ArithmeticError(f"in {place}")
+
+    layer = list(layers_of(model))[2].module
+    hooks = [
+        layer.register_forward_pre_hook(lambda *_: fail("forward")),
+        layer.register_forward_hook(lambda module, inputs, output: output.register_hook(lambda _: fail("backward")) and None),
+    ]
+    yield fail
+    for hook in hooks:
+        hook.remove()
+
+
+def tell_sharded(plan: Plan, built: Built, rank: int, enter: Enter, group: Any = None) -> Story:
     """Of one rank."""
     model, loss_of_model = sharded(plan, built, group)
-    optimizer = adamw(zero3.get_trainable_chunk(model))
+    whole = {"whole": True}
+    optimizer = adamw(zero3.param_groups(model, lambda name, info: whole if plan.whole and info.ndim == 2 else {}))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=plan.scaled)
+    scaler.scale(torch.zeros(1))  # ranks without data scale no loss
     losses, later = {}, []
 
+    def run(step: int, batch: int, fail: Callable[[str], None]) -> float:
+        fail("before")
+        loss = loss_of_model(model, words(rank, step, batch))
+        fail("between")
+        if plan.tokens:
+            tokens = words(rank, step, batch).numel()
+            zero3.backward(scaler.scale(loss * tokens), tokens, model)
+        else:
+            scaler.scale(loss).backward()
+        fail("after")
+        return loss.item()
+
+    def guarded(step: int, batch: int) -> None:
+        mine = {(failure.rank, failure.step, failure.batch): failure.place for failure in plan.fails}
+        with failing(model, mine.get((rank, step, batch))) as fail, zero3.step_guard(model) as guard:
+            losses[step, batch] = run(step, batch, fail)
+        assert sorted(guard.errors) == sorted(failure.rank for failure in plan.fails if (failure.step, failure.batch) == (step, batch))
+        if guard.failed:
+            losses.pop((step, batch), None)
+
     def update() -> None:
+        scaler.unscale_(optimizer)
         zero3.clip_grad_norm_(model, plan.clip)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         if not plan.zero_first:
             optimizer.zero_grad()
 
@@ -158,14 +226,12 @@ def tell_sharded(plan: Plan, built: Built, rank: int, enter: Enter, group: Threa
                 if plan.evaluate:
                     with torch.no_grad():
                         loss_of_model(model, words(rank, 90, 0))
-                with zero3.no_sync(model) if plan.defer and batch != 1 else nullcontext():
-                    loss = loss_of_model(model, words(rank, step, batch))
-                    if plan.tokens:
-                        tokens = words(rank, step, batch).numel()
-                        zero3.backward(loss * tokens, tokens, model)
+                deferred = plan.defer and batch != 1
+                with zero3.no_sync(model, replicas_only=plan.replicas_only) if deferred else nullcontext():
+                    if plan.guarded:
+                        guarded(step, batch)
                     else:
-                        loss.backward()
-                losses[step, batch] = loss.item()
+                        losses[step, batch] = run(step, batch, lambda here: None)
             uneven.step()
             if plan.evaluate:
                 with torch.no_grad():
@@ -175,7 +241,7 @@ def tell_sharded(plan: Plan, built: Built, rank: int, enter: Enter, group: Threa
         if plan.zero_first:
             optimizer.zero_grad()
         loss = loss_of_model(model, words(rank, 50 + step, 0))
-        loss.backward()
+        scaler.scale(loss).backward()
         update()
         later.append(loss.item())
     return Story(losses, parameters, later, zero3.full_state_dict(model, rank0_only=False))
@@ -198,9 +264,7 @@ def _name(name: str) -> str:
 
 
 @contextmanager
-def joined_threads(
-    group: ThreadCommunicator, model: nn.Module, step: Callable[[], None], by_all: bool = False
-) -> Iterator[JoinCoordinator]:
+def joined_threads(group: Any, model: nn.Module, step: Callable[[], None], by_all: bool = False) -> Iterator[JoinCoordinator]:
     """What torch's Join does, which works with process groups alone."""
     runtimes = runtimes_of(model)
     rounds = JoinCoordinator([state for runtime in runtimes for state in runtime.layers], runtimes, group, step)
@@ -210,7 +274,11 @@ def joined_threads(
         return True
 
     rounds.begin(notify, divide_by_all=by_all)
-    yield rounds
+    rounds.inside = lambda: rounds
+    try:
+        yield rounds
+    finally:
+        rounds.inside = lambda: None
     while True:
         with_data = torch.zeros(1)
         group.all_reduce(with_data)

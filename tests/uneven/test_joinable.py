@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,19 +14,20 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support.live import LiveBytes
-from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
 from tests.support.reference import assert_close
-from tests.support.uneven import Plan, adamw, assert_same, joined_threads, plain, sharded, tell_sharded, words
+from tests.support.uneven import PLACES, Failure, Plan, adamw, assert_same, joined_threads, plain, sharded, tell_sharded, words
 from zero3.uneven.coordinator import JoinCoordinator
 
 
 def check(plan: Plan, tolerance: float = 1e-9) -> None:
     models = [plain(plan) for _ in plan.batches]  # here: threads share one random generator
 
-    def body(group: ThreadCommunicator) -> Any:
+    def body(group: Any) -> Any:
         return tell_sharded(plan, models[group.rank], group.rank, partial(joined_threads, group, by_all=plan.by_all), group)
 
-    assert_same(run_ranks(len(plan.batches), body), plan, tolerance)
+    stories = run_ranks(len(plan.batches), body, 20) if plan.mesh is None else run_mesh(*plan.mesh, body, 20)
+    assert_same(stories, plan, tolerance)
 
 
 KINDS = ["sequential", "container", "checkpointed", "checkpointed non-reentrant", "llama", "tied llama"]
@@ -70,6 +73,71 @@ def test_joinable_with_deferred_reductions() -> None:
 @pytest.mark.parametrize("by_all", [False, True])
 def test_the_mean_over_tokens(by_all: bool) -> None:
     check(Plan(((2, 2), (1, 3, 2), ()), by_all=by_all, tokens=True))
+
+
+# -- with replicas, transactions and step_guard
+
+MESHES = pytest.mark.parametrize("mesh", [None, (2, 1), (3, 1), (2, 2), (1, 2), (2, 3)], ids=str)
+
+
+def batches_on(mesh: tuple[int, int] | None, *, of: int = 1) -> tuple[tuple[int, ...], ...]:
+    """From none on rank 0 to five on the last, which have `of` batches of a step."""
+    ranks = 3 if mesh is None else mesh[0] * mesh[1]
+    return tuple((of,) * (5 * rank // (ranks - 1)) for rank in range(ranks))
+
+
+@MESHES
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_joinable_on_meshes(mesh: tuple[int, int] | None, depth: int) -> None:
+    check(Plan(batches_on(mesh), mesh=mesh, policy=zero3.ShardingPolicy(prefetch_depth=depth), by_all=depth == 1))
+
+
+@pytest.mark.parametrize("plan", [
+    Plan(kind="llama"), Plan(kind="checkpointed"), Plan(tokens=True), Plan(frozen=True, zero_first=True, evaluate=True), Plan(whole=True),
+    Plan(scaled=True), Plan(scaled=True, guarded=True, tokens=True, fails=(Failure(2, 1, 0, "backward"),)),
+    Plan(policy=zero3.ShardingPolicy(stage=2)), Plan(policy=zero3.ShardingPolicy(separate_backup_group=True)),
+], ids=[
+    "llama", "checkpointed", "tokens", "frozen", "whole", "scaled", "scaled and guarded", "stage 2", "separate_backup_group",
+])  # fmt: skip
+def test_joinable_on_a_mesh_with(plan: Plan) -> None:
+    batches = ((), (2,), (2, 2, 2), (2, 2)) if plan.fails else ((), (1,), (1, 1, 1), (1, 1))
+    check(replace(plan, batches=batches, mesh=(2, 2)), 1e-6 if plan.kind == "llama" else 1e-9)
+
+
+@pytest.mark.parametrize("mesh", [None, (2, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("replicas_only", [False, True])
+@pytest.mark.parametrize("guarded", [False, True])
+def test_joinable_with_several_batches_a_step_some_kept(mesh: tuple[int, int] | None, replicas_only: bool, guarded: bool) -> None:
+    policy = zero3.ShardingPolicy(transactional=not guarded)
+    batches = ((2, 2), (1, 2, 2), (2,), ())[: 4 if mesh == (2, 2) else 3]
+    check(Plan(batches, mesh=mesh, policy=policy, by_all=True, defer=True, replicas_only=replicas_only, guarded=guarded, clip=0.5))
+
+
+@MESHES
+@pytest.mark.parametrize("whole", [False, True])
+def test_joinable_with_transactional(mesh: tuple[int, int] | None, whole: bool) -> None:
+    policy = zero3.ShardingPolicy(transactional=True)
+    check(Plan(batches_on(mesh), mesh=mesh, policy=policy, whole=whole))
+    check(Plan(batches_on(mesh, of=2), mesh=mesh, policy=policy, whole=whole, tokens=True))
+
+
+@MESHES
+@pytest.mark.parametrize("tokens", [False, True])
+def test_joinable_with_step_guard_and_no_failure(mesh: tuple[int, int] | None, tokens: bool) -> None:
+    check(Plan(batches_on(mesh), mesh=mesh, guarded=True, tokens=tokens))
+    check(Plan(((1, 2), (2, 1, 1), ())[: 3 if mesh != (2, 1) else 2], mesh=mesh if mesh in ((3, 1), (2, 1)) else None, guarded=True))
+
+
+@MESHES
+@pytest.mark.parametrize("place", PLACES)
+def test_joinable_with_a_failure_in_a_step_guard(mesh: tuple[int, int] | None, place: str) -> None:
+    """Another rank fails in each step but the first: while all have data, and when some have none any more."""
+    batches = batches_on(mesh, of=2)
+    plan = Plan(((2, 2), *batches[1:]), mesh=mesh, guarded=True)
+    fails = [Failure(max(plan.ranks_with(s, 0)) if s % 2 else min(plan.ranks_with(s, 0)), s, s % 2, place) for s in range(1, 5)]
+    for depth in (1, 2):
+        policy = zero3.ShardingPolicy(prefetch_depth=depth, transactional=depth == 2)
+        check(replace(plan, policy=policy, whole=depth == 2, tokens=place == "backward", fails=tuple(fails)))
 
 
 def test_mixed_precision_gives_the_numbers_of_the_ranks_that_have_data() -> None:
@@ -163,6 +231,69 @@ def test_an_exception_of_one_rank_reaches_all() -> None:
     assert failed == "ZeroDivisionError: of rank 1"
     for text in (mute, other):
         assert text.startswith("RuntimeError: another rank raised while some had no data left")
+
+
+@pytest.mark.parametrize("then", ["loss", "step"])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_joinable_whose_context_an_exception_has_ended_says_so_to_who_catches_it_inside(phase: str, then: str) -> None:
+    def catch(trial: Trial) -> None:
+        """On all ranks that have data."""
+        with contextlib.suppress(ZeroDivisionError), trial.model[2].register_forward_hook(partial(fail_in, phase)):
+            trial.loss().backward()
+        trial.uneven.step() if then == "step" else trial.loss()
+
+    mute, *others = try_on_three(catch)
+    assert mute.startswith("RuntimeError: another rank raised while some had no data left")
+    assert "step_guard" in mute
+    for rank, text in enumerate(others, 1):
+        assert text.startswith(f"RuntimeError: rank {rank}: some ranks have no data left, and this rank's code has caught an exception")
+
+
+def fail_in(phase: str, module: nn.Module, inputs: object, output: Tensor) -> None:
+    if phase == "forward":
+        fail(1)
+    output.register_hook(lambda _: fail(1))
+
+
+def test_after_an_exception_that_has_left_the_joinables_context_ranks_train_on() -> None:
+    models = [plain(Plan()) for _ in range(2)]
+
+    def body(group: ThreadCommunicator) -> list[Tensor]:
+        model, loss = sharded(Plan(), models[group.rank], group)
+        with contextlib.suppress(ZeroDivisionError, RuntimeError), joined_threads(group, model, lambda: None):
+            if group.rank == 1:
+                with model[2].register_forward_hook(partial(fail_in, "forward")):
+                    loss(model, words(1, 0, 0))
+        loss(model, words(group.rank, 0, 0)).backward()
+        return [chunk.grad for chunk in zero3.get_trainable_chunk(model)]
+
+    assert all(isinstance(gradient, Tensor) for gradients in run_ranks(2, body) for gradient in gradients)
+
+
+def fail_in_the_first_guard(trial: Trial) -> None:
+    with zero3.step_guard(trial.model), trial.model[2].register_forward_pre_hook(partial(fail, trial.rank)):
+        trial.loss().backward()
+
+
+def test_a_failure_that_step_guard_can_not_drop_reaches_all() -> None:
+    """The first guarded micro-batch of all, in the tail."""
+    mute, failed, other = try_on_three(fail_in_the_first_guard)
+    assert failed == "ZeroDivisionError: of rank 1"
+    for text in (mute, other):
+        assert text.startswith("RuntimeError: another rank raised while some had no data left")
+
+
+def zero_in_a_guard(trial: Trial) -> None:
+    with zero3.step_guard(trial.model):
+        trial.loss().backward()
+        if trial.rank == 1:
+            trial.model.zero_grad()
+
+
+def test_a_mistake_in_a_step_guard_reaches_all() -> None:
+    mute, *others = try_on_three(zero_in_a_guard)
+    assert mute.startswith("RuntimeError: another rank raised while some had no data left")
+    assert all(text.startswith("RuntimeError: rank 1: gradients were zeroed or replaced inside zero3.step_guard") for text in others)
 
 
 def call_in(trial: Trial, order: dict[int, tuple[int, ...]]) -> None:

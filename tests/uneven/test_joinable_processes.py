@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
 
 import zero3
 from tests.support.processes import PROMPT, Rank, on_ranks, try_on_ranks
 from tests.support.reference import assert_at_rest
-from tests.support.uneven import Plan, Story, adamw, assert_same, plain, sharded, tell_sharded, words
+from tests.support.uneven import Failure, Plan, Story, adamw, assert_same, plain, sharded, tell_sharded, words
 from zero3.access import states_of
 from zero3.core.coordination import GatedCommunicator, OpenGate
 
@@ -30,8 +32,12 @@ def joined(model: nn.Module, step: Callable[[], None], **options: Any) -> Iterat
 
 
 def train(rank: Rank, plans: list[Plan]) -> list[Story]:
-    tell = [partial(joined, divide_by_initial_world_size=plan.by_all) for plan in plans]
-    return [tell_sharded(plan, plain(plan), rank.number, enter) for plan, enter in zip(plans, tell, strict=True)]
+    stories = []
+    for plan in plans:
+        group = plan.mesh and init_device_mesh("cpu", plan.mesh, mesh_dim_names=("dp_replicate", "dp_shard"))
+        enter = partial(joined, divide_by_initial_world_size=plan.by_all)
+        stories.append(tell_sharded(plan, plain(plan), rank.number, enter, group))
+    return stories
 
 
 @pytest.mark.slow
@@ -41,6 +47,16 @@ def test_training_equals_plain_torch() -> None:
     stories = on_ranks(3, train, plans)
     for plan, *of_ranks in zip(plans, *stories, strict=True):
         assert_same(list(of_ranks), plan, 1e-6 if "llama" in plan.kind else 1e-9)
+
+
+@pytest.mark.slow
+def test_training_on_meshes_with_failures_in_step_guards_equals_plain_torch() -> None:
+    plan = Plan(((), (1,), (1, 1, 1, 1), (1, 1, 1)))
+    failing = replace(plan, guarded=True, fails=(Failure(3, 1, 0, "forward"), Failure(2, 2, 0, "backward"), Failure(2, 3, 0, "before")))
+    transactional = replace(failing, policy=zero3.ShardingPolicy(transactional=True))
+    plans = [replace(failing, mesh=(2, 2)), replace(failing, mesh=(4, 1)), transactional]
+    for plan, *of_ranks in zip(plans, *on_ranks(4, train, plans), strict=True):
+        assert_same(list(of_ranks), plan, 1e-9)
 
 
 def refuse_early(rank: Rank) -> tuple[str, bool, float]:
@@ -80,10 +96,14 @@ def disabled(rank: Rank) -> bool:
     optimizer = adamw(zero3.get_trainable_chunk(model))
     uneven = zero3.joinable(model, optimizer.step)
     with Join([uneven], enable=False):
-        for step in range(2):
-            loss(model, words(rank.number, step, 0)).backward()
+        for step in range(4):
+            with zero3.step_guard(model) as guarded:
+                value = loss(model, words(rank.number, step, 0))
+                if step == 3 and rank.number:
+                    raise ArithmeticError
+                value.backward()
             uneven.step()
-    return isinstance(states_of(model)[0].gate, OpenGate)
+    return guarded.failed and isinstance(states_of(model)[0].gate, OpenGate)
 
 
 def test_a_disabled_context_does_nothing() -> None:

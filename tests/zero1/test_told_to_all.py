@@ -116,6 +116,7 @@ def step(ours: Any, parameters: list[nn.Parameter]) -> None:
     ours.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ["step", "consolidate"])
 @pytest.mark.parametrize("whole", [False, True])
 def test_every_exchange_that_fails_names_the_rank_and_what_it_was_for(use: str, whole: bool) -> None:

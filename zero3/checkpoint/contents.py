@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..access import states_of
+from ..comm.communicator import is_first
 from ..comm.plain_values import name_of
 from ..core.chunk import Chunk
 from ..core.layer_state import LayerState
@@ -38,6 +39,7 @@ class Contents:
         self.states: list[LayerState] = states_of(model)
         self.communicator = self.states[0].communicator
         self.rank, self.world_size, self.device = self.communicator.rank, self.communicator.world_size, self.states[0].device
+        self.is_first = is_first(self.communicator)
         self.writes = self.communicator.replica == 0  # whether this rank's chunks are saved: other replicas hold the same
         check_released(self.states, doing)
         self.names: dict[int, list[str]] = {}  # by the tensor's id; a tied tensor has several names
@@ -55,13 +57,12 @@ class Contents:
                     self.others[name] = tensor
             self.names.setdefault(id(tensor), []).append(name)
 
-    def spans(self, chunk: Chunk, rank: int | None = None) -> list[Span]:
-        """Returns the spans of a rank's chunk in order (None: of this rank). Empty parameters belong to the chunk's first holder."""
-        rank = self.communicator.shard_rank if rank is None else rank
+    def spans(self, chunk: Chunk) -> list[Span]:
+        """Returns the spans of this rank's chunk in order. Empty parameters belong to the chunk's first holder."""
         names = self._chunk_names.get(chunk, {})
-        pieces = [piece for piece in chunk.layout.pieces(rank) if piece.slot.name in names]
+        pieces = [piece for piece in chunk.pieces if piece.slot.name in names]
         found = [Span(names[piece.slot.name], piece.start, piece.stop, piece.offset) for piece in pieces]
-        return found + [span for span in self.empties(chunk) if rank == chunk.layout.first_holder and span is not None]
+        return found + [span for span in self.empties(chunk) if chunk.is_first_holder and span is not None]
 
     def empties(self, chunk: Chunk) -> list[Span | None]:
         """Returns a span for each empty parameter, in the order of slots, or None where the model has no name for it."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.agreement import agreeing, exchange_texts
-from ..comm.communicator import Communicator
+from ..comm.communicator import Communicator, is_first
 from ..comm.plain_values import decode, dtype_named, encode, name_of, unreadable
 from ..names import named_entries
 
@@ -70,14 +70,14 @@ def sent_from_rank_0(communicator: Communicator, device: torch.device, values: M
     tensors: list[Tensor] = []
     text = ""
     with agreeing(communicator, device, "the extra state of modules"):
-        if communicator.rank == 0:
+        if is_first(communicator):
             found = encoded(values, tensors)
             text = json.dumps([found, [[name_of(tensor.dtype), list(tensor.shape)] for tensor in tensors]])
     found, described = json.loads(exchange_texts(communicator, device, text)[0] if communicator.world_size > 1 else text)
     received = []
     for number, (dtype, shape) in enumerate(described):
         value = torch.empty(shape, dtype=dtype_named(dtype), device=device)
-        if communicator.rank == 0:
+        if is_first(communicator):
             value.copy_(tensors[number])
         if value.numel():
             communicator.broadcast(value.view(-1).view(torch.uint8))

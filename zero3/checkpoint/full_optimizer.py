@@ -52,7 +52,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizers, *, rank0_
     """
     contents, together, held = _looked_at(model, optimizer, "full_optimizer_state_dict", reads=True)
     own = contents_of(together, held, contents)
-    keeps = not rank0_only or contents.rank == 0
+    keeps = not rank0_only or contents.is_first
     parts: dict[str, list[tuple[Tensor, Span]]] = {}
     for one in held:
         for span in one.spans if one.mine and contents.writes else ():
@@ -119,7 +119,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizers, stat
     text = ""
     given: dict[str, Mapping[str, Any]] = {}
     with agreeing(contents.communicator, contents.device, "load_full_optimizer_state_dict"):
-        if contents.rank == 0:
+        if contents.is_first:
             described, given = read_full(state_dict, contents)
             text = json.dumps(described.to_json())
     own = contents_of(together, held, contents, with_state=False)
@@ -152,7 +152,7 @@ def _deal_out(contents: Contents, placing: Placing, source: OptimizerContents, g
         sizes = {key: (dtype, contents.shape(name)) for key, dtype in named.elements.items()}
         for key, (dtype, shape) in [*sizes.items(), *((key, (dtype, tuple(shape))) for key, (dtype, shape) in named.whole.items())]:
             value = torch.empty(shape, dtype=dtype_named(dtype), device=contents.device)
-            if contents.rank == 0:
+            if contents.is_first:
                 value.copy_(given[name][key])
             if value.numel():
                 contents.communicator.broadcast(value)

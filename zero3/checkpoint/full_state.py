@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..access import agree_to_gather, states_of
 from ..comm.agreement import agreeing
+from ..comm.communicator import is_first
 from ..comm.plain_values import kind_of, unreadable
 from ..core.layer_state import LayerState
 from ..core.parameters import own_name
@@ -53,7 +54,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
     """
     states = states_of(model)
     first = states[0]
-    keeps = not rank0_only or first.communicator.rank == 0
+    keeps = not rank0_only or is_first(first.communicator)
     extra: dict[str, Any] = {}
     error = not_a_dtype(dtype)
     try:
@@ -116,7 +117,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None,
     with agreeing(first.communicator, first.device, "load_full_state_dict") as lines:
         lines.append(f"inside full_params or resident: {', '.join(state.label for state in states if state.pinned)}")
         takers = takers_of(model)
-        if first.communicator.rank == 0:
+        if is_first(first.communicator):
             given = _checked(model, states, state_dict, takers, strict)
     extra = sent_from_rank_0(first.communicator, first.device, {n: given[n] for n in takers if n in given}) if takers else {}
     values = {id(tensor): given[name] for name, tensor in named_tensors(model) if name in given}
@@ -138,7 +139,7 @@ def _load_others(model: nn.Module, states: list[LayerState], values: Mapping[int
     for (key, tensor), is_given in zip(others.items(), given.tolist(), strict=True):
         if is_given:
             value = torch.empty(tensor.shape, dtype=tensor.dtype, device=first.device)
-            if first.communicator.rank == 0:
+            if is_first(first.communicator):
                 value.copy_(values[key])
             first.communicator.broadcast(value)
             put(model, tensor, value)
@@ -161,7 +162,7 @@ def _load_layer(state: LayerState, values: Mapping[int, Tensor]) -> None:
 def _watched(states: list[LayerState], doing: str) -> Iterator[LayerState]:
     """Yields the layers. Rank 0 shows its progress with a large model."""
     sizes = [state.full_nbytes() for state in states]
-    shown = states[0].communicator.rank == 0 and sum(sizes) >= _LONG
+    shown = is_first(states[0].communicator) and sum(sizes) >= _LONG
     with progress(sum(sizes), f"zero3: {doing}", shown=shown) as advance:
         for state, nbytes in zip(states, sizes, strict=True):
             yield state

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..access import states_of
 from ..comm.agreement import agreeing
+from ..comm.communicator import is_first
 from ..comm.plain_values import decode
 from ..core.parameters import named, own_name
 from ..optim.several import Optimizers, Together
@@ -101,7 +102,7 @@ class _Loader:
             return self._fill(found, contents)
 
     def _agreeing(self, subject: str) -> AbstractContextManager[list[str]]:
-        return agreeing(self._first.communicator, self._first.device, subject)
+        return agreeing(self._first.communicator, self._first.device, subject, "load_checkpoint")
 
     def _names(self, found: Manifest) -> list[str]:
         return [name for kind in self._kinds for name in found.names(kind)]
@@ -163,7 +164,7 @@ class _Loader:
                 f"loaded. {len(other)} of {len(here)} frozen parameters have other values: {named(other)}. Load the base that it was "
                 "trained on first (zero3.load_pretrained)."
             )
-        if bare and contents.rank == 0:
+        if bare and contents.is_first:
             _log.warning(
                 "%s was saved over a base, and is loaded before it: %d frozen parameters have no values yet", self._path, len(bare)
             )
@@ -180,7 +181,7 @@ class _Loader:
     def _strange_extra_states(self, found: Manifest) -> list[str]:
         saved, here = found.content.get("extra_states"), extra_state_modules(self._model)
         if saved is None:  # early versions left them out
-            if here and self._first.communicator.rank == 0:
+            if here and is_first(self._first.communicator):
                 _log.warning("%s holds no extra state, and these modules have one: %s. It stays as it is", self._path, ", ".join(here))
             return []
         return names_apart(here, saved)
@@ -225,6 +226,8 @@ class _Loader:
             self._placing.commit()
         set_extra_states(self._model, extra_states, contents.communicator, contents.device, "load_checkpoint")
         self._restore_random(found, contents)
+        for state in contents.states:
+            state.run = found.content.get("run")  # later checkpoints belong to the same run
         return extra
 
     def _fill_optimizer(self) -> None:

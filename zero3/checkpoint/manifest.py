@@ -15,7 +15,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from io import FileIO
@@ -34,7 +34,8 @@ VERSION = 1
 DATA = re.compile(r"data-[0-9a-f]{16}")
 _DELETED = "manifest.deleted"
 _FILE = re.compile(r"(model|optimizer)-\d{5}-of-\d{5}\.safetensors")
-_OURS = re.compile(rf"{DATA.pattern}|manifest\.json\.[0-9a-f]{{16}}|{re.escape(_DELETED)}")
+_RUN = re.compile(r"run\.[0-9a-f]{16}\.([0-9a-f]{16})")  # is there while a save is under way, and tells of which run it is
+_OURS = re.compile(rf"{DATA.pattern}|manifest\.json\.[0-9a-f]{{16}}|{_RUN.pattern}|{re.escape(_DELETED)}")
 
 
 @dataclass(frozen=True)
@@ -206,6 +207,28 @@ def delete(directory: Path) -> None:
     clean(directory, None)
     if all(_OURS.fullmatch(name) or name == NAME for name in names):
         file_operations.remove(directory)
+
+
+def begin(directory: Path, run: str, token: str) -> None:
+    """Makes the first file of a save. Until the manifest is there, its name tells other runs that these files are not theirs."""
+    file_operations.make_directory(directory)
+    file_operations.create(directory / f"run.{token}.{_short(run)}").close()
+    file_operations.sync_directory(directory)
+    file_operations.make_directory(directory / f"data-{token}")
+
+
+def names_another_run(directory: Path, run: str) -> bool:
+    """Whether what interrupted saves and deletions have left is said to be another run's."""
+    found = {match[1] for name in file_operations.names_in(directory) if (match := _RUN.fullmatch(name))}
+    with suppress(ValueError, OSError):  # there was no deletion
+        _refuse_links(directory / _DELETED)
+        of = parse(directory / _DELETED).get("run")
+        found |= {_short(of)} if of is not None else set()
+    return not found <= {_short(run)}
+
+
+def _short(run: object) -> str:
+    return sha256(str(run).encode()).hexdigest()[:16]
 
 
 def is_remains(directory: Path) -> bool:

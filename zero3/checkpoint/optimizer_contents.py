@@ -82,7 +82,7 @@ def held_by(optimizer: Together, contents: Contents) -> list[Held]:
     """
     known: dict[int, tuple[tuple[Span, ...], bool]] = {}
     for name, tensor in contents.others.items():
-        known[id(tensor)] = ((Span(name, 0, tensor.numel(), 0),), contents.rank == 0)
+        known[id(tensor)] = ((Span(name, 0, tensor.numel(), 0),), contents.is_first)
     for chunk in contents.chunks():
         known |= {id(part.parameter): (tuple(_covered(part, chunk, contents)), True) for part in chunk.parts}
     held = []
@@ -103,11 +103,7 @@ def _covered(part: Part, chunk: Chunk, contents: Contents) -> list[Span]:
         return contents.spans(chunk)
     if part.start == part.stop:  # an empty parameter, or the placeholder of a rank that holds nothing
         empties = zip([other for other in chunk.parts if other.start == other.stop], contents.empties(chunk), strict=False)
-        return [
-            span
-            for other, span in empties
-            if other is part and span is not None and contents.communicator.shard_rank == chunk.layout.first_holder
-        ]
+        return [span for other, span in empties if other is part and span is not None and chunk.is_first_holder]
     inside = [span for span in contents.spans(chunk) if span.start < span.stop and part.start <= span.offset < part.stop]
     return [span._replace(offset=span.offset - part.start) for span in inside]
 

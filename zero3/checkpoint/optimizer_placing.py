@@ -75,7 +75,7 @@ def place(optimizer: Together, held: list[Held], own: OptimizerContents, source:
                 _allocate(placing, one, named)
     if problems:
         raise ValueError(f"the optimizer's state does not fit; nothing was loaded. {'. '.join(problems)}")
-    if source.kinds and set(source.kinds) != set(own.kinds) and contents.rank == 0:
+    if source.kinds and set(source.kinds) != set(own.kinds) and contents.is_first:
         saved, here = (" and ".join(dict.fromkeys(kinds)) for kinds in (source.kinds, own.kinds))
         _log.warning("the state of %s is loaded into %s; options that both have are those that were saved", saved, here)
     return placing

@@ -17,7 +17,7 @@ from ..optim.several import Together
 from . import file_operations, manifest, random_state
 from .contents import Contents
 from .extra_state import encoded, extra_states_of
-from .numbered import next_number, prune
+from .numbered import check_run, next_number, prune
 from .optimizer_contents import Held, contents_of
 from .safetensors_files import bytes_of
 from .safetensors_writing import Entry, Written, header_of
@@ -33,14 +33,23 @@ class Prepared:
     """One save: the tensors that this rank writes, their files, and the manifest's content."""
 
     def __init__(
-        self, path: str | os.PathLike[str], model: nn.Module, extra: Any, stored: tuple[bool, bool], keep_last: int | None
+        self,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        extra: Any,
+        stored: tuple[bool, bool],
+        stays: tuple[int | None, str | None],
     ) -> None:
+        """`stored`: the arguments `weights` and `frozen` of `save_checkpoint`; `stays`: `keep_last` and `run`."""
+        keep_last, run = stays
         if "://" in os.fspath(path):
             raise ValueError(f"{os.fspath(path)}: {_SCHEME}")
         if keep_last is not None and (not isinstance(keep_last, int) or isinstance(keep_last, bool)):
             raise TypeError(f"keep_last must be an integer of at least 1, or None, found {keep_last!r}")
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, found {keep_last}")
+        check_run(run)
+        self.run = run or ""
         self.directory = Path(os.path.abspath(path))
         self.keep_last = keep_last
         self.contents = Contents(model, "save_checkpoint")
@@ -53,7 +62,7 @@ class Prepared:
         written = getattr(getattr(model, "config", None), "to_json_string", None)
         self.content["config"] = json.loads(written()) if callable(written) else None
         tensors: list[Tensor] = []
-        first = self.contents.rank == 0
+        first = self.contents.is_first
         self.content["extra"] = encoded({"extra": extra}, tensors)["extra"] if first else None
         self.content["extra_states"] = encoded(extra_states_of(model), tensors) if first else None
         self.model_entries += [Entry(f"extra:{number}", tensor, tuple(tensor.shape)) for number, tensor in enumerate(tensors)]
@@ -62,8 +71,8 @@ class Prepared:
         }
         self.contents.check_loaded(filter(self.stores, [*self.contents.parameters, *self.contents.others]), "save_checkpoint")
         # both raise if the format has no name for a dtype
-        header_of(((entry.name, entry.tensor.dtype, entry.shape) for entry in self.model_entries), {})
-        header_of(((name, self.contents.dtype(name), ()) for name in self.content["tensors"]), {})
+        header_of(((entry.name, entry.tensor.dtype, entry.shape) for entry in self.model_entries), {}, ours=True)
+        header_of(((name, self.contents.dtype(name), ()) for name in self.content["tensors"]), {}, ours=True)
 
     def stores(self, name: str) -> bool:
         """Whether the checkpoint holds the tensor's values."""
@@ -72,7 +81,7 @@ class Prepared:
     def lines(self) -> list[str]:
         """Returns what has to be the same on all ranks."""
         tensors = (f"{name}: {described}" for name, described in self.content["tensors"].items())
-        return [f"path: {self.directory}", f"keep_last: {self.keep_last}", *tensors]
+        return [f"path: {self.directory}", f"keep_last: {self.keep_last}", f"run: {self.run}", *tensors]
 
     def gather_entries(self, optimizer: Together | None, held: list[Held]) -> None:
         """Collects the tensors that this rank writes. Every rank calls it."""
@@ -82,6 +91,11 @@ class Prepared:
             others.update(bytes_of(tensor.detach().cpu().contiguous()))
         answers = contents.communicator.exchange(os.urandom(8) + others.digest(), contents.device)
         self.token = answers[0][:8].hex()
+        launched = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's, which restarts keep
+        self.run = self.run or contents.states[0].run or (launched if launched not in ("", "none") else self.token)
+        for state in contents.states:
+            state.run = self.run
+        self.content["run"] = self.run
         if rank == 0 or answers[rank][8:] != answers[0][8:]:  # ranks whose buffers equal rank 0's do not store them again
             for name, tensor in contents.others.items():
                 self.model_entries.append(Entry(f"other:{rank}:{name}", tensor.detach(), tuple(tensor.shape)))
@@ -104,8 +118,8 @@ class Prepared:
         """Rank 0 makes the directory. Every rank calls it."""
         try:
             with agreeing(self.contents.communicator, self.contents.device, "the directory of save_checkpoint"):
-                if self.contents.rank == 0:
-                    file_operations.make_directory(self.directory / f"data-{self.token}")
+                if self.contents.is_first:
+                    manifest.begin(self.directory, self.run, self.token)
         except Exception:
             self.clean()
             raise
@@ -127,7 +141,7 @@ class Prepared:
 
     def clean(self) -> None:
         """Removes the files of the replaced checkpoint and of failed saves. Only rank 0 does. If it fails, the next save tries again."""
-        if self.contents.rank != 0:
+        if not self.contents.is_first:
             return
         try:
             there = (self.directory / manifest.NAME).is_file()
@@ -135,7 +149,7 @@ class Prepared:
             if self.directory.is_dir() and not file_operations.names_in(self.directory):
                 file_operations.remove(self.directory)
             if self.keep_last is not None:
-                prune(self.directory.parent, self.keep_last)
+                prune(self.directory.parent, self.keep_last, self.run)
         except (OSError, ValueError) as error:
             _log.warning("cleaning up after a checkpoint failed: %s", error)
 

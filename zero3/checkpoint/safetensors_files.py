@@ -36,7 +36,12 @@ DTYPES = (
     ("I32", torch.int32), ("U64", torch.uint64), ("I64", torch.int64), ("F16", torch.float16), ("BF16", torch.bfloat16),
     ("F32", torch.float32), ("F64", torch.float64), ("C64", torch.complex64), ("F8_E4M3", torch.float8_e4m3fn),
     ("F8_E5M2", torch.float8_e5m2), ("F8_E4M3FNUZ", torch.float8_e4m3fnuz), ("F8_E5M2FNUZ", torch.float8_e5m2fnuz),
+    ("F8_E8M0", torch.float8_e8m0fnu),
 )  # fmt: skip
+_HAVE_NO_NAME = (
+    torch.complex32, torch.complex128, torch.float4_e2m1fn_x2, torch.bits8, torch.bits16, torch.bits1x8, torch.bits2x4, torch.bits4x2,
+)  # fmt: skip
+UNNAMED = tuple((str(dtype), dtype) for dtype in _HAVE_NO_NAME)  # in checkpoints, which this project alone reads, they have torch's
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,12 +223,12 @@ def _parse(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def _stored(key: str, entry: Any, path: Path, name: str, begin: int) -> Stored:
-    dtypes = dict(DTYPES)
+    dtypes = dict(DTYPES + UNNAMED)
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{path} is corrupt: {key!r} must have dtype, shape and data_offsets, found {entry!r:.80}")
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in dtypes:
-        raise ValueError(f"{path}: {key!r} has the dtype {entry['dtype']!r:.40}, which can't be read; known are {', '.join(dtypes)}")
+        raise ValueError(f"{path}: {key!r} has the dtype {entry['dtype']!r:.40}, which can't be read; known are {', '.join(dict(DTYPES))}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         found = f"shape {shape!r:.80} and data_offsets {offsets!r:.80}"
         raise ValueError(f"{path} is corrupt: {key!r} has {found}, expected integers from 0 up, and two offsets")

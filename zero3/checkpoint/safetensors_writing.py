@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import file_operations
-from .safetensors_files import DTYPES, LONGEST_HEADER, bytes_of
+from .safetensors_files import DTYPES, LONGEST_HEADER, UNNAMED, bytes_of
 
 __all__: list[str] = []
 
@@ -39,19 +39,21 @@ class Written(NamedTuple):
     blocks: list[str]
 
 
-def header_of(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+def header_of(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str], *, ours: bool = False) -> bytes:
     """Returns the first bytes of a file that holds `tensors` in this order, up to the first value.
 
+    `ours`: the file is part of a checkpoint, which may hold dtypes that the format does not know.
+
     Raises:
-        TypeError: The format has no name for a dtype.
-        ValueError: The header is longer than the format allows.
+        ValueError: The format has no name for a dtype, or the header is longer than it allows.
     """
-    known = {dtype: name for name, dtype in DTYPES}
+    known = {dtype: name for name, dtype in DTYPES + UNNAMED * ours}
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, dtype, shape in tensors:
         if dtype not in known:
-            raise TypeError(f"{name} is {dtype}, for which safetensors files have no name")
+            instead = "use zero3.save_checkpoint, or torch.save(zero3.full_state_dict(model), ...)"
+            raise ValueError(f"{name} is {dtype}, for which safetensors files have no name: {instead}")
         start, end = end, end + math.prod(shape) * dtype.itemsize
         entries[name] = {"dtype": known[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
@@ -67,7 +69,7 @@ def write_file(file: FileIO, entries: list[Entry], metadata: Mapping[str, str]) 
     Raises:
         OSError: The file system reports an error.
     """
-    header = header_of(((entry.name, entry.tensor.dtype, entry.shape) for entry in entries), metadata)
+    header = header_of(((entry.name, entry.tensor.dtype, entry.shape) for entry in entries), metadata, ours=True)
     return write_hashed(file, chain([memoryview(header)], _views(entries)))
 
 

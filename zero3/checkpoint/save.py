@@ -33,6 +33,7 @@ def save_checkpoint(
     weights: bool = True,
     frozen: bool = True,
     keep_last: int | None = None,
+    run: str | None = None,
     background: bool = False,
 ) -> Saving:
     """Saves model, optimizer and `extra` in the directory `path`. Every rank writes its own part, and nothing is gathered.
@@ -53,7 +54,10 @@ def save_checkpoint(
             too.
         frozen: False leaves frozen parameters out, and keeps a hash of the values of each. (With LoRA adapters, `load_pretrained` can
             load them.) `load_checkpoint` refuses a model with other values.
-        keep_last: How many checkpoints stay in the parent directory of `path`, the newest ones. None: all stay.
+        keep_last: How many checkpoints of this run stay in the parent directory of `path`, the newest ones. None: all stay. Those of
+            other runs stay, and those that name no run.
+        run: The name of the run that the checkpoint belongs to. None: that of the checkpoint that the model was loaded from or saved in
+            last; for the first one torchrun's `TORCHELASTIC_RUN_ID` (unless it is "none"), or a new random name.
         background: Return when everything is copied to host memory, and write from a thread. The checkpoint appears when every
             rank has called `wait()`, some steps later. The next save or load of the model calls it too. (With `offload=DIR` the copy
             is a file without a name in that directory, and takes no memory.)
@@ -63,9 +67,9 @@ def save_checkpoint(
 
     Raises:
         TypeError: `extra`, a module's extra state, or an option or a state of the optimizer holds a value that could only be
-            pickled; or `keep_last` is no integer.
+            pickled; `keep_last` is no integer, or `run` is no text.
         ValueError: Nothing in `model` is sharded, an optimizer is of another model, two optimizers hold one parameter, ranks save
-            different things or have made different steps, `keep_last` is less than 1, or with `background` the directory of
+            different things or have made different steps, `keep_last` is less than 1, `run` is empty, or with `background` the directory of
             `offload` is gone. Every rank raises it, before anything is written.
         RuntimeError: Parameters have no values, or the call is inside `full_params` or `resident`.
         OSError: A rank could not write, or has no room for the copies of `background`; or, with `offload=DIR`, its disk has lost what
@@ -76,25 +80,29 @@ def save_checkpoint(
         extra = {"step": step, "schedule": schedule.state_dict()}
         zero3.save_checkpoint(f"{directory}/step-{step}", model, optimizer, extra=extra, keep_last=3)
     """
-    saving = Saving(_prepare(path, model, optimizer, (extra, weights, frozen, keep_last, background)), background)
+    saving = Saving(_prepare(path, model, optimizer, (extra, weights, frozen, background), (keep_last, run)), background)
     if not background:
         saving.wait()
     return saving
 
 
 def _prepare(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None, how: tuple[Any, bool, bool, int | None, bool]
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizers | None,
+    how: tuple[Any, bool, bool, bool],
+    stays: tuple[int | None, str | None],
 ) -> Prepared:
     """Finds all mistakes before a file is made. Every rank raises them."""
     first = states_of(model)[0]
     first.log.look()  # if ranks have made different transfers, a checkpoint of them must not replace a good one
     if first.unfinished is not None:
         first.unfinished()
-    extra, weights, frozen, keep_last, background = how
+    extra, weights, frozen, background = how
     together: Together | None = None
     held: list[Held] = []
     with agreeing(first.communicator, first.device, "save_checkpoint") as lines:
-        prepared = Prepared(path, model, extra, (weights, frozen), keep_last)
+        prepared = Prepared(path, model, extra, (weights, frozen), stays)
         land_steps(prepared.contents.states)
         if optimizer is not None:
             together = Together(optimizer)
@@ -173,7 +181,7 @@ class Saving:
             texts = exchange_texts(contents.communicator, contents.device, mine)
             files = {name: Written(*written) for text in texts for name, written in json.loads(text).items()}
             with agreeing(contents.communicator, contents.device, "the manifest of save_checkpoint"):
-                if contents.rank == 0:
+                if contents.is_first:
                     self._prepared.commit(files)
         except BaseException:
             self._prepared.clean()

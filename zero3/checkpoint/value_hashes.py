@@ -30,8 +30,13 @@ def value_hashes(contents: Contents, names: Sequence[str], doing: str) -> dict[s
         mine = _own_parts(contents, frozenset(names))
     payload = b"".join(mine.get(name, 0).to_bytes(16) for name in names)
     told = contents.communicator.exchange(payload, contents.device) if names else []
-    parts = [[int.from_bytes(each[16 * i : 16 * i + 16]) for each in told] for i in range(len(names))]
-    return {name: f"{sum(part) % _PRIME:032x}" for name, part in zip(names, parts, strict=True)}
+    shards = contents.communicator.shards
+    found = {}
+    for number, name in enumerate(names):
+        parts = [int.from_bytes(each[16 * number : 16 * number + 16]) for each in told]
+        sums = [sum(parts[first : first + shards]) % _PRIME for first in range(0, len(parts), shards)]  # of each replica
+        found[name] = "/".join(dict.fromkeys(f"{each:032x}" for each in sums))  # replicas that differ have no hash that was saved
+    return found
 
 
 def _own_parts(contents: Contents, names: frozenset[str]) -> dict[str, int]:

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
+from .board import board_for, by_rank
 from .communicator import Communicator
 from .errors import NamingFailures, Subject
 
 __all__: list[str] = []
 
 _ABSENT = bytes(16)  # a rank that only listens sends this in place of a digest
+_AGREES = 0xA4  # the last byte, but for its last bit, which is set if the rank has an error. No other exchange of that length ends so
 NOTE_BYTES = 4
 _KINDS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError, OSError)
+
+
+def meeting(communicator: Communicator, error: Exception | None = None) -> AbstractContextManager[None]:
+    """Context for the first collective of ranks that may have been given different groups: see `Board.meeting`."""
+    board = board_for(communicator) if communicator.world_size > 1 else None
+    return nullcontext() if board is None else board.meeting(error)
 
 
 def agree(
@@ -29,6 +37,7 @@ def agree(
     *,
     absent: bool = False,
     note: bytes = bytes(NOTE_BYTES),
+    caller: str = "",
 ) -> list[bytes]:
     """Returns if all ranks pass the same `lines` and no rank passes an `error`; otherwise every rank raises the same error.
 
@@ -43,6 +52,7 @@ def agree(
         error: A mistake that this rank has found.
         absent: This rank only listens, and raises what the others raise.
         note: `NOTE_BYTES` bytes that are sent too, and not compared.
+        caller: The public function whose first collective this is, for the error if not all ranks call it, where `subject` is not its name.
 
     Returns:
         Every rank's `note`, in rank order.
@@ -57,19 +67,26 @@ def agree(
     kind = next((kind.__name__ for kind in _KINDS if isinstance(error, kind)), "RuntimeError") if error is not None else ""
     said = str(error) if isinstance(error, _KINDS) else f"{type(error).__name__}: {error}"
     text = json.dumps({"subject": subject, "lines": list(lines), "kind": kind, "error": said if error is not None else ""})
-    digest = hashlib.sha256(text.encode()).digest()[: 15 - NOTE_BYTES] + bytes([error is not None])
-    with NamingFailures(communicator, "comparing with the other ranks", Subject(subject)):
+    digest = hashlib.sha256(text.encode()).digest()[: 15 - NOTE_BYTES] + bytes([_AGREES | (error is not None)])
+    with NamingFailures(communicator, "comparing with the other ranks", Subject(subject), caller or _function_in(subject)):
         told = communicator.exchange(_ABSENT if absent else note + digest, device)
         notes, digests = zip(*((each[:NOTE_BYTES], each[NOTE_BYTES:]) for each in told), strict=True)
         present = [rank for rank, other in enumerate(told) if other != _ABSENT]
-        if len({digests[rank] for rank in present}) <= 1 and not any(digests[rank][-1] for rank in present):
+        if strange := [rank for rank in present if told[rank][-1] & ~1 != _AGREES]:
+            raise RuntimeError(f"rank {strange[0]} was elsewhere, and what it sent there has come here")
+        if len({digests[rank] for rank in present}) <= 1 and not any(digests[rank][-1] & 1 for rank in present):
             return list(notes)
         texts = exchange_texts(communicator, device, text)
     raise _explain({rank: json.loads(texts[rank]) for rank in present})
 
 
+def _function_in(subject: str) -> str:
+    """Public functions agree in their own name, with arguments perhaps. What is compared within them, or in a step, is no name."""
+    return name if (name := subject.partition("(")[0]).isidentifier() else ""
+
+
 @contextmanager
-def agreeing(communicator: Communicator, device: torch.device, subject: str) -> Iterator[list[str]]:
+def agreeing(communicator: Communicator, device: torch.device, subject: str, caller: str = "") -> Iterator[list[str]]:
     """Context for work that may fail on one rank: at its end all ranks go on, or all raise the same error. See `agree`.
 
     Yields:
@@ -81,7 +98,7 @@ def agreeing(communicator: Communicator, device: torch.device, subject: str) -> 
         yield lines
     except Exception as caught:  # of any kind: the other ranks wait to hear of it
         error = caught
-    agree(communicator, device, subject, lines, error)
+    agree(communicator, device, subject, lines, error, caller=caller)
 
 
 def all_go_on(communicator: Communicator, device: torch.device, caller: str, error: BaseException | None) -> bool:
@@ -122,7 +139,7 @@ def agree_where_nan(communicator: Communicator, device: torch.device, subject: s
         agree(communicator, device, subject, [], error)
 
 
-def tell_all(communicator: Communicator, device: torch.device, subject: str, text: str, digest: int) -> list[str]:
+def tell_all(communicator: Communicator, device: torch.device, subject: str, text: str, digest: int, caller: str) -> list[str]:
     """Returns every rank's `text`, in rank order. Each rank sends nine bytes if no rank has a text.
 
     Raises:
@@ -130,12 +147,12 @@ def tell_all(communicator: Communicator, device: torch.device, subject: str, tex
     """
     if communicator.world_size == 1:
         return [text]
-    with NamingFailures(communicator, "comparing with the other ranks", Subject(subject)):
+    with NamingFailures(communicator, "comparing with the other ranks", Subject(subject), caller):
         told = communicator.exchange(bytes([bool(text)]) + digest.to_bytes(8, "little"), device)
         texts = exchange_texts(communicator, device, text) if any(flag[0] for flag in told) else [""] * communicator.world_size
     digests = [flag[1:].hex() for flag in told]
     if len(set(digests)) > 1:
-        raise ValueError(f"ranks have made different transfers by {subject}. Their hashes: {_by_rank(dict(enumerate(digests)))}")
+        raise ValueError(f"ranks have made different transfers by {subject}. Their hashes: {by_rank(dict(enumerate(digests)))}")
     return texts
 
 
@@ -156,7 +173,7 @@ def _explain(reports: dict[int, dict[str, object]]) -> Exception:
     subjects = {rank: report["subject"] for rank, report in reports.items()}
     if len(set(map(str, subjects.values()))) > 1:
         return ValueError(
-            f"ranks are not at the same point: {_by_rank(subjects)}. All ranks must build and call the same layers in the same order."
+            f"ranks are not at the same point: {by_rank(subjects)}. All ranks must build and call the same layers in the same order."
         )
     subject = next(iter(subjects.values()))
     columns = {rank: [str(line) for line in report["lines"]] for rank, report in reports.items()}  # type: ignore[attr-defined]
@@ -164,14 +181,7 @@ def _explain(reports: dict[int, dict[str, object]]) -> Exception:
         row = {rank: column[number] if number < len(column) else "nothing" for rank, column in columns.items()}
         if len(set(row.values())) > 1:
             return ValueError(
-                f"ranks differ in {subject}: {_by_rank(row)}. All ranks must have the same model and policy, and call the same "
+                f"ranks differ in {subject}: {by_rank(row)}. All ranks must have the same model and policy, and call the same "
                 "layers in the same order."
             )
     return ValueError(f"ranks differ in {subject}")
-
-
-def _by_rank(values: Mapping[int, object]) -> str:
-    groups: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        groups.setdefault(str(value), []).append(rank)
-    return "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {value}" for value, ranks in groups.items())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -89,14 +90,22 @@ class Communicator(Protocol):
     def same_ranks(self, other: Communicator) -> bool: ...
 
 
+def is_first(communicator: Communicator) -> bool:
+    """Whether this rank is the one, among all, whose values count, and that writes or logs what is needed once."""
+    return communicator.rank == 0
+
+
 class SoloCommunicator:
-    """One rank without a process group. The chunk is the full buffer, so nothing is transferred."""
+    """One rank, alone or in a process group of its own. The chunk is the full buffer, so nothing is transferred."""
 
     rank = shard_rank = replica = 0
     world_size = shards = 1
     channel = 0
     takes_pieces = False
     tags_messages = True
+
+    def __init__(self, group: object = None) -> None:
+        self.group: Callable[[], object] = (lambda: None) if group is None else weakref.ref(group)  # for torch's own tools
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         if full.data_ptr() != shard.data_ptr():

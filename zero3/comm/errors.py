@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from types import TracebackType
 from typing import Protocol
 
 import torch
 
+from .board import board_for
 from .log import TransferLog
 
 __all__: list[str] = []
@@ -38,11 +40,13 @@ class NamingFailures:
     Code that runs for every transfer uses `except RuntimeError` and `explain` instead, because entering a context costs time.
     """
 
-    __slots__ = ("_communicator", "_doing", "subject")
+    __slots__ = ("_caller", "_communicator", "_doing", "subject")
 
-    def __init__(self, communicator: Ranked, doing: str, subject: Subject) -> None:
+    def __init__(self, communicator: Ranked, doing: str, subject: Subject, caller: str = "") -> None:
+        """`caller`: a public function that every rank has to call, if this is its first collective."""
         self._communicator = communicator
         self._doing = doing
+        self._caller = caller
         self.subject = subject
 
     def __enter__(self) -> None:
@@ -60,10 +64,17 @@ class NamingFailures:
         if self.subject.log is not None:
             where = f" {self.subject.log.where()}"
             advice = "" if torch.is_grad_enabled() else f" {_OWN_PACE}"
+        elsewhere, ranks = self._elsewhere(str(failure)), self._communicator
         raise _of_transfer(
-            f"rank {self._communicator.rank} of {self._communicator.world_size}: {self._doing} {self.subject.name} failed: {failure}\n"
+            f"rank {ranks.rank} of {ranks.world_size}: {self._doing} {self.subject.name} failed: {failure}\n{elsewhere}"
             f"Most often another rank died or was cut off, or took another path through the model: its own error says why.{where}{advice}"
         ) from failure
+
+    def _elsewhere(self, failure: str) -> str:
+        """A line about a function that some ranks have called, and others have not."""
+        board, timed_out = board_for(self._communicator), re.search(r"time?d? ?out", failure, re.IGNORECASE) is not None
+        said = "" if board is None else board.where(self._caller, f"{self._doing} {self.subject.name}", timed_out=timed_out)
+        return said and f"{said}\n"
 
 
 def _of_transfer(text: str) -> RuntimeError:

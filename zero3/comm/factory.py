@@ -13,7 +13,7 @@ from .communicator import Communicator, SoloCommunicator
 from .gloo import IDENTITY_BYTES as IDENTITY_BYTES
 from .gloo import GlooCommunicator
 from .mesh import MeshCommunicator
-from .process_group import GroupCommunicator
+from .process_group import GroupCommunicator, board_of
 
 __all__: list[str] = []
 
@@ -57,7 +57,9 @@ def communicator_for(process_group: Any, device: torch.device) -> Communicator:
             "the layer computes, or give init_process_group a backend for each device ('cpu:gloo,cuda:nccl')"
         )
     backend = served[device.type]
-    if backend == "gloo" and dist.get_world_size(process_group) > 1:
+    if dist.get_world_size(process_group) == 1:
+        return SoloCommunicator(process_group)
+    if backend == "gloo":
         return GlooCommunicator(process_group, backend, device)
     return GroupCommunicator(process_group, backend, device)
 
@@ -66,7 +68,15 @@ def process_group_of(communicator: Communicator) -> Any:
     """The process group of a communicator's ranks, for torch's own tools. None if it has no group."""
     if isinstance(communicator, MeshCommunicator) and communicator.world_size == dist.get_world_size():
         return dist.group.WORLD
+    if isinstance(communicator, SoloCommunicator):
+        return communicator.group()
     return communicator._group if isinstance(communicator, GroupCommunicator) else None
+
+
+def decline(caller: str, error: Exception) -> None:
+    """This rank raises `error` alone, because it can't know with whom it was to make layers. Others hear of it if they wait for it."""
+    if dist.is_available() and dist.is_initialized() and (board := board_of("", [dist.get_rank()], 0)) is not None:
+        board.decline(caller, f"{type(error).__name__}: {error}")
 
 
 def give_memory_back(communicator: Communicator) -> None:
@@ -96,7 +106,12 @@ def any_device_of(process_group: Any) -> torch.device:
 
 def _completed(communicator: Any) -> Communicator:
     """A communicator of the caller's own. It need not know of replicas."""
-    for name, value in (("shard_rank", communicator.rank), ("shards", communicator.world_size), ("replica", 0)):
+    for name, value in (
+        ("shard_rank", communicator.rank),
+        ("shards", communicator.world_size),
+        ("replica", 0),
+        ("board", lambda: None),
+    ):
         if not hasattr(communicator, name):
             setattr(communicator, name, value)
     return communicator  # type: ignore[no-any-return]
@@ -122,7 +137,7 @@ def _of_mesh(mesh: DeviceMesh, device: torch.device) -> Communicator:
         return communicator_for(mesh.get_group(mesh.ndim - 1), device)
     column = communicator_for(mesh.get_group(0), device)
     row = communicator_for(mesh.get_group(1), device) if shards > 1 else SoloCommunicator()
-    return MeshCommunicator(row, column)  # type: ignore[arg-type]  # the column is a group
+    return MeshCommunicator(row, column, ranks.flatten().tolist())  # type: ignore[arg-type]  # the column is a group
 
 
 def _alone() -> Communicator:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,8 @@ from .streams import Done, Pending
 __all__: list[str] = []
 
 IDENTITY_BYTES = 3  # length of a layer's number; the number and two bits for the kind of transfer are a message's tag
-_GATHER, _REDUCE, _SCATTER = 0, 1, 2
+_GATHER, _REDUCE, _SCATTER, _SUM = range(4)
+_SMALL_NBYTES = 1 << 14
 
 
 class _Transfers:
@@ -76,7 +78,7 @@ class GlooCommunicator(GroupCommunicator):
             return Done()
         slices, others = self._slices(full, bounds), self._others()
         incoming = {rank: slices[rank] for rank in others}
-        pending = self._swap(_GATHER, incoming, dict.fromkeys(others, (shard,)), partial(_copy_into, slices))
+        pending = self._swap(self._tag(_GATHER), incoming, dict.fromkeys(others, (shard,)), partial(_copy_into, slices))
         if slices[self.rank].data_ptr() != shard.data_ptr():
             slices[self.rank].copy_(shard)
         return pending
@@ -105,7 +107,7 @@ class GlooCommunicator(GroupCommunicator):
                     total.add_(summand)
 
         incoming = dict.fromkeys(others, shard) | dict(zip(far, room, strict=True))
-        return self._swap(_REDUCE, incoming, {rank: parts[rank] for rank in others}, sum_up)
+        return self._swap(self._tag(_REDUCE), incoming, {rank: parts[rank] for rank in others}, sum_up)
 
     def all_to_all(self, received: Tensor, sent: Tensor, bounds: Bounds = None) -> Pending:
         if sent.device.type != "cpu":
@@ -115,9 +117,27 @@ class GlooCommunicator(GroupCommunicator):
         slices, others = self._slices(sent, bounds), self._others()
         places = received.view(self.world_size, received.numel() // self.world_size)
         incoming = {rank: places[rank] for rank in others}
-        pending = self._swap(_REDUCE, incoming, {rank: (slices[rank],) for rank in others}, partial(_copy_into, places))
+        pending = self._swap(self._tag(_REDUCE), incoming, {rank: (slices[rank],) for rank in others}, partial(_copy_into, places))
         places[self.rank].copy_(slices[self.rank])
         return pending
+
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
+        """Ranks that sum other shapes or dtypes than others wait. In gloo's own they would meet, get other numbers, or be ended."""
+        if tensor.device.type != "cpu" or self._device.type != "cpu" or not 0 < tensor.nbytes <= _SMALL_NBYTES:
+            super().all_reduce(tensor, maximum=maximum)
+            return
+        own, others = tensor.reshape(-1), self._others()
+
+        def combine(received: dict[int, Tensor]) -> None:
+            first, *rest = (own if rank == self.rank else received[rank] for rank in range(self.world_size))
+            total = first.clone()
+            for other in rest:
+                torch.maximum(total, other, out=total) if maximum else total.add_(other)
+            tensor.copy_(total.view(tensor.shape))
+
+        number = crc32(f"{tuple(tensor.shape)} {tensor.dtype} {maximum}".encode()) >> 8
+        incoming = {rank: torch.empty_like(own) for rank in others}
+        self._swap(4 * number + _SUM, incoming, dict.fromkeys(others, (own,)), combine).wait()
 
     def all_reduce_later(self, tensor: Tensor) -> Pending:
         """Works as `all_reduce` for a sum, but only starts it. It adds in rank order."""
@@ -133,7 +153,7 @@ class GlooCommunicator(GroupCommunicator):
             first, second = (tensor if rank == self.rank else received[rank] for rank in range(2))
             torch.add(first, second, out=tensor)
 
-        return self._swap(_REDUCE, {other: tensor if self.shares_memory else torch.empty_like(tensor)}, {other: (tensor,)}, add)
+        return self._swap(self._tag(_REDUCE), {other: tensor if self.shares_memory else torch.empty_like(tensor)}, {other: (tensor,)}, add)
 
     def _slices(self, full: Tensor, bounds: Bounds) -> list[Tensor]:
         return cut(full, bounds) if bounds is not None else list(full.view(self.world_size, -1))
@@ -142,7 +162,7 @@ class GlooCommunicator(GroupCommunicator):
         if shard.device.type != "cpu" or not self.shares_memory:
             return super().scatter(shard, slices, bounds)
         if slices is None:
-            return self._swap(_SCATTER, {0: shard}, {}, lambda received: shard.copy_(received[0]))
+            return self._swap(self._tag(_SCATTER), {0: shard}, {}, lambda received: shard.copy_(received[0]))
         memory, tag = self._memory, self._tag(_SCATTER)
         number = memory.put(tag, memory.next_turn(tag), {rank: (slices[rank],) for rank in self._others()})
         memory.begun(tag)
@@ -168,7 +188,7 @@ class GlooCommunicator(GroupCommunicator):
 
     def _swap(
         self,
-        kind: int,
+        tag: int,
         incoming: dict[int, Tensor],
         outgoing: Mapping[int, Sequence[Tensor]],
         then: Callable[[dict[int, Tensor]], object],
@@ -179,14 +199,16 @@ class GlooCommunicator(GroupCommunicator):
         while it runs. Messages are sent as bytes, so that every dtype works. Empty messages are sent too: torch's debug mode
         raises an error if ranks send different numbers of messages.
         """
-        memory, group, tag, works = self._memory, self._group, self._tag(kind), []
+        memory, group, works = self._memory, self._group, list[Any]()
         near, turn = memory.near, memory.next_turn(tag)
         memory.put(tag, turn, {target: tensors for target, tensors in outgoing.items() if target in near})
         for source in [rank for rank in incoming if rank not in near]:
             works.append(dist.irecv(incoming[source].view(torch.uint8), group=group, group_src=source, tag=tag))
         for target in [rank for rank in outgoing if rank not in near]:
             tensors = outgoing[target]
-            tensor = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+            tensor = (
+                tensors[0] if len(tensors) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *(t.view(torch.uint8) for t in tensors)])
+            )
             works.append(dist.isend(tensor.view(torch.uint8), group=group, group_dst=target, tag=tag))
         memory.begun(tag)  # after everything that may fail, so that a failed start can be repeated
         expected = {source: memory.expect(source, tag, turn) for source in incoming if source in near}

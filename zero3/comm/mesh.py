@@ -13,9 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .board import Board, board_for, numbered
 from .communicator import Bounds, Communicator, Told
-from .process_group import Gathered
-from .streams import Done, Lanes, OnHost, Pending, Then, has_streams
+from .process_group import Gathered, board_of
+from .streams import Done, Lanes, OnHost, Pending, Then, has_streams, on_device
 
 __all__: list[str] = []
 
@@ -35,8 +36,9 @@ class MeshCommunicator:
     column. `sum_replicas` is the second half of a reduction.
     """
 
-    def __init__(self, row: Communicator, column: Replicas) -> None:
-        self._row, self._column = row, column
+    def __init__(self, row: Communicator, column: Replicas, members: Sequence[int] = ()) -> None:
+        """`members`: the numbers of all ranks among those of the job, row by row."""
+        self._row, self._column, self._members = row, column, members
         self.shard_rank, self.shards, self.replica = row.rank, row.world_size, column.rank
         self.rank = self.replica * self.shards + self.shard_rank
         self.world_size = self.shards * column.world_size
@@ -87,17 +89,24 @@ class MeshCommunicator:
 
     def exchange_later(self, payload: bytes, device: torch.device) -> Told:
         with torch.inference_mode(False):  # what is gathered may be written later, outside of it
-            mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device, non_blocking=True)
+            mine = on_device(torch.frombuffer(bytearray(payload), dtype=torch.uint8), device)
             row, everyone = mine.new_empty(self.shards * len(payload)), mine.new_empty(self.world_size * len(payload))
         self._row.all_gather(row, mine).wait()  # on streams the host does not wait
         pending = self._column.all_gather(everyone, row)
         return Gathered(pending, OnHost(everyone) if has_streams(device) else None, everyone, len(payload))
 
     def duplicate(self) -> Communicator:
-        return MeshCommunicator(self._row.duplicate(), self._column.duplicate())  # type: ignore[arg-type]  # of the same class
+        return MeshCommunicator(self._row.duplicate(), self._column.duplicate(), self._members)  # type: ignore[arg-type]  # of the same class
 
     def lanes(self, device: torch.device) -> Lanes:
         return self._row.lanes(device)._replace(replicas=self._column.lanes(device).backup)
 
     def same_ranks(self, other: Communicator) -> bool:
         return isinstance(other, MeshCommunicator) and self._row.same_ranks(other._row) and self._column.same_ranks(other._column)
+
+    def message_board(self) -> Board | None:
+        if not self._members or board_for(self._column) is None:
+            return None
+        replicas = self.world_size // self.shards
+        what = f"a mesh of {replicas} x {self.shards} of {numbered(self._members)}"
+        return board_of(what, self._members, self.rank)

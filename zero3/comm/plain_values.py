@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -105,11 +106,22 @@ def name_of(dtype: torch.dtype) -> str:
 
 def kind_of(dtype: torch.dtype) -> str:
     """Values are converted within a kind only. Float8 is one of its own: without its scales it means nothing."""
+    if dtype == torch.float4_e2m1fn_x2 or name_of(dtype).startswith("bits"):
+        return name_of(dtype)
     if dtype.itemsize == 1 and dtype.is_floating_point:
         return "float8"
     if dtype.is_complex:
         return "complex"
     return "floating" if dtype.is_floating_point else "bool" if dtype == torch.bool else "integer"
+
+
+def not_copied(dtype: torch.dtype) -> str | None:
+    """Why torch can't copy tensors of `dtype`, in words that follow a name; None: it can."""
+    if re.fullmatch(r"u?int[1-7]|qu?int.*", name_of(dtype)) is None:
+        return None
+    return (
+        f"is {dtype}, which torch can't copy: keep its bytes in a tensor of torch.uint8, as tensor.view(torch.uint8) or int_repr() give it"
+    )
 
 
 def unreadable(value: Any) -> str | None:
@@ -123,4 +135,4 @@ def unreadable(value: Any) -> str | None:
         return "is on the meta device, so it has no values"
     if value.layout != torch.strided or value.is_quantized:
         return f"is {'quantised' if value.is_quantized else str(value.layout).removeprefix('torch.')}, expected a dense tensor"
-    return None
+    return not_copied(value.dtype)

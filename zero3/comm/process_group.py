@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,14 +15,17 @@ import torch.distributed as dist
 import torch.distributed.nn  # now, because its default arguments keep the group that there is when it is imported
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
-from torch.nn.functional import pad
 
+from .board import Board, numbered
 from .communicator import Bounds, Communicator, Told
-from .streams import Done, Lanes, OnHost, Pending, has_streams, lanes_for
+from .streams import Done, Lanes, OnHost, Pending, has_streams, lanes_for, on_device
 
 __all__: list[str] = []
 
 
+_KNOWN = frozenset(  # dtypes that every backend moves
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
+)
 _ON_HOST = ("gloo", "mpi", "ucc")  # backends whose transfers block the host, or have handles, even for tensors of an accelerator
 
 
@@ -34,6 +38,7 @@ class GroupCommunicator:
     def __init__(self, group: Any, backend: str, device: torch.device) -> None:
         # Weak, because torch holds the group until it is destroyed: a model must not keep gloo's threads alive after that.
         self._reference = weakref.ref(group)
+        self._process = os.getpid()
         self._backend = backend
         self._device = device
         self.rank = self.shard_rank = dist.get_rank(group)
@@ -47,28 +52,31 @@ class GroupCommunicator:
 
     @property
     def _group(self) -> Any:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"process {os.getpid()} was forked from rank {self.rank}, process {self._process}, and has no part in its process group: a "
+                "collective would wait for ever. Make it in the process that has sharded the model"
+            )
         if (group := self._reference()) is None:
             raise RuntimeError("this model's process group was destroyed: train before that, or shard the model anew")
         return group
 
-    def post(self, key: str, text: str) -> None:
-        """Leaves a text where other ranks can read it without a collective, so also when this rank makes none any more."""
-        self._group.get_group_store().set(f"zero3/{key}", text)
-
-    def posted(self, key: str) -> str:
-        """What any rank has posted under `key`; "" if nothing, or if the process that keeps it is gone."""
-        with suppress(RuntimeError):
-            store = self._group.get_group_store()
-            if store.check([f"zero3/{key}"]):
-                return str(store.get(f"zero3/{key}").decode())
-        return ""
+    def message_board(self) -> Board | None:
+        with suppress(RuntimeError, KeyError):  # destroyed, or in a forked child: the transfer's own error says so
+            members = dist.get_process_group_ranks(self._group)
+            return board_of(f"the group {self._group.group_name!r} of {numbered(members)}", members, self.rank)
+        return None
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         if bounds is None:
-            return self._all_gather(full, shard, group=self._group, async_op=not self._on_streams) or Done()
-        return dist.all_gather(cut(full, bounds), shard, group=self._group, async_op=not self._on_streams) or Done()
+            return self._all_gather(moved(full), moved(shard), group=self._group, async_op=not self._on_streams) or Done()
+        slices = [moved(each) for each in cut(full, bounds)]
+        return dist.all_gather(slices, moved(shard), group=self._group, async_op=not self._on_streams) or Done()
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
+        if full.is_complex():  # NCCL knows real numbers alone; in its other collectives torch sees to that
+            twice = tuple(2 * bound for bound in bounds) if bounds is not None else None
+            return self.reduce_scatter(torch.view_as_real(shard).flatten(), torch.view_as_real(full).flatten(), twice)
         if bounds is None:
             return self._reduce_scatter(shard, full, group=self._group, async_op=not self._on_streams) or Done()
         return dist.reduce_scatter(shard, cut(full, bounds), group=self._group, async_op=not self._on_streams) or Done()
@@ -82,7 +90,7 @@ class GroupCommunicator:
         return dist.all_to_all_single(received, sent, own, sizes, group=self._group, async_op=not self._on_streams) or Done()
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
-        there = tensor.to(self._device)  # what is about gradients on the host (`offload`) may come from there
+        there = on_device(tensor, self._device)  # what is about gradients on the host (`offload`) may come from there
         dist.all_reduce(there, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self._group)
         if there is not tensor:
             tensor.copy_(there)
@@ -95,7 +103,8 @@ class GroupCommunicator:
         if bounds is not None:
             self._scatter_padded(shard, slices, bounds)
         elif shard.numel():
-            return dist.scatter(shard, slices, group=self._group, group_src=0, async_op=not self._on_streams) or Done()
+            sent = [moved(each) for each in slices] if slices is not None else None
+            return dist.scatter(moved(shard), sent, group=self._group, group_src=0, async_op=not self._on_streams) or Done()
         return Done()
 
     def _scatter_padded(self, shard: Tensor, slices: list[Tensor] | None, bounds: tuple[int, ...]) -> None:
@@ -103,21 +112,21 @@ class GroupCommunicator:
         longest = max(stop - start for start, stop in pairwise(bounds))
         if longest:
             padded = shard.new_empty(longest)
-            equal = [pad(piece, (0, longest - piece.numel())) for piece in slices] if slices is not None else None
-            dist.scatter(padded, equal, group=self._group, group_src=0)
+            equal = [torch.cat([piece, piece.new_empty(longest - piece.numel())]) for piece in slices] if slices is not None else None
+            self.scatter(padded, equal).wait()
             shard.copy_(padded[: shard.numel()])
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        dist.broadcast(tensor, group=self._group, group_src=source)
+        dist.broadcast(moved(tensor), group=self._group, group_src=source)
 
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+        mine = on_device(torch.frombuffer(bytearray(payload), dtype=torch.uint8), device)
         all_ranks = torch.empty(self.world_size * len(payload), dtype=torch.uint8, device=device)
         self._all_gather(all_ranks, mine, group=self._group)
         return _split(all_ranks, len(payload))
 
     def exchange_later(self, payload: bytes, device: torch.device) -> Told:
-        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device, non_blocking=True)
+        mine = on_device(torch.frombuffer(bytearray(payload), dtype=torch.uint8), device)
         all_ranks = torch.empty(self.world_size * len(payload), dtype=torch.uint8, device=device)
         pending = self._all_gather(all_ranks, mine, group=self._group, async_op=not self._on_streams) or Done()
         return Gathered(pending, OnHost(all_ranks) if self._on_streams else None, all_ranks, len(payload))
@@ -145,6 +154,13 @@ class GroupCommunicator:
 
     def same_ranks(self, other: Communicator) -> bool:
         return isinstance(other, GroupCommunicator) and self._group == other._group
+
+
+def board_of(what: str, members: Sequence[int], rank: int) -> Board | None:
+    """It is in the default group's store, which ranks that were given different groups share. Nobody keeps the store alive."""
+    with suppress(RuntimeError, AttributeError):  # there is no default group any more, or one of tests, without a store
+        return Board(dist.group.WORLD.get_group_store(), what, members, rank)  # type: ignore[union-attr]
+    return None
 
 
 def _destroy(reference: weakref.ref[Any]) -> None:
@@ -181,6 +197,11 @@ def timeout_of(group: Any, device: str) -> timedelta:
         return getattr(backend, "wrapped_pg", backend).options._timeout  # type: ignore[no-any-return]
     except (AttributeError, RuntimeError):
         return default_pg_timeout
+
+
+def moved(tensor: Tensor) -> Tensor:
+    """`tensor`, or its bytes: no backend knows all dtypes, and values that are only moved need none."""
+    return tensor if tensor.dtype in _KNOWN else tensor.view(-1).view(torch.uint8)
 
 
 def cut(full: Tensor, bounds: tuple[int, ...]) -> list[Tensor]:

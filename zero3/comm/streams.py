@@ -1,4 +1,4 @@
-"""The order of work on a device: a compute stream, a fetch lane and a backup lane. On the CPU, lanes do nothing.
+"""The order of work on a device: a compute stream, a fetch lane and a backup lane. The host's lanes have no streams, only an order.
 
 All memory is allocated and freed on the compute stream. A lane waits for the compute stream before it begins a transfer, and the
 compute stream waits for a mark before it uses the result. So the allocator may reuse a freed buffer at once, without
@@ -8,6 +8,7 @@ compute stream waits for a mark before it uses the result. So the allocator may 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from time import perf_counter
@@ -64,6 +65,18 @@ class Lane(Protocol):
         """Runs `then` after `pending`, in the lane's order. Returns a mark for the end of both."""
         ...
 
+    def defer(self, begin: Callable[[], Mark]) -> Mark:
+        """Begins a transfer of this lane that follows one of another lane: `begin` does it. Returns a mark for its end.
+
+        On the host it begins at the next `begin_deferred`, or when a deferred transfer is waited for: ranks learn the end of the other
+        lane's transfer at different moments, and have to begin the transfers of all their groups in one order.
+        """
+        ...
+
+    def begin_deferred(self) -> None:
+        """Begins all deferred transfers."""
+        ...
+
 
 class Lanes(NamedTuple):
     fetch: Lane
@@ -93,17 +106,42 @@ class _HostMark:
         self._pending = self._then = None  # only now: after a failure, a second wait must fail again
 
 
+class _Deferred:
+    """The end of a transfer that begins later."""
+
+    def __init__(self, lane: HostLane, begin: Callable[[], Mark]) -> None:
+        self._lane, self._begin = lane, begin
+        self._mark: Mark | None = None
+
+    def begin(self) -> Mark:
+        self._mark = self._begin()
+        return self._mark
+
+    def wait(self) -> Mark | None:
+        self._lane.begin_deferred()
+        return (self._mark or self.begin()).wait()
+
+
 class HostLane:
     """A lane without a stream. Transfers run in the communicator's threads, and waiting for their handles keeps the order."""
 
     def __init__(self) -> None:
         self._open = nullcontext()  # made once, because every transfer enters it
+        self._deferred: deque[_Deferred] = deque()
 
     def issue(self) -> AbstractContextManager[object]:
         return self._open
 
     def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Mark:
         return _HostMark(pending, then)
+
+    def defer(self, begin: Callable[[], Mark]) -> Mark:
+        self._deferred.append(_Deferred(self, begin))
+        return self._deferred[-1]
+
+    def begin_deferred(self) -> None:
+        while self._deferred:
+            self._deferred.popleft().begin()
 
 
 def has_streams(device: torch.device) -> bool:
@@ -143,6 +181,12 @@ class StreamLane:
         event.record(self._stream)
         return _StreamMark(event, self._stream.device)  # [2] compute after lane
 
+    def defer(self, begin: Callable[[], Mark]) -> Mark:
+        return begin()  # at once: streams keep the order
+
+    def begin_deferred(self) -> None:
+        pass
+
     def join(self) -> None:
         """Makes the stream that the lane has waited for wait for all that the lane has so far."""
         self._before.wait_stream(self._stream)
@@ -181,6 +225,13 @@ class Moment:
     def synchronize(self) -> None:
         """Blocks the host until the stream has come here."""
         self._event.synchronize()
+
+
+def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Values on `device`. If they are the host's, the current stream copies them, from pinned memory: the host does not wait."""
+    if values.device.type == "cpu" and has_streams(device):
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)
 
 
 class OnHost:

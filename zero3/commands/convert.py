@@ -3,6 +3,9 @@
 IN is a zero3 checkpoint, a directory of torch.distributed.checkpoint, of DeepSpeed (the one with `latest` in it, or one of its
 steps), or a file of torch.save: which of them it is, is found out. Model, optimizer and everything beside them go along,
 by the parameters' names. One process, which holds some tens of MB. Nothing is unpickled.
+
+What OUT can't hold is left out, key by key: objects of other systems' classes, random generators, and the like. One line on stderr
+names each of them, with its path and its type. With --strict that is an error (exit code 1), which leaves no OUT.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", type=Path, metavar="OUT", help="a path where nothing is yet")
     parser.add_argument("--to", choices=["zero3", "torch", "dcp", "deepspeed"], default="zero3", help="default: %(default)s")
     parser.add_argument("--ranks", type=int, metavar="N", help="that load what is for DeepSpeed (default: as many as have written IN)")
+    parser.add_argument("--strict", action="store_true", help="what can't go along is an error, and not left out")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -40,14 +44,17 @@ def run(options: argparse.Namespace) -> None:
         with ExitStack() as files:
             found = _read(options.input, files)
             found.check()
-            found.keep_plain()
+            found.leave_out(dict(_FORMATS)[options.to].HOLDS)
+            missed = f"{options.to} checkpoints can't hold these, or not yet: {', '.join(found.left_out)}"
+            if found.left_out and options.strict:
+                raise ValueError(f"--strict: {missed}")
             found.ranks_asked_for = options.ranks
             _write(found, options)
     except (KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
         # a file may say anything; who reads it trips over what is not as its system writes it
         raise ValueError(f"{options.input} is malformed, or can't be converted: {type(error).__name__}: {error}") from error
     if found.left_out:
-        print(f"zero3: {options.to} checkpoints can't hold these, or not yet: {', '.join(found.left_out)}", file=sys.stderr)
+        print(f"zero3: {missed}", file=sys.stderr)
     state = f"{len(found.state)} with optimizer state" if found.groups is not None else "no optimizer"
     print(f"{options.output}: {found.kind} to {options.to}, {len(found.tensors)} tensors, {state}, {found.nbytes:,} bytes")
 

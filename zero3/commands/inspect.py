@@ -64,7 +64,12 @@ def facts_of(found: manifest.Manifest) -> dict[str, Any]:
     numels: Counter[str] = Counter()
     for described in tensors.values():
         numels[described["dtype"]] += math.prod(described["shape"])
-    facts: dict[str, Any] = {"checkpoint": str(found.directory), "step": None, "world_size": found.content["world_size"]}
+    facts: dict[str, Any] = {
+        "checkpoint": str(found.directory),
+        "run": found.content.get("run"),
+        "step": None,
+        "world_size": found.content["world_size"],
+    }
     facts |= {"tensors": len(tensors), "elements": sum(numels.values()), "dtypes": dict(numels)}
     facts["left_out"] = sum(not described["stored"] for described in tensors.values())
     facts["model_bytes"] = sum(math.prod(d["shape"]) * dtype_named(d["dtype"]).itemsize for d in tensors.values())

@@ -39,7 +39,7 @@ _OPTIMIZERS = MappingProxyType({name: getattr(torch.optim, name) for name in ("A
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="DIR", help="a Hugging Face directory; config.json is enough")
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks that share the model, one a GPU")
-    parser.add_argument("--memory", metavar="BYTES", help="what a rank has, such as 24GiB")
+    parser.add_argument("--memory", metavar="BYTES", help="what a rank has, such as 24GiB, or 80GB: a card's name")
     parser.add_argument("--sequence", type=int, default=2048, metavar="N", help="tokens in a sequence (%(default)s)")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences in a rank's micro-batch (%(default)s)")
     parser.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches in a step (%(default)s)")

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,9 @@ from torch.autograd.graph import Node
 from ..comm.agreement import agree
 from ..comm.communicator import Communicator
 from .autograd import EndOfBackward, accumulates_everywhere, backward_task, before_gradient_flows, inside_backward
-from .coordination import Activity, Gate
+from .coordination import Action, Activity, Gate
 from .gradient_reducer import Backup
-from .layer_state import LayerState, Presence, reducers_of
+from .layer_state import LayerState, Presence, ignored_of, reducers_of
 from .offloaded_chunk import OffloadedLayers
 from .schedule import Call, CallStack, CallTrace, ForwardOrder, Step
 
@@ -51,7 +51,10 @@ class Backward:
         self._backups: deque[Backup] = deque()
         self._later: deque[Backup] = deque()  # what goes on after a backup: sums over replicas, copies to the host
         self.offloaded = OffloadedLayers()
+        self._ignoring: list[LayerState] = []  # the layers with parameters that are left alone
+        self.only: frozenset[LayerState] | None = None  # the layers whose gradients the present backward is for, if not all
         self._reduces = False  # whether this backward reduces gradients; `autograd.grad` does not
+        self._goes_on = False  # see `going_on`
         self.owes = False  # whether gradients were ever kept for later (`no_sync`, stage 1)
         self._activity: AbstractContextManager[Any] | None = None  # the gate's context for this backward, entered
         self.ending = EndOfBackward()  # the end of the present backward
@@ -61,6 +64,8 @@ class Backward:
         """Adds a layer: from now on, any gradient that it gets is reduced by the end of the backward."""
         state.gradients.backward = weakref.ref(self)
         self.offloaded.watch(state)
+        if state.gradients.ignored:
+            self._ignoring.append(state)
 
     def follow(self, trace: LayerTrace, call: LayerCall, nodes: Iterable[Node], mark: object) -> None:
         """From now on, a gradient that flows into `nodes` opens `call` first."""
@@ -86,15 +91,28 @@ class Backward:
     def gate(self) -> Gate:
         return self._stack.layers[0].gate
 
-    def take_part_in_backup(self, state: LayerState) -> None:
-        """Takes part in a reduction of the other ranks, if this rank has no data, or its micro-batch has failed.
-
-        It does not wait for sums over replicas, because other ranks start them later. `drain_backups` does.
-        """
-        prepared = state.gradients.prepare(self._backup_communicator)
-        self._backups.extend(state.gradients.back_up(prepared, state.lanes, self._backup_communicator))
-        while self._backups:
+    def reduce(self, state: LayerState) -> None:
+        """Starts to reduce a layer's gradients: zeros, if this rank has no data, or if its micro-batch has failed."""
+        while len(self._backups) >= max(1, self._depth):
             self._later.extend(self._backups.popleft().wait())
+        with state.backup_span:
+            prepared = state.gradients.prepare(self._backup_communicator)
+            with self.gate.reduce(state):
+                self._backups.extend(state.gradients.back_up(prepared, state.lanes, self._backup_communicator))
+
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Context for a `reset` after which this rank makes the rest of a failed backward's transfers.
+
+        Its reductions under way go on, because a wait for them may need the other ranks' waits, which come later. Layers that stay
+        whole stay so, because the other ranks don't gather them again.
+        """
+        under_way = self._backups, self._later
+        self._backups, self._later, self._goes_on = deque(), deque(), True
+        try:
+            yield
+        finally:
+            (self._backups, self._later), self._goes_on = under_way, False
 
     @property
     def running(self) -> bool:
@@ -119,7 +137,7 @@ class Backward:
     def recompute(self) -> None:
         """Called before a recomputation. Under reentrant checkpointing the recomputed layers get a backward inside this one."""
         if not self.ending.awaited and not self._outer_ending.awaited:
-            self._outer_ending.wait(then=self._end_outer)
+            self._outer_ending.wait(then=self._end_recomputing)
         self._tell_gate()
         self._finish_nested()
 
@@ -134,6 +152,11 @@ class Backward:
         broken_backward = self.raised
         for reducer in reducers_of(self._stack.layers) if broken_backward else ():
             reducer.drops = True
+        if self.raised and self.layers[0].policy.dynamic:
+            try:
+                self._make_the_rest()
+            except RuntimeError:  # a transfer has failed
+                broken = True
         while self._backups or self._later:
             try:
                 self.drain_backups()
@@ -148,10 +171,22 @@ class Backward:
         if self._outer_ending.missed:
             self._outer_ending.forget()
         for state in self._stack.layers:
-            state.reset(broken=broken or broken_backward)
+            state.reset(broken=(broken or broken_backward) and not self._goes_on)
+        if self.offloaded and broken_backward:
+            self.offloaded.settle()  # its end has not
         for reducer in reducers_of(self._stack.layers) if broken_backward else ():
             reducer.give_up()
+        for ignored in ignored_of(self._ignoring) if broken_backward else ():
+            ignored.give_up()
         self.forget_zeroed()
+
+    def _make_the_rest(self) -> None:
+        """Makes the transfers up to the end of a backward that raised: ranks that leave out different layers were at different ones.
+
+        The log notes it: if the backward has not raised on all ranks, they all raise at the end of the next forward.
+        """
+        self._finish_all()
+        self.layers[0].log.note("dropping", "a backward that raised")
 
     def forget_zeroed(self) -> None:
         """Drops kept gradients if the caller has zeroed the chunks' since. Chunks of which this rank has no part follow the others."""
@@ -172,6 +207,10 @@ class Backward:
         if self.ending.missed:
             self.reset()
         self.forget_zeroed()
+        for state in self._ignoring:
+            state.gradients.begin_backward()
+        if self.offloaded:
+            self.offloaded.go_on()
         self.ending.wait(then=self._end)
         self._tell_gate()
         self.order.begin()
@@ -197,9 +236,12 @@ class Backward:
         for step in trace.advance(call):
             self._take(step, trace)
 
+    def _is_for(self, state: LayerState) -> bool:
+        return self.only is None or state in self.only
+
     def _touch(self, trace: LayerTrace) -> None:
         signature = trace.signature()
-        reductions = tuple(_reduction_of(state) for state in signature)
+        reductions = tuple(_reduction_of(state) if self._is_for(state) else "gradients left alone (inputs=)" for state in signature)
         if not self.order.advance((signature, reductions)):
             names = [f"{state.name_among_ranks}, {how}" for state, how in zip(signature, reductions, strict=True)]
             with self.gate.compare(signature[0], _BACKWARD, names):
@@ -218,7 +260,7 @@ class Backward:
                 following.start_fetch()
             return
         state.check_unwritten()  # an optimizer that steps in parameters' hooks would change nothing but the full buffer
-        if step.reduce and trace.reduces:
+        if step.reduce and trace.reduces and self._is_for(state):
             self._back_up(state)
         state.calls_left = 0 if step.reduce else state.modules - 1
         self.release(state)
@@ -234,14 +276,9 @@ class Backward:
             self.owes = True
             state.gradients.keep()
             return
-        while len(self._backups) >= max(1, self._depth):
-            self._later.extend(self._backups.popleft().wait())
-        with state.backup_span:
-            prepared = state.gradients.prepare(self._backup_communicator)
-            with self.gate.reduce(state):
-                self._backups.extend(state.gradients.back_up(prepared, state.lanes, self._backup_communicator))
+        self.reduce(state)
         if not self._depth:
-            self.drain_backups()
+            self._settle()
 
     def reduce_deferred(self) -> None:
         """Reduces all kept gradients, on every rank. At stage 1, the first read of a gradient calls it."""
@@ -252,10 +289,17 @@ class Backward:
         for state in self._stack.layers:
             if state.gradients.owed():
                 self._back_up(state, whole=True)
-        self.drain_backups()
+        self._settle()
         for reducer, total in tokens:  # the reduction adds no new gradients, so the number of tokens stays the same
             if total is not None:
                 reducer.note_tokens(total)
+
+    def _settle(self) -> None:
+        while self._backups:
+            self._later.extend(self._backups.popleft().wait())
+        if self._later:
+            with self.gate.passing(Action.SETTLE, self._stack.layers[0]):
+                self.drain_backups()
 
     def drain_backups(self) -> None:
         """Waits for all reductions under way."""
@@ -264,14 +308,17 @@ class Backward:
         while self._later:
             self._later.extend(self._later.popleft().wait())
 
-    def _end(self) -> None:
-        """[B6] Every layer's gradients are reduced, every layer is released, nothing is in flight."""
+    def _finish_all(self) -> None:
         for trace in sorted(self._touched, key=lambda trace: -trace.serial):
             self._finish(trace)
         for state in self._stack.layers:
-            if state.gradients.pending() or (self.owes and self._reduces and state.gradients.due()):
+            if state.gradients.pending() or (self.owes and self._reduces and state.gradients.due() and self._is_for(state)):
                 self._back_up(state)
-        self.drain_backups()
+        self._settle()
+
+    def _end(self) -> None:
+        """[B6] Every layer's gradients are reduced, every layer is released, nothing is in flight."""
+        self._finish_all()
         self._reduces = False
         for state in self._stack.layers:
             state.calls_left = 0
@@ -280,6 +327,10 @@ class Backward:
             self.offloaded.settle()
         self.order.learn()
         self._leave_gate() if self._outer_ending.awaited else self._end_outer()
+
+    def _end_recomputing(self) -> None:
+        if not self.ending.awaited:  # otherwise reductions are still under way, and `_end` comes
+            self._end_outer()
 
     def _end_outer(self) -> None:
         for state in self._stack.layers:

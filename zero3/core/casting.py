@@ -31,7 +31,7 @@ def dtypes_at_the_edges(policy: ShardingPolicy) -> tuple[torch.dtype | None, tor
     return policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype
 
 
-def _call(inputs: torch.dtype | None, output: torch.dtype | None, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call(inputs: torch.dtype | None, output: torch.dtype | None, module: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return cast(module(*cast(args, inputs), **cast(kwargs, inputs)), output)
 
 

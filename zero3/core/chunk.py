@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..comm.communicator import Communicator
+from ..comm.communicator import Communicator, is_first
 from ..comm.streams import Lane, Mark, Pending
 from .flat import split, unpack, zero_padding
-from .layout import ChunkLayout
+from .layout import ChunkLayout, Piece
 
 __all__: list[str] = []
 
@@ -102,6 +102,7 @@ class Chunk:
         device: torch.device | None = None,
     ) -> None:
         self.layout = layout
+        self.index = communicator.shard_rank  # which of the layout's slices is this rank's. On a mesh, replicas have the same
         self.device = device or shard.device  # where the layer computes
         self.shard = shard  # 1-D [S], in the dtype that the optimizer updates
         self.compute_dtype = compute_dtype  # the dtype of gathers and of the full buffer
@@ -115,7 +116,7 @@ class Chunk:
         self._in_flight: Mark | None = None
         self._as_stored = False  # see `show_as_stored`
         self._computing: FullBuffer | ResidentBuffer | None = None  # the usual buffer, while `full` is another one
-        self._own = slice(*layout.chunk_range(communicator.shard_rank))  # this rank's slice of the full buffer
+        self._own = slice(*layout.chunk_range(self.index))  # this rank's slice of the full buffer
         self.full = self._new_buffer()
         self.tracks_versions = not self.resident  # whether parameters' versions tell graphs that the full buffer was released
         self.left = False  # whether views of the buffer are in use outside: then release does not free it
@@ -128,6 +129,16 @@ class Chunk:
         return self.full.views
 
     @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces of slots that this rank's slice holds, in order. Empty slots have no piece."""
+        return self.layout.pieces(self.index)
+
+    @property
+    def is_first_holder(self) -> bool:
+        """Whether this rank's slice is the first that is not empty. Empty parameters, which are in no slice, belong to it."""
+        return self.index == self.layout.first_holder
+
+    @property
     def resident(self) -> bool:
         """Whether the full buffer is the chunk itself."""
         return isinstance(self.full, ResidentBuffer)
@@ -135,6 +146,10 @@ class Chunk:
     read_only = False  # whether its values can't be written, only loaded
     far = False  # whether it rests in other memory than that in which its layer computes
     rests = "memory"  # where reports say that it rests
+
+    def taken(self, nbytes: int) -> int:
+        """What so many bytes take where it rests, values or a gradient."""
+        return nbytes
 
     @property
     def stored_as(self) -> str:
@@ -262,7 +277,7 @@ class Chunk:
         """Cuts rank 0's full buffer into the chunks of all ranks."""
         zero_padding(self.full.tensor, self.layout)
         if not self.resident:
-            self.receive(split(self.full.tensor, self.layout) if self._communicator.rank == 0 else None)
+            self.receive(split(self.full.tensor, self.layout) if is_first(self._communicator) else None)
             torch.autograd.graph.increment_version(self.shard)
         self.unloaded.clear()
 

@@ -31,7 +31,7 @@ def ends_graphs(function: F) -> F:
     return function
 
 
-def compile_in_parts(module: nn.Module, compile_it: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def compile_in_parts(module: nn.Module, compile_it: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
     """Replaces `module.compile()`: what fetches and releases layers stays outside of the graphs."""
     if kwargs.get("fullgraph"):
         raise _refused("", module)

@@ -51,7 +51,6 @@ class CompressedChunk(Chunk):
         self, layout: ChunkLayout, shard: nn.Parameter, communicator: Communicator, compute_dtype: torch.dtype, kind: Format
     ) -> None:
         self._rows = Rows(kind, [layout.chunk_numel(rank) for rank in range(layout.world_size)])
-        self._rank = communicator.shard_rank
         self._room: _Room | None = None
         self.format = kind
         super().__init__(layout, shard, communicator, compute_dtype)
@@ -77,8 +76,8 @@ class CompressedChunk(Chunk):
         if not self._compresses:
             return super()._gather(full)
         room = self._room or self._new_room()
-        own = self._rows.of(room.raw, self._rank)
-        self._rows[self._rank].encode([self.shard.data], own, room.work)
+        own = self._rows.of(room.raw, self.index)
+        self._rows[self.index].encode([self.shard.data], own, room.work)
         pending = self._communicator.all_gather(room.raw, own, self._rows.bounds)
         return Then(pending, partial(self._decode, full, room))
 
@@ -95,7 +94,7 @@ class CompressedChunk(Chunk):
     def _as_gathered(self, dtype: torch.dtype) -> Tensor:
         if not self._compresses:
             return super()._as_gathered(dtype)
-        row, out = self._rows[self._rank], torch.empty_like(self.shard.data, dtype=dtype)
+        row, out = self._rows[self.index], torch.empty_like(self.shard.data, dtype=dtype)
         raw, work = out.new_empty(row.nbytes, dtype=torch.uint8), self._rows.work(out.device)
         row.encode([self.shard.data], raw, work)
         row.decode(raw, out, work)
@@ -109,16 +108,17 @@ def sending_for(
     kind = reduce_format(policy, communicator, chunk.shard.dtype)
     if kind is None:
         return Sending, gradient_dtype(policy, chunk.shard.dtype)
-    return CompressedReductions(kind, chunk.layout, communicator, subject), torch.float32
+    return CompressedReductions(kind, chunk, communicator, subject), torch.float32
 
 
 class CompressedReductions:
     """The reductions of one chunk: each rank encodes its gradients once, and their owner adds what all have sent, in float32."""
 
-    def __init__(self, kind: Format, layout: ChunkLayout, communicator: Communicator, subject: Subject) -> None:
+    def __init__(self, kind: Format, chunk: Chunk, communicator: Communicator, subject: Subject) -> None:
+        layout = chunk.layout
         self.rows = Rows(kind, [layout.chunk_numel(rank) for rank in range(layout.world_size)])
         self.layout = layout
-        self.rank = communicator.shard_rank
+        self.index = chunk.index
         self._subject = subject
         self._seed = kind.seed if isinstance(kind, Int8) and kind.stochastic else None
         self._origin = crc32(repr((self._seed, communicator.rank, [slot.name for slot in layout.slots])).encode())
@@ -148,7 +148,7 @@ class CompressedSending(Sending):
         rows, device = reductions.rows, summed.device
         self._reductions = reductions
         self._sent, self._work = rows.empty(device), rows.work(device)
-        self._received = self._sent.new_empty(reductions.layout.world_size * rows[reductions.rank].nbytes)
+        self._received = self._sent.new_empty(reductions.layout.world_size * rows[reductions.index].nbytes)
         self.travelling = full, self._sent, self._received, self._work
 
     def start(self, communicator: Communicator, bounds: Bounds) -> Pending:
@@ -159,7 +159,7 @@ class CompressedSending(Sending):
             rows[rank].encode(slices, rows.of(self._sent, rank), self._work, reductions.key(rank))
         self.pieces = None  # they are not needed any more
         pending = communicator.all_to_all(self._received, self._sent, rows.bounds)
-        return Then(pending, partial(_sum_up, rows[reductions.rank], self._received, self.summed, self._work))
+        return Then(pending, partial(_sum_up, rows[reductions.index], self._received, self.summed, self._work))
 
 
 @torch.no_grad()

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
 
-from ..comm.agreement import agree
+from ..comm.agreement import agree, meeting
 from ..comm.communicator import Communicator
-from ..comm.factory import IDENTITY_BYTES, WrongMesh, any_device_of, communicator_for
+from ..comm.factory import IDENTITY_BYTES, WrongMesh, any_device_of, communicator_for, decline
+from ..comm.plain_values import not_copied
 from ..policy import ShardingPolicy
 from ..quantized.formats import Format
-from .ignored import without_ignored
+from .backward_inputs import know_chunks
+from .ignored import IgnoredGradient, without_ignored
 from .layer_state import LayerState
-from .marks import mark_sharded
+from .marks import mark_ignored, mark_sharded
 from .new_chunks import chunk_groups, new_chunk, offloaded
 from .parameters import CONTAINERS, ParameterSites, check_parameters, dotted, find_parameters, is_callable, own_modules
-from .policy_facts import directory_of, gradient_itemsize, rests_in
+from .policy_facts import directory_of, gradient_itemsize, rests_in, unlike
 from .quantizing import formats_of, nothing_selected
 from .residence import host_of
 from .wrappers import wrapper_in
@@ -60,6 +62,7 @@ class _Examined:
     device: torch.device
     communicator: Communicator
     parameters: list[ParameterSites]
+    ignored: list[nn.Parameter]
     formats: dict[str, Format]  # of quantised parameters
     buffers: list[_Buffer]
     lines: list[str]  # what the ranks compare
@@ -88,7 +91,9 @@ class _Examined:
         """Compares the ranks. Returns rank 0's note: the layer's number among ranks, and whether rank 0 has any tensor on meta."""
         subject = "a new layer" if self.error is not None else f"a new layer ({self.label})"
         note = secrets.token_bytes(IDENTITY_BYTES) + bytes([any(self.on_meta.values())])
-        return agree(self.communicator, self.device, subject, self.lines, self.error, note=note)[0]
+        alone = self.request.label is None  # else `shard` has met for all of its layers
+        with meeting(self.communicator, self.error) if alone else nullcontext():
+            return agree(self.communicator, self.device, subject, self.lines, self.error, note=note, caller="Zero3Layer")[0]
 
 
 def agree_on(requests: Sequence[Request], is_layer: Callable[[nn.Module], bool], error: Exception | None) -> None:
@@ -110,7 +115,8 @@ def agree_on(requests: Sequence[Request], is_layer: Callable[[nn.Module], bool],
                 each.take_room(held)
         except (OSError, ValueError) as caught:
             error = caught
-        agree(first.communicator, first.device, "what becomes a layer", lines, error)
+        with meeting(first.communicator, error):
+            agree(first.communicator, first.device, "what becomes a layer", lines, error, caller="shard")
 
 
 def all_but(request: Request, is_layer: Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:
@@ -128,6 +134,7 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
         TypeError: An argument has the wrong type.
         RuntimeError: A launcher started several processes, but there is no process group.
     """
+    know_chunks()
     examined = _examine(request, is_layer)
     note = examined.agree()
     communicator, device, label = examined.communicator, examined.device, examined.label
@@ -142,6 +149,8 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
         state.add_chunk(*new_chunk(group, communicator, device, unloaded, request.policy, place))
     for sharded in state.parameters:
         mark_sharded(sharded.sites.parameter, f"{sharded.sites.name!r} of layer {label}", state)
+    alone = [parameter for parameter in examined.ignored if mark_ignored(parameter, state)]
+    state.gradients.ignored = tuple(IgnoredGradient(each, transactional=request.policy.transactional) for each in alone)
     for buffer in examined.buffers:
         buffer.broadcast(communicator, device, unloaded=buffer.name in unloaded)
     state.meta_buffers = [(b.owner, b.attribute, b.name) for b in examined.buffers if b.tensor.is_meta]
@@ -158,6 +167,10 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
         communicator = communicator_for(request.process_group, device)
     except (TypeError, WrongMesh) as caught:  # the argument is no group; the other ranks most likely use the default group
         communicator, error = communicator_for(None, device), error or caught
+    except ValueError as caught:  # nobody knows which group it was to be
+        decline("Zero3Layer" if request.label is None else "shard", caught)
+        raise
+    found: list[ParameterSites] = []
     parameters: list[ParameterSites] = []
     formats: dict[str, Format] = {}
     buffers: list[_Buffer] = []
@@ -174,12 +187,15 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
             if request.policy.quantize is not None and not formats and alone:  # `shard` looks at all layers together
                 raise nothing_selected(f"this {type(request.module).__name__}", request.policy, parameters)
             buffers = _buffers_of(request.module, is_layer)
+            _check_dtypes([*((p.name, p.parameter.dtype) for p in parameters), *((b.name, b.tensor.dtype) for b in buffers)])
             lines = _digest(request, device, parameters, formats, buffers)
             if parameters and request.label is None:  # `shard` chooses modules that are called; its root need not be one
                 _check_called(request.module)
         except (TypeError, ValueError) as caught:
             error = caught
-    return _Examined(request, device, communicator, parameters, formats, buffers, lines, error)
+    sharded = set(parameters)
+    ignored = [sites.parameter for sites in found if sites not in sharded]
+    return _Examined(request, device, communicator, parameters, ignored, formats, buffers, lines, error)
 
 
 def device_of(request: Request, is_layer: Callable[[nn.Module], bool]) -> torch.device:
@@ -219,6 +235,11 @@ def _check_request(request: Request, communicator: Communicator, is_layer: Calla
         raise ValueError(f"the module is, or holds, {wrapper}: pass the model that was wrapped. zero3 does all that the wrapper does")
     if not isinstance(request.policy, ShardingPolicy):
         raise TypeError(f"policy must be a zero3.ShardingPolicy, found {type(request.policy).__name__}")
+    held = (vars(module).get("_state") for module in request.module.modules() if is_layer(module))
+    inner = [(f"layer {state.label}", state.policy) for state in held if isinstance(state, LayerState)]  # a block may have a `_state`
+    differing = unlike([("the layer around them", request.policy), *inner])
+    if differing is not None:
+        raise differing
     if request.dtype is not None and not isinstance(request.dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype or None, found {request.dtype!r}")
     if request.policy.reduce_format is not None and not hasattr(communicator, "all_to_all"):
@@ -239,6 +260,12 @@ def _check_request(request: Request, communicator: Communicator, is_layer: Calla
                 f"{name}={given}, but the process group says {actual}. Pass {name}=None to take the group's, or the "
                 "process_group that you mean."
             )
+
+
+def _check_dtypes(dtypes: Iterable[tuple[str, torch.dtype]]) -> None:
+    wrong = [f"tensor {name!r} {why}" for name, dtype in dtypes if (why := not_copied(dtype)) is not None]
+    if wrong:
+        raise ValueError(wrong[0])
 
 
 def _check_called(module: nn.Module) -> None:

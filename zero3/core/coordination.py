@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import agree
+from ..comm.board import Board, board_for
 from ..comm.communicator import Bounds, Communicator, Told
 from ..comm.streams import Lanes, Pending
 
@@ -31,11 +32,14 @@ class Action(IntEnum):
     END = 1  # none: the activity is over
     GATHER = 2  # gather a layer's chunks
     REDUCE = 3  # reduce a layer's gradients
-    AGREE = 4  # compare what ranks will do next
-    LOOK = 5  # find the layers that stay whole and whose chunks have changed
-    TOKENS = 6  # count the tokens of a micro-batch
-    OTHER = 7  # a collective that a rank without data can't take part in
-    ABORT = 8  # none: a rank has raised
+    KEEP = 4  # reduce a layer's gradients in each replica, and keep the sums for a later backward
+    SETTLE = 5  # wait for what goes on after reductions: sums over replicas, which need the waits of all ranks
+    AGREE = 6  # compare what ranks will do next
+    LOOK = 7  # find the layers that stay whole and whose chunks have changed
+    TOKENS = 8  # count the tokens of a micro-batch
+    GUARD = 9  # tell each other at the end of a `step_guard` who has failed
+    OTHER = 10  # a collective that a rank without data can't take part in
+    ABORT = 11  # none: a rank has raised
 
 
 class Gate(Protocol):
@@ -145,6 +149,9 @@ class GatedCommunicator:
 
     def same_ranks(self, other: Communicator) -> bool:
         return self.inner.same_ranks(ungated(other))
+
+    def message_board(self) -> Board | None:
+        return board_for(self.inner)
 
 
 def ungated(communicator: Communicator) -> Communicator:

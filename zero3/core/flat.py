@@ -34,5 +34,6 @@ def split(full: Tensor, layout: ChunkLayout) -> list[Tensor]:
 
 def not_a_number(dtype: torch.dtype, device: torch.device) -> Tensor:
     """A 0-dim tensor to expand to a released parameter's shape. It is NaN, so that a value used by mistake shows in the results."""
-    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=device)
+    if dtype == torch.float4_e2m1fn_x2 or not (dtype.is_floating_point or dtype.is_complex):  # these have no NaN
+        return torch.zeros((), dtype=dtype, device=device)
+    return torch.full((), float("nan"), dtype=dtype, device=device)

@@ -16,7 +16,8 @@ class GradientBuffer:
     """Takes any number of gradients for each slot: a slot without a gradient is zero, a slot with several holds their sum.
 
     The flat buffer is allocated as late as possible, when the layers behind have freed theirs. It is needed earlier only for a
-    slot's second gradient, because sums are made in the buffer's dtype.
+    slot's second gradient, because sums are made in the buffer's dtype. `keep` gives later sums another dtype. The buffer takes that
+    dtype when such a sum comes, so gradients of a single backward never take more memory.
     """
 
     __slots__ = ("_came", "_device", "_dtype", "_layout", "_written", "full")
@@ -38,9 +39,20 @@ class GradientBuffer:
         if index in self._came:
             self.flat()
         if index in self._written:
-            self._write(self.flat(), index, gradient)
+            self._write(self._to_add_to(), index, gradient)
         else:
             self._came[index] = gradient
+
+    def keep(self, dtype: torch.dtype) -> None:
+        """Frees autograd's gradients. From now on sums are made in `dtype`."""
+        if not self.empty:
+            self.flat()
+            self._dtype = dtype
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiplies the sums by the 0-dim `factor`."""
+        if self.full is not None:
+            self._to_add_to().mul_(factor)
 
     def flat(self) -> Tensor:
         """Makes the buffer with all gradients so far, and frees these. Slots without a gradient are not written."""
@@ -49,6 +61,12 @@ class GradientBuffer:
         while self._came:
             self._write(self.full, *self._came.popitem())
         return self.full
+
+    def _to_add_to(self) -> Tensor:
+        full = self.flat()
+        if full.dtype != self._dtype:
+            self.full = full = full.to(self._dtype)
+        return full
 
     def pieces(self) -> list[list[Tensor]] | None:
         """For each rank the 1-D pieces of its slice `[S]`, as views of autograd's gradients.
@@ -81,11 +99,12 @@ class GradientBuffer:
         return full
 
     def merge(self, other: GradientBuffer, factor: Tensor | None) -> None:
-        """Adds the sums of `other`, multiplied by the 0-dim `factor`."""
-        full, others = self.flat(), other.flat()
+        """Adds the sums of `other`, which were kept, multiplied by the 0-dim `factor`."""
+        self._dtype = other._dtype
+        full, others = self._to_add_to(), other.flat()
         for index in other._written:
             found = self._slot(others, index)
-            self._write(full, index, found if factor is None else found * factor)
+            self._write(full, index, found if factor is None else found.to(full.dtype) * factor)
 
     def _write(self, full: Tensor, index: int, gradient: Tensor) -> None:
         if gradient.layout != torch.strided:
@@ -104,13 +123,14 @@ class GradientBuffer:
 class Sending:
     """What a reduction sends, and where its result comes: all the memory that it needs."""
 
-    __slots__ = ("full", "landed", "pieces", "summed", "travelling")
+    __slots__ = ("divided", "full", "landed", "pieces", "summed", "travelling")
 
     def __init__(self, pieces: list[list[Tensor]] | None, full: Tensor | None, summed: Tensor, landed: Tensor) -> None:
         self.pieces = pieces  # what is sent to each rank, as it lies in autograd's gradients; otherwise it is in `full`
         self.full = full  # 1-D [W*S]
         self.summed = summed  # 1-D [S], takes the sum over ranks; where there is one shard it is `full`
         self.landed = landed  # 1-D [S], takes the mean in the dtype of the chunk's gradient
+        self.divided = False  # whether `full` was divided for the mean already
         self.travelling: object = full  # what else has to stay in memory until compute has waited for the sum
 
     def start(self, communicator: Communicator, bounds: Bounds) -> Pending:

@@ -19,6 +19,7 @@ from .chunk import Chunk, Part
 from .compressed import sending_for
 from .gradient_buffer import GradientBuffer, Sending
 from .gradient_types import PieceGradient, ShardGradient, WholeGradient, accumulate
+from .ignored import IgnoredGradient
 from .kept_gradients import KeptGradients
 from .parameters import ShardedParameter
 from .policy_facts import gradient_dtype, landed_dtype, shards_gradients
@@ -53,11 +54,11 @@ class GradientReducer(KeptGradients):
     def __init__(self, chunk: Chunk, communicator: Communicator, policy: ShardingPolicy, naming: NamingFailures) -> None:
         self.communicator = communicator
         self.averaged_over = communicator.world_size  # the number of ranks for the mean: fewer if some have no data left
-        super().__init__(chunk, gradient_dtype(policy, chunk.shard.dtype))
         self._sending, self._summed_as = sending_for(policy, chunk, communicator, naming.subject)
         self._mean = policy.gradient_reduction == "mean"
         self._lands_as = landed_dtype(policy, chunk.shard.dtype)
         self._narrows = self._summed_as.itemsize > self._lands_as.itemsize
+        super().__init__(chunk, gradient_dtype(policy, chunk.shard.dtype), self._summed_as if self._narrows else self._lands_as)
         # fp16 overflows at 65504, so a part of the division for the mean is done before the sum
         self._divide_first = 1 << (communicator.world_size.bit_length() - 1) // 2 if self._mean and self._summed_as == torch.float16 else 1
         self._naming = naming
@@ -71,6 +72,9 @@ class GradientReducer(KeptGradients):
         """[backup 1] Takes the gradients out, zeros for slots without one, and allocates all that their reduction needs."""
         pieces = self._buffer.pieces() if communicator.takes_pieces and self._divide_first == 1 else None
         full = self._buffer.complete() if pieces is None else None
+        kept_wider = full is not None and full.dtype != self._dtype
+        if full is not None and kept_wider:
+            full = full.div_(self._divide_first).to(self._dtype)
         summed = (
             full
             if full is not None and self._chunk.layout.world_size == 1
@@ -79,13 +83,15 @@ class GradientReducer(KeptGradients):
         landed = summed if self._lands_as == self._summed_as else torch.empty_like(summed, dtype=self._lands_as)
         self._buffer, self._kept = GradientBuffer(self._chunk.layout, self._dtype, self._chunk.device), []
         self.pending = self.owed = False
-        return self._sending(pieces, full, summed, landed)
+        sending = self._sending(pieces, full, summed, landed)
+        sending.divided = kept_wider
+        return sending
 
     def back_up(self, sending: Sending, lane: Lane, communicator: Communicator) -> Backup:
         """Starts to reduce the gradients into this rank's slice. The `Backup` owns the buffers."""
         summed, landed = sending.summed, sending.landed
         with lane.issue():
-            if self._divide_first > 1 and sending.full is not None:
+            if self._divide_first > 1 and sending.full is not None and not sending.divided:
                 sending.full.div_(self._divide_first)
             pending = sending.start(communicator, self._chunk.layout.bounds)
             mark = lane.complete(pending, lambda: self._land(summed, landed))
@@ -153,6 +159,7 @@ class LayerGradients:
     ) -> None:
         self.reducers: dict[Chunk, GradientReducer] = {}
         self.reducer = reducer  # the class of new reducers
+        self.ignored: tuple[IgnoredGradient, ...] = ()  # of the layer's parameters that are left alone
         self.backward: Callable[[], Any] = lambda: None  # a weak reference to the model's `Backward`
         self.log = TransferLog()  # the model's
         self.averaged_over = communicator.world_size  # the number of ranks for the mean
@@ -262,6 +269,14 @@ class LayerGradients:
         backward.reduce_deferred()
         return True
 
+    def begin_backward(self) -> None:
+        """Called for layers with parameters that are left alone."""
+        for each in self.ignored if self._policy.transactional or self.averaged_over != self._communicator.world_size else ():
+            each.stage()
+
     def end_backward(self) -> None:
         for reducer in self.reducers.values():
             reducer.end_backward(self)
+        for each in self.ignored:
+            weighs = self._policy.gradient_reduction == "mean"
+            each.end_backward(self._communicator.world_size / self.averaged_over if weighs else 1)

@@ -164,8 +164,9 @@ class DeferredGradient(Tensor):
             )
         if layer is None or not layer.reduce_deferred() or isinstance(self, DeferredGradient):
             raise NotReducedError(
-                "this gradient is not known yet: all backwards since the last step ran inside zero3.no_sync(model). Run the last "
-                "micro-batch's backward outside of it; then clip and step."
+                "this gradient is not known yet: the backwards since the last step ran inside zero3.no_sync(model), or zero3.step_guard "
+                "has dropped the one that would have reduced. Call zero3.reduce_gradients(model) on every rank, outside of no_sync (or run "
+                "the last micro-batch's backward outside of it); then clip and step."
             )
 
     def become(self, gradient: Tensor) -> None:
@@ -200,10 +201,24 @@ class DeferredGradient(Tensor):
         if func in (Tensor.requires_grad_, Tensor.detach_):
             args[0].zeroed = True
         if func not in SEEN_WITHOUT_VALUES and not (func is _IS_SPARSE and args[0].zeroed):
-            next(each for each in _flat(args) if isinstance(each, cls)).reduce_now()
+            next(each for each in each_in(args) if isinstance(each, cls)).reduce_now()
             return func(*args, **(kwargs or {}))
         with as_plain_tensors():
             return func(*args, **(kwargs or {}))
+
+
+class UsedGradient(DeferredGradient):
+    """Stands for a gradient by which its chunk was stepped inside the backward (`offload_optimizer` with `in_backward=True`)."""
+
+
+def stepped_already(label: str) -> CallersMistake:
+    """The error for a layer that is reached a second time."""
+    return CallersMistake(
+        f"a chunk of layer {label} got a second gradient before optimizer.step(), and was stepped by the first one already "
+        "(offload_optimizer with in_backward=True). Run the backwards of all micro-batches but the last inside "
+        "zero3.no_sync(model), add no penalty over chunks, and call each layer in one forward a step; or leave in_backward out. "
+        "This training has to go on from a checkpoint"
+    )
 
 
 def accumulate_beside(parameter: nn.Parameter, layer: Callable[[], DefersReductions | None]) -> Node | None:
@@ -247,8 +262,9 @@ def reduce_deferred(gradients: Iterable[Tensor | None]) -> None:
             gradient.reduce_now()
 
 
-def _flat(values: Any) -> list[Any]:
-    return [inner for value in values for inner in (_flat(value) if isinstance(value, (list, tuple)) else [value])]
+def each_in(values: Any) -> list[Any]:
+    """The arguments of an operation, and those in lists of them."""
+    return [inner for value in values for inner in (each_in(value) if isinstance(value, (list, tuple)) else [value])]
 
 
 # -- accumulation
@@ -291,6 +307,7 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None) 
 def scale_gradient(gradient: Tensor, factor: Tensor) -> None:
     """Multiplies a gradient, and the wider tensor that it was rounded from, by the 0-dim `factor`."""
     exact, version = getattr(gradient, _EXACT, (None, -1))
+    factor = factor.to(gradient.device)  # the host waits for it where the gradient rests there
     if exact is not None and version == gradient._version:
         gradient.copy_(exact.mul_(factor))
         setattr(gradient, _EXACT, (exact, gradient._version))

@@ -1,8 +1,11 @@
-"""Parameters that the policy leaves alone: they are in no chunk."""
+"""Parameters that the policy leaves alone. They are in no chunk, but what is done to gradients is done to theirs too."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
 
 from ..policy import ShardingPolicy, chosen, info_of
 from .parameters import ParameterSites
@@ -23,3 +26,74 @@ def _is_ignored(sites: ParameterSites, policy: ShardingPolicy, name: str) -> boo
     if policy.ignored is None:
         return False
     return chosen("ignored", policy.ignored, name, info_of(name, sites.parameter))
+
+
+class IgnoredGradient:
+    """The gradient of a parameter that is left alone. It is one rank's own, and its mean over ranks is the model's gradient.
+
+    While it is staged, new gradients are kept apart from those of earlier backwards, until `commit` or `roll_back`.
+    """
+
+    def __init__(self, parameter: nn.Parameter, *, transactional: bool) -> None:
+        self.parameter = parameter
+        self._transactional = transactional
+        self.held = False  # whether a `step_guard` is open, which ends what is staged
+        self._staged = False
+        self._earlier: Tensor | None = None  # the gradient of earlier backwards, while it is staged
+        self._new: Tensor | None = None  # that of backwards since
+        self._factor: Tensor | None = None  # the argument of `scale`, applied at the commit
+
+    def stage(self) -> None:
+        if not self._staged:
+            self._staged, self._earlier, self.parameter.grad = True, self.parameter.grad, None
+
+    @torch.no_grad()
+    def end_backward(self, weight: float) -> None:
+        """Multiplies the gradient of a staged backward by `weight`, and commits it unless a `step_guard` is open."""
+        came = self.parameter.grad if self._staged else None
+        if came is not None:
+            came = came if weight == 1 else came.mul_(weight)
+            self._new, self.parameter.grad = came if self._new is None else self._new.add_(came), None
+        if not self.held:
+            self.commit()
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        if not self._staged:
+            return
+        earlier, new, factor = self._earlier, self._new, self._factor
+        self.roll_back()
+        if earlier is None:
+            self.parameter.grad = new
+            return
+        if factor is not None:
+            self._scale(factor)
+        if new is not None:
+            earlier.add_(new)
+
+    def roll_back(self) -> None:
+        """Restores the gradient of earlier backwards."""
+        if self._staged:
+            self.parameter.grad = self._earlier
+            self._staged, self._earlier, self._new, self._factor = False, None, None, None
+
+    def give_up(self) -> None:
+        """Drops the gradient of a backward that raised, and what it was added to, unless that is kept apart. It may be called twice."""
+        self.roll_back()
+        if not (self.held or self._transactional):
+            self.parameter.grad = None
+        if self.held:
+            self.stage()
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiplies the gradient of earlier backwards by the 0-dim `factor`."""
+        if self._transactional:
+            self.stage()
+        if not self._staged:
+            self._scale(factor)
+        else:
+            self._factor = factor if self._factor is None else self._factor * factor
+
+    def _scale(self, factor: Tensor) -> None:
+        if self.parameter.grad is not None:
+            self.parameter.grad.mul_(factor.to(self.parameter.grad.device))

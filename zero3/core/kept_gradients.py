@@ -19,11 +19,12 @@ __all__: list[str] = []
 class KeptGradients:
     """The gradients of a chunk's parameters that are not reduced yet."""
 
-    def __init__(self, chunk: Chunk, dtype: torch.dtype) -> None:
+    def __init__(self, chunk: Chunk, dtype: torch.dtype, added_as: torch.dtype) -> None:
         self.pending = False  # whether this backward has added gradients that are not backed up yet
         self.owed = False  # whether an earlier backward has kept gradients that are not reduced yet
         self._chunk = chunk
-        self._dtype = dtype  # the dtype of sums
+        self._dtype = dtype  # the dtype of sums within a backward
+        self.added_as = added_as  # the dtype in which backwards are added up
         self._buffer = self._new_buffer()
         self.partial: Tensor | None = None  # 1-D [S], where chunks have replicas: the sum of one replica, not yet summed over all
         self._kept: list[tuple[Part, Tensor]] = []  # parts, and the gradients that the last `keep` left with them
@@ -40,8 +41,7 @@ class KeptGradients:
 
     def keep(self, layer: DefersReductions) -> None:
         """Keeps the gradients for a later reduction. Until then the chunk's gradient is a `DeferredGradient`, which has no values."""
-        if not self._buffer.empty:
-            self._buffer.flat()
+        self._buffer.keep(self.added_as)
         self.pending, self.owed = False, True
         self.watch(layer)
         for part in self._chunk.parts:
@@ -69,15 +69,15 @@ class KeptGradients:
     def scale(self, factor: Tensor) -> None:
         """Multiplies the chunk's gradient, and the kept gradients, by the 0-dim `factor`."""
         self._scale_partial(factor)
-        self._scale(factor, self._buffer.full)
+        self._scale(factor, self._buffer)
 
     def _scale_partial(self, factor: Tensor) -> None:
         if self.partial is not None:
             self.partial = self.partial * factor  # another tensor: a transaction may go back to this one
 
-    def _scale(self, factor: Tensor, kept: Tensor | None) -> None:
+    def _scale(self, factor: Tensor, kept: GradientBuffer | None) -> None:
         if kept is not None:
-            kept.mul_(factor)
+            kept.scale(factor)
         for part in self._chunk.parts:
             gradient = part.parameter.grad
             gradient = gradient.earlier if isinstance(gradient, DeferredGradient) else gradient

@@ -14,15 +14,18 @@ from ..comm.errors import NamingFailures, Subject
 from ..comm.log import Transfer, TransferLog
 from ..comm.streams import Lanes
 from ..policy import ShardingPolicy
-from .autograd import as_plain_tensors, can_show, profiler_label
+from .autograd import as_plain_tensors, can_show, inside_backward, profiler_label
 from .casting import caller_for
 from .chunk import Chunk, registered
 from .coordination import Gate, gate_for
 from .flat import not_a_number
 from .gradient_reducer import GradientReducer
-from .marks import mark
+from .gradient_types import UsedGradient, stepped_already
+from .ignored import IgnoredGradient
+from .marks import mark, mark_sharded
 from .parameters import ParameterSites, ShardedParameter, remember_order, show_all
 from .policy_facts import keeps_until_backward, rounding, shards_parameters
+from .released import ReleasedParameter
 from .replicas import gradients_for
 
 __all__: list[str] = []
@@ -67,6 +70,7 @@ class LayerState:
         self.registry: dict[str, nn.Parameter | None] = {}  # the `_parameters` of the module that lists the chunks
         self.meta_buffers: list[tuple[nn.Module, str, str]] = []  # (owner, attribute, name) of buffers without values
         self.unfinished: Callable[[], None] | None = None  # waits for a checkpoint that is still being written
+        self.run: str | None = None  # the name of the run whose checkpoint the model was loaded from or saved in last
         self._lanes: Lanes | None = None
         self._gathering = NamingFailures(communicator, "gathering", self.subject)
         self._entry = Transfer("gathering", self.subject, 2 * self.identity + 1)
@@ -85,8 +89,10 @@ class LayerState:
         remember_order(parameters)
         for index, sites in enumerate(parameters):
             stand_in = sites.stand_in(blank)
-            if not can_show(sites.parameter, stand_in):
-                sites.replace(nn.Parameter(stand_in, sites.parameter.requires_grad))
+            if not can_show(old := sites.parameter, stand_in):
+                sites.replace(nn.Parameter(stand_in, old.requires_grad))
+                mark_sharded(old, f"{sites.name!r} of {self.subject.name}", self)  # whoever kept it, such as an optimizer, is told
+                old.__class__ = ReleasedParameter
             self.parameters.append(ShardedParameter(sites, chunk, index, stand_in))
             self.gradients.hook(self.parameters[-1])
         self._hide()
@@ -190,6 +196,8 @@ class LayerState:
             show_all(self.parameters, self.versions)
         for chunk in self.chunks:
             if chunk.changed():  # [S2] older graphs hold old values: with a new version, torch's own check raises for them
+                if any(isinstance(part.parameter.grad, UsedGradient) for part in chunk.parts) and inside_backward():
+                    raise stepped_already(self.label)
                 increment_version([sharded.sites.parameter for sharded in self.parameters if sharded.chunk is chunk])
         self.versions = [sharded.sites.parameter._version for sharded in self.parameters]
 
@@ -293,6 +301,11 @@ class LayerState:
                 "device when it was wrapped. Load them (zero3.load_pretrained, zero3.load_full_state_dict) or draw them "
                 "(zero3.materialize); give a buffer that no checkpoint holds to its module."
             )
+
+
+def ignored_of(states: Iterable[LayerState]) -> list[IgnoredGradient]:
+    """The gradients of all parameters of the layers that are left alone."""
+    return [each for state in states for each in state.gradients.ignored]
 
 
 def reducers_of(states: Iterable[LayerState]) -> list[GradientReducer]:

@@ -53,6 +53,20 @@ def mark(parameter: nn.Parameter, state: Any) -> nn.Parameter:
     return parameter
 
 
+def mark_ignored(parameter: nn.Parameter, state: object) -> bool:
+    """Marks a parameter that is left alone, so that it leads to its layer. Returns False if it is another layer's already."""
+    if ignored_by(parameter) is not None:
+        return False
+    parameter.__dict__.update({"zero3_ignored_by": Owner(state), "__getstate__": _Method(_own_attributes, parameter)})
+    return True
+
+
+def ignored_by(parameter: object) -> Any:
+    """The state of the layer that leaves a parameter alone, or None."""
+    owner = getattr(parameter, "zero3_ignored_by", None)
+    return owner() if isinstance(owner, Owner) else None
+
+
 class _Method:
     """A function of one parameter alone, as its attribute. It does not hold the parameter."""
 
@@ -73,7 +87,7 @@ def mark_sharded(parameter: nn.Parameter, name: str, state: object) -> None:
     parameter.__dict__.update(attributes)
 
 
-def _set_unless_itself(parameter: nn.Parameter, *source: Any, **options: Any) -> Tensor:
+def _set_unless_itself(parameter: nn.Parameter, /, *source: Any, **options: Any) -> Tensor:
     """`parameter.set_(parameter)` changes nothing, and so it must not count as a write.
 
     torch's `register_parametrization` does it, and peft registers one in every forward of fused experts. (A released parameter is
@@ -87,5 +101,5 @@ def _set_unless_itself(parameter: nn.Parameter, *source: Any, **options: Any) ->
 
 def _own_attributes(parameter: nn.Parameter) -> dict[str, Any]:
     """Returns the attributes that a pickle of the parameter keeps: those that the caller has set."""
-    ours = ("zero3_name", "zero3_state", "zero3_recipe", "set_", "__getstate__")
+    ours = ("zero3_name", "zero3_state", "zero3_ignored_by", "zero3_recipe", "set_", "__getstate__")
     return {name: value for name, value in vars(parameter).items() if name not in ours}

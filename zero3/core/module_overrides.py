@@ -61,7 +61,7 @@ class Override:
 
         torch.compile reads it too: it takes parameters' addresses as fixed only if `named_parameters` is torch's own function.
         """
-        return lambda module, *args, **kwargs: self(*args, **kwargs)
+        return lambda module, /, *args, **kwargs: self(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self._own or MethodType(self._plain, memo[id(self._module())])
@@ -108,7 +108,7 @@ def refuse_merges(model: nn.Module) -> None:
             Override(module, "merge", _refuse_merge)
 
 
-def _refuse_merge(module: nn.Module, merge: Callable[..., None], *args: Any, **kwargs: Any) -> NoReturn:
+def _refuse_merge(module: nn.Module, merge: Callable[..., None], /, *args: Any, **kwargs: Any) -> NoReturn:
     refuse(
         "merging adapters",
         f"the base of this {type(module).__name__} is quantised, and would have to be quantised again",
@@ -139,7 +139,7 @@ def _guarded_apply(module: nn.Module, apply: Callable[..., nn.Module], fn: Any, 
     return apply(fn, recurse)
 
 
-def _named_modules(module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _named_modules(module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Refuses wrappers here too, because one that visits modules in turn would change the root's chunks before it finds a layer."""
     refuse_wrappers(lambda: f"the root ({type(module).__name__})")
     return method(*args, **kwargs)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.agreement import agreeing
-from ..comm.communicator import Communicator
+from ..comm.communicator import Communicator, is_first
 from ..policy import ShardingPolicy
 from ..quantized.formats import Format
 from .chunk import Chunk
@@ -80,9 +80,8 @@ def new_chunk(
     ordered = [by_name[slot.name] for slot in layout.slots]
     dtype, trainable = group[0].stored_dtype, group[0].parameter.requires_grad
     residence, shard = offloaded or (None, torch.empty(layout.shard_numel, dtype=dtype, device=device))
-    if unloaded.issuperset(by_name):  # the loader will write everything except the padding
-        shard[max(0, layout.numel - communicator.shard_rank * layout.shard_numel) :].zero_()
-    else:
+    bare = unloaded.issuperset(by_name)
+    if not bare:
         blank = torch.zeros((), dtype=dtype)
 
         def value(index: int) -> Tensor:
@@ -90,7 +89,7 @@ def new_chunk(
             return blank.expand(sites.stored_shape) if sites.name in unloaded else sites.to_store(device)
 
         here = shard if shard.device == device else torch.empty_like(shard, device=device)
-        scatter_parameters(here, layout, communicator, value if communicator.rank == 0 else None)
+        scatter_parameters(here, layout, communicator, value if is_first(communicator) else None)
         if here is not shard:
             shard.copy_(here)
     parameter = nn.Parameter(shard, requires_grad=trainable)
@@ -99,5 +98,7 @@ def new_chunk(
         chunk = quantized_chunk_of(residence, device, layout, parameter, communicator, quantized)
     else:
         chunk = chunk_of(residence, device, layout, parameter, communicator, policy)
+    if bare:  # the loader will write everything except the padding
+        shard[max(0, layout.numel - chunk.index * layout.shard_numel) :].zero_()
     chunk.unloaded = {index for index, sites in enumerate(ordered) if sites.name in unloaded}
     return chunk, ordered

@@ -3,12 +3,15 @@
 fetch      the chunk is copied into its slice of the full buffer, on the fetch lane, and gathered from there
 backup     the gradient's slice is copied to the host, on the backup lane
 landing    the host waits for that copy, and makes it the chunk's gradient, or adds it to that
+writing    the host waits for the copy of the fetch: at the end of a backward, or of a forward without gradients. Between a forward with
+           gradients and its backward the host goes on, and whoever asks for a chunk's values there waits (`WatchedParameter`)
 """
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,9 +22,10 @@ from torch.autograd.graph import Node
 from ..comm.communicator import Communicator
 from ..comm.streams import Lane, Mark, Moment, OnHost, Pending
 from ..policy import ShardingPolicy
+from .autograd import as_plain_tensors
 from .chunk import Chunk, Part
 from .compressed import chunk_for
-from .gradient_types import DeferredGradient
+from .gradient_types import SEEN_WITHOUT_VALUES, DeferredGradient, each_in
 from .layer_state import LayerState
 from .layout import ChunkLayout
 from .policy_facts import compute_dtype
@@ -40,6 +44,50 @@ def _nobody() -> None:
     return None
 
 
+def _leave_to_parent(chunk: _Whom) -> None:
+    if (found := chunk()) is not None:
+        found.leave_to_parent()
+
+
+class WatchedParameter(nn.Parameter):
+    """A parameter on the host whose values somebody else uses now. Whoever asks for them calls `first`: he may be about to write.
+
+    It is made by switching a parameter's class. It is an ordinary one again when `first` has returned, and when the model goes on.
+    """
+
+    first: Callable[[], object]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func not in _ASKS_NO_VALUES:
+            for each in each_in([*args, *(kwargs or {}).values()]):
+                if isinstance(each, WatchedParameter):
+                    each.ask()
+            return func(*args, **(kwargs or {}))
+        with as_plain_tensors():
+            return func(*args, **(kwargs or {}))
+
+    def ask(self) -> nn.Parameter:
+        self.first()
+        return self.as_usual()
+
+    def as_usual(self) -> nn.Parameter:
+        vars(self).pop("first", None)
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.ask().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.ask().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+_ASKS_NO_VALUES = SEEN_WITHOUT_VALUES | {getattr(Tensor.grad, name) for name in ("__get__", "__set__", "__delete__")}
+
+
 class OffloadedChunk(Chunk):
     """`shard`, the parameter that the optimizer sees, is on the host, and so is its gradient. `full` is where the layer computes."""
 
@@ -56,6 +104,11 @@ class OffloadedChunk(Chunk):
         self.recent: list[_Whom] = [_nobody] * 3  # the last chunks of the model that were fetched
         self.followers: dict[tuple[_Whom, _Whom], _Whom] = {}  # the two that were fetched before this one -> the one fetched next
         super().__init__(layout, shard, communicator, kind, device)
+        if residence.is_shared_by_forks:  # Python keeps the function for ever; it is small
+            os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self)))
+
+    def taken(self, nbytes: int) -> int:
+        return self.residence.taken(nbytes)
 
     # -- the way in
 
@@ -89,16 +142,19 @@ class OffloadedChunk(Chunk):
             self._passing = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
 
     def _gather(self, full: Tensor) -> Pending:
-        own = full[self._own]
-        if not self.far or not own.numel():
+        if not self.far:
             return super()._gather(full)
-        values = self.shard.data
-        to_copy = self.residence.to_copy_from(values)
-        first = own if full.dtype == self.shard.dtype else self._passing
-        first.copy_(to_copy, non_blocking=True)
-        if to_copy is values:
-            self._read = Moment(self.device)
-        return self._communicator.all_gather(full, own if first is own else own.copy_(first), self.layout.bounds)
+        own = full[self._own]
+        if own.numel():
+            values = self.shard.data
+            to_copy = self.residence.to_copy_from(values)
+            first = own if full.dtype == self.shard.dtype else self._passing
+            first.copy_(to_copy, non_blocking=True)
+            if to_copy is values:
+                self._read = Moment(self.device)
+            if first is not own:
+                own.copy_(first)
+        return self._communicator.all_gather(full, own, self.layout.bounds)
 
     def finish_fetch(self) -> None:
         super().finish_fetch()
@@ -117,6 +173,21 @@ class OffloadedChunk(Chunk):
         read, self._read = self._read, None
         if read is not None:
             read.synchronize()
+
+    def settle_when_asked(self) -> list[nn.Parameter]:
+        """Instead of the host, whoever asks for the values of the chunk's parameters waits. Returns these parameters."""
+        return self._watch(self._read.synchronize) if self._read is not None else []
+
+    def _watch(self, first: Callable[[], object]) -> list[nn.Parameter]:
+        parameters = {id(each): each for each in (self.shard, *(part.parameter for part in self.parts))}
+        for parameter in parameters.values():
+            parameter.first = first  # type: ignore[attr-defined]
+            parameter.__class__ = WatchedParameter
+        return list(parameters.values())
+
+    def leave_to_parent(self) -> None:
+        """Called in a forked child, which has no copy of what is in files."""
+        self._watch(self.residence.check_process)
 
     def receive(self, slices: list[Tensor] | None) -> None:
         if self.far:
@@ -196,24 +267,42 @@ class OffloadedLayers(list[LayerState]):
     def __init__(self) -> None:
         super().__init__()
         self._recent: list[_Whom] = [_nobody] * 3
+        self._being_copied: list[nn.Parameter] = []
 
     def watch(self, state: LayerState) -> None:
         if state.policy.offload is not None:
             self.append(state)
 
     def settle(self, *, before_backward: bool = False) -> None:
-        """The host waits until no device copies from a chunk that it may write now.
-
-        Before a backward nobody writes a chunk without a gradient. Then the end of the backward is early enough to wait.
-        """
+        """The host waits until no device copies from a chunk that it may write now. Before a backward, whoever looks at a chunk waits."""
         for chunk in (chunk for state in self for chunk in _offloaded(state)):
             chunk.recent = self._recent
-            if not (before_backward and chunk.begins):
+            if before_backward:
+                self._being_copied += chunk.settle_when_asked()
+            else:
                 chunk.settle()
+
+    def go_on(self) -> None:
+        """A forward or a backward begins. It reads chunks itself, and its end settles them."""
+        check_process(self)
+        for parameter in self._being_copied:
+            if isinstance(parameter, WatchedParameter):
+                parameter.as_usual()
+        self._being_copied.clear()
 
 
 def _offloaded(state: LayerState) -> list[OffloadedChunk]:
     return [chunk for chunk in state.chunks if isinstance(chunk, OffloadedChunk)]
+
+
+def check_process(states: Iterable[LayerState]) -> None:
+    """
+    Raises:
+        RuntimeError: This is a forked child, and chunks of these layers rest in files, which are its parent's.
+    """
+    offloaded = (chunk for state in states if state.policy.offload is not None for chunk in _offloaded(state))
+    if (chunk := next(offloaded, None)) is not None:  # all were made in one process
+        chunk.residence.check_process()
 
 
 def settle(state: LayerState) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -12,6 +13,24 @@ from ..policy import ShardingPolicy
 from ..quantized.formats import Format
 
 __all__: list[str] = []
+
+# The fields that say what a whole model does. All its layers have the same.
+OF_THE_MODEL = (
+    "dynamic", "gradient_reduction", "prefetch_depth", "separate_backup_group", "transactional", "compare_every", "resident_bytes",
+)  # fmt: skip
+
+
+def unlike(policies: Iterable[tuple[str, ShardingPolicy]]) -> ValueError | None:
+    """The error if layers, each given by its name, differ in a field that counts for the whole model. They are compared to the first."""
+    (first, counts), *others = policies
+    for name, policy in others:
+        for field in OF_THE_MODEL:
+            if getattr(policy, field) != getattr(counts, field):
+                return ValueError(
+                    f"{name} has {field}={getattr(policy, field)!r}, and {first} has {field}={getattr(counts, field)!r}. It counts for "
+                    "the whole model, so give all layers (under zero3.shard also the root, whose name is '') policies with the same"
+                )
+    return None
 
 
 def shards_parameters(policy: ShardingPolicy) -> bool:
@@ -41,8 +60,8 @@ def gradient_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:
 
 def gradient_itemsize(policy: ShardingPolicy, stored: torch.dtype) -> int:
     """The bytes of an element of the gradient `[S]` of a chunk of dtype `stored`, and of the wider sum that is kept beside it."""
-    lands, reduced = landed_dtype(policy, stored).itemsize, gradient_dtype(policy, stored).itemsize
-    return lands + reduced * (reduced > lands)
+    lands, added = landed_dtype(policy, stored), added_dtype(policy, stored)
+    return lands.itemsize + added.itemsize * (added != lands)
 
 
 def rests_in(policy: ShardingPolicy) -> Literal["device", "cpu", "disk"]:
@@ -74,3 +93,10 @@ def reduce_format(policy: ShardingPolicy, communicator: Communicator, stored: to
 def landed_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:
     """The dtype of the gradient `[S]` of a chunk of dtype `stored`."""
     return policy.grad_dtype if policy.grad_dtype is not None and stored.is_floating_point else stored
+
+
+def added_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:
+    """The dtype in which the gradients of several backwards are added up: that in which they land, or the wider one they come in."""
+    in_format = policy.reduce_format is not None and stored.is_floating_point  # such gradients are summed in float32
+    reduced, lands = torch.float32 if in_format else gradient_dtype(policy, stored), landed_dtype(policy, stored)
+    return reduced if reduced.itemsize > lands.itemsize else lands

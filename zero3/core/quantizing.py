@@ -63,8 +63,8 @@ def _is_weight(sites: ParameterSites) -> bool:
 def _is_product(module: nn.Module, attribute: str, shape: tuple[int, ...]) -> bool:
     if isinstance(module, nn.Linear):  # torch's attention reads its output layer's weight itself
         return attribute == "weight" and not isinstance(module, NonDynamicallyQuantizableLinear)
-    # Not convolutions, and not what is learned of positions: `[1, length, width]`.
-    return len(shape) == 3 and min(shape) > 1 and not type(module).__module__.startswith("torch.nn")
+    # Not convolutions, positions that are learned, or maps in groups: only experts say how many they are.
+    return len(shape) == 3 and type(count := getattr(module, "num_experts", None)) is int and shape[0] == count
 
 
 def _heads(model: nn.Module) -> set[int]:

@@ -27,6 +27,11 @@ METADATA = frozenset(getattr(Tensor, name).__get__ for name in _METADATA_PROPERT
     Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__, Tensor.type, torch.numel, torch.is_floating_point,
     torch.is_complex, torch.is_tensor, Tensor.untyped_storage,  # untyped_storage lets tools count memory: it is the stand-in's
 }  # fmt: skip
+_OF_OPTIMIZERS = ("grad", "is_leaf")  # what optimizers ask first: in a step, in zero_grad, when they are made
+_TO_OPTIMIZERS = (
+    "An optimizer that holds it must be made after the model was sharded, from zero3.get_trainable_chunk(model) or "
+    "zero3.param_groups(model, options). "
+)
 
 
 class ReleasedParameter(nn.Parameter):
@@ -93,8 +98,9 @@ def func_name(func: Callable[..., Any]) -> str:
 
 def refuse_values(parameter: ReleasedParameter | None, operation: str) -> NoReturn:
     name = getattr(parameter, "zero3_name", "a parameter")
+    advice = _TO_OPTIMIZERS if operation in _OF_OPTIMIZERS else ""
     raise RuntimeError(
-        f"{operation}: {name} is released, its values lie in chunks on all ranks. Read it inside "
+        f"{operation}: {name} is released, its values lie in chunks on all ranks. {advice}Read it inside "
         "`with zero3.full_params(module):`, change it there with writeback=True, compute with it outside a forward inside "
         "`with zero3.resident(model):` (every rank enters them) or in a method that zero3.register_forward_method knows, or "
         "work on the chunks that get_trainable_chunk() returns."

@@ -3,7 +3,9 @@
     backup lane     reduce layer 2    reduce layer 1    reduce layer 0
     replicas' lane                    sum layer 2       sum layer 1       sum layer 0
 
-The sums are waited for at the end of the backward. Each holds `S` elements, which become the chunk's gradient.
+On the host a sum begins just before a later reduction, or at the end of the backward: all ranks begin the transfers of both groups
+in one order, also a rank that only takes part in them. The sums are waited for at the end of the backward, together: over three
+replicas or more a sum needs every rank's wait. Each holds `S` elements, which become the chunk's gradient.
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ class ReplicatedGradients(LayerGradients):
         )
 
     def back_up(self, prepared: list[Prepared], lanes: Lanes, communicator: Communicator) -> list[Backup]:
+        with self._naming:
+            cast(Lane, lanes.replicas).begin_deferred()
         onward = _Onward(lanes, cast(MeshCommunicator, communicator), iter(prepared), keeps=not self.may_reduce)
         backups = super().back_up(prepared, Lanes(lanes.fetch, onward, lanes.replicas), communicator)
         if not self.may_reduce:
@@ -79,21 +83,37 @@ class _Onward:
 
     def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Mark:
         reducer, sending = next(self._prepared)
-        lane, reduced = cast(Lane, self._lanes.replicas), _Reduced()
+        lane, communicator, reduced = cast(Lane, self._lanes.replicas), self._communicator, _Reduced()
+
+        summed, landed = sending.summed, sending.landed
+
+        def begin() -> Mark:  # it holds nothing that the reduction needed, which is over by then
+            with lane.issue():  # this lane waits for the backup lane, which is the current one
+                return lane.complete(communicator.sum_replicas(summed), then)
 
         def go_on() -> None:
             reduced.earlier, reducer.partial = reducer.partial, None
-            if reduced.earlier is not None:
-                sending.summed.add_(reduced.earlier)
-            if self._keeps:
-                reducer.partial = sending.summed
-                return
-            with lane.issue():  # this lane waits for the backup lane, which is the current one
-                later = lane.complete(self._communicator.sum_replicas(sending.summed), then)
-            reduced.later = _Later(later, (sending.summed, sending.landed))
+            if self._keeps or reduced.earlier is not None:
+                kept = summed if summed.dtype == reducer.added_as else landed
+                if kept is not summed:
+                    kept.copy_(summed)
+                if reduced.earlier is not None:
+                    kept.add_(reduced.earlier)
+                if self._keeps:
+                    reducer.partial = kept
+                    return
+                if kept is not summed:
+                    summed.copy_(kept)
+            reduced.later = _Later(lane.defer(begin), (summed, landed))
 
         reduced.mark = self._lanes.backup.complete(pending, go_on)
         return reduced
+
+    def defer(self, begin: Callable[[], Mark]) -> Mark:
+        return self._lanes.backup.defer(begin)
+
+    def begin_deferred(self) -> None:
+        self._lanes.backup.begin_deferred()
 
 
 class _Later(NamedTuple):

@@ -13,8 +13,8 @@ from ..comm.streams import has_streams
 from ..policy import ShardingPolicy
 from ..scratch.mapped_files import MappedFiles
 from ..scratch.nameless_file import GrowingFile, nameless_file, room_on_disk
-from ..scratch.regions import PinnedRegions
-from .policy_facts import directory_of, gradient_dtype, landed_dtype
+from ..scratch.regions import PinnedRegions, pinned_nbytes
+from .policy_facts import added_dtype, directory_of, landed_dtype
 
 __all__: list[str] = []
 
@@ -30,6 +30,10 @@ class Residence(Protocol):
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """1-D memory for values."""
+        ...
+
+    def taken(self, nbytes: int) -> int:
+        """What so many bytes, values or a gradient, really take."""
         ...
 
     def reserve(self, numel: int, dtypes: Sequence[torch.dtype]) -> None:
@@ -70,6 +74,15 @@ class Residence(Protocol):
 
     def rest_gradients(self) -> None: ...
 
+    is_shared_by_forks: bool  # whether a forked child has the same memory, and no copy of it
+
+    def check_process(self) -> None:
+        """
+        Raises:
+            RuntimeError: This is a forked child of the process whose memory this is.
+        """
+        ...
+
 
 def _never() -> bool:
     return False
@@ -80,12 +93,13 @@ class InPinnedMemory:
 
     name = "host memory"
     far = True
-    at_once = is_short = False
+    at_once = is_short = is_shared_by_forks = False
 
     def __init__(self) -> None:
         self.used_at_once: Callable[[], bool] = _never
         regions = PinnedRegions()
         self.empty = self.to_copy_into = regions.empty
+        self.taken = pinned_nbytes
 
     def reserve(self, numel: int, dtypes: Sequence[torch.dtype]) -> None:
         _ = [self.empty(numel, dtype) for dtype in dtypes]
@@ -110,12 +124,14 @@ class InPinnedMemory:
     def rest_gradients(self) -> None:
         return None
 
+    check_process = rest_gradients
+
 
 class InFiles:
     """Memory-mapped files in a directory."""
 
     name = "files"
-    at_once = True
+    at_once = is_shared_by_forks = True
 
     def __init__(self, directory: str, *, far: bool) -> None:
         self.far = far
@@ -125,7 +141,10 @@ class InFiles:
         values, self._gradients = self._files = MappedFiles(directory, file), MappedFiles(directory, file)
         self._values = values
         self.empty, self.rest = values.empty, values.rest
-        self.rest_gradients = self._gradients.rest_all
+        self.rest_gradients, self.check_process = self._gradients.rest_all, values.check_process
+
+    def taken(self, nbytes: int) -> int:
+        return nbytes
 
     def reserve(self, numel: int, dtypes: Sequence[torch.dtype]) -> None:
         _ = [self._gradients.empty(numel, dtype) for dtype in dtypes]
@@ -198,6 +217,5 @@ def memory_for(residence: Residence | None, numel: int, stored: torch.dtype, dev
         return torch.empty(numel, dtype=stored, device=device)
     values = residence.empty(numel, stored)
     if trains is not None:
-        lands, reduced = landed_dtype(trains, stored), gradient_dtype(trains, stored)
-        residence.reserve(numel, [lands, reduced] if reduced.itemsize > lands.itemsize else [lands])  # the wider sum stays beside it
+        residence.reserve(numel, list({landed_dtype(trains, stored), added_dtype(trains, stored)}))  # a wider sum stays beside it
     return values

@@ -24,6 +24,7 @@ from .comparison import FOLD_EVERY, choose_residents, compare_call, compare_logs
 from .coordination import Activity
 from .dynamic import DynamicOrder
 from .layer_state import LayerState, Presence
+from .policy_facts import unlike
 from .requires_grad import check_requires_grad, may_get_gradients
 from .schedule import CallStack, CallTrace, ForwardOrder, ForwardPass, Frame, LearnedOrder
 from .transforms import refuse_transforms
@@ -35,6 +36,7 @@ class Runtime:
     def __init__(self, layers: Sequence[LayerState], policy: ShardingPolicy, *, ordered: bool, depths: Sequence[int]) -> None:
         """`ordered`: the layers are called in this order. `depths`: for each, how many it is inside of. Each module has its place."""
         first = layers[0]
+        check_alike(layers)
         self.communicator = first.communicator
         self.replays: dict[object, Any] = {}  # the collectives of micro-batches, for `step_guard`
         self._device = first.device
@@ -88,6 +90,7 @@ class Runtime:
 
     def take_in(self, state: LayerState) -> None:
         """Adds a layer whose inputs come from this runtime's layers."""
+        check_alike([self.layers[0], state])
         self._order.adopt(state)
         self.layers.append(state)
         self._watch(state)
@@ -128,6 +131,8 @@ class Runtime:
             self.backward.recompute()
             self._trace = self._new_trace()
             return None
+        if self.backward.offloaded:
+            self.backward.offloaded.go_on()
         activity = self.layers[0].gate.doing(Activity.FORWARD)
         activity.__enter__()
         try:
@@ -233,7 +238,8 @@ class Runtime:
             refuse_transforms(state)
             gone = state.presence not in (Presence.FETCHED, Presence.KEPT) and not state.resident
             state.fetch()
-            self._stack.frames.append(Frame(state, 0, graph_clock(), recomputes=True, fetched_here=gone))
+            start = self._trace.begin() if self._trace is not None else 0
+            self._stack.frames.append(Frame(state, start, graph_clock(), recomputes=True, fetched_here=gone))
             return
         if self._trace is None:
             raise RuntimeError(f"layer {state.label} was called outside a forward pass of its model")
@@ -262,6 +268,8 @@ class Runtime:
         state.let_escape(seen)
         nodes = nodes_since(frame.clock, seen)
         if frame.recomputes:
+            if self._trace is not None and nodes:  # a reentrant checkpoint walks this graph itself; others drop it
+                self.backward.follow(self._trace, self._trace.record(state, frame.start), nodes, mark=self)
             if frame.fetched_here:
                 self.backward.release(state)
             return output
@@ -298,3 +306,12 @@ class Runtime:
             elif state not in kept and not self._stack.is_under_way(state) and not inside_backward():
                 state.keep()  # hidden, so that another layer's use of its parameters is an error here too
         self._lingering = [state for state in self._lingering if state.presence is not Presence.RELEASED]
+
+
+def check_alike(layers: Sequence[LayerState]) -> None:
+    """
+    Raises:
+        ValueError: Layers that share a runtime, because a plain module calls one after another, differ in a field of the whole model.
+    """
+    if (error := unlike((f"layer {state.label}", state.policy) for state in layers)) is not None:
+        raise error

@@ -149,7 +149,7 @@ class TransactionalReducer(GradientReducer):
         if not before.merged:  # no backward reached this chunk, or there was nothing to merge
             self._buffer = before.buffer if self._buffer.empty else self._buffer
         if before.factor is not None:
-            self._scale(before.factor, None if before.merged else before.buffer.full)
+            self._scale(before.factor, None if before.merged else before.buffer)
         for landed, summed in staged:
             super()._take(landed, summed)
         for part in self._chunk.parts if not self.owed else ():
@@ -189,11 +189,21 @@ def hold(gradients: LayerGradients) -> None:
     for reducer in gradients.reducers.values():
         reducer.watch(gradients)
     gradients.end_backward()
+    for each in gradients.ignored:
+        each.held = True
+        each.stage()
 
 
-def let_go(gradients: LayerGradients) -> None:
-    """Called when the `step_guard` is over: the gradients that it did not roll back are committed."""
+def let_go(gradients: LayerGradients, *, keep: bool) -> None:
+    """Called when the `step_guard` is over: its gradients are committed, or rolled back if not `keep`."""
+    for reducer in gradients.reducers.values() if not keep else ():
+        if isinstance(reducer, TransactionalReducer):
+            reducer.roll_back()
     gradients.holds -= 1
+    for each in gradients.ignored:
+        each.held = bool(gradients.holds)
+        if not keep:
+            each.roll_back()
     if not gradients.holds:
         gradients.end_backward()
         _exchange(gradients, gradients.reducer)

@@ -43,7 +43,7 @@ def transformable(states: Iterable[LayerState]) -> Iterator[None]:
             state.call = call
 
 
-def _call(state: LayerState, call: Callable[..., Any], module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call(state: LayerState, call: Callable[..., Any], module: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if not transforms_under_way():
         return call(module, *args, **kwargs)
     places = [(sharded.sites.parameter, owner, name) for sharded in state.parameters for owner, name in sharded.sites.places]

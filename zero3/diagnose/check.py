@@ -17,7 +17,7 @@ from ..core.casting import cast, dtypes_at_the_edges
 from ..core.layer_state import LayerState
 from ..core.parameters import ShardedParameter
 from ..core.policy_facts import compute_dtype, gradient_dtype
-from ..layer import Zero3Layer
+from ..layer import Zero3Layer, layers_of
 from ..optim.gradients import full_gradients
 from ..policy import ShardingPolicy
 from ..shard import shard
@@ -102,7 +102,7 @@ def check(
         A `CheckReport`.
 
     Raises:
-        ValueError: `model` can't be sharded, as for `shard`.
+        ValueError: `model` is sharded already, or can't be sharded, as for `shard`.
         RuntimeError: The unsharded step raised on a rank. Every rank raises it (a ValueError, TypeError or OSError as such).
 
     Example::
@@ -112,6 +112,12 @@ def check(
         assert found.first is None
     """
     loss = _default_loss if loss is None else loss
+    if layers := layers_of(model):
+        raise ValueError(
+            f"check shards a copy of the model, and this {type(model).__name__} is sharded already (layer {layers[0]._state.label}): "
+            "call zero3.check before zero3.shard, with shard's policy=, or wrap= a function that shards. zero3.report and zero3.profile "
+            "take sharded models"
+        )
     sharded = copy.deepcopy(model)
     sharded = shard(sharded, policy=policy, process_group=process_group) if wrap is None else wrap(sharded)
     communicator, plain = states_of(sharded)[0].communicator, copy.deepcopy(model)

@@ -100,6 +100,12 @@ class _TimedLane:
             self._timed.end = clock.now()
         return _TimedMark(mark, self._timed, self._recorder)
 
+    def defer(self, begin: Callable[[], Mark]) -> Mark:
+        return self._lane.defer(begin)
+
+    def begin_deferred(self) -> None:
+        self._lane.begin_deferred()
+
 
 class _TimedMark:
     def __init__(self, mark: Mark, timed: _Timed, recorder: _Recorder) -> None:

@@ -20,10 +20,12 @@ from ..comm.plain_values import dtype_named
 from . import pickled, torch_files
 from .lazy import Block, Lazy, as_lazy, assembled
 from .pickled import Global, Made
-from .run import Run
+from .run import Holds, Run
 from .trees import run_of, tree_of
 
 __all__: list[str] = []
+
+HOLDS = Holds()
 
 _METADATA = ".metadata"
 _FILE = "__0_0.distcp"

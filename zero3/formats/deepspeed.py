@@ -27,12 +27,13 @@ from ..checkpoint.full_optimizer_reading import sorted_out
 from ..checkpoint.optimizer_contents import NamedState
 from ..core.parameters import own_name
 from . import torch_files
-from .lazy import Lazy, as_lazy, joined, small
-from .pickled import Made
-from .run import Run
+from .lazy import Lazy, as_lazy, joined, mapped, same, small
+from .pickled import Global, Made
+from .run import Holds, Run
 
 __all__: list[str] = []
 
+HOLDS = Holds(nested=False, empty=False)
 _FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
 _MANAGED = (
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
@@ -41,8 +42,12 @@ _HEADER = (
     "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "checkpoint_parallel_dimensions",
     "ds_config", "ds_version", "sparse_tensor_module_names", "dp_world_size", "mp_world_size",
 )  # fmt: skip
+_OPTIMIZER = (
+    "zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow", "partition_count", "optimizer_state_dict", "fp32_flat_groups",
+)  # fmt: skip
 _OURS = "converted_by_zero3"  # its value is `extra`, where that did not come from DeepSpeed
 _KEY = "deepspeed"  # in `extra`: what of the header a run needs to go on
+_SET, _DTYPE = "builtins.set", "torch.dtype"  # in it: dicts of one such key stand for what `extra` can't hold
 _SUB_GROUP = 1_000_000_000  # elements of a rank, DeepSpeed's default
 _SCALER = "deepspeed.runtime.fp16.loss_scaler.LossScaler"
 
@@ -72,8 +77,28 @@ def read(path: Path, opened: ExitStack, _: Callable[[int], object]) -> Run:
         raise ValueError(f"{step} lacks files: {', '.join(missing[:6])}")
     run = Run("deepspeed", {}, ranks=len(ranks))
     optimizers = [files["optim", rank]["optimizer_state_dict"] for rank in ranks]
-    _Reader(step, run, [files["model", rank] for rank in ranks], optimizers).fill()
+    models = [files["model", rank] for rank in ranks]
+    _Reader(step, run, models, optimizers).fill()
+    run.left_out += [f"the file {name}" for name in file_operations.names_in(step) if name.endswith(".pt") and not _FILE.fullmatch(name)]
+    run.left_out += _not_read("optim_states.pt", files["optim", 0], ("optimizer_state_dict", "ds_config", "ds_version"))
+    run.left_out += _not_read("optimizer_state_dict", optimizers[0], _OPTIMIZER)
+    run.left_out += _not_read("optimizer", optimizers[0]["optimizer_state_dict"], ("state", "param_groups"))
+    run.left_out += [] if models[0].get("optimizer") is None else ["'optimizer' of model_states.pt"]
+    for rank in ranks[1:]:
+        run.left_out += [f"{key} of rank {rank}, which differs from rank 0's" for key in _differing(models[0], models[rank])]
     return run
+
+
+def _not_read(what: str, found: dict[str, Any], known: tuple[str, ...]) -> list[str]:
+    return [f"{key!r} of {what}" for key in found if key not in known]
+
+
+def _differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Of what each rank has, and not a piece of."""
+    keys = [key for key in {**first, **other} if key not in _MANAGED]
+    own = {key for key in first["module"] if key in first["buffer_names"] or key.rpartition(".")[2] == "_extra_state"}
+    found = [repr(key) for key in keys if key not in first or key not in other or not same(first[key], other[key])]
+    return found + [key for key in first["module"] if key in own and not same(first["module"][key], other["module"].get(key))]
 
 
 class _Reader:
@@ -135,11 +160,31 @@ class _Reader:
         return trained, [list(named) for named in shapes]
 
     def _extra(self, model: dict[str, Any], optimizer: dict[str, Any]) -> Any:
-        if _OURS in model:
+        if _OURS in model and "ds_version" not in model:  # else DeepSpeed has saved it again, with a header of its own
             return model[_OURS]
         scaler = optimizer["loss_scaler"]
-        header = {key: model[key] for key in _HEADER if key in model} | {"loss_scaler": [scaler.name, scaler.state]}
+        header = mapped({key: model[key] for key in _HEADER if key in model} | {"loss_scaler": [scaler.name, scaler.state]}, _told)
         return {key: value for key, value in model.items() if key not in (*_MANAGED, *_HEADER)} | {_KEY: header}
+
+
+def _told(leaf: Any) -> Any:
+    """Sets and dtypes, which each header of DeepSpeed has, as `extra` can hold them."""
+    if isinstance(leaf, set):
+        return {_SET: sorted(leaf, key=repr)}
+    if isinstance(leaf, Global) and isinstance(getattr(torch, leaf.name.removeprefix("torch."), None), torch.dtype):
+        return {_DTYPE: leaf.name}
+    return leaf
+
+
+def _as_told(value: Any) -> Any:
+    """The inverse, for `pickled.write`."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_as_told, value))
+    if not isinstance(value, dict):
+        return value
+    if [*value] == [_SET]:
+        return Made(_SET, (value[_SET],))
+    return Global(value[_DTYPE]) if [*value] == [_DTYPE] else {key: _as_told(held) for key, held in value.items()}
 
 
 class _SubGroup(NamedTuple):
@@ -153,6 +198,8 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
         raise ValueError("DeepSpeed ZeRO-3 keeps what trains in the optimizer's files, and this checkpoint has no optimizer")
     known = run.extra.get(_KEY) if isinstance(run.extra, dict) else None
     header = known if isinstance(known, dict) else {}
+    if not {*header} <= {*_HEADER, "loss_scaler"} or (header and {*run.extra} & {*_MANAGED, *_HEADER}):
+        header = {}  # it is not DeepSpeed's, or what stands beside it would stand in the place of DeepSpeed's own
     run.ranks = run.ranks_asked_for or int(header.get("dp_world_size", run.ranks))
     subs = list(_sub_groups(run, header))
     trained = {name for sub in subs for name in sub.names}
@@ -214,7 +261,7 @@ class _Writer:
         content["frozen_param_fragments"] = {name: self._piece(run.tensors[name], rank) for name in self._frozen}
         content["shared_params"] = {alias: name for name, aliases in run.also.items() for alias in aliases}
         content |= {"lr_scheduler": None, "data_sampler": None, "random_ltd": None, "skipped_steps": 0, "global_steps": self._steps}
-        content |= {key: value for key, value in self._header.items() if key in _HEADER}
+        content |= {key: _as_told(value) for key, value in self._header.items() if key in _HEADER}
         content |= {"dp_world_size": run.ranks, "mp_world_size": 1}
         if self._header:
             return content | {key: value for key, value in run.extra.items() if key != _KEY}
@@ -232,7 +279,7 @@ class _Writer:
         flats = [self._flat([self._run.tensors[name] for name in sub.names], rank) for sub in self._subs]
         content: dict[str, Any] = {"partition_count": self._run.ranks, "overflow": False, "dynamic_loss_scale": bool(scale.get("dynamic"))}
         content["zero_stage"] = Made("deepspeed.runtime.zero.config.ZeroStageEnum", (3,))
-        content["loss_scaler"] = Made(scaler, (), scale, new=True)
+        content["loss_scaler"] = Made(scaler, (), _as_told(scale), new=True)
         content["optimizer_state_dict"] = {"state": state, "param_groups": groups}
         content["fp32_flat_groups"] = flats
         return {"optimizer_state_dict": content}

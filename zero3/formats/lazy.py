@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.safetensors_files import STAGE_BYTES, bytes_of
+from .pickled import Made
 
 __all__: list[str] = []
 
@@ -141,6 +142,22 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if type(value) is dict:
         return {key: mapped(item, change) for key, item in value.items()}
     return change(value)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values from files say the same, tensors bit by bit."""
+    if isinstance(one, Lazy):
+        alike = isinstance(other, Lazy) and (one.dtype, one.shape) == (other.dtype, other.shape)
+        return alike and all(mine == theirs for mine, theirs in zip(one.pieces(), other.pieces(), strict=True))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return [*one] == [*other] and all(same(held, other[key]) for key, held in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, Made):
+        return same([one.name, one.arguments, one.state], [other.name, other.arguments, other.state])
+    return bool(one == other or one != one)
 
 
 def small(value: Any) -> Any:

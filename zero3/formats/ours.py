@@ -22,10 +22,11 @@ from ..checkpoint.safetensors_writing import header_of, write_hashed
 from ..comm.plain_values import decode, decode_scalar, dtype_named, encode, name_of
 from ..core.parameters import own_name
 from .lazy import Lazy, as_lazy, mapped, small
-from .run import Run
+from .run import Holds, Run
 
 __all__: list[str] = []
 
+HOLDS = Holds(nested=False, config=True)
 _CPU = torch.device("cpu")
 _UNNAMED = "optimizer"  # in place of a class that nobody knows
 
@@ -173,7 +174,7 @@ def _optimizer(run: Run) -> tuple[dict[str, Any], list[_Entry]]:
 
 def _views(entries: list[_Entry], advance: Callable[[int], object]) -> Iterator[memoryview]:
     shapes = ((entry.name, entry.lazy.dtype, (entry.lazy.numel,) if entry.flat else entry.lazy.shape) for entry in entries)
-    yield memoryview(header_of(shapes, {}))
+    yield memoryview(header_of(shapes, {}, ours=True))
     for entry in entries:
         for piece in entry.lazy.pieces():
             yield piece

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .lazy import Lazy, mapped
+from torch import Tensor
+
+from .lazy import Lazy
 from .pickled import Global, Made
 
 __all__: list[str] = []
+
+_NOTHING = object()
+
+
+@dataclass(frozen=True)
+class Holds:
+    """What a format has a place for, beside numbers, text, lists, tuples, dicts and tensors in them."""
+
+    nested: bool = True  # tensors inside of an optimizer's options and of lists in its state
+    empty: bool = True  # parameters without elements in an optimizer
+    config: bool = False  # of a Hugging Face model
 
 
 @dataclass
@@ -54,17 +67,61 @@ class Run:
         if missing := [name for name in self.state if name not in set(listed)]:
             raise ValueError(f"there is state of parameters that are in no group: {', '.join(missing[:6])}")
 
-    def keep_plain(self) -> None:
-        """Takes out what only the classes of other systems could read, and says so."""
-        for kind, held in (("extra state", self.extra_states), ("", self.extra)):
-            for key in [key for key in held if _is_foreign(held[key])] if isinstance(held, dict) else ():
-                self.left_out.append(f"{kind} {key} (an object of another system)".strip())
-                del held[key]
-        if _is_foreign(self.extra):
-            self.extra = None
+    def leave_out(self, holds: Holds) -> None:
+        """Takes out what the format to be written can't hold, key by key, and names it in `left_out`."""
+
+        def number(tensor: Tensor | Lazy) -> bool:
+            return holds.nested or (isinstance(tensor, Tensor) and not tensor.dtype.is_complex)
+
+        self.extra = _kept(self.extra, "extra", self.left_out)
+        self.extra = None if self.extra is _NOTHING else self.extra
+        self.extra_states = _kept(self.extra_states, "extra_states", self.left_out)
+        self.groups = _kept(self.groups, "param_groups", self.left_out, number)
+        for name, values in self.state.items():
+            found = {
+                key: _kept(value, f"state[{name!r}][{key!r}]", self.left_out, None if isinstance(value, Lazy) else number)
+                for key, value in values.items()
+            }
+            self.state[name] = {key: value for key, value in found.items() if value is not _NOTHING}
+        if self.config is not None and not holds.config:
+            self.left_out.append("config (of the Hugging Face model)")
+        for at, group in enumerate(self.groups or ()) if not holds.empty else ():
+            for name in [name for name in group["params"] if name in self.tensors and not self.tensors[name].numel]:
+                self.left_out.append(f"{name} of param_groups[{at}] (a parameter without elements)")
+                group["params"].remove(name)
+                self.state.pop(name, None)
 
 
-def _is_foreign(value: Any) -> bool:
-    found = []
-    mapped(value, lambda leaf: found.append(leaf) if isinstance(leaf, Made | Global | set | frozenset | bytes) else None)
-    return bool(found)
+def _kept(value: Any, path: str, left_out: list[str], fits: Callable[[Tensor | Lazy], bool] | None = None) -> Any:
+    """What of `value` is plain, or a tensor that `fits` (None: any does).
+
+    Of a dict the rest goes along; in a list None stands for what is left out. Paths name that.
+    """
+    if isinstance(value, dict):
+        items = {}
+        for key, held in value.items():
+            if not _is_key(key):
+                left_out.append(f"{path} at a key ({kind_of(key)})")
+            elif (found := _kept(held, f"{path}[{key!r}]", left_out, fits)) is not _NOTHING:
+                items[key] = found
+        return type(value)(items)
+    if type(value) in (list, tuple):
+        each = [_kept(item, f"{path}[{number}]", left_out, fits) for number, item in enumerate(value)]
+        return type(value)(None if item is _NOTHING else item for item in each)
+    if _is_key(value) or (isinstance(value, Tensor | Lazy) and (fits is None or fits(value))):
+        return value
+    left_out.append(f"{path} ({kind_of(value)})")
+    return _NOTHING
+
+
+def _is_key(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, str) or (type(value) is tuple and all(map(_is_key, value)))
+
+
+def kind_of(value: Any) -> str:
+    """The type of what can't go along, by the name that its own system has for it."""
+    if isinstance(value, Made) and value.name == "copyreg._reconstructor" and value.arguments:
+        return kind_of(value.arguments[0])
+    if isinstance(value, Tensor | Lazy):
+        return f"a tensor {tuple(value.shape)} of {value.dtype}"
+    return value.name if isinstance(value, Made | Global) else type(value).__name__

@@ -179,6 +179,8 @@ def plain(name: str, arguments: tuple[Any, ...]) -> Any:
         return Counter(*arguments)
     if name == "builtins.set":
         return set(*arguments)
+    if name == "_codecs.encode" and arguments[1:] == ("latin1",) and isinstance(arguments[0], str):  # as old protocols write bytes
+        return arguments[0].encode("latin1")
     return Made(name, arguments)
 
 

@@ -10,10 +10,12 @@ from pathlib import Path
 
 from ..checkpoint import file_operations
 from . import torch_files
-from .run import Run
+from .run import Holds, Run
 from .trees import run_of, tree_of
 
 __all__: list[str] = []
+
+HOLDS = Holds()
 
 
 def is_one(path: Path) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.parameters import own_name
 from .lazy import Lazy, mapped, small
-from .run import Run
+from .run import Run, kind_of
 
 __all__: list[str] = []
 
@@ -48,7 +48,7 @@ def run_of(tree: Any, kind: str, what: str) -> Run:
             break
         level = inner
     if not isinstance(level, dict):
-        raise ValueError(f"{what} holds a {type(level).__name__}, expected a dict with a state dict in 'model'")
+        raise ValueError(f"{what} holds a {kind_of(level)}, expected a dict with a state dict in 'model'")
     key = next((key for key in _MODEL if isinstance(level.get(key), dict)), None)
     bare = key is None and any(isinstance(value, Lazy) for value in level.values())
     if key is None and not bare:
@@ -87,6 +87,7 @@ def _add_optimizer(run: Run, found: Mapping[str, Any], what: str) -> None:
     state, groups = found["state"], found["param_groups"]
     if not isinstance(state, dict) or not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise ValueError(f"{what}: an optimizer's 'state' must be a dict, and its 'param_groups' a list of dicts")
+    run.left_out += [f"{key!r} of the optimizer (neither state nor groups)" for key in found if key not in ("state", "param_groups")]
     names: dict[str, str] = {}
     run.groups = []
     for group in groups:

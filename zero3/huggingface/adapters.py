@@ -15,7 +15,7 @@ from ..comm.plain_values import kind_of
 from ..names import innermost
 from .index_maps import Whole
 from .key_mapping import Fit
-from .outputs import outputs_of_adapter
+from .outputs import Computed, outputs_of_adapter
 
 __all__: list[str] = []
 
@@ -51,7 +51,8 @@ def fit_adapter(model: nn.Module, adapter: str, place: Path, stored: dict[str, A
     """Matches the files of an adapter with the model.
 
     Raises:
-        ValueError: Names, shapes or kinds of values differ, or the adapter's configuration does. One error names all problems.
+        ValueError: Names, shapes or kinds of values differ, or the adapter's configuration does, or the files hold prompts and not what
+            computes them. One error names all problems.
     """
     model, contents = innermost(model), Contents(model, "load_pretrained")
     outputs = {output.name: output for output in outputs_of_adapter(model, adapter, contents, None)}
@@ -59,7 +60,13 @@ def fit_adapter(model: nn.Module, adapter: str, place: Path, stored: dict[str, A
     both = [(output, stored[name]) for name, output in outputs.items() if name in stored]
     shapes = [f"{output.name} has {file.shape}, expected {output.shape}" for output, file in both if file.shape != output.shape]
     kinds = [f"{output.name} is {file.dtype}" for output, file in both if kind_of(file.dtype) != kind_of(output.dtype)]
-    problems += listed({"other shapes": shapes, "other kinds": kinds, "other options": _other_options(model, adapter, place)})
+    computed = [
+        f"{output.name} was computed by a prompt encoder, and training goes on from zero3.save_checkpoint"
+        for output, _ in both
+        if isinstance(output.index_map, Computed)
+    ]
+    options = _other_options(model, adapter, place)
+    problems += listed({"other shapes": shapes, "other kinds": kinds, "other options": options, "not the trained values": computed})
     if problems:
         raise ValueError(f"{place} does not fit the adapter {adapter!r} of this model; nothing was loaded. {'. '.join(problems)}")
     by_name = {name: contents.parameters[name].sites.parameter for name in contents.parameters} | contents.others

@@ -79,7 +79,7 @@ def fill(model: nn.Module, states: list[LayerState], computed: list[tuple[Tensor
             put(model, tensor, value)
             continue
         slot = sharded.chunk.layout.slots[sharded.index]
-        for piece in sharded.chunk.layout.pieces(first.communicator.shard_rank):
+        for piece in sharded.chunk.pieces:
             if piece.slot is slot:
                 sharded.chunk.shard.data[piece.place].copy_(value.reshape(-1)[piece.start : piece.stop])
         sharded.chunk.unloaded.discard(sharded.index)

@@ -16,6 +16,7 @@ from ..checkpoint.extra_state import set_extra_states
 from ..checkpoint.meta_buffers import initialise, put
 from ..checkpoint.safetensors_files import STAGE_BYTES, SafetensorsFiles, Stored
 from ..comm.agreement import agreeing
+from ..comm.communicator import is_first
 from ..core.layer_state import LayerState
 from ..core.layout import Piece
 from ..core.parameters import ShardedParameter
@@ -69,7 +70,7 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
     states = states_of(model)
     first = states[0]
     with ExitStack() as opened:
-        with agreeing(first.communicator, first.device, "the files that load_pretrained found") as lines:
+        with agreeing(first.communicator, first.device, "the files that load_pretrained found", "load_pretrained") as lines:
             check_released(states, "load_pretrained")
             try:
                 sources = list(_sources(model, path, strict, opened))
@@ -166,7 +167,7 @@ def _fill_chunks(state: LayerState, reader: SliceReader, found: Fit) -> None:
 def _pieces(state: LayerState) -> Iterator[tuple[ShardedParameter, Piece]]:
     """Yields the layer's parameters that this rank's chunks hold pieces of, each with its piece."""
     for chunk in state.chunks:
-        pieces = {piece.slot.name: piece for piece in chunk.layout.pieces(state.communicator.shard_rank)}
+        pieces = {piece.slot.name: piece for piece in chunk.pieces}
         for sharded in state.parameters:
             if sharded.chunk is chunk and sharded.sites.name in pieces:
                 yield sharded, pieces[sharded.sites.name]
@@ -181,7 +182,7 @@ def _new_values(states: list[LayerState], reader: SliceReader, found: Fit) -> di
         if key not in owned:
             like = found.tensors[key]
             values[key] = torch.empty(like.shape, dtype=like.dtype, device=first.device)
-            if first.communicator.rank == 0:
+            if is_first(first.communicator):
                 reader.read(index_map, 0, values[key].view(-1))
     return values
 

@@ -6,12 +6,13 @@ import importlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ..checkpoint.contents import Contents
 from ..checkpoint.meta_buffers import twin
@@ -68,19 +69,55 @@ def outputs_of_model(model: nn.Module, contents: Contents, extra: Iterable[str],
     return [Output(name, _converted(tensor.dtype, dtype), tuple(tensor.shape), tensor.index_map) for name, tensor in found.items()]
 
 
+class Computed(IndexMap[str]):
+    """No map: peft computes the tensor anew when it saves it, from all values of the adapter's prompt encoder."""
+
+    def __init__(self, shape: Sequence[int], sources: Sequence[str]) -> None:
+        super().__init__(shape, sources, 1)
+
+    @property
+    def is_by_ranges(self) -> bool:
+        return False
+
+
+class _OnMeta(TorchFunctionMode):
+    """Inside, `cpu()` leaves a tensor on meta, where there is nothing to copy. peft calls it on prompts that it computes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.Tensor.cpu else func(*args, **(kwargs or {}))
+
+
 def outputs_of_adapter(model: Any, adapter: str, contents: Contents, dtype: torch.dtype | None) -> list[Output]:
     """Returns the tensors that `peft` writes for an adapter. peft itself chooses them and their names."""
-    peft = importlib.import_module("peft")
     meta = {n: torch.empty(contents.shape(ns[0]), dtype=contents.dtype(ns[0]), device="meta") for ns in contents.names.values() for n in ns}
+    copy: Any = twin(model)  # peft asks the twin's modules for names, and for the tensors of a prompt encoder
     sources = {id(meta[name]): names[0] for names in contents.names.values() for name in names}
-    options = {"adapter_name": adapter, "save_embedding_layers": _saves_embeddings(model, model.peft_config[adapter])}
-    chosen = peft.get_peft_model_state_dict(twin(model), state_dict=dict(meta), **options)  # peft asks the twin's modules for names
+    sources |= {id(parameter): name for name, parameter in copy.named_parameters()}
+    encoder = f"prompt_encoder.{adapter}."
+    prompts = [name for name in contents.parameters if name.startswith(encoder)] if model.peft_config[adapter].is_prompt_learning else []
+    with _OnMeta():
+        chosen = state_of_adapter(copy, adapter, meta)
     outputs = []
     for name, value in chosen.items():
-        if id(value) not in sources:
+        shape = tuple(value.shape)
+        if (source := sources.get(id(value))) is not None:
+            index_map: IndexMap[str] = Whole(source, shape)
+        elif not prompts:
             raise ValueError(f"peft computes {name} of adapter {adapter!r} anew when it saves it, so it can't be written from chunks")
-        outputs.append(Output(name, _converted(value.dtype, dtype), tuple(value.shape), Whole(sources[id(value)], value.shape)))
+        elif prompts == [f"{encoder}embedding.weight"] and contents.shape(prompts[0]) == shape:  # an encoder that only looks values up
+            index_map = Whole(prompts[0], shape)
+        else:
+            index_map = Computed(shape, prompts)
+        outputs.append(Output(name, _converted(value.dtype, dtype), shape, index_map))
     return outputs
+
+
+def state_of_adapter(model: Any, adapter: str, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns what `peft` writes for an adapter. It takes a prompt from the model itself, and all else from `state_dict`."""
+    peft = importlib.import_module("peft")
+    options = {"adapter_name": adapter, "save_embedding_layers": _saves_embeddings(model, model.peft_config[adapter])}
+    with torch.no_grad():
+        return peft.get_peft_model_state_dict(model, state_dict=dict(state_dict), **options)  # type: ignore[no-any-return]
 
 
 def shards_of(outputs: Iterable[Output], max_bytes: int) -> dict[str, list[Output]]:
@@ -160,7 +197,7 @@ def _saves_embeddings(model: Any, config: Any) -> bool:
     """Whether peft saves the embeddings with the adapters, because they are adapted or have more words than the base's."""
     targets = getattr(config, "target_modules", None)
     if isinstance(targets, list | tuple | set) and any(name in targets for name in _EMBEDDINGS):
-        return getattr(config, "trainable_token_indices", None) is None
+        return getattr(config, "trainable_token_indices", None) is None and config.peft_type != "TRAINABLE_TOKENS"
     base = Path(str(getattr(config, "base_model_name_or_path", None) or "")) / "config.json"
     words = getattr(getattr(model, "config", None), "vocab_size", None)
     return base.is_file() and json.loads(base.read_text()).get("vocab_size", words) != words

@@ -94,7 +94,7 @@ def fill_quantized(
         if sites.weight.codec.turns(sites.weight.shape):
             index_map = index_map.transposed(-2, -1)
         slot = chunk.layout.slots[sharded.index]
-        piece = next((piece for piece in chunk.layout.pieces(state.communicator.rank) if piece.slot is slot), None)
+        piece = next((piece for piece in chunk.pieces if piece.slot is slot), None)
         filling = Slot(sites, piece, chunk.shard.data[piece.place] if piece is not None else chunk.shard.data[:0])
         try:
             if error is None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..access import states_of
+from ..access import full_params, states_of
 from ..checkpoint import file_operations
 from ..checkpoint.contents import Contents
 from ..checkpoint.extra_state import extra_states_of
@@ -24,7 +24,7 @@ from ..comm.plain_values import unreadable
 from ..core.parameters import named
 from ..names import innermost
 from ..optim.state_memory import land_steps
-from .outputs import Output, bytes_in, check_unmixed, index_of, outputs_of_adapter, outputs_of_model, shards_of
+from .outputs import Computed, Output, bytes_in, check_unmixed, index_of, outputs_of_adapter, outputs_of_model, shards_of, state_of_adapter
 
 __all__: list[str] = []
 
@@ -103,7 +103,7 @@ def _extra_tensors(model: nn.Module, contents: Contents) -> dict[str, Tensor]:
     """Returns the extra state of modules that is a tensor, because the files hold nothing else."""
     found = extra_states_of(model)
     tensors = {name: value for name, value in found.items() if unreadable(value) is None}
-    if contents.rank == 0 and len(tensors) < len(found):
+    if contents.is_first and len(tensors) < len(found):
         left_out = ", ".join(name for name in found if name not in tensors)
         _log.warning("save_pretrained: safetensors files hold tensors only, so this extra state of modules is not in them: %s", left_out)
     return tensors
@@ -129,10 +129,10 @@ class Plan:
         try:
             for what, work in (("files", self._begin), ("values", self._fill), ("end", self._finish)):
                 with agreeing(contents.communicator, contents.device, f"the {what} of save_pretrained"):
-                    if contents.rank == 0 or work == self._fill:  # rank 0 makes the files and gives them their names
+                    if contents.is_first or work == self._fill:  # rank 0 makes the files and gives them their names
                         work()
         except Exception:
-            if contents.rank == 0:
+            if contents.is_first:
                 for file in self.shards:
                     self._temporary(file).unlink(missing_ok=True)
             raise
@@ -155,7 +155,7 @@ class Plan:
             chunk.adopt_values()
             for name, start, stop, offset in self.contents.spans(chunk) if self.contents.writes else ():
                 held.setdefault(name, []).append((start, chunk.shard.data[offset : offset + stop - start]))
-        if self.contents.rank == 0:
+        if self.contents.is_first:
             held |= {name: [(0, tensor.detach().reshape(-1))] for name, tensor in self.contents.others.items()}
         return held
 
@@ -171,8 +171,8 @@ class Plan:
             except Exception as caught:  # this rank goes on, because the other ranks need it to put tensors together below
                 error = error or caught
         for file, place, output in scattered:
-            values = self._put_together(output, held)
-            if self.contents.rank == 0 and error is None:
+            values = self._computed(output) if isinstance(output.index_map, Computed) else self._put_together(output, held)
+            if self.contents.is_first and error is None:
                 try:
                     with file_operations.reopen(self._temporary(file)) as opened:
                         write_values(opened, place, values, output.dtype)
@@ -215,6 +215,13 @@ class Plan:
                 mine = numbers == number
                 result[low : low + len(at)][mine] = full[at[mine]]
         return result
+
+    def _computed(self, output: Output) -> Tensor:
+        """Returns a flattened tensor that peft computes from a prompt encoder, which all ranks put together: all of them call it."""
+        model: Any = self.model
+        adapter = str(self._adapter)
+        with full_params(model.prompt_encoder[adapter]):
+            return state_of_adapter(model, adapter, {})[output.name].flatten()
 
     def _finish(self) -> None:
         """Gives the files their names, and writes the index and the configuration. Rank 0 calls it."""

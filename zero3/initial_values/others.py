@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.meta_buffers import put
+from ..comm.communicator import is_first
 from ..core.layer_state import LayerState
 from ..core.parameters import plain_modules
 
@@ -62,7 +63,7 @@ class Others:
         for (key, old), found in zip(self._old.items(), drawn, strict=True):
             if found:
                 value = torch.empty_like(old, device=device, requires_grad=False)
-                if communicator.rank == 0:
+                if is_first(communicator):
                     value.copy_(self._drawn[key])
                 communicator.broadcast(value)
                 put(self._model, old, value)

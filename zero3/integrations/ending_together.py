@@ -6,10 +6,10 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch
 
+from ..comm.board import board_for
 from ..comm.factory import communicator_for
 
 __all__: list[str] = []
@@ -26,19 +26,21 @@ def ends_together(device: torch.device) -> Iterator[None]:
     Raises:
         Exception: With the rank before the message, of the same type where that is ValueError, TypeError, RuntimeError or OSError.
     """
-    communicator: Any = communicator_for(None, device)
+    communicator = communicator_for(None, device)
     if communicator.world_size == 1:
         yield
         return
     run = communicator.exchange(os.urandom(8), device)[0].hex()
-    rank = communicator.rank
+    rank, board = communicator.rank, board_for(communicator)
     try:
         yield
     except Exception as error:
-        others = [text for other in range(communicator.world_size) if other != rank and (text := communicator.posted(f"{run}/{other}"))]
+        everyone = range(communicator.world_size if board is not None else 0)
+        others = [text for other in everyone if other != rank and board is not None and (text := board.posted(f"{run}/{other}"))]
         said = str(error) if type(error) in _KINDS else f"{type(error).__name__}: {error}"
         said = said if re.match(r"ranks? \d", said) else f"rank {rank}: {said}"  # what ranks have agreed upon names one already
         with suppress(RuntimeError):  # the process that keeps the notes may be gone
-            communicator.post(f"{run}/{rank}", said)
+            if board is not None:
+                board.post(f"{run}/{rank}", said)
         kind = type(error) if type(error) in _KINDS else RuntimeError
         raise kind("\n".join([*(f"{text} (which ended this run)" for text in others), said])) from error

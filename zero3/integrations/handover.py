@@ -9,6 +9,7 @@ from torch import nn
 
 from ..access import get_trainable_chunk
 from ..core.marks import state_of
+from ..core.released import ReleasedParameter
 from ..optim.check_optimizer import check_optimizer
 from ..optim.param_groups import param_groups
 from ..optim.pieces import parts_of
@@ -55,7 +56,7 @@ class Handover:
 
 def is_chunk(parameter: torch.Tensor) -> bool:
     """Whether it is a chunk of a sharded model, or a part of one: what an optimizer is to hold."""
-    if (state := state_of(parameter)) is None:
+    if (state := state_of(parameter)) is None or isinstance(parameter, ReleasedParameter):
         return False
     return not parameter.numel() or any(part is parameter for part in parts_of([state]))
 

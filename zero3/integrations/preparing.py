@@ -14,6 +14,7 @@ from torch import nn
 from ..access import states_of
 from ..auto_wrap import Layers, choose
 from ..comm.agreement import agree
+from ..comm.communicator import is_first
 from ..comm.factory import communicator_for
 from ..core.layer_state import LayerState
 from ..core.module_overrides import Override
@@ -104,7 +105,7 @@ def enclose_forward(model: nn.Module) -> None:
         RootEntry(base, root, runtime)
 
 
-def _with_head(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _with_head(model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """The head's weight is read outside of the head's own forward: so the head is fetched around all of it."""
     head = output_head(model)
     if not kwargs.get("fused_lm_head") or not isinstance(head, Zero3Layer) or head._runtime is None:
@@ -122,7 +123,7 @@ def _without_head(model: nn.Module, layers: Layers) -> Layers:
 def _refuse_without_values(model: nn.Module, device: torch.device) -> None:
     """Rank 0's values count, so other ranks may have none."""
     communicator = communicator_for(None, device)
-    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta] if communicator.rank == 0 else []
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta] if is_first(communicator) else []
     error = None
     if empty:
         error = ValueError(

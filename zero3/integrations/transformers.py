@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from ..comm.factory import communicator_for
 from ..core.module_overrides import Override
 from ..huggingface.save_pretrained import save_pretrained
 from ..names import named_tensors
+from ..offload.activations import offload_activations
 from ..offload.optimizer import offload_optimizer
 from ..optim.check_optimizer import check_optimizer
 from ..optim.param_groups import param_groups
@@ -43,6 +45,25 @@ else:
 
 __all__ = ["Zero3Mixin", "Zero3Trainer"]
 
+_SHARDS_ITSELF = "zero3 shards the model itself. Leave it out"
+_CONVERTS = "it would convert the float32 masters of a sharded model. bf16=True or fp16=True evaluates in low precision without it"
+_REFUSED = MappingProxyType(
+    {  # options of transformers and TRL, with reasons
+        "auto_find_batch_size": "one rank may run out of memory where the others do not, and they would go on with different batches. Set "
+        "per_device_train_batch_size",
+        "fsdp": _SHARDS_ITSELF,
+        "deepspeed": _SHARDS_ITSELF,
+        "parallelism_config": "it divides the ranks for other ways to shard a model, and zero3 divides the model among all. Leave it out",
+        "bf16_full_eval": _CONVERTS,
+        "fp16_full_eval": _CONVERTS,
+        "use_liger_kernel": "it gives modules other forwards when training begins, and those would not fetch the weights. Leave it out",
+        "enable_jit_checkpoint": "each rank would save when its own signal comes, and all ranks have to save together. Set save_steps",
+        "save_on_each_node": "all ranks write one checkpoint together, on a file system that all of them see. Leave it out",
+        "use_vllm": "vLLM would be sent each rank's chunks for the weights. Leave it out: the trainer generates by the model itself",
+        "use_transformers_continuous_batching": "generate_batch calls the model at each rank's own pace, which is right inside of "
+        "zero3.resident alone, and the trainer does not enter that. Leave it out: the trainer's generate enters it",
+    }
+)
 _OWN_PARAMETERS = ("params", "model", "optimizer_dict")  # arguments of optimizers that want whole parameters
 
 
@@ -57,6 +78,7 @@ class Zero3Mixin(_Base):
       and softmax compute in it too, where autocast would take float32. Another `policy` decides by itself.
     * A checkpoint holds the weights once, as Hugging Face files, and beside them `zero3/` with the optimizer's state. It can be
       resumed on any number of ranks. `resume_from_checkpoint=True` passes over checkpoints that are not whole.
+    * `activation_offloading` of TRL is `zero3.offload_activations`, which leaves the weights where they are.
     * Gradient accumulation reduces the gradients of every micro-batch, so that no rank holds whole ones.
       `accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": False}}` keeps them whole, and reduces once.
     * Every rank calls `train`, `evaluate`, `predict`, `save_model` and the model's `generate`. Inside `generate` each rank holds the
@@ -69,8 +91,8 @@ class Zero3Mixin(_Base):
         kwargs: As for the trainer class.
 
     Raises:
-        ValueError: An unsharded model has no values; or the arguments ask for what can't be had: fp16 on the CPU,
-            `auto_find_batch_size`, `bf16_full_eval`, FSDP or DeepSpeed, an optimizer that needs whole parameters.
+        ValueError: An unsharded model has no values; or the arguments ask for what can't be had: fp16 on the CPU, an optimizer that
+            needs whole parameters, `use_vllm`, and others, which docs/integrations.md lists. It names the option.
 
     Example::
 
@@ -96,25 +118,25 @@ class Zero3Mixin(_Base):
         if self._is_of_trl():
             require("trl", "Zero3Mixin before a trainer of TRL")
         self._zero3_choice = policy, layers
-        super().__init__(*args, **kwargs)
+        self._offloads_activations = False
+        try:
+            super().__init__(*args, **kwargs)
+        finally:
+            if self._offloads_activations:
+                self.args.activation_offloading = True  # of TRL
         self._shard_models()
+        if self._offloads_activations:
+            self.maybe_activation_offload_context = offload_activations()
 
     # -- sharding
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        if self.args.auto_find_batch_size:
-            raise ValueError(
-                "auto_find_batch_size=True: one rank may run out of memory where the others do not, and they would go on with different "
-                "batches. Set per_device_train_batch_size"
-            )
-        if self.args.fsdp or self.args.deepspeed:
-            raise ValueError("fsdp or deepspeed among the training arguments: zero3 shards the model itself. Leave them out")
-        if self.args.bf16_full_eval or self.args.fp16_full_eval:
-            raise ValueError(
-                "bf16_full_eval or fp16_full_eval would convert the float32 masters of a sharded model. With bf16=True or fp16=True "
-                "evaluation computes in low precision without them"
-            )
+        for option, reason in _REFUSED.items():
+            if value := getattr(self.args, option, None):
+                raise ValueError(f"{option}={value!r}: {reason}")
+        if getattr(self.args, "activation_offloading", False):  # TRL's own, which would take the layers' full buffers along
+            self._offloads_activations, self.args.activation_offloading = True, False
         accumulation = self.args.accelerator_config.gradient_accumulation_kwargs or {}
         self.accelerator.__class__ = Zero3Accelerator  # the Trainer makes one of a class that it names itself
         self.accelerator.shards_with(*self._zero3_choice, accumulation.get("sync_each_batch", True), head_in_root=self._is_of_trl())
@@ -185,9 +207,18 @@ class Zero3Mixin(_Base):
             for group in groups:  # two of them whatever the decay is, so that a checkpoint fits
                 group["weight_decay"] *= self.args.weight_decay
             self.optimizer = kind(groups, **options)
-            check_optimizer(self.model, self.optimizer)
+            self._check_optimizer()
             self.optimizer = offload_optimizer(self.optimizer)
         return self.optimizer  # type: ignore[no-any-return]
+
+    def _check_optimizer(self) -> None:
+        try:
+            check_optimizer(self.model, self.optimizer)
+        except ValueError as error:
+            raise ValueError(
+                f"optim={str(getattr(self.args.optim, 'value', self.args.optim))!r}: {error}. For that, call zero3.shard(model, ...) "
+                "yourself, make the optimizer from such groups, and pass it: optimizers=(optimizer, None)"
+            ) from error
 
     def floating_point_ops(self, inputs: Any) -> int:
         """As the trainer's, which would count the elements of this rank's chunks."""
@@ -275,6 +306,6 @@ class _Generate(Override):
     """Around what `shard` has put there."""
 
 
-def _generate(model: nn.Module, generate: Any, *args: Any, **kwargs: Any) -> Any:
+def _generate(model: nn.Module, generate: Any, /, *args: Any, **kwargs: Any) -> Any:
     with resident(model):
         return generate(*args, **kwargs)

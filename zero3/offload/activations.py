@@ -6,9 +6,11 @@ forward anyway. A hook that copied those would keep the whole model.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
@@ -26,6 +28,8 @@ from .scratch_file import ScratchFile
 
 __all__: list[str] = []
 
+# The C library keeps freed memory for later. glibc's dynamic threshold lets large tensors lie in the heap, too, once one was freed.
+_malloc_trim: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)
 _LOOKS_BACK = 32  # tensors among which those to read ahead are looked for
 
 
@@ -78,6 +82,7 @@ class _Offloaded:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._hooks.pop().__exit__(kind, error, trace)
+        self._store.trim()
 
 
 class _Store:
@@ -87,7 +92,7 @@ class _Store:
         self._file, self._min_bytes = file, min_bytes
         self._lanes: dict[torch.device, Lane] = {}
         self._saved: WeakValueDictionary[int, _Saved] = WeakValueDictionary()  # the graph holds them
-        self._count = 0
+        self._count = self.gave_back = 0
         self._leaving: deque[int] = deque()  # those whose own memory is not free yet
         self._lock = threading.RLock()  # forwards may run in several threads, and so do backwards of several devices
 
@@ -106,7 +111,15 @@ class _Store:
             while sum(other.nbytes for other in leaving) > at_once:
                 leaving.pop(0).leave()
                 self._leaving.popleft()
+                self.gave_back += saved.nbytes
+            self.trim(but=at_once)
         return saved
+
+    def trim(self, but: int = 0) -> None:
+        """Returns to the system what has left, unless that is less than `but` bytes. On the host, freed memory else stays the process's."""
+        if self._file is not None and self.gave_back > but:
+            self.gave_back = 0
+            _malloc_trim(0)
 
     def _goes(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.nbytes < self._min_bytes or tensor.numel() < 2:

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..core.gradient_types import CallersMistake, DeferredGradient
+from ..core.gradient_types import CallersMistake, DeferredGradient, UsedGradient, stepped_already
 from ..core.marks import StaysBehind
 from ..core.offloaded_chunk import OffloadedChunk
 from .turns import Turn, Turns
@@ -83,18 +83,13 @@ class InBackward:
             return
         if turn in self._made:
             state = parameter.zero3_state()  # type: ignore[attr-defined]
-            raise CallersMistake(
-                f"a chunk of layer {state.label} got a second gradient before optimizer.step(), and was stepped by the first one already "
-                "(offload_optimizer with in_backward=True). Run the backwards of all micro-batches but the last inside "
-                "zero3.no_sync(model), add no penalty over chunks, and call each layer in one forward a step; or leave in_backward out. "
-                "This training has to go on from a checkpoint"
-            )
+            raise stepped_already(state.label)
         self._made.append(turn)
         place = len(self._made)
         following = self._before[place] if place < len(self._before) else None
         self._turns.make(optimizer, turn, following if following not in self._made else None, lambda: self._step(optimizer))
         parameter.grad = None
-        parameter.grad = DeferredGradient.like(parameter, _Used)
+        parameter.grad = UsedGradient.like(parameter, _Used)
 
     def finish(self) -> None:
         """Called by `optimizer.step()`: the gradients that were used are gone. Likewise by a load, since a backward may have raised."""
@@ -127,6 +122,6 @@ class _Used:
 
     def reduce_deferred(self) -> NoReturn:
         raise CallersMistake(
-            "this gradient is used up: its chunk was stepped inside backward (offload_optimizer with in_backward=True), so nothing can "
-            "clip, unscale or measure it any more. Leave in_backward out for that"
+            "this gradient is used up: its chunk was stepped inside backward (offload_optimizer with in_backward=True). clip_grad_norm_, "
+            "GradScaler, named_gradients, full_gradients and whatever else reads it come too late. Leave in_backward out for that"
         )

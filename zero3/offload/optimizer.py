@@ -11,6 +11,7 @@ import torch
 
 from ..comm.agreement import agreeing
 from ..core.gradient_types import reduce_deferred
+from ..core.offloaded_chunk import check_process
 from ..core.policy_facts import directory_of, shards_gradients
 from ..optim.state_memory import land_steps
 from .in_backward import InBackward, check_unstepped
@@ -27,7 +28,8 @@ def offload_optimizer(optimizer: Opt, *, in_backward: bool = False) -> Opt:
     """Lets the optimizer's state rest where the policy's `offload` lets chunks rest. Every rank calls it, before the first step.
 
     With `offload=DIR` the state lies in files beside those of the chunks. `optimizer.step()` goes from chunk to chunk: while one is
-    stepped, the next one's numbers are read, and those of the one before leave the process. The numbers have the same bits as without.
+    stepped, the next one's numbers are read, and those of the one before leave the process. The numbers have the bits of a step
+    of all chunks at once, on the host: an accelerator's own step may round otherwise.
     With `offload="cpu"` the state lies in the host's memory beside the chunks, as torch makes it. Without `offload` nothing changes.
 
     All else is as before: `state_dict` and `load_state_dict`, schedulers, groups, hooks, closures, clipping, `GradScaler`,
@@ -65,6 +67,7 @@ def offload_optimizer(optimizer: Opt, *, in_backward: bool = False) -> Opt:
     directories = {directory for state in states if (directory := directory_of(state.policy)) is not None}
     if not states or not (directories or in_backward) or isinstance(vars(optimizer).get("step"), _StepByTurns):
         return optimizer
+    check_process(states)
     with agreeing(states[0].communicator, states[0].device, "offload_optimizer"):
         if "step" in vars(optimizer):
             raise ValueError(

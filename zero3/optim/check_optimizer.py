@@ -20,7 +20,7 @@ from ..core.layout import Piece
 from ..core.released import ReleasedParameter
 from .param_groups import named_parameters
 from .pieces import Superseded
-from .probe import CannotProbe, builder, probe_flat, probe_whole
+from .probe import CannotProbe, builder, longest, probe_flat, probe_whole
 from .several import Optimizers, held_by, members_of
 
 __all__: list[str] = []
@@ -44,7 +44,7 @@ class Owned(NamedTuple):
 
     def pieces(self) -> Iterator[tuple[Piece, slice]]:
         """Yields the pieces of slots that the parameter covers, each with its place in the flattened parameter. Padding has no piece."""
-        for piece in self.chunk.layout.pieces(self.state.communicator.shard_rank):
+        for piece in self.chunk.pieces:
             if self.part.start <= piece.offset < self.part.stop:
                 start = piece.offset - self.part.start
                 yield piece, slice(start, start + piece.stop - piece.start)
@@ -58,10 +58,11 @@ def owned_by(states: Iterable[LayerState]) -> dict[int, Owned]:
 def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = True) -> None:
     """Raises if an optimizer would not train the sharded model as it trains the unsharded one. Every rank calls it.
 
-    It makes a few steps on small tensors with each optimizer's class and with the options of each group: once on whole tensors, and
-    once on slices as ranks hold them. So it can judge any optimizer of any library, in a few milliseconds for each group. Ranks also
-    compare their options. (A schedule that follows a rank's own loss would give each rank another learning rate.) `save_checkpoint`
-    and `full_optimizer_state_dict` warn of the same mistakes; this finds them before the first step.
+    It makes a few steps on small tensors with each optimizer's class, with the options of each group, and with what else the optimizer
+    was made with: once on whole tensors, and once on slices as ranks hold them. So it can judge any optimizer of any library, in a
+    few milliseconds for each group. Ranks also compare their options. (A schedule that follows a rank's own loss would give each rank
+    another learning rate.) `save_checkpoint` and `full_optimizer_state_dict` warn of the same mistakes; this finds them before the
+    first step.
 
     Args:
         model: Any model that contains zero3 layers.
@@ -177,7 +178,7 @@ def _check_maths(first: LayerState, found: dict[int, Owned], optimizer: torch.op
                     f"{_named(optimizer, group)} takes something over several parameters at once, which lie on several ranks: {reason}"
                 )
             if not all(part.whole for part in parts):
-                reason = probe_flat(builder(optimizer, group), first.device, ranks)
+                reason = probe_flat(builder(optimizer, group), first.device, ranks, longest(optimizer, group))
                 if reason:
                     raise ValueError(
                         f"{_named(optimizer, group)} does more than treat each element by itself, but has flat slices of parameters: "

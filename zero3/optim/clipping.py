@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from ..access import states_of
 from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
+from ..comm.streams import on_device
 from ..core.gradient_types import reduce_deferred
-from ..core.layer_state import LayerState
+from ..core.layer_state import LayerState, ignored_of
 from .gradients_in_files import gradients_in_files, norms_in_files, scale_in_files
-from .norms import gradients_to_measure
+from .norms import gradients_to_measure, ignored_gradients
 from .pieces import parts_of
 
 __all__: list[str] = []
@@ -25,6 +26,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
 
     It does what `torch.nn.utils.clip_grad_norm_` does for the unsharded model, with one all-reduce of one number. Every rank calls
     it, after the last backward of a step.
+
+    Parameters that the policy's `ignored` leaves alone count too, by the mean of the ranks' gradients (the sum, if that is the policy's
+    `gradient_reduction`), for which it makes one more all-reduce. Each rank scales its own. So a mean may be made equal on all ranks
+    before or after clipping, and a sum after it.
 
     Args:
         model: Any model that contains zero3 layers.
@@ -54,18 +59,18 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
     chunks = parts_of(states)
     states[0].log.look(wait=False)
     reduce_deferred(chunk.grad for chunk in chunks)
-    in_files, filled = gradients_in_files(states), list[Tensor]()
+    in_files, filled, ignored = gradients_in_files(states), list[Tensor](), ignored_gradients(states, "clip_grad_norm_")
     try:
         norms = norms_in_files(in_files, norm_type)
-        filled = [gradient for gradient in gradients_to_measure(model, states, norms) if gradient.numel()]
+        filled = [gradient for gradient in gradients_to_measure(model, states, norms, ignored) if gradient.numel()]
     except OSError as unreadable:
         error = error or unreadable
     local = torch.zeros((), dtype=torch.float64, device=states[0].device)
     if error is not None:
         local = local + math.nan
     elif filled:
-        local = torch.nn.utils.get_total_norm(filled, norm_type).to(local)
-    total = _over_ranks(states[0], local, norm_type, error)  # [S1]
+        local = on_device(torch.nn.utils.get_total_norm(filled, norm_type), local.device).to(local)
+    total = _over_ranks(states[0], local, norm_type, error, [gradient for gradient in ignored.values() if gradient.numel()])  # [S1]
     limit = float(max_norm)  # ranks that scale by different ones are told when they compare their transfers
     states[0].log.note("clipping", f"the gradients to max_norm={limit} of norm {norm_type}", norm_type, limit)
     if error_if_nonfinite and not torch.isfinite(total):
@@ -73,27 +78,31 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
             f"the total norm of order {norm_type} of the gradients is {total.item()}, so they can't be clipped. "
             "Set error_if_nonfinite=False to scale by it anyway."
         )
-    total = total.to(torch.float64 if any(chunk.dtype == torch.float64 for chunk in chunks) else torch.float32)
+    alone = [each.parameter for each in ignored_of(states)]
+    total = total.to(torch.float64 if any(each.dtype == torch.float64 for each in (*chunks, *alone)) else torch.float32)
     elsewhere = {id(each.part.parameter) for each in in_files}
-    torch.nn.utils.clip_grads_with_norm_([chunk for chunk in chunks if id(chunk) not in elsewhere], max_norm, total)
+    torch.nn.utils.clip_grads_with_norm_([*(chunk for chunk in chunks if id(chunk) not in elsewhere), *alone], max_norm, total)
     if in_files:
         scale_in_files(in_files, max_norm, total)
     return total
 
 
-def _over_ranks(first: LayerState, local: Tensor, norm_type: float, error: Exception | None) -> Tensor:
-    """The norm over all ranks, from each rank's `local` norm."""
+def _over_ranks(first: LayerState, local: Tensor, norm_type: float, error: Exception | None, shared: list[Tensor]) -> Tensor:
+    """The norm over all ranks, from each rank's `local` norm, and gradients that all ranks have."""
     communicator, maximum = first.communicator, math.isinf(norm_type)
     total = local if maximum else local**norm_type
     if communicator.replica and error is None:
         total = torch.zeros_like(total)  # replicas have the same gradients, which count once
-    with NamingFailures(communicator, "summing up", Subject("the norm of the gradients")):
+    with NamingFailures(communicator, "summing up", Subject("the norm of the gradients"), "clip_grad_norm_"):
         # Read as integers, positive numbers keep their order, and nan is the largest. A maximum of floats may lose nan.
         communicator.all_reduce(total.abs_().view(torch.int64) if maximum else total, maximum=maximum)
     agree_where_nan(communicator, first.device, "clip_grad_norm_", total, error)
-    if maximum:
-        return total
-    return total ** (1.0 / norm_type) if communicator.world_size > 1 else local
+    if communicator.world_size == 1:
+        return local
+    if shared:
+        beside = torch.nn.utils.get_total_norm(shared, norm_type).to(total)
+        total = torch.maximum(total, beside) if maximum else total + beside**norm_type
+    return total if maximum else total ** (1.0 / norm_type)
 
 
 def _checked(norm_type: float, max_norm: float) -> tuple[float, Exception | None]:

@@ -11,7 +11,7 @@ from ..comm.errors import NamingFailures, Subject
 from ..core.autograd import as_plain_tensors
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
-from ..core.marks import state_of
+from ..core.marks import ignored_by, state_of
 from ..core.untouched import touch
 
 __all__: list[str] = []
@@ -59,7 +59,7 @@ class GradScaler(torch.amp.GradScaler):
             agreed = torch.maximum(agreed, other.to(agreed.device))
         for state in _one_layer_of_each_group(optimizer):
             state.log.look()
-            with NamingFailures(state.communicator, "comparing", Subject("whether the gradients are finite")):
+            with NamingFailures(state.communicator, "comparing", Subject("whether the gradients are finite"), "GradScaler.step"):
                 state.communicator.all_reduce(agreed, maximum=True)
         return {device: agreed.to(device) for device in [*found, agreed.device]}
 
@@ -95,6 +95,7 @@ def _one_layer_of_each_group(optimizer: torch.optim.Optimizer) -> list[LayerStat
     found: list[LayerState] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if (state := state_of(parameter)) is not None and not any(known.communicator.same_ranks(state.communicator) for known in found):
+            state = state_of(parameter) or ignored_by(parameter)
+            if state is not None and not any(known.communicator.same_ranks(state.communicator) for known in found):
                 found.append(state)
     return found

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..access import states_of
 from ..comm.agreement import agree, all_go_on
-from ..comm.communicator import Communicator
+from ..comm.communicator import Communicator, is_first
 from ..core.chunk import Chunk
 from ..core.flat import split, view
 from ..core.gradient_types import reduce_deferred
@@ -38,8 +38,8 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor]:
 
     Returns:
         Name to a 1-D tensor, in the model's order. It is empty if other ranks hold the parameter. A tied parameter stands once,
-        under its first name. Frozen parameters are left out, those that `param_groups` left out, and those without a gradient, as
-        all are after `zero_grad()`.
+        under its first name. Frozen parameters are left out, those that `param_groups` left out or the policy's `ignored` leaves
+        alone, and those without a gradient, as all are after `zero_grad()`.
 
     Raises:
         ValueError: Nothing in `model` is sharded.
@@ -56,10 +56,10 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor]:
     reduce_deferred(part.grad for part in parts_of(states))
     found: dict[str, Tensor] = {}
     for name, state, sharded in _trainable(model, states):
-        gradient = _own_slice(state, sharded)
+        gradient = _own_slice(sharded)
         if gradient is not None:
             found[name] = gradient
-        elif _lies_elsewhere(state, sharded) and _has_gradients(state):
+        elif _lies_elsewhere(sharded) and _has_gradients(state):
             found[name] = sharded.chunk.shard.data.new_empty(0, dtype=sharded.chunk.shard.grad_dtype)
     return found
 
@@ -121,10 +121,10 @@ def _trainable(model: nn.Module, states: list[LayerState]) -> Iterator[tuple[str
             yield name, state, sharded
 
 
-def _own_slice(state: LayerState, sharded: ShardedParameter) -> Tensor | None:
+def _own_slice(sharded: ShardedParameter) -> Tensor | None:
     """This rank's elements of the parameter's gradient, 1-D. None if they have no gradient, or this rank has no elements."""
     slot = sharded.chunk.layout.slots[sharded.index]
-    for piece in sharded.chunk.layout.pieces(state.communicator.shard_rank):
+    for piece in sharded.chunk.pieces:
         if piece.slot == slot:
             return slice_of(sharded.chunk, piece.offset, piece.offset + piece.stop - piece.start, "grad")
     return None
@@ -133,12 +133,12 @@ def _own_slice(state: LayerState, sharded: ShardedParameter) -> Tensor | None:
 def _is_present(state: LayerState, sharded: ShardedParameter) -> bool:
     """Whether this rank knows of a gradient. An empty parameter lies on no rank."""
     empty = not sharded.sites.parameter.numel()
-    return _has_gradients(state) if empty else _own_slice(state, sharded) is not None
+    return _has_gradients(state) if empty else _own_slice(sharded) is not None
 
 
-def _lies_elsewhere(state: LayerState, sharded: ShardedParameter) -> bool:
+def _lies_elsewhere(sharded: ShardedParameter) -> bool:
     slot = sharded.chunk.layout.slots[sharded.index]
-    return all(piece.slot != slot for piece in sharded.chunk.layout.pieces(state.communicator.shard_rank))
+    return all(piece.slot != slot for piece in sharded.chunk.pieces)
 
 
 def _has_gradients(state: LayerState) -> bool:
@@ -163,7 +163,7 @@ def _gathered(chunk: Chunk, communicator: Communicator) -> Tensor:
 def _write(full: Mapping[Chunk, Tensor], communicator: Communicator) -> None:
     for chunk, gradient in full.items():
         own = torch.empty_like(chunk.shard.data, dtype=chunk.shard.grad_dtype, device=chunk.device)
-        slices = split(gradient, chunk.layout) if communicator.rank == 0 else None
+        slices = split(gradient, chunk.layout) if is_first(communicator) else None
         communicator.scatter(own, slices, chunk.layout.bounds).wait()
         for part in chunk.parts:
             if part.parameter.grad is not None:

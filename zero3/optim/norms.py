@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..access import states_of
-from ..comm.agreement import agree_where_nan
+from ..comm.agreement import agree, agree_where_nan
+from ..comm.communicator import is_first
 from ..comm.errors import NamingFailures, Subject
 from ..core.chunk import Chunk
+from ..core.flat import view
 from ..core.gradient_types import NotReducedError, reduce_deferred
-from ..core.layer_state import LayerState
+from ..core.layer_state import LayerState, ignored_of
 from ..core.parameters import ShardedParameter
+from ..names import named_tensors
 from .gradients_in_files import Norms
 from .param_groups import named_parameters
 from .pieces import parts_of
@@ -26,11 +30,15 @@ __all__: list[str] = []
 def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", norm_type: float = 2.0) -> dict[str, Tensor]:
     """Returns the norm of each parameter, or of its gradient, by its name in the unwrapped model. Every rank calls it.
 
-    It makes one all-reduce, of a number for each parameter. On a GPU the host does not wait for it.
+    It makes one all-reduce, of a number for each parameter, and one of the gradients of parameters that the policy's `ignored` leaves
+    alone. On a GPU the host does not wait for it. Quantised parameters are gathered for it, one chunk after another, and ranks compare
+    the arguments before.
 
     Args:
         model: Any model that contains zero3 layers.
-        of: "grad": gradients of trainable parameters, 0 for a parameter without one. "param": values of all parameters, also frozen.
+        of: "grad": gradients of trainable parameters, 0 for a parameter without one. "param": values of all parameters, also frozen;
+            of quantised ones the values that they stand for. For a parameter that `ignored` leaves alone, these are the mean of all
+            ranks' gradients (or the sum, as `gradient_reduction` says), and rank 0's values.
         norm_type: p of the p-norm; `float("inf")` for the largest element.
 
     Returns:
@@ -57,29 +65,94 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
     except NotReducedError:
         if of != "param":
             raise
-    named = [(name, sharded) for name, _, sharded in named_parameters(model, states)]  # for any `of`, so that ranks add up equally many
+    named = _named(model, states)  # for any `of`, so that ranks add up equally many
     values = torch.full((len(named),), 0.0 if error is None else math.nan, dtype=torch.float64, device=states[0].device)
-    if error is None and not communicator.replica:  # replicas hold the same values, which count once
-        _add_own(values, [sharded for _, sharded in named], communicator.shard_rank, of, norm_type)
-    with NamingFailures(communicator, "summing up", Subject("the norms of the parameters")):
-        communicator.all_reduce(values.view(torch.int64) if maximum else values, maximum=maximum)  # as integers: see clip_grad_norm_
+    quantized = [state for state in states if any(chunk.read_only for chunk in state.chunks)]
+    if quantized:
+        agree(communicator, states[0].device, "parameter_norms", [f"of={of!r}"], error)
+    ignored = ignored_gradients(states, "parameter_norms")
+    if error is None:
+        own = {key: row for row, (_, key) in enumerate(named) if isinstance(key, ShardedParameter) and not key.chunk.read_only}
+        if not communicator.replica:  # replicas hold the same values, which count once
+            _add_own(values, own, of, norm_type)
+        counts = is_first(communicator)
+        whole = {id(each.parameter): each.parameter.detach() for each in ignored_of(states)} if of == "param" else ignored
+        for row, (_, key) in enumerate(named):
+            flat = whole.get(id(key)) if counts else None
+            if flat is not None:
+                values[row] = _power(flat, norm_type)
+        rows = {key: row for row, (_, key) in enumerate(named)}
+        for state in quantized if of == "param" else ():
+            for sharded, flat in _dequantised(state):
+                if counts and sharded in rows:
+                    values[rows[sharded]] = _power(flat, norm_type)
+    with NamingFailures(communicator, "summing up", Subject("the norms of the parameters"), "parameter_norms"):
+        sent = values[None]  # of another shape than what other functions sum up
+        communicator.all_reduce(sent.view(torch.int64) if maximum else sent, maximum=maximum)  # as integers: see clip_grad_norm_
     agree_where_nan(communicator, states[0].device, "parameter_norms", values, error)
     states[0].log.note("measuring", f"the {of}s' norms {norm_type}", of == "param", norm_type)  # see clip_grad_norm_
     values = values if maximum else values ** (1.0 / norm_type)
-    asked = [of == "param" or sharded.chunk.shard.requires_grad for _, sharded in named]
+    asked = [of == "param" or (key.chunk.shard if isinstance(key, ShardedParameter) else key).requires_grad for _, key in named]
     return {name: value for (name, _), value, is_asked in zip(named, values, asked, strict=True) if is_asked}
 
 
-def _add_own(values: Tensor, named: list[ShardedParameter], rank: int, of: str, norm_type: float) -> None:
+def _named(model: nn.Module, states: list[LayerState]) -> list[tuple[str, ShardedParameter | nn.Parameter]]:
+    """Every parameter once, also those that are left alone, in the unwrapped model's order."""
+    sharded = [(name, each) for name, _, each in named_parameters(model, states)]
+    alone = {id(each.parameter): each.parameter for each in ignored_of(states)}
+    if not alone:
+        return list(sharded)
+    of, found = {id(each.sites.parameter): (name, each) for name, each in sharded}, list[tuple[str, ShardedParameter | nn.Parameter]]()
+    for name, tensor in named_tensors(model):
+        if (entry := of.pop(id(tensor), None)) is not None:
+            found.append(entry)
+        elif (parameter := alone.pop(id(tensor), None)) is not None:
+            found.append((name, parameter))
+    return [*found, *of.values()]
+
+
+def ignored_gradients(states: list[LayerState], caller: str) -> dict[int, Tensor]:
+    """The gradients of parameters that are left alone, over all ranks, by the parameter's id. Every rank calls it, in `caller`.
+
+    They are the ranks' mean, or sum, as `gradient_reduction` says. What the caller has made equal on all ranks is its own mean.
+    """
+    own = [each.parameter for each in ignored_of(states) if each.parameter.requires_grad]
+    if not own:
+        return {}
+    first, dtype = states[0], torch.float64 if any(each.dtype in (torch.float64, torch.complex128) for each in own) else torch.float32
+    flats = [torch.zeros_like(each, layout=torch.strided) if each.grad is None else each.grad.detach().to_dense() for each in own]
+    reals = [(torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1) for flat in flats]
+    whole = torch.cat([real.to(first.device, dtype) for real in reals])
+    if first.communicator.world_size > 1:
+        with NamingFailures(first.communicator, "summing up", Subject("the gradients of ignored parameters"), caller):
+            first.communicator.all_reduce(whole)
+        if first.policy.gradient_reduction == "mean":
+            whole /= first.communicator.world_size
+    parts = torch.split(whole, [real.numel() for real in reals])
+    return {id(each): torch.view_as_complex(part.view(-1, 2)) if each.is_complex() else part for each, part in zip(own, parts, strict=True)}
+
+
+def _dequantised(state: LayerState) -> Iterator[tuple[ShardedParameter, Tensor]]:
+    """The layer's quantised parameters, with the values that they stand for. It gathers one chunk after another, and shows nothing."""
+    for chunk in state.chunks:
+        if chunk.read_only:
+            own = chunk.shard.data.to(chunk.device)
+            full = own.new_empty(chunk.layout.padded_numel)
+            state.communicator.all_gather(full, own, chunk.layout.bounds).wait()
+            for sharded in state.parameters:
+                if sharded.chunk is chunk:
+                    yield sharded, sharded.sites.values_in(view(full, chunk.layout, sharded.index))
+
+
+def _add_own(values: Tensor, row_of: Mapping[ShardedParameter, int], of: str, norm_type: float) -> None:
     """Writes the norms of this rank's pieces into `values`, to the power of `norm_type` unless that is infinite."""
-    rows = {(sharded.chunk, sharded.index): row for row, sharded in enumerate(named)}
-    for chunk in dict.fromkeys(sharded.chunk for sharded in named if of == "param" or sharded.chunk.shard.requires_grad):
+    rows = {(sharded.chunk, sharded.index): row for sharded, row in row_of.items()}
+    for chunk in dict.fromkeys(sharded.chunk for sharded in row_of if of == "param" or sharded.chunk.shard.requires_grad):
         indices = {slot: index for index, slot in enumerate(chunk.layout.slots)}
-        for piece in chunk.layout.pieces(rank):
+        for piece in chunk.pieces:
             flat = slice_of(chunk, piece.place.start, piece.place.stop, of)
             if flat is not None:
-                norm = _norm(flat, norm_type)
-                values[rows[chunk, indices[piece.slot]]] = norm if math.isinf(norm_type) else norm.double() ** norm_type
+                values[rows[chunk, indices[piece.slot]]] = _power(flat, norm_type)
 
 
 def _checked(of: str, norm_type: float) -> tuple[float, Exception | None]:
@@ -93,6 +166,11 @@ def _checked(of: str, norm_type: float) -> tuple[float, Exception | None]:
     return order, None if of in ("grad", "param") else ValueError(f'of must be "grad" or "param", found {of!r}')
 
 
+def _power(flat: Tensor, order: float) -> Tensor:
+    norm = _norm(flat, order)
+    return norm if math.isinf(order) else norm.double() ** order
+
+
 def _norm(flat: Tensor, order: float) -> Tensor:
     """In float32 at least. What torch takes no norm of (integers, 8 bits) is converted; of complex numbers the absolute values count."""
     flat = flat.abs() if flat.is_complex() else flat
@@ -102,16 +180,22 @@ def _norm(flat: Tensor, order: float) -> Tensor:
     return norm
 
 
-def gradients_to_measure(model: nn.Module, states: list[LayerState], in_files: Norms) -> list[Tensor]:
+def gradients_to_measure(model: nn.Module, states: list[LayerState], in_files: Norms, ignored: Mapping[int, Tensor]) -> list[Tensor]:
     """Returns this rank's part of the gradients. On a single rank they are cut into parameters, in the model's order, so that the
-    norm has the bits of torch's own. `in_files`: norms of some, which stand for them, since the norm of norms is the norm."""
+    norm has the bits of torch's own. `in_files`: norms of some, which stand for them, since the norm of norms is the norm.
+    `ignored`: the result of `ignored_gradients`, which belongs to all ranks, and counts here on a single one."""
     if states[0].communicator.world_size > 1:
         parts = [(chunk, part) for state in states for chunk in state.chunks for part in chunk.parts if part.parameter.grad is not None]
         found = [in_files.get((chunk, (part.start, part.stop)), part.parameter.grad) for chunk, part in parts]
         return [gradient.as_subclass(Tensor) for gradient in found if gradient is not None]
-    slots = [(sharded.chunk, sharded.chunk.layout.slots[sharded.index]) for _, _, sharded in named_parameters(model, states)]
-    known = [(chunk, slot, in_files.get((chunk, (slot.offset, slot.stop)))) for chunk, slot in slots]
-    slices = [slice_of(chunk, slot.offset, slot.stop, "grad") if norm is None else norm for chunk, slot, norm in known]
+    slices: list[Tensor | None] = []
+    for _, key in _named(model, states):
+        if isinstance(key, ShardedParameter):
+            slot = key.chunk.layout.slots[key.index]
+            norm = in_files.get((key.chunk, (slot.offset, slot.stop)))
+            slices.append(slice_of(key.chunk, slot.offset, slot.stop, "grad") if norm is None else norm)
+        else:
+            slices.append(ignored.get(id(key)))
     return [gradient for gradient in slices if gradient is not None]
 
 

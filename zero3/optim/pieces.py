@@ -85,19 +85,19 @@ def divide(state: LayerState, chunk: Chunk, choice_of: Callable[[Slot], Choice])
             parts = [Part(chunk.shard, 0, chunk.shard.numel())]
             numbered = [(only.group, chunk.shard)]
         else:
-            parts, numbered = _parts_of(chunk, state.communicator.shard_rank, choices)
+            parts, numbered = _parts_of(chunk, choices)
     _install(state, chunk, parts)
     return numbered
 
 
-def _parts_of(chunk: Chunk, rank: int, choices: dict[Slot, Choice]) -> tuple[list[Part], list[tuple[int, nn.Parameter]]]:
+def _parts_of(chunk: Chunk, choices: dict[Slot, Choice]) -> tuple[list[Part], list[tuple[int, nn.Parameter]]]:
     spans: list[tuple[int, int, Choice, tuple[int, ...]]] = []
-    for piece in chunk.layout.pieces(rank):
+    for piece in chunk.pieces:
         start, stop, choice = piece.place.start, piece.place.stop, choices[piece.slot]
         if spans and not choice.whole and spans[-1][2] == choice:
             start = spans.pop()[0]
         spans.append((start, stop, choice, piece.slot.shape if choice.whole else (stop - start,)))
-    if rank == chunk.layout.first_holder:  # empty parameters: no piece has them, but an optimizer keeps state for them
+    if chunk.is_first_holder:  # empty parameters: no piece has them, but an optimizer keeps state for them
         spans += [(0, 0, choices[slot], slot.shape) for slot in chunk.layout.slots if not slot.numel]
     flat = chunk.shard.detach()  # shares the version counter, so that a step on a part counts as a change of the chunk
     parts, numbered = [], []

@@ -20,7 +20,10 @@ __all__: list[str] = []
 STEPS = 4
 TOLERANCE = 1e-3  # of the largest change of any element; rounding gives 1e-6, and a norm of another tensor gives 1e-2 or more
 _SMALL = ((6, 5), (4,), (3, 4))
-_LARGE = ((64, 96), (4096,))  # some optimizers treat small tensors differently: 8-bit state begins at 4096 elements
+_LARGE = ((65, 97), (64, 96), (4096,))  # some optimizers treat small tensors differently: 8-bit state begins at 4096 elements
+_LONGEST = 1 << 20  # a larger number among an optimizer's settings is no length
+_OF_ALL = ("state", "param_groups", "defaults")  # attributes of every optimizer, which it does not keep as settings
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Spans = list[tuple[int, int, tuple[int, ...]]]  # for each parameter: start and stop in a flat vector, and its shape
@@ -48,8 +51,10 @@ class Problem:
         return cls(start.to(device), torch.stack(targets).to(device), (curvature.abs() + 0.1).to(device))
 
 
-def probe_flat(build: Build, device: torch.device, ranks: int) -> str | None:
+def probe_flat(build: Build, device: torch.device, ranks: int, longest: int = 0) -> str | None:
     """Compares training of flat slices on `ranks` ranks (1 or 2) with training of whole parameters.
+
+    `longest`: the optimizer may treat tensors from this length on in another way, so slices are tried that are longer.
 
     Returns:
         Why they differ, or None if they do not.
@@ -57,7 +62,8 @@ def probe_flat(build: Build, device: torch.device, ranks: int) -> str | None:
     Raises:
         CannotProbe: The optimizer can't train the small tensors.
     """
-    for shapes in (_SMALL, _LARGE):  # small first: an optimizer that makes matrices of slices fails before it makes large ones
+    large = tuple((*shape[:-1], shape[-1] * max(1, -(-longest // 4096))) for shape in _LARGE)
+    for shapes in (_SMALL, large):  # small first: an optimizer that makes matrices of slices fails before it makes large ones
         reference = _spans(shapes)
         numel = reference[-1][1]
         cuts = [0, numel // 2 - 3, numel] if ranks > 1 else [0, numel]
@@ -76,20 +82,87 @@ def probe_whole(build: Build, device: torch.device, ranks: int, ndims: Sequence[
 
 
 def builder(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Build:
-    """Returns a function that makes optimizers like `optimizer`, with the options of `group`, which is one of its groups."""
+    """Returns a function that makes optimizers like `optimizer`, with the options of `group`, which is one of its groups.
+
+    Not all arguments of a constructor are options of groups: bitsandbytes keeps `optim_bits` and others as attributes. So the new
+    optimizers get such attributes of `optimizer` too.
+    """
     kind, options = type(optimizer), {key: value for key, value in group.items() if key != "params"}
     if isinstance(options.get("lr"), (int, float)) and not options["lr"]:
         options["lr"] = group.get("initial_lr") or 0.01  # a warm-up begins at 0, and steps that change nothing show nothing
     accepted = inspect.signature(kind.__init__).parameters
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    given = {key: value for key, value in {**optimizer.defaults, **options}.items() if key in accepted or anything}
+    own = {key: value for key, value in vars(optimizer).items() if key not in _OF_ALL and _picture(value) is not None}
+    given = {key: value for key, value in own.items() if key in accepted}
+    given |= {key: value for key, value in {**optimizer.defaults, **options}.items() if key in accepted or anything}
+    settings: dict[str, Any] = {}
 
     def build(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         made = kind(parameters, **copy.deepcopy(given))
         made.param_groups[0].update(copy.deepcopy(options))
+        vars(made).update(copy.deepcopy(settings))
         return made
 
+    settings |= _settings(build, own, next((parameter.device for parameter in group["params"]), torch.device("cpu")))
     return build
+
+
+def longest(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
+    """The largest number among the settings of an optimizer that may be a length: of blocks, or the least that is quantised."""
+    values = [value for key, value in {**vars(optimizer), **group}.items() if key not in (*_OF_ALL, "params")]
+    return max((number for number in _numbers([_picture(value) for value in values]) if number <= _LONGEST), default=0)
+
+
+def _settings(build: Build, own: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Those attributes in `own` that the constructor sets in another way, and that are settings.
+
+    What a step changes is a count or a cache. What differs between other parameters is about them.
+    """
+    shapes, others = _SMALL[:1], _SMALL[1:]
+    try:
+        made, another = (build([nn.Parameter(torch.zeros(shape, device=device)) for shape in each]) for each in (shapes, others))
+        fresh = {key: _picture(value) for key, value in vars(made).items()}
+        found = {key for key, value in own.items() if fresh.get(key) not in (None, _picture(value))}
+        found = {key for key in found if _picture(vars(another).get(key)) == fresh[key]}
+        if found:
+            spans = _spans(shapes)
+            with random_state_kept(device), torch.inference_mode(False), torch.enable_grad():
+                for _ in _steps(made, made.param_groups[0]["params"], Problem.of(spans[-1][1], device), spans):
+                    pass
+        return {key: own[key] for key in found if _picture(vars(made).get(key)) == fresh[key]}
+    except Exception:  # of any kind, and whoever tries the optimizer sees it again
+        return {}
+
+
+def _picture(value: object) -> object:
+    """What can be compared of a value that is nothing but data; None if it holds something else (parameters, modules, functions)."""
+    try:
+        return _pictured(value)
+    except (TypeError, RecursionError):
+        return None
+
+
+def _pictured(value: Any) -> object:
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, Tensor) and type(value) is Tensor and value.numel() <= _LONGEST and not value.requires_grad:
+        return value.dtype, tuple(value.shape), value.tolist()
+    if isinstance(value, Mapping):
+        return [(key, _pictured(each)) for key, each in value.items()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_pictured(each) for each in value]
+    if callable(value) or isinstance(value, Tensor | torch.optim.Optimizer) or not hasattr(value, "__dict__"):
+        raise TypeError(type(value).__name__)
+    return type(value), _pictured(vars(value))
+
+
+def _numbers(picture: object) -> Iterator[int]:
+    """The whole numbers in a picture. Those in tensors are no settings, and stand in lists without their type."""
+    if isinstance(picture, tuple) and len(picture) == 2 and picture[0] is int:
+        yield picture[1]
+    elif isinstance(picture, list | tuple):
+        for each in picture:
+            yield from _numbers(each)
 
 
 def state_keys(build: Build, device: torch.device, shapes: Iterable[tuple[int, ...]]) -> list[dict[str, str]]:

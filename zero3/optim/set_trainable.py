@@ -90,10 +90,9 @@ def _asked(model: nn.Module, states: list[LayerState], select: Callable[[str, Pa
         answer = select(name, info_of(name, sharded.sites.parameter))
         if not isinstance(answer, bool):
             raise TypeError(f"select({name!r}) returned {answer!r}, expected True or False")
-        if answer and not sharded.sites.parameter.is_floating_point():
-            raise ValueError(
-                f"select({name!r}) returned True, but the parameter is {sharded.sites.parameter.dtype}: only floating ones train"
-            )
+        dtype = sharded.sites.parameter.dtype
+        if answer and not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(f"select({name!r}) returned True, but the parameter is {dtype}: only floating and complex ones train")
         if answer and sharded.chunk.read_only:
             raise ValueError(f"select({name!r}) returned True, but the parameter is quantised ({sharded.chunk.stored_as}): it can't train")
         wanted[state, sharded.sites.name] = answer

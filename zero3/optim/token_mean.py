@@ -14,7 +14,7 @@ from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
 from ..core.coordination import Action, ungated
 from ..core.gradient_types import TOKENS, DeferredGradient
-from ..core.layer_state import LayerState, reducers_of
+from ..core.layer_state import LayerState, ignored_of, reducers_of
 
 __all__: list[str] = []
 
@@ -27,7 +27,9 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
     After each call the gradients are the mean over the tokens of all micro-batches since they were last zeroed. (In a mean of
     means, a token of a short micro-batch would count more.) Every rank calls it, also a rank whose batch has no tokens. It costs one
     all-reduce of four numbers and, from the second micro-batch on, one pass over the chunks' gradients. On a GPU the host does not
-    wait. It may be used inside `no_sync`, and with a scaled loss.
+    wait, but for gradients that rest with it (`offload`). It may be used inside `no_sync`, and with a scaled loss. Gradients of
+    parameters that the policy's `ignored` leaves alone are weighed alike: their mean over ranks (with `gradient_reduction="sum"` their
+    sum) is the gradient. Zero them with the others.
 
     Args:
         loss_sum: 0-dim: this rank's loss, summed over its `num_tokens` tokens.
@@ -40,8 +42,9 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
 
     Raises:
         ValueError: Nothing in `model` is sharded, the loss is not 0-dim or has no graph, the number of tokens is negative or not finite
-            (a tensor on a GPU gives nan on all ranks), `model` is only a part of a model, or a backward without a number of tokens has
-            left gradients. Every rank raises it; on a GPU, where the host does not wait, only the rank with the mistake.
+            (a tensor on a GPU gives nan on all ranks), `model` is only a part of a model, a backward without a number of tokens has
+            left gradients, or nothing trains but what `ignored` leaves alone. Every rank raises it; on a GPU, where the host does not
+            wait, only the rank with the mistake.
         TypeError: The loss is no tensor, or the number of tokens is no number. The same ranks raise it.
 
     Example::
@@ -62,6 +65,8 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
     except BaseException:
         for reducer in reducers_of(states):  # earlier gradients are scaled for a sum that is incomplete now
             reducer.give_up()
+        for ignored in ignored_of(states):
+            ignored.give_up()
         raise
     note(states, weights.total)
     return torch.where(weights.tokens == 0, 0, weights.loss / weights.tokens).to(loss_sum.dtype)
@@ -81,6 +86,8 @@ def _mistake(loss_sum: Any, num_tokens: Any, states: list[LayerState]) -> Except
             "a second zero3.backward inside one zero3.step_guard: the number of tokens of the first one counts only when the guard ends. "
             "Give each micro-batch a guard of its own."
         )
+    if any(each.parameter.requires_grad for each in ignored_of(states)) and not any(state.trainable() for state in states):
+        return ValueError("nothing trains but parameters that the policy's `ignored` leaves alone: no chunk's gradient counts their tokens")
     return _not_a_count(num_tokens) or _only_a_part(states)
 
 
@@ -137,7 +144,7 @@ def weigh(states: list[LayerState], tokens: int | Tensor, loss: float | Tensor, 
     if error is not None:
         counts.fill_(nan)
     communicator = ungated(states[0].communicator)
-    with NamingFailures(communicator, "counting", Subject("the tokens of the micro-batch")):
+    with NamingFailures(communicator, "counting", Subject("the tokens of the micro-batch"), "zero3.backward"):
         communicator.all_reduce(counts)
     agree_where_nan(communicator, states[0].device, "zero3.backward", counts[3:], error)
     so_far = counts[2] / counts[3].clamp(min=1)
@@ -145,6 +152,8 @@ def weigh(states: list[LayerState], tokens: int | Tensor, loss: float | Tensor, 
     share = torch.where(total == 0, 0, 1 / total)
     for reducer in reducers_of(states):
         reducer.scale(so_far * share)
+    for ignored in ignored_of(states):
+        ignored.scale(so_far * share)
     return Weights(counts[0], counts[1], total, share)
 
 

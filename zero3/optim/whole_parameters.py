@@ -107,7 +107,7 @@ def _empty_chunks(family: Family, layouts: list[ChunkLayout]) -> list[Chunk]:
         for layout in layouts:
             trains = family.frozen is None or layout.slots[0].name not in family.frozen
             place = host_of(state.communicator).residence_for(state.policy, state.device)
-            numel = layout.chunk_numel(state.communicator.shard_rank)
+            numel = layout.chunk_numel(old.index)
             values = memory_for(place, numel, old.shard.dtype, state.device, state.policy if trains else None)
             shard = nn.Parameter(values.zero_(), requires_grad=trains)
             made.append(chunk_of(place, state.device, layout, shard, state.communicator, state.policy))
@@ -116,7 +116,6 @@ def _empty_chunks(family: Family, layouts: list[ChunkLayout]) -> list[Chunk]:
 
 @torch.no_grad()
 def _fill(family: Family, chunks: list[Chunk]) -> None:
-    rank = family.state.communicator.shard_rank
     for old in family.chunks:
         old.show_as_stored()
         old.make_room()
@@ -125,7 +124,7 @@ def _fill(family: Family, chunks: list[Chunk]) -> None:
             old.finish_fetch()
             views = {slot.name: view for slot, view in zip(old.layout.slots, old.views, strict=True)}
             for chunk in chunks:
-                for piece in chunk.layout.pieces(rank):
+                for piece in chunk.pieces:
                     if piece.slot.name in views:
                         chunk.shard.data[piece.place].copy_(views[piece.slot.name].reshape(-1)[piece.start : piece.stop])
         finally:
@@ -142,6 +141,10 @@ def _exchange(family: Family, chunks: list[Chunk]) -> None:
         if family.frozen is None:
             chunk.trainable_when_wrapped = family.chunks[0].trainable_when_wrapped
         torch.autograd.graph.increment_version(chunk.shard)  # so that older graphs, whose buffers are gone, raise
+    if family.frozen is not None:
+        for sharded in state.parameters:
+            if sharded.chunk in family.chunks:  # first, because hooks go on parameters that train
+                sharded.sites.parameter.requires_grad_(sharded.sites.name not in family.frozen)
     at = state.chunks.index(family.chunks[0])
     kept = [chunk for chunk in state.chunks if chunk not in family.chunks]
     for name in state.chunk_names():

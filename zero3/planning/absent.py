@@ -198,6 +198,12 @@ class _PaperLane:
             then = None
         return _PaperMark(self._ranks, number, pending, then)
 
+    def defer(self, begin: Callable[[], Mark]) -> Mark:
+        return begin()
+
+    def begin_deferred(self) -> None:
+        pass
+
 
 class _PaperMark:
     def __init__(self, ranks: AbsentRanks, number: int, pending: Pending, then: Callable[[], None] | None) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -81,6 +83,18 @@ def backward(loss: Tensor) -> None:
     torch.autograd.Variable._execution_engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+@contextmanager
+def fused_on_meta() -> Iterator[None]:
+    """In it, optimizers with `fused=True` step on meta tensors. torch's list of devices has no "meta"."""
+    place = vars(import_module("torch.optim.optimizer"))
+    devices = place["_get_fused_kernels_supported_devices"]
+    place["_get_fused_kernels_supported_devices"] = lambda: [*devices(), "meta"]
+    try:
+        yield
+    finally:
+        place["_get_fused_kernels_supported_devices"] = devices
 
 
 class _GroupedProduct(torch.autograd.Function):

@@ -76,9 +76,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ran: Callable[..., None] = lambda *_: None
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        # (Fused optimizers work in place. Not all of their kernels know the meta device.)
+        result = None if func.__name__.startswith("_fused_") and "_." in func.__name__ else func(*args, **(kwargs or {}))
         self._clock += 1
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):

@@ -86,11 +86,11 @@ def _from_config(directory: Path, dtype: torch.dtype | None) -> nn.Module:
     return model
 
 
-def prepare(model: nn.Module, *, lora: Any, checkpointing: bool) -> nn.Module:
-    """The model as it would be given to `shard`: in training mode, with adapters, and with checkpoints in its blocks."""
+def prepare(model: nn.Module, *, lora: Any, checkpointing: bool, dtype: torch.dtype | None = None) -> nn.Module:
+    """The model as it would be given to `shard`: in training mode, with adapters of `dtype`, and with checkpoints in its blocks."""
     model.train()
     if lora is not None:
-        model = _with_adapters(model, lora)
+        model = _with_adapters(model, lora).to(dtype)
     if checkpointing:
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # today's name, and that of before transformers 5.23
         enable = next((method for name in names if callable(method := getattr(model, name, None))), None)
@@ -115,6 +115,17 @@ def _with_adapters(model: nn.Module, lora: Any) -> nn.Module:
     with torch.device("meta"):
         adapted: nn.Module = peft.get_peft_model(model, lora)
     return adapted
+
+
+def unplanned(model: nn.Module, layers: list[str]) -> str:
+    """In words, what a micro-batch of text leaves out of a model that takes more. `layers`: those that it has not reached."""
+    config = getattr(model, "config", None)
+    kinds = {"vision_config": "images", "audio_config": "sound"}
+    without = " and ".join(kind for name, kind in kinds.items() if getattr(config, name, None) is not None)
+    if not without and not layers:
+        return ""
+    of = f" of {len(layers)} layers ({layers[0]} to {layers[-1]})" if layers else ""
+    return f"without {without or 'what more it takes than text'}: the parameters{of} are counted, their activations are not"
 
 
 def vocabulary_of(model: nn.Module) -> int:

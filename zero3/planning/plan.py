@@ -10,11 +10,11 @@ from ..policy import ShardingPolicy
 from . import limits
 from .choosing import advised, roomier
 from .cluster import Cluster
-from .models import Source, on_paper
+from .models import Source, on_paper, unplanned
 from .result import Plan
 from .setup import Setup
 from .trace import OptimizerClass, peak_of
-from .units import parse_bytes
+from .units import meant, parse_bytes
 
 __all__: list[str] = []
 
@@ -50,15 +50,16 @@ def plan(
         batch: Sequences in a rank's micro-batch.
         sequence: Tokens in a sequence.
         policy: As `shard` takes it. With `offload`, `offload_optimizer` is thought to be used as well.
-        memory: The bytes that a rank has, a number or text such as `"24GiB"`. None: what fits is not asked.
+        memory: The bytes that a rank has, a number or text such as `"24GiB"`. `"80GB"` is a card's name, and means what such a card
+            offers: so are 16, 24, 32, 40, 48, 96, 141 and 192 GB. Other GB are 10^9 bytes. None: what fits is not asked.
         checkpointing: Each block keeps its inputs alone and computes again in backward, without reentrance.
         optimizer: A function that makes the optimizer from a list of parameters, such as a class.
         accumulation: Micro-batches in a step.
         lora: The rank of adapters, which stand where peft puts them by default, or in all linear maps if it has no default for the
-            model. Or a `peft.LoraConfig`. None: no adapters.
+            model. Or a `peft.LoraConfig`. None: no adapters. Without `master_dtype` they are float32, as peft makes them.
         device: `"cuda"` plans for NCCL, and rounds as CUDA's allocator does. `"cpu"` plans for gloo between processes of one host.
         cluster: The machines, as a `Cluster`, for the time of a step.
-        master_dtype: The dtype of the model's parameters. None: as the model has it, or config.json says.
+        master_dtype: The dtype of the model's parameters, adapters included. None: as the model has it, or config.json says.
         mesh: `(replicas, shards)`: chunks are cut over `shards` ranks, and repeated `replicas` times. Their product is `ranks`. None:
             chunks are cut over all ranks.
         rank: The rank to plan for. On NCCL all ranks hold the same. On gloo each holds the gradients of other parameters for a moment.
@@ -86,12 +87,12 @@ def plan(
     setup = Setup(
         source=on_paper(model_or_directory, master_dtype), ranks=ranks, batch=batch, sequence=sequence, policy=policy,
         checkpointing=checkpointing, optimizer=optimizer, accumulation=accumulation, lora=lora, device=device,
-        mesh=mesh, rank=rank,
+        mesh=mesh, rank=rank, master_dtype=master_dtype,
     )  # fmt: skip
-    return _planned(setup, room, cluster)
+    return _planned(setup, room, cluster, "" if memory is None else meant(memory))
 
 
-def _planned(setup: Setup, memory: int | None, cluster: Cluster | None) -> Plan:
+def _planned(setup: Setup, memory: int | None, cluster: Cluster | None, memory_meant: str) -> Plan:
     trace = setup.trace()
     moments = trace.measure(setup.batch, setup.sequence, setup.accumulation)
     peak, by_cause = peak_of(moments)
@@ -118,5 +119,6 @@ def _planned(setup: Setup, memory: int | None, cluster: Cluster | None) -> Plan:
         peak_bytes=peak, by_cause=by_cause, unknown=setup.unknown(peak), where=highest.name, memory=memory, fits=fits,
         largest_batch=batch, largest_sequence=sequence, advice=advice, advised_bytes=advised_bytes, policy=policy, seconds=seconds,
         attention=attention, parameters=trace.parameters, trainable=trace.trainable, moments=tuple(moments), setup=setup, cluster=cluster,
-        after_forward=after_forward, offloaded_bytes=offloaded,
+        after_forward=after_forward, offloaded_bytes=offloaded, memory_meant=memory_meant,
+        unplanned=unplanned(setup.source, trace.unreached),
     )  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core.gradient_types import reduce_deferred
 from ..offload.one_by_one import narrowed, step_of
+from ..scratch.regions import pinned_nbytes
 from .ledger import ELSEWHERE, Ledger
 
 __all__: list[str] = []
@@ -25,9 +26,21 @@ class OnPaper:
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         with self._resting():
+            if self.far and not self._in_files:
+                return torch.empty(self.taken(numel * dtype.itemsize), dtype=torch.uint8, device="meta")[: numel * dtype.itemsize].view(
+                    dtype
+                )
             return torch.empty(numel, dtype=dtype, device="meta")
 
     to_copy_into = empty
+
+    def taken(self, nbytes: int) -> int:
+        return pinned_nbytes(nbytes) if self.far and not self._in_files else nbytes
+
+    is_shared_by_forks = False
+
+    def check_process(self) -> None:
+        return None
 
     def to_copy_from(self, values: Tensor) -> Tensor:
         """Pinned memory for what comes from a file."""

@@ -68,6 +68,8 @@ class Plan:
         after_forward: The most bytes that are there when a micro-batch's forward ends, outputs included: what `watch` looks at on CPUs.
         offloaded_bytes: With `policy.offload`, the most bytes that rest elsewhere, in host memory or in files: chunks, gradients and the
             optimizer's state; on a GPU with what the optimizer's step makes on the way, since it runs on the host. Otherwise 0.
+        memory_meant: How `memory` was understood, such as "what a card of 80 GB offers". Empty where that is plain.
+        unplanned: What the plan leaves out of a model that takes more than text, in words: images, sound. Empty: nothing.
         moments: A `Moment` for each part of the step, in order: what a rank holds in it at most.
         setup: What was planned: the model without values, and the arguments.
         cluster: The cluster that was given.
@@ -90,6 +92,8 @@ class Plan:
     trainable: int
     after_forward: int
     offloaded_bytes: int
+    memory_meant: str
+    unplanned: str
     moments: tuple[Moment, ...] = field(repr=False)
     setup: Any = field(repr=False)
     cluster: Cluster | None = field(repr=False)
@@ -102,6 +106,7 @@ class Plan:
             "advice": list(self.advice), "advised_bytes": self.advised_bytes, "policy": repr(self.policy), "seconds": self.seconds,
             "attention": dict(self.attention), "parameters": self.parameters, "trainable": self.trainable,
             "after_forward": self.after_forward, "offloaded_bytes": self.offloaded_bytes,
+            "memory_meant": self.memory_meant, "unplanned": self.unplanned,
         }  # fmt: skip
 
     def compare(self, policies: Iterable[ShardingPolicy]) -> list[Comparison]:
@@ -199,6 +204,8 @@ def _table(plan: Plan, setup: Setup) -> str:
     if plan.offloaded_bytes:
         where = "host memory" if setup.policy.offload == "cpu" else f"files in {setup.policy.offload}"
         lines.append(_row("offloaded", gib(plan.offloaded_bytes), f"rests in {where}: chunks, gradients, the optimizer's state"))
+    if plan.unplanned:
+        lines.append(_row("not planned", plan.unplanned))
     lines += _fitting(plan)
     if plan.attention:
         lines.append(_row("attention", ", ".join(f"{name}, {count} calls" for name, count in plan.attention.items())))
@@ -218,7 +225,7 @@ def _fitting(plan: Plan) -> list[str]:
         return []
     left = plan.memory - plan.peak_bytes - plan.unknown[1]
     verdict = f"fits, and leaves {gib(left)}" if plan.fits else f"does not fit: {gib(-left)} too much"
-    lines = [_row("memory", gib(plan.memory), verdict)]
+    lines = [_row("memory", gib(plan.memory), verdict + (f" ({plan.memory_meant})" if plan.memory_meant else ""))]
     batch, sequence = plan.largest_batch or "none fits", plan.largest_sequence or "less than 128"
     lines.append(_row("largest batch", f"{batch}", f"at this sequence; largest sequence at this batch: {sequence}"))
     if plan.advice and plan.advised_bytes is not None:

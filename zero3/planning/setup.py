@@ -6,13 +6,17 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
+from ..core.parameters import find_parameters
+from ..core.quantizing import formats_of
 from ..policy import ShardingPolicy
 from ..quantized.configured import configured_in
+from ..quantized.formats import NF4
 from .cluster import Cluster, replay
-from .models import on_paper, output_embeddings_of, prepare
-from .trace import OptimizerClass, Trace
+from .models import on_paper, prepare
+from .trace import STEADY, OptimizerClass, Trace, repeated
 
 __all__: list[str] = []
 
@@ -28,6 +32,8 @@ FOLLOWED = frozenset(
         "gather_format", "reduce_format", "group_adapters", "resident_bytes", "offload",
     }
 )  # fmt: skip
+
+_REPLAYED = 8  # micro-batches; each one more takes as long as the last of them
 
 # What no tensor tells, on a GPU: the least and the most, in bytes. Estimates, which docs/plan.md explains; we have not measured them.
 _CONTEXT = (300 * 2**20, 700 * 2**20)  # CUDA's context and the kernels that it loads
@@ -51,6 +57,7 @@ class Setup:
     device: str
     mesh: tuple[int, int] | None = None  # replicas, and the ranks of each, which share the model
     rank: int = 0
+    master_dtype: torch.dtype | None = None  # of adapters; None: as peft makes them. The source has its own already
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -93,13 +100,13 @@ class Setup:
         """Whether frozen weights could be stored in fewer bits, and are not."""
         if self.policy.quantize is not None or configured_in(getattr(self.source, "config", None)) is not None:
             return False
-        head = output_embeddings_of(self.source)
-        linear = (module for module in self.source.modules() if isinstance(module, nn.Linear) and module is not head)
-        return any(self.lora is not None or not module.weight.requires_grad for module in linear)
+        model = self.source if self.lora is None else on_paper(self.source).requires_grad_(False)
+        everything = find_parameters(model, lambda module: False)
+        return bool(formats_of(everything, ShardingPolicy(quantize=NF4()), "", model))
 
     def trace(self) -> Trace:
         """Builds the model on the meta device, and shards it."""
-        model = prepare(on_paper(self.source), lora=self.lora, checkpointing=self.checkpointing)
+        model = prepare(on_paper(self.source), lora=self.lora, checkpointing=self.checkpointing, dtype=self.master_dtype)
         return Trace(
             model, ranks=self.ranks, policy=self.policy, device=self.device, optimizer=self.optimizer, rank=self.rank,
             replicas=self.replicas,
@@ -109,8 +116,15 @@ class Setup:
         """The time of a step of `trace` on `cluster`. None: chunks rest elsewhere, and how fast they come and go is not known."""
         if trace.offloads:
             return None
-        events = trace.events(self.batch, self.sequence, self.accumulation)
-        return replay(events, cluster, self.ranks, replicas=self.replicas, one_queue=not self.policy.separate_backup_group)
+        parts = trace.micro_batches(self.batch, self.sequence, min(self.accumulation, STEADY))
+
+        def seconds(accumulation: int) -> float:
+            one_queue = not self.policy.separate_backup_group
+            return replay(repeated(parts, accumulation), cluster, self.ranks, replicas=self.replicas, one_queue=one_queue)
+
+        few = min(self.accumulation, _REPLAYED)
+        more = self.accumulation - few
+        return seconds(few) + (more * (seconds(few) - seconds(few - 1)) if more else 0.0)
 
     def unknown(self, peak: int) -> tuple[int, int]:
         """The least and the most bytes that come on top of a peak of tensors."""

@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,8 +26,8 @@ from ..core.recipes import QuantizedWeight
 from ..policy import ShardingPolicy
 from ..quantized.codec import Codec
 from ..shard import shard
-from .absent import AbsentRanks
-from .kernels import DeviceKernels, backward
+from .absent import AbsentRanks, Awaited, Issued
+from .kernels import DeviceKernels, backward, fused_on_meta
 from .ledger import CAUSES, ELSEWHERE, Ledger, Moment
 from .models import loss_of, vocabulary_of
 from .resting import step_by_turns
@@ -35,6 +36,7 @@ from .work import merged, work_of
 __all__: list[str] = []
 
 ALLOCATION = 512  # bytes, to which CUDA's caching allocator rounds each tensor up
+STEADY = 3  # micro-batches that are traced: the first, one that all between it and the last are like, and the last
 OptimizerClass = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -88,6 +90,8 @@ class Trace:
         self._loss, self._accumulating = loss, accumulating
         self._peaks: dict[tuple[int, int, int], int] = {}
         self._learned = self._stepped = False  # whether the optimizer has stepped: at all, and since the last micro-batch
+        self._begins: Callable[[], object] = _ignore  # called at each micro-batch
+        self._reached = {id(root)}  # the states of layers that were fetched
         self._times = 1.0  # how often what runs now would run: see `_decode`
 
     def measure(self, batch: int, sequence: int, accumulation: int = 1) -> list[Moment]:
@@ -112,30 +116,37 @@ class Trace:
 
     def events(self, batch: int, sequence: int, accumulation: int = 1) -> list[Any]:
         """What a step after the first does, in order: `Work` of compute, and transfers that are issued and awaited."""
+        return repeated(self.micro_batches(batch, sequence, min(accumulation, STEADY)), accumulation)
+
+    def micro_batches(self, batch: int, sequence: int, number: int) -> list[list[Any]]:
+        """The events of each micro-batch of such a step. The optimizer's are with the last."""
         if not self._learned:
             self.measure(batch, sequence)
-        found: list[Any] = []
+        found: list[list[Any]] = []
 
         def ran(func: Any, args: Sequence[Any], result: Any) -> None:
             if (work := work_of(func, args, result)) is not None:
-                merged(found, work.times(self._times))
+                merged(found[-1], work.times(self._times))
 
-        self.ledger.ran, self.ranks.on_event = ran, found.append
+        self.ledger.ran, self.ranks.on_event = ran, lambda event: found[-1].append(event)
+        self._begins = lambda: found.append([])
         try:
             with self._counting():
-                self._step(batch, sequence, accumulation)
+                self._step(batch, sequence, number)
         finally:
-            self.ledger.ran, self.ranks.on_event = _ignore, _ignore
+            self.ledger.ran = self.ranks.on_event = self._begins = _ignore
         return found
 
     def _step(self, batch: int, sequence: int, micro_batches: int) -> None:
         self.ledger.begin("", "beginning of forward")
         for left in reversed(range(micro_batches)):
+            self._begins()
             with self._accumulating(self.model) if left else nullcontext():
                 backward(self._loss(self.model, batch, sequence))
             self._stepped = False
         self.ledger.begin("", "optimizer's step")
-        self._step_optimizer()
+        with fused_on_meta():
+            self._step_optimizer()
         self._stepped = True
         self.optimizer.zero_grad()
 
@@ -178,8 +189,14 @@ class Trace:
             vars(chunk)["release"] = partial(self._release, chunk, chunk.release)
             vars(chunk)["is_stale"] = partial(self._is_stale, chunk, chunk.is_stale)
 
+    @property
+    def unreached(self) -> list[str]:
+        """The layers that no micro-batch has called yet."""
+        return [_name_of(state) for state in states_of(self.model) if id(state) not in self._reached]
+
     def _fetch(self, state: LayerState, fetch: Callable[[], None]) -> None:
-        self.ledger.begin(state.label.split("'")[1] if "'" in state.label else "the root", "backward" if inside_backward() else "forward")
+        self._reached.add(id(state))
+        self.ledger.begin(_name_of(state), "backward" if inside_backward() else "forward")
         fetch()
 
     def _make_room(self, chunk: Chunk, make_room: Callable[..., None], *, as_stored: bool = False) -> None:
@@ -237,6 +254,26 @@ def _quantized_in(states: Iterable[LayerState]) -> Iterator[QuantizedWeight]:
         for sharded in state.parameters:
             if isinstance(sharded.sites, QuantizedSites):
                 yield sharded.sites.weight
+
+
+def _name_of(state: LayerState) -> str:
+    return state.label.split("'")[1] if "'" in state.label else "the root"
+
+
+def repeated(parts: list[list[Any]], accumulation: int) -> list[Any]:
+    """The events of so many micro-batches, from those of the first ones, up to `STEADY`: what is in the middle comes again and again."""
+    if accumulation <= len(parts):
+        return [event for part in parts for event in part]
+    first, steady, last = parts
+    count = sum(isinstance(event, Issued) for event in steady)
+
+    def later(event: Any, times: int) -> Any:
+        return replace(event, number=event.number + times * count) if isinstance(event, Issued | Awaited) else event
+
+    found = list(first)
+    for times in range(accumulation - 2):
+        found += [later(event, times) for event in steady]
+    return found + [later(event, accumulation - STEADY) for event in last]
 
 
 def _full_nbytes(chunk: Chunk) -> int:

@@ -30,25 +30,35 @@ class Work(NamedTuple):
 
 def work_of(func: Any, args: Sequence[Any], result: Any) -> Work | None:
     """The work of an operation on meta tensors. None: it only looks at memory in another way, or allocates."""
-    if func.is_view or "empty" in func.__name__ or "detach" in func.__name__:
+    if func.is_view or any(word in func.__name__ for word in ("empty", "detach", "_unsafe_view")):
         return None
     read, written = ([tensor for tensor in tensors_in(each) if tensor.is_meta] for each in (args, result))
     nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in [*read, *written])
     count: Callable[..., int] | None = flop_counter.flop_registry.get(func.overloadpacket)
     if count is None and "flash_attention_for_cpu" in func.__name__:
-        return Work(_attention(args, backward="backward" in func.__name__), nbytes, 0, 1)
+        return Work(int(_computed(func, args) * _attention(args, backward="backward" in func.__name__)), nbytes, 0, 1)
     if count is None:
         return Work(0, nbytes, 0, 1)
     matrices = [leaf for leaf in read if leaf.dim() >= 2]
     narrow = min((size for leaf in matrices for size in leaf.shape[-2:]), default=0)
-    return Work(count(*args, out_val=result), nbytes, narrow, 1)
+    return Work(int(_computed(func, args) * count(*args, out_val=result)), nbytes, narrow, 1)
 
 
 def _attention(args: Sequence[Any], *, backward: bool) -> int:
-    """As torch counts that of other devices: two products in forward, five in backward, without regard to causal masks."""
+    """As torch counts that of other devices: two products in forward, five in backward, each of all pairs."""
     query, key = args[1:3] if backward else args[0:2]
     product = 2 * math.prod(query.shape[:-1]) * key.shape[-2] * query.shape[-1]
     return int(product * (5 if backward else 2))
+
+
+def _computed(func: Any, args: Sequence[Any]) -> float:
+    """The share of all pairs of tokens that the kernel of a causal attention computes: it leaves out what it would mask. 1: all."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    if not given.get("is_causal"):
+        return 1.0
+    rows, columns = given["query"].shape[-2], given["key"].shape[-2]
+    square = min(rows, columns)
+    return float((square * (square + 1) / 2 + (rows - square) * columns) / (rows * columns))
 
 
 def merged(works: list[Any], work: Work) -> None:

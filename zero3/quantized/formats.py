@@ -121,7 +121,7 @@ class NF4(Format):
         block_size: The elements of a block, a power of two from 32 to 4096.
         double_quant: The blocks' scales are quantised too, less their mean: to eight bits, with one float32 for each 256 of them.
         select: A function `(name, ParamInfo) -> bool` that says which parameters a policy quantises. None: the weights of frozen
-            linear layers but for the output embeddings', and frozen experts that are one 3-D parameter.
+            linear layers but for the output embeddings', and frozen experts that are one 3-D parameter (`[num_experts, ...]`).
 
     Raises:
         ValueError: `block_size` is not allowed.

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from torch import nn
 from ..access import reset, states_of
 from ..comm.agreement import agree, tell_all
 from ..core.comparison import drop_stale
-from ..core.coordination import Action, Activity, Gate, gate_for
+from ..core.coordination import Action, Activity, Gate, gate_for, ungated
 from ..core.layer_state import LayerState, reducers_of
+from ..core.runtime import Runtime
 from ..core.transactions import TransactionalReducer, hold, let_go
 from ..layer import runtimes_in
 
@@ -28,8 +30,36 @@ __all__: list[str] = []
 
 _Operation = tuple[Any, ...]  # (operation, number of the layer, texts that ranks compare)
 
+BEGIN, END = "begin", "end"  # of a forward or a backward, where ranks meet under `Join`
 _MISTAKE = "! "  # how a text begins that tells of the caller's mistake, and of no failed micro-batch
 MAX_KNOWN = 8  # sequences of collectives that are remembered
+
+
+class _Phase:
+    """A forward or a backward. The inner gate's context is not left by an exception, because the guard may make the rest inside of it."""
+
+    def __init__(self, gate: _RecordingGate, activity: Activity) -> None:
+        self._gate, self.activity = gate, activity
+        self.context = gate.inner.doing(activity)
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        for phase in [phase for phase in self._gate.phases if phase.error is not None]:  # the caller has caught it inside the guard
+            phase.leave(phase.error)
+        self._gate.done.append((BEGIN, 0, self.activity.name))
+        self.context.__enter__()
+        self._gate.phases.append(self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.error = error
+        if error is None:
+            self.leave(None)
+
+    def leave(self, error: BaseException | None) -> None:
+        self._gate.phases.remove(self)
+        if error is None:
+            self._gate.done.append((END, 0, self.activity.name))
+        self.context.__exit__(None if error is None else type(error), error, None)
 
 
 class _RecordingGate:
@@ -37,13 +67,14 @@ class _RecordingGate:
 
     compares_at_end = True
 
-    def __init__(self, inner: Gate, numbers: dict[object, int], done: list[_Operation]) -> None:
+    def __init__(self, inner: Gate, numbers: dict[object, int], done: list[_Operation], phases: list[_Phase]) -> None:
         self.inner = inner
         self._numbers = numbers
-        self._done = done
+        self.done = done
+        self.phases = phases  # those that are entered and not left
 
     def doing(self, activity: Activity) -> AbstractContextManager[Any]:
-        return self.inner.doing(activity)
+        return _Phase(self, activity)
 
     def gather(self, layer: Any) -> AbstractContextManager[Any]:
         if layer.chunks:
@@ -59,12 +90,12 @@ class _RecordingGate:
         return self.inner.compare(layer, place, names)
 
     def passing(self, action: Action, layer: Any = None) -> AbstractContextManager[Any]:
-        if action in (Action.TOKENS, Action.LOOK):
+        if action in (Action.TOKENS, Action.LOOK, Action.SETTLE):
             self._note(action.name, layer)
         return self.inner.passing(action, layer)
 
     def _note(self, operation: str, layer: object, *words: str) -> None:
-        self._done.append((operation, self._numbers[layer], *words))
+        self.done.append((operation, self._numbers[layer], *words))
 
 
 @dataclass
@@ -91,6 +122,7 @@ class CollectiveReplay:
         if any(state.gradients.holds for state in self._states):
             raise ValueError(f"rank {self.rank}: zero3.step_guard inside another one: give each micro-batch one guard")
         self._done: list[_Operation] = []
+        self._phases: list[_Phase] = []
         self._held: list[LayerState] = []
         self._kind = tuple(
             (s.gradients.deferred, s.gradients.fate, *(chunk.shard.requires_grad for chunk in s.chunks)) for s in self._states
@@ -108,7 +140,7 @@ class CollectiveReplay:
             for state in self._states:
                 self._held.append(state)
                 hold(state.gradients)
-                state.gate = _RecordingGate(state.gate, numbers, self._done)
+                state.gate = _RecordingGate(state.gate, numbers, self._done, self._phases)
         except BaseException:
             self.close(keep=False)
             raise
@@ -121,11 +153,18 @@ class CollectiveReplay:
             order.expect(known)
 
     @property
+    def _records(self) -> bool:
+        """Whether all collectives were noted. If `Join` has ended inside the guard, they were not."""
+        return all(isinstance(state.gate, _RecordingGate) for state in self._states)
+
+    @property
     def knows_the_rest(self) -> bool:
         alone = self._states[0].communicator.world_size == 1
-        return alone or (self._script is not None and self._script.after(self._done) is not None)
+        return alone or (self._records and self._script is not None and self._script.after(self._done) is not None)
 
     def _learn(self) -> None:
+        if not self._records:
+            return
         if self._script is not None:
             done, known = tuple(self._done), self._script.known
             known[:] = [done, *(other for other in known if other != done)][:MAX_KNOWN]
@@ -137,22 +176,38 @@ class CollectiveReplay:
     def make_the_rest(self) -> None:
         """Makes the remaining collectives of this micro-batch, together with the other ranks."""
         following = (self._script.after(self._done) if self._script is not None else None) or ()
-        reset(self._model)
         runtimes = {state: runtime for runtime in runtimes_in(self._model) for state in runtime.layers}
+        with ExitStack() as going_on:
+            for runtime in dict.fromkeys(runtimes.values()):
+                going_on.enter_context(runtime.backward.going_on())
+                runtime.reset(broken=False)
+        for state in self._states:
+            state.gradients.end_backward()  # what lands from now on is taken back too
         for operation, number, *words in following:
-            state = self._states[number]
-            if operation == "gather":
-                state.start_fetch()
-                state.finish_fetch()
-                state.release_or_keep()
-            elif operation == "reduce":
-                runtimes[state].backward.take_part_in_backup(state)
-            elif operation == "agree":
-                agree(state.communicator, state.device, words[0], words[1:])
-            elif operation == Action.LOOK.name:
-                drop_stale(state.communicator, runtimes[state].layers)
-            else:
-                state.communicator.all_reduce(torch.zeros(4, dtype=torch.float64, device=state.device))
+            self._repeat(operation, self._states[number], runtimes[self._states[number]], words)
+
+    def _repeat(self, operation: str, state: LayerState, runtime: Runtime, words: list[str]) -> None:
+        if operation == BEGIN:
+            state.gate.doing(Activity[words[0]]).__enter__()
+        elif operation == END:
+            next(phase for phase in reversed(self._phases) if phase.activity.name == words[0]).leave(None)
+        elif operation == "gather":
+            state.start_fetch()
+            state.finish_fetch()
+            state.release_or_keep()
+        elif operation == "reduce":
+            runtime.backward.reduce(state)
+        elif operation == "agree":
+            with state.gate.compare(state, words[0], words[1:]):
+                agree(ungated(state.communicator), state.device, words[0], words[1:])
+        elif operation == Action.LOOK.name:
+            drop_stale(ungated(state.communicator), runtime.layers)
+        elif operation == Action.SETTLE.name:
+            with state.gate.passing(Action.SETTLE, state):
+                runtime.backward.drain_backups()
+        else:
+            with state.gate.passing(Action.TOKENS, state):
+                ungated(state.communicator).all_reduce(torch.zeros(4, dtype=torch.float64, device=state.device))
 
     def end(self, failure: str, mistake: RuntimeError | None) -> dict[int, str]:
         """Ends the micro-batch: tells the other ranks this rank's `failure` ("": none). Returns rank -> failure.
@@ -162,26 +217,26 @@ class CollectiveReplay:
         """
         mistake = mistake or self._mistake()
         text = f"{_MISTAKE}{mistake}" if mistake is not None else failure
-        try:
-            told = self._tell_all(text)
-        except torch.OutOfMemoryError as error:  # for the nine bytes: nothing is sent yet
-            reset(self._model)
-            told = self._tell_all(text or f"{type(error).__name__}: {error}")
-        errors = {rank: what for rank, what in enumerate(told) if what}
-        if not errors:
-            self._learn()
-            return errors
-        reset(self._model)
-        self._expect(self._found)  # the failed rank has not learned the orders that the others have learned
-        for rank, what in errors.items():
-            if what.startswith(_MISTAKE):
-                raise RuntimeError(f"rank {rank}: {what.removeprefix(_MISTAKE)}")
-        logging.getLogger("zero3").warning("a micro-batch was dropped on all ranks: %s", errors)
-        return errors
-
-    def _tell_all(self, text: str) -> list[str]:
         first = self._states[0]
-        return tell_all(first.communicator, first.device, "the end of a guarded micro-batch", text, first.log.digest)
+        with first.gate.passing(Action.GUARD, first):
+            try:
+                told = tell_end(first, text)
+            except torch.OutOfMemoryError as error:  # for the nine bytes: nothing is sent yet
+                reset(self._model)
+                told = tell_end(first, text or f"{type(error).__name__}: {error}")
+            errors = {rank: what for rank, what in enumerate(told) if what}
+            if errors:
+                reset(self._model)
+                self._expect(self._found)  # the failed rank has not learned the orders that the others have learned
+            else:
+                self._learn()
+            for rank, what in errors.items():
+                if what.startswith(_MISTAKE):
+                    raise RuntimeError(f"rank {rank}: {what.removeprefix(_MISTAKE)}")
+            self.close(keep=not errors)  # here ranks without data do it too
+        if errors:
+            logging.getLogger("zero3").warning("a micro-batch was dropped on all ranks: %s", errors)
+        return errors
 
     def _mistake(self) -> RuntimeError | None:
         """What this rank has done inside the guard that the other ranks may not have done."""
@@ -198,12 +253,24 @@ class CollectiveReplay:
         return None
 
     def close(self, *, keep: bool) -> None:
-        for reducer in reducers_of(self._held) if not keep else ():
-            if isinstance(reducer, TransactionalReducer):
-                reducer.roll_back()
-        for state in self._held:
+        held, self._held = self._held, []
+        for state in held:
             state.gate = state.gate.inner if isinstance(state.gate, _RecordingGate) else gate_for(state.policy.compare_every)
-            let_go(state.gradients)
+        for state in held:
+            let_go(state.gradients, keep=keep)
+
+    def give_up(self, error: BaseException) -> None:
+        """The guard raises: under `Join` the other ranks hear of it."""
+        try:
+            for phase in list(self._phases):
+                phase.leave(error)
+        finally:
+            self.close(keep=False)
 
     def _chunk_versions(self) -> list[int]:
         return [chunk.shard._version for state in self._states for chunk in state.chunks]
+
+
+def tell_end(first: LayerState, text: str) -> list[str]:
+    """The end of a guarded micro-batch: what every rank tells the others ("": nothing), in rank order."""
+    return tell_all(ungated(first.communicator), first.device, "the end of a guarded micro-batch", text, first.log.digest, "step_guard")

@@ -38,7 +38,8 @@ def step_guard(model: nn.Module, catch: type[Exception] | tuple[type[Exception],
     Every rank enters and leaves it. It contains the forward and the backward of one micro-batch. `zero_grad`, clipping and the step
     stay outside, because a rank that failed would not do what the others did, and `no_sync` goes around it.
 
-    Gradients of earlier micro-batches stay on every rank. Buffers (of BatchNorm) and random generators stay as the micro-batch left
+    Gradients of earlier micro-batches stay on every rank. If `no_sync` has kept them, and the dropped micro-batch was to reduce them,
+    call `reduce_gradients` before clipping and the step. Buffers (of BatchNorm) and random generators stay as the micro-batch left
     them. The exception is caught and logged (logger "zero3", WARNING). The context costs one exchange of nine bytes for each rank at
     the end, for which the host waits, and one more gradient shard, as with `ShardingPolicy(transactional=True)`.
 
@@ -87,6 +88,5 @@ def step_guard(model: nn.Module, catch: type[Exception] | tuple[type[Exception],
         guarded.errors.update(replay.end(failure, mistake))
     except BaseException as error:
         guarded.errors.setdefault(replay.rank, f"{type(error).__name__}: {error}")
+        replay.give_up(error)
         raise
-    finally:
-        replay.close(keep=not guarded.failed)

@@ -13,6 +13,7 @@ import os
 import warnings
 import weakref
 from bisect import bisect, insort
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23  # of madvise; Python 3.11 has no names
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4  # of sync_file_range
 _READ_AHEAD = 1 << 17  # bytes; a disk's own limit is seldom lower, and the kernel leaves out what is above it
 _FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED = 0x10  # of mmap
 
 
 class MappedFiles(Regions):
@@ -51,6 +53,12 @@ class MappedFiles(Regions):
         self._directory = directory
         self._has_warned = False
         self._places: list[_Place] = []  # of regions, sorted
+        self._process = os.getpid()
+        os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self)))  # Python keeps the function; it is small
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        self.check_process()
+        return super().empty(numel, dtype)
 
     def _new_region(self, nbytes: int) -> Region:
         descriptor, offset = self._file.take(nbytes)
@@ -140,6 +148,23 @@ class MappedFiles(Regions):
             if code not in (errno.EINVAL, errno.ENOSYS, errno.ESPIPE):  # where there is no such call the kernel writes when it has to
                 raise OSError(code, f"{nbytes} bytes of what is offloaded to {self._directory!r} can't be written: {os.strerror(code)}")
 
+    def check_process(self) -> None:
+        """
+        Raises:
+            RuntimeError: This is a forked child of the process whose files these are.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"process {os.getpid()} was forked from process {self._process}, and what that has offloaded to {self._directory!r} is its "
+                "own: a forked child has no copy of it. Train, step, load and save in the process that has sharded the model, or start "
+                'the other one with multiprocessing\'s "spawn" and shard a model of its own there'
+            )
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: what it writes from now on it alone sees. (What the parent writes, it may see.)"""
+        for place in self._places:
+            _map(place.descriptor, place.offset, place.nbytes, mmap.MAP_PRIVATE | _MAP_FIXED, place.address)
+
     def __contains__(self, tensor: Tensor) -> bool:
         return self._pages_of(tensor) is not None
 
@@ -157,6 +182,11 @@ class MappedFiles(Regions):
         if (pages := self._pages_of(tensor)) is None:  # elsewhere MADV_DONTNEED would set memory to zero
             return 0
         return ctypes.get_errno() if _libc.madvise(pages[0], pages[1], advice) else 0
+
+
+def _leave_to_parent(files: weakref.ref[MappedFiles]) -> None:
+    if (found := files()) is not None:
+        found.leave_to_parent()
 
 
 def _write(descriptor: int, address: int, nbytes: int, offset: int) -> None:
@@ -181,9 +211,13 @@ class _Mapped:
     """A part of a file, mapped."""
 
     def __init__(self, descriptor: int, offset: int, nbytes: int) -> None:
-        access, shared = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
-        self.address = _libc.mmap(None, nbytes, access, shared, descriptor, offset)
-        if self.address in (None, _FAILED):
-            code = ctypes.get_errno()
-            raise OSError(code, f"{nbytes} bytes of a file can't be mapped: {os.strerror(code)}")
+        self.address = _map(descriptor, offset, nbytes, mmap.MAP_SHARED)
         weakref.finalize(self, _libc.munmap, self.address, nbytes).atexit = False  # at exit, other threads may still read it
+
+
+def _map(descriptor: int, offset: int, nbytes: int, flags: int, address: int | None = None) -> int:
+    found: int | None = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
+    if found is None or found == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{nbytes} bytes of a file can't be mapped: {os.strerror(code)}")
+    return found

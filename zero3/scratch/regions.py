@@ -50,6 +50,12 @@ class Regions:
         raise NotImplementedError
 
 
+def pinned_nbytes(nbytes: int) -> int:
+    """What torch takes for so many bytes of pinned memory: whole pages are asked for here, and torch rounds up to a power of two."""
+    pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    return 1 << (pages - 1).bit_length() if nbytes else 0
+
+
 class PinnedRegions(Regions):
     """Pinned memory of the host."""
 

@@ -41,7 +41,10 @@ class Announcements:
             self._control.all_reduce(both, maximum=True)
         highest, lowest = int(both[0].item()), int(-both[1].item())
         if highest >> _LAYER_BITS == Action.ABORT:
-            raise RuntimeError("another rank raised while some had no data left: its own error says why. All leave the Join context.")
+            raise RuntimeError(
+                "another rank raised while some had no data left: its own error says why. All leave the joinable's context; to drop a "
+                "micro-batch with an exception and go on, put it into zero3.step_guard."
+            )
         if highest != lowest:
             raise RuntimeError(f"ranks have come apart: one {self._told(lowest)}, another {self._told(highest)}")
         return Action(highest >> _LAYER_BITS), self._states[self._number_in(highest)]
@@ -55,9 +58,12 @@ class Announcements:
             Action.END: "is through with its forward or backward",
             Action.GATHER: f"gathers layer {label}",
             Action.REDUCE: f"reduces the gradients of layer {label}",
+            Action.KEEP: f"reduces the gradients of layer {label} in its replica alone",
+            Action.SETTLE: "waits for its gradients",
             Action.AGREE: "has come to a layer that was not foreseen",
             Action.LOOK: "begins a forward",
             Action.TOKENS: "counts tokens",
+            Action.GUARD: "ends a guarded micro-batch",
         }[Action(code >> _LAYER_BITS)]
 
 

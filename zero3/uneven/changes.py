@@ -41,9 +41,8 @@ class StateChanges:
 
     def gradients(self) -> list[int]:
         """The number of gradients, and the number of layers that keep sums for a later backward to reduce."""
-        parts = [part.grad for part in parts_of(self._states)]
         return [
-            sum((gradient.earlier if isinstance(gradient, DeferredGradient) else gradient) is not None for gradient in parts),
+            sum(_reduced(part) is not None for part in parts_of(self._states)),
             sum(state.gradients.owed() for state in self._states),
         ]
 
@@ -58,4 +57,10 @@ class StateChanges:
                 reducer.drop_all()
 
     def _now(self) -> list[tuple[int, Tensor | None, int]]:
-        return [(p._version, p.grad, 0 if p.grad is None else p.grad._version) for p in parts_of(self._states)]
+        gradients = [(part, _reduced(part)) for part in parts_of(self._states)]
+        return [(part._version, found, 0 if found is None else found._version) for part, found in gradients]
+
+
+def _reduced(part: Tensor) -> Tensor | None:
+    """The gradient of earlier backwards. A `step_guard`, and gradients that are kept, put another object into its place."""
+    return part.grad.earlier if isinstance(part.grad, DeferredGradient) else part.grad

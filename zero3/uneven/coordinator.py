@@ -25,7 +25,9 @@ from ..comm.errors import NamingFailures, Subject
 from ..core.coordination import Action, Activity, GatedCommunicator, gate_for, ungated
 from ..core.layer_state import LayerState
 from ..core.runtime import Runtime
+from ..core.transactions import hold, let_go
 from ..optim.token_mean import note, weigh
+from ..resilience.replay import tell_end
 from .announcements import Announcements, Doing
 from .changes import StateChanges
 from .headcount import Headcount, said
@@ -37,6 +39,11 @@ _CHANGED = (
     "some ranks have no data left, and the others have changed chunks or gradients outside the joinable's step(), or have zeroed only "
     "some of the gradients. Ranks without data can't repeat this. Call joinable.step() in place of optimizer.step(), and clip, update "
     "and zero gradients inside the step function."
+)
+_CAUGHT = (
+    "this rank's code has caught an exception of its last forward or backward. The others can't take back what they did for it, with "
+    "transactional=True neither, so the joinable's context is over on all ranks. Let exceptions leave the context, or put each "
+    "micro-batch into zero3.step_guard, which drops it on all ranks"
 )
 
 
@@ -55,19 +62,22 @@ class JoinCoordinator:
         self._divide_by_all = True
         self._notify: Callable[[], bool] = lambda: False
         self.on = False
+        self._over = False  # whether an exception of this rank has ended the context, and nothing was called since
+        self.inside: Callable[[], object] = lambda: None  # tells whether this rank is still inside the context
         self._scope: Activity | None = None  # the forward or backward that this rank runs
         self._round: Activity | None = None  # the round that this rank has met the others for
         self._announces = False  # whether this round's collectives are announced, because some ranks only follow
         self._follows = False  # whether this rank takes part in an announced collective now
         self._strayed = False  # whether some rank has missed a pass that others ran
         self._waited = False  # whether some rank has missed it because it waited for a step
+        self._holds = False  # whether this rank follows ranks that are in a `step_guard`
         self._tokens: Tensor | None = None  # the tokens of the next backward
         self._changes = StateChanges(states)
 
     def begin(self, notify: Callable[[], bool], *, divide_by_all: bool) -> None:
         """Enters the context. `notify` tells `Join` before each round that this rank has data; it returns False if `Join` is disabled."""
         self._notify, self._divide_by_all = notify, divide_by_all
-        self.on, self._scope, self._round, self._announces = True, None, None, False
+        self.on, self._over, self._scope, self._round, self._announces = True, False, None, None, False
         self._changes.forget()
         for state in self._states:
             state.gate = self
@@ -76,6 +86,7 @@ class JoinCoordinator:
     def end(self) -> None:
         """Leaves the context: the model is again as it was before `begin`."""
         self.on, self._scope, self._round = False, None, None
+        self._let_go(keep=False)
         if self._strayed:
             self._forget_orders()
         for state in self._states:
@@ -97,17 +108,18 @@ class JoinCoordinator:
     def gather(self, layer: object) -> AbstractContextManager[None]:
         return self.passing(Action.GATHER, layer)
 
-    def reduce(self, layer: object) -> AbstractContextManager[None]:
-        return self.passing(Action.REDUCE, layer)
+    def reduce(self, layer: LayerState) -> AbstractContextManager[None]:
+        return self.passing(Action.REDUCE if layer.gradients.may_reduce else Action.KEEP, layer)
 
     def compare(self, layer: object, place: str, names: list[str]) -> AbstractContextManager[None]:
         return self.passing(Action.AGREE, self._states[0])  # any layer: the ranks may be at different ones, and compare that next
 
     def enter(self, kind: Activity) -> None:
+        self._check_not_over()
         if not self.on or self._round is Activity.STEP:
             return
         if self._scope is Activity.BACKWARD and kind is Activity.FORWARD:  # no forward begins inside a backward, so that one raised
-            self._give_up("its last backward raised")
+            self._give_up(_CAUGHT)
         if self._scope is None:
             self._scope = kind
 
@@ -117,8 +129,17 @@ class JoinCoordinator:
         self._scope = None
         if self._round is not None and error is None:
             self._finish()
-        elif self._round is not None:
-            self._abort()
+        elif self._round is not None and self._abort():
+            self._over = True
+            for state in self._states:
+                state.gate = self  # to see whether this rank goes on
+
+    def _check_not_over(self) -> None:
+        if self._over:
+            self._over = False
+            self.end()
+            if self.inside() is not None:
+                raise self._refusal(_CAUGHT)
 
     @contextmanager
     def passing(self, action: Action, layer: object = None) -> Iterator[None]:
@@ -145,10 +166,11 @@ class JoinCoordinator:
 
     def step(self) -> Any:
         """Waits until all ranks with data have called this, takes part in their collectives meanwhile, and steps with them."""
+        self._check_not_over()
         if not self.on or self._round is Activity.STEP:
             return self._step()
         if self._scope is Activity.BACKWARD:
-            self._give_up("its last backward raised")
+            self._give_up(_CAUGHT)
         self._meet(Activity.STEP)
         return self._take_step()
 
@@ -192,6 +214,8 @@ class JoinCoordinator:
                 self._announces = False
                 for runtime in dict.fromkeys(self._runtimes.values()):
                     runtime.backward.drain_backups()
+                for state in self._states if together is Activity.BACKWARD else ():
+                    state.gradients.end_backward()
                 if together is Activity.BACKWARD and self._tokens is not None:
                     note(self._states, self._tokens)
                     self._tokens = None
@@ -201,12 +225,25 @@ class JoinCoordinator:
             try:
                 if action is Action.TOKENS:
                     self._tokens = weigh(self._states, 0, 0).total
+                elif action is Action.GUARD:
+                    self._let_go(keep=not any(tell_end(self._states[0], "")))
                 else:
                     help_with(action, state, self._runtimes[state])
             except Exception as caught:  # the other ranks hear of it at their next announcement
                 error = caught
             finally:
                 self._follows = False
+
+    def _hold(self) -> None:
+        """From now on gradients are staged, as on the ranks with data, which are in a `step_guard`."""
+        for state in self._states if not self._holds else ():
+            hold(state.gradients)
+        self._holds = True
+
+    def _let_go(self, *, keep: bool) -> None:
+        for state in self._states if self._holds else ():
+            let_go(state.gradients, keep=keep)
+        self._holds = False
 
     # -- on all ranks
 
@@ -224,7 +261,8 @@ class JoinCoordinator:
 
     def _count(self, kind: Activity | None) -> Activity:
         """Meets the other ranks, and returns the round that comes next. A step comes last: ranks at a step wait for the others."""
-        mine = said(kind, *self._changes.gradients(), changed=kind is not None and self._changes.changed())
+        guarded = self._states[0].gradients.holds > 0
+        mine = said(kind, *self._changes.gradients(), changed=kind is not None and self._changes.changed(), guarded=guarded)
         counts = torch.tensor(mine, dtype=torch.int64, device=self._states[0].device)
         try:
             with self._naming:
@@ -241,6 +279,8 @@ class JoinCoordinator:
             self._fail(_CHANGED)
         if kind is not found.together:
             self._changes.follow(found.gradients, found.owed)
+            if found.guarded:
+                self._hold()
         self._note_order(found.together, waiting=found.waiting > 0)
         for state in self._states:
             _average_over(state, self._control.world_size if self._divide_by_all else found.number)
@@ -261,6 +301,7 @@ class JoinCoordinator:
     def _forget_orders(self) -> None:
         self._strayed = self._waited = False
         for runtime in dict.fromkeys(self._runtimes.values()):
+            runtime.replays.clear()
             for order in runtime.orders:
                 order.forget()
 
@@ -272,21 +313,23 @@ class JoinCoordinator:
             self.end()
             raise
 
-    def _abort(self) -> None:
-        """This rank is about to raise. The other ranks raise at their next announcement."""
+    def _abort(self) -> bool:
+        """This rank is about to raise. The other ranks raise at their next announcement. Returns whether any listened."""
         announces, self._announces = self._announces and self.on, False
         self._round = self._scope = None
         if announces:
             try:
                 self._exchange(Action.ABORT)
             except RuntimeError:
-                return
+                return True
+        return announces
 
     def _give_up(self, reason: str) -> None:
-        announced, rank = self._announces, self._control.rank
-        self._abort()
-        if announced:
-            raise RuntimeError(f"rank {rank}: some ranks have no data left, and {reason}.")
+        if self._abort():
+            raise self._refusal(reason)
+
+    def _refusal(self, reason: str) -> RuntimeError:
+        return RuntimeError(f"rank {self._control.rank}: some ranks have no data left, and {reason}.")
 
 
 def _average_over(state: LayerState, ranks: int) -> None:

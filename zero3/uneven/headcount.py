@@ -10,15 +10,15 @@ from ..core.coordination import Activity
 __all__: list[str] = []
 
 
-def said(kind: Activity | None, gradients: int, owed: int, *, changed: bool) -> list[int]:
-    """One rank's report: 11 integers, which are added over ranks.
+def said(kind: Activity | None, gradients: int, owed: int, *, changed: bool, guarded: bool) -> list[int]:
+    """One rank's report: 12 integers, which are added over ranks.
 
     `kind`: the rank's round, or None if it has no data. `gradients`: how many it holds. `owed`: how many of its layers hold sums that
-    are not reduced yet. `changed`: see `StateChanges.changed`.
+    are not reduced yet. `changed`: see `StateChanges.changed`. `guarded`: whether its round is inside a `step_guard`.
     """
     here = (kind is Activity.STEP, kind not in (Activity.STEP, None), kind is None)
     at_step, elsewhere, without = ([gradients * place, owed * place] for place in here)
-    return [*(int(kind is each) for each in Activity), *at_step, *elsewhere, *without, int(changed)]
+    return [*(int(kind is each) for each in Activity), *at_step, *elsewhere, *without, int(changed), int(guarded and here[1])]
 
 
 class Headcount(NamedTuple):
@@ -33,10 +33,11 @@ class Headcount(NamedTuple):
     owed: int  # layers of the ranks in this round that hold sums, all added up
     theirs: int  # gradients of the other ranks, all added up
     changed: bool  # whether any rank has changed what the others can't see
+    guarded: bool  # whether this round is inside a `step_guard`
 
     @classmethod
     def of(cls, counts: Sequence[int], world_size: int) -> Headcount:
-        present, held = counts[: len(Activity)], counts[len(Activity) : -1]
+        present, held = counts[: len(Activity)], counts[len(Activity) : -2]
         busy = [each for each in Activity if each is not Activity.STEP and present[each]]
         together = busy[0] if busy else Activity.STEP
         waiting = present[Activity.STEP] if busy else 0
@@ -44,7 +45,7 @@ class Headcount(NamedTuple):
         apart = " and ".join(f"{present[each]} in {each.name.lower()}" for each in busy) if len(busy) > 1 else ""
         theirs = held[4] + (held[0] if busy else 0)
         number = present[together]
-        return cls(together, number, waiting, world_size - number - waiting, apart, gradients, owed, theirs, counts[-1] > 0)
+        return cls(together, number, waiting, world_size - number - waiting, apart, gradients, owed, theirs, counts[-2] > 0, counts[-1] > 0)
 
     @property
     def others(self) -> int:

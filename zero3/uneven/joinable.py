@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -76,9 +77,11 @@ class JoinableModel(Joinable):
         if not all(first.communicator.same_ranks(other.communicator) for other in others):
             raise ValueError("the model's layers are on different process groups: Join needs one")
         if first.policy.dynamic:
-            raise ValueError("policy.dynamic=True, expected False: ranks without data can't follow forwards that leave out layers")
+            raise ValueError("joinable: policy.dynamic=True, expected False: ranks without data can't follow forwards that skip layers")
         if whole := next((state for state in (first, *others) if not shards_gradients(state.policy)), None):
-            raise ValueError(f"layer {whole.label} has policy.stage=1, expected 2 or 3: ranks without data can't follow its reductions")
+            raise ValueError(
+                f"joinable: layer {whole.label} has policy.stage=1, expected 2 or 3: ranks without data can't follow its reductions"
+            )
         self._model = model
         self._device = first.device
         self._communicator = ungated(first.communicator)
@@ -112,7 +115,9 @@ class JoinableModel(Joinable):
         self._rounds = JoinCoordinator(states, runtimes, self._communicator, self._step)
         if self._communicator.world_size > 1:
             self._rounds.begin(self._has_data, divide_by_all=divide_by_all)
-        return Shadow(self._rounds.follow, self._rounds.end)
+        shadow = Shadow(self._rounds.follow, self._rounds.end)
+        self._rounds.inside = weakref.ref(shadow)  # torch's context alone holds it
+        return shadow
 
     @property
     def join_device(self) -> torch.device:

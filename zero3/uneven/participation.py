@@ -20,7 +20,15 @@ def help_with(action: Action, state: LayerState, runtime: Runtime) -> None:
     if action is Action.GATHER:
         state.take_part_in_fetch()
     elif action is Action.REDUCE:
-        runtime.backward.take_part_in_backup(state)
+        runtime.backward.reduce(state)
+    elif action is Action.KEEP:
+        state.gradients.defer(1, replicas_only=True)
+        try:
+            runtime.backward.reduce(state)
+        finally:
+            state.gradients.defer(-1, replicas_only=True)
+    elif action is Action.SETTLE:
+        runtime.backward.drain_backups()
     elif action is Action.LOOK:
         drop_stale(runtime.communicator, runtime.layers)
     elif action is Action.AGREE:

@@ -275,9 +275,9 @@ class Exchange:
                     parameter.copy_(values)
 
 
-def named(communicator: Communicator, doing: str, what: str) -> NamingFailures:
+def named(communicator: Communicator, doing: str, what: str, caller: str = "") -> NamingFailures:
     """Context whose errors tell the rank and the purpose of a transfer that fails inside."""
-    return NamingFailures(communicator, doing, Subject(what))
+    return NamingFailures(communicator, doing, Subject(what), caller)
 
 
 class _Named:

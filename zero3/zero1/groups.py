@@ -126,5 +126,5 @@ def communicators_of(process_group: Any, devices: Iterable[torch.device]) -> tup
         return {device: communicator_for(None, device) for device in devices}, mistake
 
 
-def agree_on(shards: Shards, lines: list[str], error: Exception | None) -> None:
-    agree(shards.communicator, shards.device, "the parameters of ZeroRedundancyOptimizer", lines, error)
+def agree_on(shards: Shards, lines: list[str], error: Exception | None, caller: str = "ZeroRedundancyOptimizer") -> None:
+    agree(shards.communicator, shards.device, "the parameters of ZeroRedundancyOptimizer", lines, error, caller=caller)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..comm.agreement import meeting
 from ..comm.ddp import Joinable, Shadow, still_here
 from ..comm.factory import process_group_of
 from .buckets import Entry
@@ -83,7 +84,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._overlap = DDPOverlap(shards, self) if overlapping else None
         flags = f"overlap_with_ddp={bool(overlapping)}, parameters_as_bucket_view={bool(viewed)}"
         lines = [flags, *(line_of(entry) for group in entries for entry in group), *self._options(groups)]
-        agree_on(shards, lines, error or mistake or mistake_in(lambda: self._check(range(len(groups)))))
+        with meeting(shards.communicator, error or mistake):
+            agree_on(shards, lines, error or mistake or mistake_in(lambda: self._check(range(len(groups)))))
         divided = [(held, options_of(group)) for held, group in zip(entries, groups, strict=True)]
         agree_on(shards, [], mistake_in(lambda: shards.create(self._make, divided, self._defaults)))
         self._shards = shards
@@ -155,7 +157,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         added = self.param_groups[before:]
         entries = entries_of(added[0], before, whole=self._whole[before]) if added else []
         try:
-            agree_on(self._shards, [line_of(entry) for entry in entries] + self._options(added, before), error)
+            agree_on(self._shards, [line_of(entry) for entry in entries] + self._options(added, before), error, "add_param_group")
         except Exception:
             del self.param_groups[before:], self._whole[before:]
             raise
@@ -175,7 +177,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         shards = self._opened
         known = isinstance(to, int) and 0 <= to < self.world_size
         wrong = None if known else ValueError(f"to={to!r}, expected a rank from 0 to {self.world_size - 1}")
-        agree_on(shards, [f"consolidate_state_dict(to={to})"], wrong)
+        agree_on(shards, [f"consolidate_state_dict(to={to})"], wrong, "consolidate_state_dict")
         self._consolidated, self._consolidated_at = consolidate(shards, to), shards.updates
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,7 +222,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         error = mistake_in(lambda: super(ZeroRedundancyOptimizer, self).load_state_dict(state_dict))
         handle.remove()
         try:
-            agree_on(shards, self._options(self.param_groups) if error is None else [], error)
+            agree_on(shards, self._options(self.param_groups) if error is None else [], error, "ZeroRedundancyOptimizer.load_state_dict")
         except Exception:
             self.param_groups = groups
             raise

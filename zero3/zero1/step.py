@@ -63,7 +63,8 @@ def roll_call(shards: Shards, lines: list[str], *, joined: bool, error: Exceptio
     """
     state = _JOINED if joined else _ACTIVE if error is None else _FAILED
     digest = hashlib.sha256("\n".join(lines).encode()).digest()[:15]
-    with named(shards.communicator, "comparing with the other ranks", "which parameters of ZeroRedundancyOptimizer have gradients"):
+    subject = "which parameters of ZeroRedundancyOptimizer have gradients"
+    with named(shards.communicator, "comparing with the other ranks", subject, "ZeroRedundancyOptimizer.step"):
         headers = shards.communicator.exchange(digest + bytes([state]), shards.device)
     if any(header[-1] == _FAILED for header in headers) or len({header for header in headers if header[-1] != _JOINED}) > 1:
         agree(shards.communicator, shards.device, "which parameters have gradients", lines, error)

@@ -14,6 +14,7 @@ import zero3
 from tests.device.scenarios.registry import SCENARIOS, Scenario, scenario
 from tests.device.training import ROWS, WIDTH, Block, Me, Stack, built, fails, loss_of, sgd, sharded, train, update, values
 from zero3 import ShardingPolicy
+from zero3.comm.communicator import SoloCommunicator
 
 
 def _offload_activations(me: Me, make: Callable[[], nn.Module], to: Any = "cpu", backward_inside: bool = False) -> list[Tensor]:
@@ -110,6 +111,113 @@ def offload_and_forwards_without_backward(me: Me) -> list[Tensor]:
             with zero3.full_params(model):
                 seen += [parameter.sum() for parameter in model.parameters()]
             _scale_chunks(model, 1.1)
+    return [*seen, *values(model)]
+
+
+def _by_hand(model: nn.Module, optimizer: Any, me: Me) -> None:
+    with torch.no_grad():
+        _scale_chunks(model, 0.5)
+
+
+def _as_data(model: nn.Module, optimizer: Any, me: Me) -> None:
+    for chunk in model.parameters():
+        chunk.data.mul_(0.5)
+
+
+def _as_an_average(model: nn.Module, optimizer: Any, me: Me) -> None:
+    """Takes the values out, and puts another average in place, as averages of weights do, many chunks at a time."""
+    chunks = [chunk.detach() for chunk in model.parameters()]
+    torch._foreach_lerp_(chunks, [torch.zeros_like(chunk) for chunk in chunks], 0.5)
+
+
+def _by_gradients(model: nn.Module, optimizer: Any, me: Me) -> None:
+    for chunk in model.parameters():
+        chunk.grad = torch.full(chunk.shape, 0.01, device="cpu")
+    update(optimizer)
+
+
+def _by_a_state(model: nn.Module, optimizer: Any, me: Me) -> None:
+    state = zero3.full_state_dict(model)
+    zero3.load_full_state_dict(model, {name: value * 0.5 for name, value in state.items()})
+
+
+def _by_a_checkpoint(model: nn.Module, optimizer: Any, me: Me) -> None:
+    """That of the run's first steps."""
+    zero3.load_checkpoint(me.directory / "first", model, optimizer)
+
+
+def _by_full_params(model: nn.Module, optimizer: Any, me: Me) -> None:
+    with zero3.full_params(model, writeback=True), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def _by_another_cut(model: nn.Module, optimizer: Any, me: Me) -> None:
+    zero3.set_trainable(model, lambda name, info: "norm" not in name)
+    optimizer.param_groups[0]["params"] = zero3.get_trainable_chunk(model)
+    _by_hand(model, optimizer, me)
+
+
+WRITERS = (_by_hand, _as_data, _as_an_average, _by_gradients, _by_a_state, _by_a_checkpoint, _by_full_params, _by_another_cut)
+
+
+@scenario
+def offload_and_a_forward_that_nobody_walks(
+    me: Me, prepare: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: optimizer
+) -> list[Tensor]:
+    """An evaluation without `no_grad`, after gradients were dropped. What comes next writes chunks, and the evaluation is read last."""
+    model = sharded(replace(me, offload="cpu"))
+    optimizer = prepare(sgd(model))
+    zero3.save_checkpoint(me.directory / "first", model, optimizer)
+    seen = []
+    for step, write in enumerate(WRITERS):
+        loss_of(model, me, step).backward()
+        update(optimizer)
+        loss = loss_of(model, me, 10 + step)
+        write(model, optimizer, me)
+        seen.append(loss.detach())
+    return [*seen, *values(model)]
+
+
+@scenario
+def offload_optimizer_and_a_forward_that_nobody_walks(me: Me) -> list[Tensor]:
+    return offload_and_a_forward_that_nobody_walks(me, zero3.offload_optimizer)
+
+
+@scenario
+def offload_and_a_forward_that_nobody_walks_on_one_rank(me: Me) -> list[Tensor]:
+    """Loads then write chunks themselves, without a scatter."""
+    return offload_and_a_forward_that_nobody_walks(replace(me, group=SoloCommunicator(), directory=me.directory / str(me.rank)))
+
+
+@scenario
+def offload_and_pieces_after_a_forward_that_nobody_walks(me: Me) -> list[Tensor]:
+    """The optimizer's parameters are parts of chunks, and share their memory. Whole ones do not, and are sent into chunks."""
+    model = sharded(replace(me, offload="cpu"))
+    groups = zero3.param_groups(model, lambda name, info: {"whole": "up" in name, "weight_decay": 0.1 * (info.ndim == 2)})
+    optimizer, seen = torch.optim.AdamW(groups, lr=0.01, foreach=True), []
+    for step, write in enumerate((_by_hand, _as_data, _as_an_average)):
+        loss_of(model, me, step).backward()
+        update(optimizer)
+        loss = loss_of(model, me, 10 + step)
+        write(model, optimizer, me)
+        seen.append(loss.detach())
+    return [*seen, *values(model)]
+
+
+@scenario
+def offload_and_a_write_after_a_backward_that_raised(me: Me) -> list[Tensor]:
+    """It raises before it has reduced anything. Then chunks are written, and the forward's output is read last."""
+    model = sharded(replace(me, offload="cpu"))
+    seen = train(model, me, 2)  # afterwards ranks have no more to compare
+    model.blocks[2].register_forward_hook(lambda module, inputs, output: output.register_hook(fails) and None)
+    for step in range(3):
+        loss = loss_of(model, me, step)
+        with suppress(ArithmeticError):
+            loss.backward()
+        zero3.reset(model)
+        _by_hand(model, None, me)
+        seen.append(loss.detach())
     return [*seen, *values(model)]
 
 

@@ -6,7 +6,7 @@ import torch
 
 import zero3
 from tests.device.scenarios.registry import add
-from tests.device.training import Adapted, Block, Stack, in_sequence, sharded
+from tests.device.training import Adapted, Block, Stack, Turning, in_sequence, sharded
 
 for _depth in range(4):
     add(f"prefetch_depth_{_depth}", lambda me, depth=_depth: in_sequence(me, prefetch_depth=depth))
@@ -22,6 +22,7 @@ add(
     "checkpoint_bf16_depth_2",
     lambda me: sharded(me, lambda: Stack(lambda: Block(reentrant=False)), param_dtype=torch.bfloat16, prefetch_depth=2),
 )
+add("complex_parameters", lambda me: sharded(me, lambda: Stack(Turning)))
 add("stage_1", lambda me: sharded(me, stage=1))
 add("stage_2", lambda me: sharded(me, stage=2))
 add("kept_between_forward_and_backward", lambda me: sharded(me, reshard_after_forward=False))

@@ -24,9 +24,9 @@ def no_sync(me: Me) -> list[Tensor]:
 
 
 @scenario
-def step_guard(me: Me) -> list[Tensor]:
+def step_guard(me: Me, **policy: Any) -> list[Tensor]:
     """Rank 1 fails in a forward and in a backward: both micro-batches are dropped on all ranks."""
-    model = sharded(me)
+    model = sharded(me, **policy)
     optimizer = sgd(model)
     for step in range(6):
         with zero3.step_guard(model) as guarded, ExitStack() as undone:
@@ -111,9 +111,11 @@ def mean_over_tokens(me: Me) -> list[Tensor]:
 
 
 @scenario
-def uneven_inputs(me: Me) -> list[Tensor]:
-    model = sharded(me)
+def uneven_inputs(me: Me, *, guarded: bool = False, **policy: Any) -> list[Tensor]:
+    """`guarded`: each micro-batch is in a step_guard. The last rank fails in a forward while all have data, and alone in a backward."""
+    model = sharded(me, **policy)
     optimizer = sgd(model)
+    last = me.rank == me.world_size - 1
 
     def clipped() -> None:
         zero3.clip_grad_norm_(model, 1.0)
@@ -122,9 +124,25 @@ def uneven_inputs(me: Me) -> list[Tensor]:
     uneven = zero3.joinable(model, clipped)
     with Join([uneven]):
         for step in range(2 + 2 * me.rank):
-            loss_of(model, me, step).backward()
+            with zero3.step_guard(model) if guarded else nullcontext(), ExitStack() as undone:
+                if guarded and last and step == 1:
+                    undone.callback(model.blocks[2].register_forward_pre_hook(fails).remove)
+                loss = loss_of(model, me, step)
+                if guarded and last and step == 2 * me.rank:
+                    loss.register_hook(fails)
+                loss.backward()
             uneven.step()
     return values(model)
+
+
+@scenario
+def uneven_inputs_and_transactional(me: Me) -> list[Tensor]:
+    return uneven_inputs(me, transactional=True)
+
+
+@scenario
+def uneven_inputs_and_step_guard(me: Me) -> list[Tensor]:
+    return uneven_inputs(me, guarded=True)
 
 
 @scenario

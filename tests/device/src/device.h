@@ -37,6 +37,7 @@ struct Asked {  // what is asked of the device by tests, under the machine's mut
   int sync_mode = 0;               // 2: an operation that makes the host wait is an error
   bool dry = false;                // no arithmetic and no memory, only the code path and the allocator's counts
   std::vector<std::string> waits;  // why the host had to wait
+  size_t event_waits = 0;          // how often it waited for an event: CUDA does not call that a synchronizing operation
 };
 inline Asked& asked = *new Asked;
 
@@ -224,13 +225,17 @@ struct Place {
   char* data = nullptr;
   std::vector<int64_t> sizes, strides;
   at::ScalarType dtype;
+  bool conjugate = false, negative = false;  // the bits of a tensor whose memory holds other values
 };
 inline Place place_of(const Tensor& t) {
   bool some = t.numel() || t.storage().data();
   char* data = some ? (char*)t.storage().mutable_data() + t.storage_offset() * t.element_size() : nullptr;
-  return Place{data, t.sizes().vec(), t.strides().vec(), t.scalar_type()};
+  return Place{data, t.sizes().vec(), t.strides().vec(), t.scalar_type(), t.is_conj(), t.is_neg()};
 }
 inline Tensor look_at(const Place& p) {
-  return at::from_blob(p.data, p.sizes, p.strides, at::TensorOptions().dtype(p.dtype).device(at::kCPU));
+  Tensor t = at::from_blob(p.data, p.sizes, p.strides, at::TensorOptions().dtype(p.dtype).device(at::kCPU));
+  if (p.conjugate) t._set_conj(true);
+  if (p.negative) t._set_neg(true);
+  return t;
 }
 }  // namespace sim

@@ -4,6 +4,8 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
@@ -49,32 +51,43 @@ inline Tensor& set_whole_storage(Tensor& self, at::Storage source) {
 }
 inline Tensor& set_tensor(Tensor& self, const Tensor& t) { return set_storage(self, t.storage(), t.storage_offset(), t.sizes(), t.strides()); }
 
+// A copy between the device and the host's pinned memory is made when its turn comes, by addresses. For one from or to pageable memory the
+// host waits, whatever it asks for.
 inline Tensor& copy_to_host(Tensor& self, const Tensor& src, bool later) {
   OnDevice guard(src.device().index());
   Queue* q = current(current_device);
-  Place from = place_of(src);
-  if (later && self.is_pinned()) {  // the caller waits for an event before it looks
-    launch(q, "copy_ to pinned memory", [to = self, from] { to.copy_(look_at(from).expand_as(to)); });
+  Place from = place_of(src.expand_as(self));
+  if (later && pinned.may_copy_later(self)) {
+    pinned.use_on(self, q);
+    launch(q, "copy_ to pinned memory", [to = place_of(self), from] { look_at(to).copy_(look_at(from)); });
     return self;
   }
   synchronize(q, "copy_ to host");
   at::AutoDispatchBelowADInplaceOrView below;
-  self.copy_(look_at(from).expand_as(self));
+  self.copy_(look_at(from));
   return self;
 }
-inline Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
-  if (self.numel() == 0) return self;
-  if (!on_device(self)) return copy_to_host(self, src, non_blocking);
-  OnDevice guard(self.device().index());
-  if (on_device(src) && src.device() != self.device()) synchronize(current(src.device().index()), "copy_ across devices");
-  if (asked.dry) return self;
+inline void copy_from_host(Tensor& self, const Tensor& src, bool later) {
+  Queue* q = current(current_device);
   Place to = place_of(self);
-  Tensor host = on_device(src) ? Tensor() : non_blocking && src.is_pinned() ? src : src.clone();  // pinned memory is read when its turn comes
-  Place from = on_device(src) ? place_of(src) : Place();
-  launch(current(current_device), host.defined() ? "copy_ from host" : "copy_", [to, from, host] {
-    Tensor t = look_at(to);
-    t.copy_((host.defined() ? host : look_at(from)).expand(t.sizes()));
-  });
+  if (later && pinned.may_copy_later(src)) {
+    pinned.use_on(src, q);
+    launch(q, "copy_ from pinned memory", [to, from = place_of(src)] { look_at(to).copy_(look_at(from).expand(to.sizes)); });
+    return;
+  }
+  synchronize(q, "copy_ from host");
+  if (!asked.dry) look_at(to).copy_(src.expand(to.sizes));
+}
+inline Tensor& copy_(Tensor& self, const Tensor& src, bool later) {
+  if (self.numel() == 0) return self;
+  if (!on_device(self)) return copy_to_host(self, src, later);
+  OnDevice guard(self.device().index());
+  if (!on_device(src)) {
+    copy_from_host(self, src, later);
+    return self;
+  }
+  if (src.device() != self.device()) synchronize(current(src.device().index()), "copy_ across devices");
+  launch(current(current_device), "copy_", [to = place_of(self), from = place_of(src)] { look_at(to).copy_(look_at(from).expand(to.sizes)); });
   return self;
 }
 inline void record_stream(Tensor& self, c10::Stream s) { use_on(self.storage().data_ptr(), s.device_index(), s.id()); }
@@ -88,6 +101,8 @@ inline void register_operators() {
   m.impl("empty_strided", empty_strided);
   m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("view", TORCH_FN(at::native::view));
+  m.impl("view_as_real", TORCH_FN(at::native::view_as_real));
+  m.impl("view_as_complex", TORCH_FN(at::native::view_as_complex));
   m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
   m.impl("unfold", TORCH_FN(at::native::unfold));
   m.impl("resize_", resize_);

@@ -75,7 +75,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_asked", [] { return at::detail::getCUDAHooks().hasCUDA() || TYPE != c10::DeviceType::CUDA; });
   m.def("set_dry", [](bool on) { asked.dry = on; });
   m.def("set_patience", [](double seconds) { gpu.patience = seconds; });
-  m.def("set_hosts", [](size_t count) { locked([&] { return gpu.hosts = count; }); });
+  m.def("set_hosts", [](size_t count) { locked([&] { return orders = {}, gpu.hosts = count; }); });
   m.def("host_ended", [] {
     locked([] { return gpu.hosts -= gpu.hosts > 0; });
     gpu.changed.notify_all();
@@ -100,6 +100,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     launch(current(current_device), "sleep", [us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
   });
   m.def("waits", [] { return locked([] { return std::exchange(asked.waits, {}); }); });
+  m.def("event_waits", [] { return locked([] { return std::exchange(asked.event_waits, 0); }); });
+  m.def("pinned", [] { return locked([] { return pinned.nbytes(); }); });  // bytes
   m.def("failure", [](int device) { return locked([&] { return gpu.failure[device]; }); });
   m.def("executed", [] { return gpu.executed; });
   m.def("allocations", [](int device) { return memory.count[device]; });

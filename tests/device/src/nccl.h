@@ -30,6 +30,52 @@ struct Communicator {
 };
 inline std::map<std::string, std::shared_ptr<Communicator>>& communicators = *new std::map<std::string, std::shared_ptr<Communicator>>;
 
+// Ranks have to begin the collectives of all their communicators in orders that fit together. If the orders make a circle (one rank
+// begins A and then B, another B and then A), and devices make one collective after another, ranks wait for each other for ever.
+struct Orders {
+  using What = std::shared_ptr<Communicator::Exchange>;
+  std::map<int, std::deque<What>> queues;     // of each device: what it has begun and that can't be over yet
+  std::map<What, std::set<int>> begun;        // the devices that have begun it
+
+  void begin(int device, const What& what) {
+    queues[device].push_back(what);
+    begun[what].insert(device);
+    while (end_first()) {
+    }
+    for (auto& [start, queue] : queues) {
+      std::string told;
+      std::set<int> path;
+      TORCH_CHECK_WITH(DistBackendError, !circle(start, path, told), "simulated NCCL: ranks begin collectives in different orders:", told);
+    }
+  }
+
+  bool end_first() {
+    for (auto& [what, devices] : begun) {
+      auto is_first = [&, what = what](int device) { return queues[device].front() == what; };
+      if (devices.size() < what->ins.size() || !std::all_of(devices.begin(), devices.end(), is_first)) continue;
+      for (int device : devices) queues[device].pop_front();
+      begun.erase(What(what));
+      return true;
+    }
+    return false;
+  }
+
+  // Whether `device` waits for itself, by way of others.
+  bool circle(int device, std::set<int>& path, std::string& told) {
+    if (queues[device].empty()) return false;
+    if (!path.insert(device).second) return true;
+    const What& first = queues[device].front();
+    for (int other : begun[first]) {
+      if (queues[other].front() == first || !circle(other, path, told)) continue;
+      told += " device " + std::to_string(device) + " makes " + first->meeting->name + " first;";
+      return true;
+    }
+    path.erase(device);
+    return false;
+  }
+};
+inline Orders& orders = *new Orders;
+
 inline void sum_up(Tensor& total, const Tensor& other, c10d::ReduceOp::RedOpType how) {
   using Op = c10d::ReduceOp;
   TORCH_CHECK(how == Op::SUM || how == Op::AVG || how == Op::MAX || how == Op::MIN, "simulated NCCL: reduce operation ", (int)how);
@@ -164,6 +210,7 @@ struct SimulatedNccl final : c10d::Backend {
     std::vector<Place> out;
     for (const Tensor& t : tensors) {
       TORCH_CHECK(on_device(t) && t.device().index() == device, "simulated NCCL: ", kind, ": a tensor is on ", t.device());
+      TORCH_CHECK(!t.is_complex(), "simulated NCCL: ", kind, ": unconvertible NCCL type ", t.dtype());
       TORCH_CHECK(t.is_contiguous(), "simulated NCCL: ", kind, ": a tensor is not contiguous");
       out.push_back(place_of(t));
     }
@@ -196,6 +243,7 @@ struct SimulatedNccl final : c10d::Backend {
         e->meeting->run = [e, kind, manner] { exchange(*e, kind, manner.root, manner.how); };
       }
       TORCH_CHECK_WITH(DistBackendError, e->what == kind, "simulated NCCL: ranks make different collectives, ", e->what, " and ", kind);
+      orders.begin(device, e);
       e->ins[rank_] = std::move(in);
       e->outs[rank_] = std::move(out);
       e->meeting->queues.push_back(q);

@@ -92,7 +92,7 @@ struct Machine {
   bool eager = false;            // the host waits for each task: execution in order, the reference for all others
   size_t room = SIZE_MAX;        // collectives that a device can hold at once, started and waiting for other ranks
   size_t hosts = 0;              // threads that may wait; if all do and nothing can go on, nothing ever will. 0: unknown
-  double patience = 60;          // seconds without any task after which a host gives up
+  double patience = 300;         // seconds without any task after which a host gives up
   bool ends_process = false;     // what NCCL's watchdog does with a collective that nobody joins
   std::vector<int> fails_in = std::vector<int>(MOST_DEVICES, 0);  // by device: the kernel, from now on, that fails; 0: none
 

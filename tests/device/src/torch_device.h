@@ -3,7 +3,7 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 
-#include "device.h"
+#include "pinned.h"
 
 namespace sim {
 struct Event {
@@ -62,7 +62,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return queue_of(s)->idle();
   }
   void synchronizeEvent(void* e) const override {
-    if (auto moment = moment_of(e)) wait_until([moment] { return moment->reached; }, {moment->on}, moment->on->device);
+    auto moment = moment_of(e);
+    if (!moment) return;
+    {
+      std::lock_guard<std::mutex> lock(gpu.mutex);
+      ++asked.event_waits;
+    }
+    wait_until([moment] { return moment->reached; }, {moment->on}, moment->on->device);
   }
   void synchronizeStream(const c10::Stream& s) const override { wait_until(idle(queue_of(s)), {queue_of(s)}, s.device_index()); }
   void synchronizeDevice(c10::DeviceIndex d) const override {
@@ -76,30 +82,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 };
 inline Guard guard_impl;
-
-// Host memory whose copies the host need not wait for.
-struct PinnedAllocator final : c10::Allocator {
-  static inline std::mutex mutex;
-  static inline std::set<const void*> live;
-  static void free(void* p) {
-    std::lock_guard<std::mutex> lock(mutex);
-    live.erase(p);
-    std::free(p);
-  }
-  static bool holds(const void* p) {
-    std::lock_guard<std::mutex> lock(mutex);
-    return live.count(p);
-  }
-  c10::DataPtr allocate(size_t n) override {
-    std::lock_guard<std::mutex> lock(mutex);
-    void* p = std::malloc(std::max<size_t>(n, 1));
-    live.insert(p);
-    return {p, p, &free, Device(c10::DeviceType::CPU)};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &free; }
-  void copy_data(void* to, const void* from, std::size_t n) const override { std::memcpy(to, from, n); }
-};
-inline PinnedAllocator pinned_allocator;
 
 struct CudaHooks final : at::CUDAHooksInterface {
   explicit CudaHooks(at::CUDAHooksArgs) {}
@@ -118,8 +100,8 @@ struct CudaHooks final : at::CUDAHooksInterface {
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex d) const override { return exchangeDevice(d); }
   void deviceSynchronize(c10::DeviceIndex d) const override { guard_impl.synchronizeDevice(d); }
   Device getDeviceFromPtr(void*) const override { return Device(TYPE, sim::current_device); }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
-  bool isPinnedPtr(const void* p) const override { return PinnedAllocator::holds(p); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
+  bool isPinnedPtr(const void* p) const override { return pinned.holds(p); }
 };
 
 struct OwnHooks final : at::PrivateUse1HooksInterface {
@@ -132,8 +114,8 @@ struct OwnHooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex d) const override { return guard_impl.exchangeDevice(Device(TYPE, d)).index(); }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex d) const override { return exchangeDevice(d); }
   Device getDeviceFromPtr(void*) const override { return Device(TYPE, sim::current_device); }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
-  bool isPinnedPtr(const void* p) const override { return PinnedAllocator::holds(p); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
+  bool isPinnedPtr(const void* p) const override { return pinned.holds(p); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t n) const override { resize_storage(storage.unsafeGetStorageImpl(), n); }
 };
 inline OwnHooks own_hooks;

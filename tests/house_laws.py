@@ -1,0 +1,186 @@
+"""Laws that the house does not keep everywhere yet: what breaks them stands in `house_laws.json`, and the lists only shrink.
+
+Whoever mends a place runs `python -m tests.house_laws`, which strikes it from its list, and never adds one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "zero3"
+LISTS = Path(__file__).with_suffix(".json")
+TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+LINES = {path.relative_to(PACKAGE).as_posix(): path.read_text().splitlines() for path in sorted(PACKAGE.rglob("*.py"))}
+
+Place = str  # a file of the package, and what stands there
+
+
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    for file, tree in TREES.items():
+        yield from ((file, node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
+    for file, tree in TREES.items():
+        yield from ((file, node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+def imported_names(file: str) -> Iterator[tuple[str, str]]:
+    """Name in the file, and the file of the package that it comes from."""
+    package = ["zero3", *file.split("/")[:-1]]
+    for node in ast.walk(TREES[file]):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            parts = [*base, *(node.module or "").split(".")] if node.module else base
+            for alias in node.names:
+                for path in ("/".join([*parts[1:], alias.name]), "/".join(parts[1:])):
+                    found = next((name for name in (f"{path}.py", f"{path}/__init__.py") if parts[0] == "zero3" and name in TREES), None)
+                    if found is not None:
+                        yield alias.asname or alias.name, found
+                        break
+
+
+IMPORTED = {file: dict(imported_names(file)) for file in TREES}
+
+
+def fields_of(node: ast.ClassDef) -> set[str]:
+    """What a class declares, or gives itself."""
+    declared = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)}
+    return declared | {
+        target.attr
+        for target in ast.walk(node)
+        if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store) and ast.unparse(target.value) == "self"
+    }
+
+
+def core_imports_comm_alone() -> Iterator[Place]:
+    for file, names in IMPORTED.items():
+        rooms = {found.split("/")[0].removesuffix(".py") for found in names.values()}
+        if file.startswith("core/"):
+            yield from (f"{file} imports {room}" for room in rooms - {"core", "comm"})
+
+
+def no_class_inherits_from_another_file() -> Iterator[Place]:
+    """But for protocols and exceptions."""
+    kinds = {(file, node.name): node for file, node in classes()}
+    for file, node in classes():
+        for base in node.bases:
+            name = ast.unparse(base).split("[")[0]
+            other = kinds.get((IMPORTED[file].get(name, ""), name))
+            if other is not None and not {"Protocol", "Exception", "ValueError", "RuntimeError"} & {ast.unparse(b) for b in other.bases}:
+                yield f"{file} {node.name}({name})"
+
+
+def a_field_is_assigned_in_its_class_s_file() -> Iterator[Place]:
+    owners = defaultdict(set)
+    for file, node in classes():
+        for field in fields_of(node):
+            owners[field].add(file)
+    for file, tree in TREES.items():
+        for node in ast.walk(tree):
+            stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) not in ("self", "cls")
+            if stored and owners[node.attr] and file not in owners[node.attr]:
+                yield f"{file} {ast.unparse(node)}"
+
+
+def nobody_writes_into_others_by_name() -> Iterator[Place]:
+    """`vars(x)[..] =`, `x.__dict__[..] =`, `x.__class__ =` and setattr."""
+    for file, tree in TREES.items():
+        for node in ast.walk(tree):
+            text = ast.unparse(node) if isinstance(node, ast.expr) else ""
+            stored = isinstance(getattr(node, "ctx", None), ast.Store)
+            if stored and isinstance(node, ast.Subscript) and (text.startswith("vars(") or ".__dict__[" in text):
+                yield f"{file} {text.partition('[')[0]}[..]"
+            elif (stored and text.endswith(".__class__")) or (isinstance(node, ast.Call) and text.startswith("setattr(")):
+                yield f"{file} {text.partition('(')[0]}"
+
+
+def a_class_s_name_stands_in_one_file() -> Iterator[Place]:
+    files = defaultdict(set)
+    for file, node in classes():
+        files[node.name].add(file)
+    yield from (f"{file} {name}" for name, found in files.items() if len(found) > 1 for file in found)
+
+
+def a_class_has_at_most_15_attributes() -> Iterator[Place]:
+    """But for frozen records, and for those that torch's modules are."""
+    for file, node in classes():
+        frozen = any("frozen=True" in ast.unparse(decorator) for decorator in node.decorator_list)
+        named = any("NamedTuple" in ast.unparse(base) for base in node.bases)
+        if not frozen and not named and len(fields_of(node)) > 15:
+            yield f"{file} {node.name}"
+
+
+def a_function_has_at_most_6_parameters() -> Iterator[Place]:
+    """But for public ones, whose names stand in `__init__`, and those that begin with an underscore twice."""
+    public = {name for file, names in IMPORTED.items() if file == "__init__.py" for name in names}
+    for file, node in functions():
+        arguments = [a for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs) if a.arg not in ("self", "cls")]
+        bools = [a for a in arguments if a.annotation is not None and ast.unparse(a.annotation) == "bool"]
+        if node.name not in public and node.name != "__init__" and (len(arguments) > 6 or len(bools) > 1):
+            yield f"{file} {node.name}"
+
+
+def a_function_has_at_most_40_lines() -> Iterator[Place]:
+    for file, node in functions():
+        first = node.body[0]
+        said = (first.end_lineno or 0) - first.lineno + 1 if ast.get_docstring(node) is not None else 0
+        if (node.end_lineno or 0) - node.lineno + 1 - said > 40:
+            yield f"{file} {node.name}"
+
+
+def a_small_file_has_more_than_one_reader() -> Iterator[Place]:
+    """A file of under 80 lines that one file alone imports is a part of that file."""
+    readers = defaultdict(set)
+    for file, names in IMPORTED.items():
+        for found in names.values():
+            readers[found].add(file)
+    for file, lines in LINES.items():
+        if len(lines) < 80 and not file.endswith("__init__.py") and len(readers[file]) == 1:
+            yield file
+
+
+LAWS: dict[str, Callable[[], Iterator[Place]]] = {
+    law.__name__: law
+    for law in (
+        core_imports_comm_alone,
+        no_class_inherits_from_another_file,
+        a_field_is_assigned_in_its_class_s_file,
+        nobody_writes_into_others_by_name,
+        a_class_s_name_stands_in_one_file,
+        a_class_has_at_most_15_attributes,
+        a_function_has_at_most_6_parameters,
+        a_function_has_at_most_40_lines,
+        a_small_file_has_more_than_one_reader,
+    )
+}
+
+
+def broken(law: str) -> dict[Place, int]:
+    """How often each place breaks it."""
+    return dict(sorted(Counter(LAWS[law]()).items()))
+
+
+def allowed(law: str) -> dict[Place, int]:
+    found: dict[Place, int] = json.loads(LISTS.read_text())[law]
+    return found
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, prog="python -m tests.house_laws").parse_args()
+    lists = json.loads(LISTS.read_text())
+    for law in LAWS:
+        now = broken(law)
+        lists[law] = {place: min(count, now[place]) for place, count in lists[law].items() if place in now}
+        print(f"{sum(lists[law].values()):6} {law.replace('_', ' ')}")
+    LISTS.write_text(json.dumps(lists, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,545 @@
+"""The table of axes: every field of `ShardingPolicy`, and every capability that is not one. Rows act in the order in which they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zero3
+from tests.pairs.joining import joined
+from tests.pairs.life import FILES, Life, Plain, Row, Sharded, Side, World
+from tests.pairs.model import BLOCKS, Data, drawn, is_adapter, is_base
+from tests.support.models import Broken
+from zero3 import Float8, Int8
+
+
+class Ignored(Row):
+    """Users bring what is left alone to the device, and its gradient to all ranks."""
+
+    def builds(self, one: Sharded, model: Any) -> None:
+        if not model.scale.is_meta:
+            model.scale.data = model.scale.to(one.device)
+
+    def before_step(self, one: Sharded) -> None:
+        for p in one.own():
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad
+            everywhere(one, gradient)
+            p.grad = gradient / one.world_size if one.life.policy.gradient_reduction == "mean" else gradient
+
+
+def everywhere(one: Sharded, tensor: Tensor) -> None:
+    """Sums over all ranks."""
+    if one.device.type == "cpu":
+        one.group.all_reduce(tensor)
+    else:
+        torch.distributed.all_reduce(tensor)
+
+
+class Dynamic(Row):
+    """Ranks leave out different blocks."""
+
+    def prepares(self, one: Side, model: Any, rank: int, micro: int) -> None:
+        model.skips = {(rank + one.epoch + micro) % BLOCKS}
+
+
+class Failing(Row):
+    """A micro-batch fails, in the phase and on the ranks that dice say."""
+
+    micro = 0
+
+    def drops(self, life: Life, epoch: int, micro: int) -> bool:
+        return (epoch, micro) == (1, self.micro)
+
+    def phase(self, life: Life) -> str:
+        return life.dice("phase").choice(["forward", "backward"])
+
+    @contextmanager
+    def blowing(self, one: Sharded, micro: int, ranks: set[int]) -> Iterator[bool]:
+        fails = self.drops(one.life, one.epoch, micro)
+        if fails and one.rank in ranks:
+            one.model.blows = (self.phase(one.life), Broken)
+        try:
+            yield fails
+        finally:
+            one.model.blows = None
+
+
+class Raising(Failing):
+    """On all ranks, before a good micro-batch."""
+
+    words = ("exception",)
+    micros = 2
+
+    @contextmanager
+    def around(self, one: Sharded, micro: int) -> Iterator[None]:
+        raised = True
+        with self.blowing(one, micro, set(range(9))) as fails:
+            try:
+                yield
+                raised = False
+            except Broken:
+                if not fails:
+                    raise
+        if fails and raised:
+            zero3.reset(one.model)
+
+
+class Transactional(Raising):
+    """What is there before a backward raises stays."""
+
+    words = ("transactional",)
+    micros, micro = 3, 1
+
+    def phase(self, life: Life) -> str:
+        return "backward"
+
+
+class NoSync(Row):
+    micros = 2
+
+    def keeps(self, one: Side, micro: int) -> bool:
+        return micro < one.life.micros - 1
+
+    def around(self, one: Sharded, micro: int) -> AbstractContextManager[Any]:
+        return zero3.no_sync(one.model) if self.keeps(one, micro) else nullcontext()
+
+
+class ReplicasOnly(NoSync):
+    """Where it stands with `no_sync`, that one covers more."""
+
+    world = (2, 2)
+    micros = 2
+    tolerance = 1e-8  # sums of what travelled in fp32 are made in another order
+
+    def keeps(self, one: Side, micro: int) -> bool:
+        return False  # they are reduced among shards
+
+    def around(self, one: Sharded, micro: int) -> AbstractContextManager[Any]:
+        return zero3.no_sync(one.model, replicas_only=True) if micro < one.life.micros - 1 else nullcontext()
+
+
+class Guarded(Row):
+    def around(self, one: Sharded, micro: int) -> AbstractContextManager[Any]:
+        return guarded(one, micro)
+
+
+@contextmanager
+def guarded(one: Sharded, micro: int) -> Iterator[None]:
+    with zero3.step_guard(one.model) as step:
+        yield
+    assert step.failed == one.life.drops(one.epoch, micro), step
+
+
+class GuardedFailing(Failing):
+    """One rank fails, in the last epoch: by then ranks know what the others do. After uneven steps they have to see it once more."""
+
+    micros = 2
+
+    def drops(self, life: Life, epoch: int, micro: int) -> bool:
+        return (epoch, micro) == (life.last, 0 if life.chosen("steps") is None else 1)
+
+    @contextmanager
+    def around(self, one: Sharded, micro: int) -> Iterator[None]:
+        with guarded(one, micro), self.blowing(one, micro, {one.life.dice("rank").randrange(one.world_size)}):
+            yield
+
+
+class Joined(Row):
+    """The last rank has a step less than the others in every epoch."""
+
+    @staticmethod
+    def steps(rank: int, world_size: int) -> int:
+        return 1 if rank == world_size - 1 else 2
+
+    @contextmanager
+    def inside(self, one: Sharded) -> Iterator[None]:
+        uneven = joined(one, one.finish)
+        with uneven as one.stepping:
+            yield
+        one.stepping = one.finish
+
+
+class Scaled(Row):
+    """A loss overflows on rank 0: all ranks skip the step."""
+
+    def begins(self, one: Sharded) -> None:
+        one.notes["scaler"] = zero3.GradScaler(one.device.type, init_scale=256.0, growth_interval=2)
+
+    def loss(self, one: Side, loss: Tensor, data: Data, rank: int) -> Tensor:
+        return loss * float("inf") if (rank, one.epoch) == (0, 1) else loss
+
+    def scales(self, one: Sharded, loss: Tensor) -> Tensor:
+        return one.notes["scaler"].scale(loss)
+
+    def before_step(self, one: Sharded) -> None:
+        one.notes["scaler"].unscale_(one.optimizer)
+
+    def step(self, one: Sharded) -> bool:
+        scaler = one.notes["scaler"]
+        scaler.step(one.optimizer)
+        scaler.update()
+        return True
+
+    def plain_step(self, one: Plain) -> bool:
+        return not all(gradient.isfinite().all() for gradient in one.gradients().values())
+
+
+class Clipped(Row):
+    def before_step(self, one: Sharded) -> None:
+        one.show("norm", zero3.clip_grad_norm_(one.model, 0.5))
+
+    def plain_before_step(self, one: Plain) -> None:
+        named = dict(one.model.named_parameters())
+        norm = nn.utils.clip_grad_norm_([named[name] for name in one.gradients()], 0.5)
+        for rank in range(one.world_size):
+            one.show("norm", norm, rank)
+
+
+class ByName(Row):
+    """Gradients are scaled by name."""
+
+    def before_step(self, one: Sharded) -> None:
+        scale(zero3.named_gradients(one.model))
+
+    def plain_before_step(self, one: Plain) -> None:
+        scale(one.gradients())
+
+
+class FullGradients(ByName):
+    def before_step(self, one: Sharded) -> None:
+        with zero3.full_gradients(one.model, writeback=True) as gradients:
+            for name, gradient in sorted(gradients.items())[:2]:
+                one.show(f"gradient of {name}", gradient)
+            scale(gradients)
+
+    def plain_before_step(self, one: Plain) -> None:
+        for name, gradient in sorted(one.gradients().items())[:2]:
+            for rank in range(one.world_size):
+                one.show(f"gradient of {name}", gradient, rank)
+        scale(one.gradients())
+
+
+def scale(gradients: dict[str, Tensor]) -> None:
+    for name, gradient in gradients.items():
+        gradient.mul_(0.5 if name.endswith("bias") else 1.5)
+
+
+class TokenMean(Row):
+    micros, uneven = 2, True
+
+    def loss(self, one: Side, loss: Tensor, data: Data, rank: int) -> Tensor:
+        return loss * data.rows
+
+    def backward(self, one: Sharded, loss: Tensor, data: Data) -> None:  # type: ignore[override]
+        zero3.backward(loss, data.rows, one.model)
+
+    def plain_weight(self, one: Plain) -> float:
+        life, micros = one.life, [micro for micro in range(one.life.micros) if not one.life.drops(one.epoch, micro)]
+        tokens = sum(life.data(one.epoch, one.step_number, micro, rank).rows for micro in micros for rank in one.ranks())
+        return (one.world_size if life.policy.gradient_reduction == "mean" else 1) / tokens
+
+
+class Grouped(Row):
+    whole = False
+
+    def options(self, name: str, info: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {"lr": 0.05 if info.ndim > 1 else 0.1} | ({"whole": info.ndim == 2} if self.whole else {})
+
+
+class Whole(Grouped):
+    whole = True
+
+
+class SetTrainable(Row):
+    """Other parameters train from the second epoch on."""
+
+    def builds(self, one: Sharded, model: Any) -> None:
+        if one.chapter:
+            self.choose(one, model)
+
+    def between(self, one: Sharded) -> None:
+        if one.epoch == 1:
+            zero3.set_trainable(one.model, self.chosen)
+            one.make_optimizer()
+
+    def plain_between(self, one: Plain) -> None:
+        if one.epoch == 1:
+            self.choose(one, one.model)
+            one.make_optimizer()
+
+    def choose(self, one: Side, model: Any) -> None:
+        for name, p in model.named_parameters():
+            p.requires_grad_(one.is_ignored(name, p) or self.chosen(name, p))
+
+    @staticmethod
+    def chosen(name: str, info: Any) -> bool:
+        return is_adapter(name) or (name.startswith(("norm", "blocks.0.")) and not is_base(name))
+
+
+class OffloadedOptimizer(Row):
+    def optimizer(self, one: Sharded, optimizer: Any) -> Any:
+        return zero3.offload_optimizer(optimizer)
+
+
+class InBackward(NoSync):
+    """Chunks are stepped in the backward of the last micro-batch. Those before it have to wait."""
+
+    micros = 1
+
+    def optimizer(self, one: Sharded, optimizer: Any) -> Any:
+        return zero3.offload_optimizer(optimizer, in_backward=True)
+
+    def plain_before_step(self, one: Plain) -> None:
+        one.optimizer.step()
+
+    def plain_step(self, one: Plain) -> bool:
+        return True
+
+
+class OffloadedActivations(Row):
+    def around(self, one: Sharded, micro: int) -> AbstractContextManager[Any]:
+        return zero3.offload_activations(min_bytes=1)
+
+
+class Autocast(Row):
+    tolerance = 2e-2
+
+    def around(self, one: Sharded, micro: int) -> AbstractContextManager[Any]:
+        return torch.autocast(one.device.type, torch.bfloat16)
+
+    def plain_around(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", torch.bfloat16)
+
+
+class Compiled(Row):
+    """A block; `eager`: traced, and not made into other kernels."""
+
+    def builds(self, one: Sharded, model: Any) -> None:
+        model.blocks[1].compile(backend="eager")
+
+
+class Between(Row):
+    """Something that is shown between epochs, or between a backward and its step."""
+
+    def shows(self, one: Side, model: Any, rank: int) -> Tensor:
+        raise NotImplementedError
+
+    def between(self, one: Sharded) -> None:
+        one.show(self.words[0], self.shows(one, one.model, one.rank))
+
+    def plain_between(self, one: Plain) -> None:
+        for rank in range(one.world_size):
+            one.show(self.words[0], self.shows(one, one.seen(), rank), rank)
+
+    @staticmethod
+    def measured(one: Side, model: Any, rank: int) -> Tensor:
+        one.prepare(model, rank, 9)
+        return one.measured(model, one.life.data(one.epoch, 8, 0, rank))
+
+
+class Evaluated(Between):
+    def shows(self, one: Side, model: Any, rank: int) -> Tensor:
+        with torch.no_grad():
+            return self.measured(one, model, rank)
+
+
+class Unwalked(Between):
+    """A forward in grad mode, and no backward; between two epochs, and between a backward and its step."""
+
+    def shows(self, one: Side, model: Any, rank: int) -> Tensor:
+        return self.measured(one, model, rank)
+
+    def before_step(self, one: Sharded) -> None:
+        self.between(one)
+
+    def plain_before_step(self, one: Plain) -> None:
+        self.plain_between(one)
+
+
+class Resident(Evaluated):
+    """Ranks evaluate on their own, as often as they like."""
+
+    def between(self, one: Sharded) -> None:
+        with zero3.resident(one.model):
+            for _ in range(one.rank):
+                self.shows(one, one.model, one.rank)
+            super().between(one)
+
+
+class FullParams(Row):
+    """Users write."""
+
+    def between(self, one: Sharded) -> None:
+        with zero3.full_params(one.model, writeback=True), torch.no_grad():
+            self.write(one.model)
+
+    def plain_between(self, one: Plain) -> None:
+        with torch.no_grad():
+            self.write(one.model)
+
+    @staticmethod
+    def write(model: Any) -> None:
+        model.norm.bias.add_(0.1)
+        model.blocks[1].up.bias.mul_(0.9)
+        (model.blocks[0].down.bias if model.blocks[0].first is None else model.blocks[0].first).mul_(1.1)
+
+
+class Loaded(Row):
+    """The full state dict and the optimizer's go out and come back."""
+
+    def between(self, one: Sharded) -> None:
+        values, state = zero3.full_state_dict(one.model), zero3.full_optimizer_state_dict(one.model, one.optimizer)
+        for chunk in zero3.get_trainable_chunk(one.model):
+            chunk.data.mul_(1.5)
+        zero3.load_full_state_dict(one.model, values)
+        zero3.load_full_optimizer_state_dict(one.model, one.optimizer, state)
+
+
+class Reloaded(Row):
+    """Saved, and loaded by another number of ranks."""
+
+    def worlds(self, first: World) -> list[World]:
+        return [{(0, 1): (0, 2), (0, 2): (0, 3), (0, 3): (2, 1), (1, 2): (1, 3), (2, 1): (1, 2), (2, 2): (2, 1)}[first]]
+
+    def ends(self, one: Sharded) -> None:
+        zero3.save_checkpoint(one.folder / "checkpoint", one.model, one.optimizer)
+
+    def resumes(self, one: Sharded) -> None:
+        zero3.load_checkpoint(one.folder / "checkpoint", one.model, one.optimizer)
+
+
+class Materialized(Row):
+    def begins(self, one: Sharded) -> None:
+        zero3.materialize(one.model, init=drawn)
+
+    def plain_begins(self, one: Plain) -> None:
+        one.model.apply(drawn)
+
+
+class Registered(Row):
+    def begins(self, one: Sharded) -> None:
+        zero3.register_forward_method(one.model, "encode")
+
+    @staticmethod
+    def forward(model: Any, words: Tensor, numbers: Tensor) -> Tensor:  # type: ignore[override]
+        return model.encode(words, numbers)
+
+
+class Twice(Row):
+    """Two forwards, one backward."""
+
+    def loss(self, one: Side, loss: Tensor, data: Data, rank: int) -> Tensor:
+        model = one.model if isinstance(one, Sharded) else one.now
+        return loss + one.measured(model, one.life.data(one.epoch, 9, 0, rank))
+
+
+class Fetched(Row):
+    """By hand, and released. Each epoch begins with the same layer fetched: `step_guard` has to know the transfers."""
+
+    def begins(self, one: Sharded) -> None:
+        zero3.fetch(one.model.blocks[1])
+
+    def between(self, one: Sharded) -> None:
+        zero3.fetch(one.model)
+        zero3.release(one.model)
+        zero3.fetch(one.model.blocks[1])
+
+
+class Reported(Row):
+    def between(self, one: Sharded) -> None:
+        assert zero3.report(one.model).world_size == one.world_size
+
+
+class Profiled(Row):
+    def inside(self, one: Sharded) -> AbstractContextManager[Any]:
+        return zero3.profile(one.model) if one.epoch == 1 else nullcontext()
+
+
+def field(name: str, value: Any, **given: Any) -> Row:
+    """A field that has an effect without more."""
+    return Row(name, fields={name: value}, **given)
+
+
+FP32 = 3e-5
+STREAMS = {"streams": True}
+NEAR = {"shape": {"adapted": True}}
+AXES: dict[str, dict[str, Row]] = {
+    # -- fields
+    "param_dtype": {"fp32": field("param_dtype", torch.float32, tolerance=FP32, streams=True)},
+    "reduce_dtype": {"fp32": field("reduce_dtype", torch.float32, tolerance=FP32)},
+    "output_dtype": {"fp32": field("output_dtype", torch.float32, tolerance=FP32)},
+    "cast_forward_inputs": {"False": field("cast_forward_inputs", False)},
+    "stage": {"1": field("stage", 1, streams=True), "2": field("stage", 2, streams=True)},
+    "dynamic": {"True": Dynamic("dynamic", fields={"dynamic": True}, streams=True)},
+    "gradient_reduction": {"sum": field("gradient_reduction", "sum")},
+    "reshard_after_forward": {"False": field("reshard_after_forward", False, streams=True)},
+    "prefetch_depth": {"0": field("prefetch_depth", 0), "2": field("prefetch_depth", 2, streams=True)},
+    "separate_backup_group": {"True": field("separate_backup_group", True, streams=True)},
+    "transactional": {"True": Transactional(fields={"transactional": True}, streams=True)},
+    "compare_every": {"1": field("compare_every", 1)},
+    "ignored": {"scale": Ignored("ignored", fields={"ignored": lambda name, info: name == "scale"})},
+    "grad_dtype": {"fp32": field("grad_dtype", torch.float32, tolerance=FP32, streams=True)},
+    "group_adapters": {"True": Row("group_adapters", **NEAR, streams=True), "False": field("group_adapters", False, **NEAR)},
+    "resident_bytes": {"3000": field("resident_bytes", 3000, **NEAR, streams=True)},
+    "quantize": {
+        "NF4": field("quantize", zero3.NF4(block_size=32, select=is_base), words=("quantised",), **NEAR, streams=True),
+        "Int8": field("quantize", Int8(block_size=16, select=is_base), words=("quantised",), **NEAR),
+    },
+    "offload": {"cpu": field("offload", "cpu", streams=True), "DIR": field("offload", FILES, streams=True)},
+    "gather_format": {
+        "Int8": field("gather_format", Int8(block_size=1), streams=True),
+        "Float8": field("gather_format", Float8(block=(1, 1))),
+    },
+    "reduce_format": {"Int8": field("reduce_format", Int8(block_size=1), tolerance=1e-8, streams=True)},
+    # -- what is not a field. Contexts around a micro-batch are entered in this order.
+    "ranks": {
+        "1": Row("ranks", world=(0, 1)),
+        "3": Row("ranks", world=(0, 3)),
+        "1x2": Row("mesh", world=(1, 2)),
+        "2x1": Row("mesh", world=(2, 1)),
+        "2x2": Row("mesh", world=(2, 2)),
+    },
+    "model": {"tied": Row("tied", shape={"tied": True}), "frozen": Row("frozen", shape={"frozen": True})},
+    "checkpointing": {
+        "reentrant": Row("reentrant", shape={"reentrant": True}),
+        "not reentrant": Row("reentrant", shape={"reentrant": False}, streams=True),
+    },
+    "compile": {"a block": Compiled("compile")},
+    "materialize": {"from meta": Materialized("materialize", shape={"meta": True})},
+    "joinable": {"uneven": Joined("joinable", streams=True)},
+    "exception": {"on all ranks": Raising(streams=True)},
+    "no_sync": {"": NoSync("no_sync", streams=True)},
+    "no_sync(replicas_only=True)": {"": ReplicasOnly("replicas_only", streams=True)},
+    "offload_optimizer": {
+        "": OffloadedOptimizer("offload_optimizer", fields={"offload": FILES}),
+        "in_backward": InBackward("in_backward", fields={"offload": FILES}, streams=True),
+    },
+    "accumulation": {"2": Row("accumulation", micros=2, streams=True)},
+    "step_guard": {"quiet": Guarded("step_guard", streams=True), "failing": GuardedFailing("step_guard", streams=True)},
+    "offload_activations": {"cpu": OffloadedActivations("offload_activations", streams=True)},
+    "autocast": {"bf16": Autocast("autocast", shape={"dtype": torch.float32})},
+    "register_forward_method": {"encode": Registered("register_forward_method")},
+    "forwards": {"two": Twice("forward", streams=True)},
+    "backward": {"token mean": TokenMean("backward", streams=True)},
+    "GradScaler": {"overflow": Scaled("GradScaler", streams=True)},
+    "forward nobody walks": {"": Unwalked("forward", streams=True)},
+    "named_gradients": {"scaled": ByName("named_gradients")},
+    "full_gradients": {"scaled": FullGradients("full_gradients", streams=True)},
+    "clip_grad_norm_": {"0.5": Clipped("clip_grad_norm_", streams=True)},
+    "param_groups": {"": Grouped("param_groups"), "whole": Whole("param_groups", streams=True)},
+    "set_trainable": {"others": SetTrainable("set_trainable")},
+    "evaluation": {"no_grad": Evaluated("evaluation", streams=True)},
+    "resident": {"evaluation": Resident("resident", streams=True)},
+    "full_params": {"writeback": FullParams("full_params", streams=True)},
+    "fetch": {"by hand": Fetched("fetch", streams=True)},
+    "full_state_dict": {"and back": Loaded("full_state_dict")},
+    "save_checkpoint": {"other ranks": Reloaded("save_checkpoint")},
+    "report": {"": Reported("report")},
+    "profile": {"an epoch": Profiled("profile")},
+}
+ROWS: dict[str, Row] = {f"{axis} {value}".strip(): row for axis, values in AXES.items() for value, row in values.items()}
+AXIS_OF = {name: axis for axis, values in AXES.items() for name in (f"{axis} {value}".strip() for value in values)}

@@ -1,0 +1,87 @@
+"""Every pair of capabilities lives on threads as in one process, or is refused by name. `python -m tests.pairs` tries them one by one."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields
+
+import pytest
+
+import zero3
+from tests.pairs import life, rows
+from tests.pairs.exceptions import EXCLUDED, MISSING, Names, all_of, all_pairs, is_free
+from tests.pairs.rows import AXES, ROWS
+from tests.pairs.threads import lead
+
+PART = 5  # `make test` tries one pair of so many
+THREADS = {name: [pair for pair in all_pairs() if pair[0] == name and is_free(pair)] for name in ROWS}
+
+# Public names that no row is about, and why.
+ELSEWHERE = {
+    "what shards": ["ShardingPolicy", "Zero3Layer", "Zero3Sequential", "is_sharded"],
+    "described by other rows": ["ParamInfo", "MXFP4", "reduce_gradients", "parameter_norms", "set_forward_order"],
+    "makes no step": ["check", "check_optimizer", "Cluster", "plan", "latest_checkpoint"],
+    "of Hugging Face's models": ["load_pretrained", "save_merged", "save_pretrained"],
+    "of models that are not sharded": ["ZeroRedundancyOptimizer"],
+}
+
+
+def wrong(pairs: list[Names]) -> list[str]:
+    found = []
+    for pair in pairs:
+        try:
+            lead(pair)
+        except Exception as error:
+            found.append(f"{' + '.join(pair)}: {type(error).__name__}: {error}")
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if THREADS[name]])
+def test_pairs_of(name: str) -> None:
+    assert not wrong(THREADS[name][list(ROWS).index(name) % PART :: PART])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in ROWS if THREADS[name]])
+def test_other_pairs_of(name: str) -> None:
+    others = [pair for number, pair in enumerate(THREADS[name]) if number % PART != list(ROWS).index(name) % PART]
+    assert not wrong(others)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_each_row_alone(name: str) -> None:
+    lead([name], seed=1)
+
+
+@pytest.mark.parametrize("key", EXCLUDED, ids=" + ".join)
+def test_pairs_that_are_excluded_are_refused_by_both_names(key: Names) -> None:
+    for names in all_of(key):
+        with pytest.raises(EXCLUDED[key].error) as caught:
+            lead(names)
+        missing = [word for name in names for word in ROWS[name].words if word not in str(caught.value)]
+        assert not missing, f"{names}: {caught.value}"
+        assert "not built" not in EXCLUDED[key].reason
+
+
+@pytest.mark.parametrize("key", MISSING, ids=" + ".join)
+def test_the_list_of_what_is_missing_only_shrinks(key: Names) -> None:
+    working = []
+    for names in all_of(key):
+        try:
+            lead(names)
+        except Exception:
+            continue
+        working.append(names)
+    assert not working, "strike them out"
+
+
+def test_every_field_of_the_policy_has_an_axis_of_its_name() -> None:
+    names = {field.name for field in fields(zero3.ShardingPolicy)}
+    assert names == {axis for axis, values in AXES.items() if any(axis in row.fields for row in values.values())}
+
+
+def test_every_public_name_has_a_row_or_a_place_elsewhere() -> None:
+    used = set(re.findall(r"zero3\.(\w+)|\b(NF4|Int8|Float8)\b", inspect.getsource(rows) + inspect.getsource(life)))
+    named = {name for names in used for name in names} | {"joinable"}
+    assert set(zero3.__all__) - named == {name for names in ELSEWHERE.values() for name in names} - named
