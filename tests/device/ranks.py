@@ -119,8 +119,12 @@ def run_ranks(
             thread.join(_PATIENCE)
         if any(thread.is_alive() for thread in threads):
             raise TimeoutError(f"ranks {[rank for rank, thread in enumerate(threads) if thread.is_alive()]} hang; errors so far: {errors}")
-    for error in errors:
-        if error is not None:
-            simulated.recover()  # what is queued still would stop whoever comes next
-            raise error
+    failed = {rank: error for rank, error in enumerate(errors) if error is not None}
+    if failed:
+        simulated.recover()  # what is queued still would stop whoever comes next
+        first = next((error for error in failed.values() if simulated.STUCK not in str(error)), next(iter(failed.values())))
+        for rank, error in failed.items():
+            if error is not first:
+                first.add_note(f"rank {rank} raised {error!r}")
+        raise first
     return results

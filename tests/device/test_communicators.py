@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -159,3 +161,27 @@ def test_two_communicators_may_wait_for_each_other(policy: dict[str, Any]) -> No
     found = [error for seed in range(4) if (error := _error_where_there_is_little_room(seed, **policy))]
     assert found
     assert all("no stream can go on" in text and "1 of 2 ranks have started it" in text for text in found)
+
+
+def test_in_order_a_stream_waits_for_another_without_the_host() -> None:
+    """Python's collector of cycles, in one rank's thread, may end the lanes of another rank's model."""
+    from tests.device import simulated
+
+    simulated.schedule(eager=True)
+    comes = threading.Event()
+
+    def body(me: Me) -> float:
+        total = torch.ones(1, device=me.device)
+        dist.all_reduce(total)  # the first one makes the communicator, and for that the hosts meet
+        if me.rank == 1:
+            comes.set()
+        else:
+            comes.wait()
+            lane = torch.Stream(torch.device("cuda", 1))
+            for _ in range(100):  # one of them comes while the other rank's stream is in the middle of its sum
+                torch.accelerator.current_stream(torch.device("cuda", 1)).wait_stream(lane)
+                time.sleep(1e-3)
+        dist.all_reduce(total)
+        return total.item()
+
+    assert run(2, body) == [4, 4]

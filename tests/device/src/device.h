@@ -70,6 +70,9 @@ inline void synchronize(Queue* q, const std::string& why) {
 }
 
 inline void enqueue(Queue* q, Task task) {
+  // Events and waits for them only keep an order. The host goes on: Python's collector of cycles, in the thread of any rank, may end the
+  // lanes of another rank's model, and a rank that waited there for the other's stream would be what that stream waits for.
+  const bool in_order = gpu.eager && task.run;
   if (asked.dry) {
     if (task.records) task.records->reached = true;
     return;
@@ -82,7 +85,7 @@ inline void enqueue(Queue* q, Task task) {
     if (gpu.progress > 0 && std::uniform_real_distribution<>(0, 1)(gpu.dice) < gpu.progress) gpu.budget += 1 + gpu.dice() % 8;
     notify = !gpu.waiters.empty() || gpu.budget > 0;
   }
-  if (gpu.eager) {
+  if (in_order) {
     wait_until(idle(q), {q}, q->device);
   } else if (notify) {
     gpu.changed.notify_all();
