@@ -14,7 +14,7 @@ import zero3
 from tests.support.models import WIDTH, mlp
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from zero3 import ShardingPolicy
-from zero3.core.policy_facts import OF_THE_MODEL
+from zero3.policy import OF_THE_MODEL
 
 
 def test_shardingpolicy_defaults_are_what_zero_3_is() -> None:

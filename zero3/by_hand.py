@@ -9,8 +9,8 @@ from torch import nn
 from .access import states_of
 from .comm.agreement import agree
 from .core.layer_state import LayerState, Presence
-from .core.policy_facts import shards_parameters
 from .layer import layers_of, runtimes_in
+from .policy import shards_parameters
 
 __all__: list[str] = []
 

@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from .build.construction import Request, all_but, build_state
 from .comm.plain_values import name_of
 from .core.autograd import attributes_of, mark_upstream, tensors_in, uncached_autocast
 from .core.compiled import ends_graphs
-from .core.construction import Request, all_but, build_state
 from .core.layer_state import LayerState
 from .core.module_overrides import Override, check_conversion, guard, guard_layer, refuse, refuse_load_state_dict, refuse_state_dict
 from .core.parameters import WRAPPED, own_module_name, own_modules

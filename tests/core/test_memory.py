@@ -98,7 +98,7 @@ def test_the_peak_of_a_step(world_size: int, depth: int, accumulating: bool) -> 
 def test_the_peak_of_construction(world_size: int, rank: int) -> None:
     """A rank holds what it was given and the chunk of one layer. (Small parameters are copied together: here none is small.)"""
     formula = Formula(world_size, depth=1)
-    with LiveBytes() as live, patch("zero3.core.scattering._SMALL_NUMEL", 1):
+    with LiveBytes() as live, patch("zero3.build.scattering._SMALL_NUMEL", 1):
         blocks = [Block(number, lambda name: None) for number in LAYERS]
         layers: list[Zero3Layer] = []
         assert live.now == sum(GIVEN)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tests.core.test_layout import DTYPES, distinct, layouts
 from tests.support.processes import Rank, on_ranks
+from zero3.build.scattering import scatter_parameters
 from zero3.comm.factory import communicator_for
 from zero3.comm.streams import Pending
 from zero3.core.layout import ChunkLayout
-from zero3.core.scattering import scatter_parameters
 
 
 @dataclass
@@ -72,7 +72,7 @@ def test_every_chunk_is_its_slice_of_the_parameters_side_by_side(layout: ChunkLa
     values = [distinct(slot.numel, dtype, start=17 * i + 1).view(slot.shape) for i, slot in enumerate(layout.slots)]
     padding = torch.zeros(layout.padded_numel - layout.numel, dtype=dtype)
     expected = torch.cat([*(value.flatten() for value in values), padding])
-    with patch("zero3.core.scattering._SMALL_NUMEL", small):
+    with patch("zero3.build.scattering._SMALL_NUMEL", small):
         chunks = InTurn(layout.world_size).chunks(layout, values, dtype)
     assert torch.equal(torch.cat(chunks), expected)
 
@@ -86,7 +86,7 @@ def test_any_strides_will_do(rows: int, columns: int, world_size: int, small: in
         "stretched": torch.randn(()).expand(rows, columns),
     }
     values = [given_values[slot.name] for slot in layout.slots]
-    with patch("zero3.core.scattering._SMALL_NUMEL", small):
+    with patch("zero3.build.scattering._SMALL_NUMEL", small):
         chunks = InTurn(world_size).chunks(layout, values, torch.float32)
     assert torch.equal(torch.cat(chunks)[: layout.numel], torch.cat([value.flatten() for value in values]))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from ..core.layer_state import LayerState
-from ..core.policy_facts import directory_of
+from ..policy import directory_of
 from ..scratch.mapped_files import MappedFiles
 from .safetensors_writing import Entry
 

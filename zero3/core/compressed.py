@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from ..comm.communicator import Bounds, Communicator
 from ..comm.errors import Subject
 from ..comm.streams import Pending, Then
-from ..policy import ShardingPolicy
+from ..policy import ShardingPolicy, compute_dtype, gather_format, gradient_dtype, reduce_format
 from ..quantized.formats import Format, Int8
 from ..quantized.wire import Row, Rows, Work
 from .chunk import Chunk
 from .gradient_buffer import Sending
 from .layout import ChunkLayout
-from .policy_facts import compute_dtype, gather_format, gradient_dtype, reduce_format
 
 __all__: list[str] = []
 

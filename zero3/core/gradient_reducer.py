@@ -13,7 +13,7 @@ from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from ..comm.log import Transfer, TransferLog
 from ..comm.streams import Lane, Lanes, Mark
-from ..policy import ShardingPolicy
+from ..policy import ShardingPolicy, gradient_dtype, landed_dtype, shards_gradients
 from .autograd import accumulates_into, as_plain_tensors
 from .chunk import Chunk, Part
 from .compressed import sending_for
@@ -22,7 +22,6 @@ from .gradient_types import PieceGradient, ShardGradient, WholeGradient, accumul
 from .ignored import IgnoredGradient
 from .kept_gradients import KeptGradients
 from .parameters import ShardedParameter
-from .policy_facts import gradient_dtype, landed_dtype, shards_gradients
 
 __all__: list[str] = []
 

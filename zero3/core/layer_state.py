@@ -13,7 +13,7 @@ from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from ..comm.log import Transfer, TransferLog
 from ..comm.streams import Lanes
-from ..policy import ShardingPolicy
+from ..policy import ShardingPolicy, keeps_until_backward, rounding, shards_parameters
 from .autograd import as_plain_tensors, can_show, inside_backward, profiler_label
 from .casting import caller_for
 from .chunk import Chunk, registered
@@ -24,7 +24,6 @@ from .gradient_types import UsedGradient, stepped_already
 from .ignored import IgnoredGradient
 from .marks import mark, mark_sharded
 from .parameters import ParameterSites, ShardedParameter, remember_order, show_all
-from .policy_facts import keeps_until_backward, rounding, shards_parameters
 from .released import ReleasedParameter
 from .replicas import gradients_for
 

@@ -21,14 +21,13 @@ from torch.autograd.graph import Node
 
 from ..comm.communicator import Communicator
 from ..comm.streams import Lane, Mark, Moment, OnHost, Pending
-from ..policy import ShardingPolicy
+from ..policy import ShardingPolicy, compute_dtype
 from .autograd import as_plain_tensors
 from .chunk import Chunk, Part
 from .compressed import chunk_for
 from .gradient_types import SEEN_WITHOUT_VALUES, DeferredGradient, each_in
 from .layer_state import LayerState
 from .layout import ChunkLayout
-from .policy_facts import compute_dtype
 from .quantized_chunk import QuantizedChunk
 from .residence import Residence
 from .untouched import Span, UntouchedGradient, scale_later, touch_before_additions, watch

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ..policy import rounding
 from .chunk import Chunk
 from .layer_state import LayerState
 from .offloaded_chunk import settle
 from .parameters import ShardedParameter, named, restore_order
-from .policy_facts import rounding
 
 __all__: list[str] = []
 

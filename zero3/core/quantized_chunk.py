@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from ..comm.communicator import Communicator
 from ..comm.streams import Lane
-from ..policy import ShardingPolicy
+from ..policy import ShardingPolicy, compute_dtype
 from ..quantized.codec import Codec
 from ..quantized.formats import Format
 from .chunk import Chunk, FullBuffer, ResidentBuffer
 from .flat import not_a_number, unpack
 from .layout import ChunkLayout
 from .parameters import ParameterSites
-from .policy_facts import compute_dtype
 from .quantized_parameter import QuantizedParameter
 from .recipes import QuantizedWeight, Recipe
 

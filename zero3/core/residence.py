@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from ..comm.streams import has_streams
-from ..policy import ShardingPolicy
+from ..policy import ShardingPolicy, added_dtype, directory_of, landed_dtype
 from ..scratch.mapped_files import MappedFiles
 from ..scratch.nameless_file import GrowingFile, nameless_file, room_on_disk
 from ..scratch.regions import PinnedRegions, pinned_nbytes
-from .policy_facts import added_dtype, directory_of, landed_dtype
 
 __all__: list[str] = []
 

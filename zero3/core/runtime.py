@@ -17,14 +17,13 @@ import torch
 from torch import nn
 
 from ..comm.communicator import Communicator
-from ..policy import ShardingPolicy
+from ..policy import ShardingPolicy, unlike
 from .autograd import graph_clock, inside_backward, nodes_since, tensors_in, transforms_under_way
 from .backward import Backward, LayerCall, LayerTrace
 from .comparison import FOLD_EVERY, choose_residents, compare_call, compare_logs, drop_stale, states_within
 from .coordination import Activity
 from .dynamic import DynamicOrder
 from .layer_state import LayerState, Presence
-from .policy_facts import unlike
 from .requires_grad import check_requires_grad, may_get_gradients
 from .schedule import CallStack, CallTrace, ForwardOrder, ForwardPass, Frame, LearnedOrder
 from .transforms import refuse_transforms

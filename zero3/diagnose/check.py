@@ -16,10 +16,9 @@ from ..comm.streams import random_state_kept
 from ..core.casting import cast, dtypes_at_the_edges
 from ..core.layer_state import LayerState
 from ..core.parameters import ShardedParameter
-from ..core.policy_facts import compute_dtype, gradient_dtype
 from ..layer import Zero3Layer, layers_of
 from ..optim.gradients import full_gradients
-from ..policy import ShardingPolicy
+from ..policy import ShardingPolicy, compute_dtype, gradient_dtype
 from ..shard import shard
 
 __all__: list[str] = []

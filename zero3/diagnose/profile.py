@@ -19,8 +19,8 @@ from ..comm.streams import Clock, Lane, Lanes, Mark, Pending, clock_for
 from ..core.autograd import inside_backward
 from ..core.chunk import Chunk
 from ..core.layer_state import LayerState
-from ..core.policy_facts import gradient_dtype
 from ..layer import layers_of
+from ..policy import gradient_dtype
 from .timeline import Kind, Phase, Profile, Span, Transfer
 
 __all__: list[str] = []

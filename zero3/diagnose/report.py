@@ -11,8 +11,7 @@ from torch import nn
 from ..access import states_of
 from ..core.layer_state import LayerState
 from ..core.layout import megabytes
-from ..core.policy_facts import gather_format, gradient_dtype, landed_dtype, reduce_format, shards_gradients, shards_parameters
-from ..policy import ShardingPolicy
+from ..policy import ShardingPolicy, gather_format, gradient_dtype, landed_dtype, reduce_format, shards_gradients, shards_parameters
 from ..quantized.wire import is_stochastic
 
 __all__: list[str] = []

@@ -12,8 +12,8 @@ import torch
 from ..comm.agreement import agreeing
 from ..core.gradient_types import reduce_deferred
 from ..core.offloaded_chunk import check_process
-from ..core.policy_facts import directory_of, shards_gradients
 from ..optim.state_memory import land_steps
+from ..policy import directory_of, shards_gradients
 from .in_backward import InBackward, check_unstepped
 from .one_by_one import step_of
 from .state_files import StateFiles

@@ -14,9 +14,9 @@ from ..core.gradient_types import DeferredGradient
 from ..core.layer_state import LayerState
 from ..core.marks import state_of
 from ..core.offloaded_chunk import OffloadedChunk
-from ..core.policy_facts import directory_of
 from ..core.untouched import to_bring, touch
 from ..optim.state_memory import set_state_memory
+from ..policy import directory_of
 from .one_by_one import narrowed, try_out
 from .state_files import StateFiles, Visit, ZerosInFiles
 from .traffic import Traffic

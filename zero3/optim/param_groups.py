@@ -14,9 +14,8 @@ from ..comm.agreement import agreeing
 from ..core.layer_state import LayerState, Presence
 from ..core.layout import Slot
 from ..core.parameters import ShardedParameter
-from ..core.policy_facts import shards_gradients
 from ..names import named_tensors
-from ..policy import ParamInfo, info_of
+from ..policy import ParamInfo, info_of, shards_gradients
 from .pieces import Choice, divide, parts_of, placeholder
 from .whole_parameters import Family, families, new_cuts, repartition
 

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ..comm.communicator import Bounds, Communicator, Told
 from ..comm.streams import Done, Lanes, Mark, Pending
-from ..core.policy_facts import rests_in
 from ..core.residence import Host
-from ..policy import ShardingPolicy
+from ..policy import ShardingPolicy, rests_in
 from .resting import OnPaper
 
 __all__: list[str] = []

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..build.quantizing import formats_of
 from ..core.parameters import find_parameters
-from ..core.quantizing import formats_of
 from ..policy import ShardingPolicy
 from ..quantized.configured import configured_in
 from ..quantized.formats import NF4

@@ -14,9 +14,9 @@ from ..comm.agreement import agree
 from ..comm.ddp import Joinable, Shadow, still_here
 from ..comm.factory import process_group_of
 from ..core.coordination import ungated
-from ..core.policy_facts import shards_gradients
 from ..core.runtime import Runtime
 from ..layer import adopt, layers_of, runtimes_in
+from ..policy import shards_gradients
 from ..sequential import Zero3Sequential
 from .coordinator import JoinCoordinator
 

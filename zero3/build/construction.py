@@ -14,18 +14,17 @@ from ..comm.agreement import agree, meeting
 from ..comm.communicator import Communicator
 from ..comm.factory import IDENTITY_BYTES, WrongMesh, any_device_of, communicator_for, decline
 from ..comm.plain_values import not_copied
-from ..policy import ShardingPolicy
+from ..core.ignored import IgnoredGradient, without_ignored
+from ..core.layer_state import LayerState
+from ..core.marks import mark_ignored, mark_sharded
+from ..core.parameters import CONTAINERS, ParameterSites, check_parameters, dotted, find_parameters, is_callable, own_modules
+from ..core.residence import host_of
+from ..core.wrappers import wrapper_in
+from ..guards.backward_inputs import know_chunks
+from ..policy import ShardingPolicy, directory_of, gradient_itemsize, rests_in, unlike
 from ..quantized.formats import Format
-from .backward_inputs import know_chunks
-from .ignored import IgnoredGradient, without_ignored
-from .layer_state import LayerState
-from .marks import mark_ignored, mark_sharded
 from .new_chunks import chunk_groups, new_chunk, offloaded
-from .parameters import CONTAINERS, ParameterSites, check_parameters, dotted, find_parameters, is_callable, own_modules
-from .policy_facts import directory_of, gradient_itemsize, rests_in, unlike
 from .quantizing import formats_of, nothing_selected
-from .residence import host_of
-from .wrappers import wrapper_in
 
 __all__: list[str] = []
 

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from ..comm.agreement import agreeing
 from ..comm.communicator import Communicator, is_first
+from ..core.chunk import Chunk
+from ..core.layout import ChunkLayout
+from ..core.offloaded_chunk import chunk_of, quantized_chunk_of
+from ..core.parameters import ParameterSites
+from ..core.quantized_chunk import QuantizedSites
+from ..core.residence import Residence, host_of, memory_for
 from ..policy import ShardingPolicy
 from ..quantized.formats import Format
-from .chunk import Chunk
-from .layout import ChunkLayout
-from .offloaded_chunk import chunk_of, quantized_chunk_of
-from .parameters import ParameterSites
-from .quantized_chunk import QuantizedSites
-from .residence import Residence, host_of, memory_for
 from .scattering import scatter_parameters
 
 __all__: list[str] = []

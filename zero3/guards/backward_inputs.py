@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .autograd import as_plain_tensors
-from .backward import Backward
-from .layer_state import LayerState
-from .marks import state_of
+from ..core.autograd import as_plain_tensors
+from ..core.backward import Backward
+from ..core.layer_state import LayerState
+from ..core.marks import state_of
 
 __all__: list[str] = []
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from ..core.parameters import ParameterSites, named
 from ..policy import ShardingPolicy, chosen, info_of
 from ..quantized.formats import Format
-from .parameters import ParameterSites, named
 
 __all__: list[str] = []
 

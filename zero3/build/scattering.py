@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..comm.communicator import Communicator
 from ..comm.streams import Pending
-from .layout import ChunkLayout
+from ..core.layout import ChunkLayout
 
 __all__: list[str] = []
 

@@ -1,0 +1,1 @@
+"""Construction: the one room that reads the policy and picks what a layer is made of."""
