@@ -36,6 +36,8 @@ class Count(NamedTuple):
     functions: int
     lines: int
     calls: int
+    moves: int  # calls that come from another file
+    named: int  # functions but for comprehensions and lambdas, which other versions of Python run in their function's own frame
 
 
 def model_of_blocks() -> nn.Sequential:
@@ -76,6 +78,7 @@ def trace(step: Callable[[], object], folder: Path) -> dict[str, Count]:
     functions: dict[str, set[str]] = defaultdict(set)
     lines: dict[str, set[int]] = defaultdict(set)
     calls: Counter[str] = Counter()
+    moves: Counter[str] = Counter()
 
     def enter(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
         name = frame.f_code.co_filename
@@ -83,6 +86,10 @@ def trace(step: Callable[[], object], folder: Path) -> dict[str, Count]:
             return None
         functions[name].add(frame.f_code.co_qualname)
         calls[name] += 1
+        caller = frame.f_back
+        while caller is not None and not caller.f_code.co_filename.startswith(str(folder)):
+            caller = caller.f_back
+        moves[name] += caller is None or caller.f_code.co_filename != name
 
         def inside(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
             if event == "line":
@@ -99,7 +106,14 @@ def trace(step: Callable[[], object], folder: Path) -> dict[str, Count]:
     finally:
         sys.settrace(before)
         threading.settrace(None)  # type: ignore[arg-type]
-    return {str(Path(name).relative_to(folder)): Count(len(functions[name]), len(lines[name]), calls[name]) for name in lines}
+
+    def named(name: str) -> int:
+        return sum(not function.endswith(">") for function in functions[name])
+
+    return {
+        str(Path(name).relative_to(folder)): Count(len(functions[name]), len(lines[name]), calls[name], moves[name], named(name))
+        for name in lines
+    }
 
 
 def steady_step(system: str) -> dict[str, Count]:
@@ -151,8 +165,10 @@ def count_in_processes(systems: list[str]) -> dict[str, dict[str, Count]]:
 
 
 def show(system: str, found: dict[str, Count]) -> None:
-    totals = [sum(each[column] for each in found.values()) for column in range(3)]
-    print(f"{system}: {len(found)} files, {totals[0]} functions, {totals[1]} lines; {totals[2]} calls of functions")
+    totals = Count(*(sum(each[column] for each in found.values()) for column in range(5)))
+    print(f"{system}: {len(found)} files, {totals.functions} functions, {totals.lines} lines; {totals.calls} calls of functions")
+    outside = sum(each.named for name, each in found.items() if not name.startswith("comm/"))
+    print(f"    outside of comm {outside} functions with a name; calls from file to file, a layer: {totals.moves / BLOCKS:.0f}")
     for name, each in sorted(found.items(), key=lambda item: -item[1].lines):
         print(f"    {name:36} {each.functions:4} functions {each.lines:5} lines {each.calls:6} calls")
 

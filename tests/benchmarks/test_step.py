@@ -22,6 +22,7 @@ class Step(NamedTuple):
     files: int
     functions: int
     lines: int
+    outside: int  # functions with a name outside of comm
     names: list[str]
 
 
@@ -32,18 +33,21 @@ def counted() -> dict[str, Step]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280, env=environment)
     assert done.returncode == 0, done.stderr
     found = {}
-    for system, *numbers, files in re.findall(r"^(\S+): (\d+) files, (\d+) functions, (\d+) lines;.*\n((?: .*\n)*)", done.stdout, re.M):
+    told = r"^(\S+): (\d+) files, (\d+) functions, (\d+) lines;.*\n +outside of comm (\d+) .*\n((?: .*\n)*)"
+    for system, *numbers, files in re.findall(told, done.stdout, re.M):
         found[system] = Step(*map(int, numbers), re.findall(r"^ +(\S+\.py) ", files, re.M))
     return found
 
 
-MOST_FUNCTIONS = 195  # it only shrinks
+MOST_FUNCTIONS = 195  # both only shrink
+MOST_OUTSIDE_OF_COMM = 149
 
 
 def test_a_step_of_shard_runs_few_functions() -> None:
     step = counted()["zero3.shard"]
     assert step.files == len(step.names)
     assert step.functions <= MOST_FUNCTIONS
+    assert step.outside <= MOST_OUTSIDE_OF_COMM
 
 
 def test_the_design_page_names_every_file_that_a_step_runs_through() -> None:
