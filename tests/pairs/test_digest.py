@@ -57,12 +57,12 @@ class Rounded(Row):
 
 
 class Fetching(Row):
-    """One transfer more, which changes no number: a layer's that is there already at the next forward."""
+    """One transfer more, which changes no number."""
 
     def between(self, one: Sharded) -> None:
         if one.epoch == 1:
-            zero3.fetch(one.model.norm)
-            zero3.release(one.model.norm)
+            zero3.fetch(one.model.blocks[1])
+            zero3.release(one.model.blocks[1])
 
 
 class Asking(Row):
