@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -441,27 +441,38 @@ def told(life: Life) -> Plain:
 
 
 Launch = Callable[[World, Callable[[Place], Any]], list[Any]]  # runs a body on each rank
+Body = Callable[[Sharded], Any]  # what a rank tells at the end of a chapter
+
+
+def shared(life: Life, launch: Launch, folder: Path, body: Body) -> Iterator[list[Any]]:
+    """The life on ranks. Yields what `body` returned on each of them, after each chapter."""
+    for chapter, world in enumerate(life.chapters):
+        size = max(1, world[0]) * world[1]
+        models = [made(life.shape, chapter, life.shape.meta) for _ in range(size)]  # here: threads share one generator
+
+        def rank(place: Place) -> Any:
+            one = Sharded(life, chapter, place, models[place.rank], folder)  # noqa: B023 (launch waits for it)
+            if chapter:  # noqa: B023
+                one.each("resumes")
+            one.lead(life.epochs(chapter))  # noqa: B023
+            if chapter < len(life.chapters) - 1:  # noqa: B023
+                one.each("ends")
+            return body(one)
+
+        yield launch(world, rank)
 
 
 def live(life: Life, launch: Launch, folder: Path) -> None:
     """Leads the life on both sides, and compares all that was shown, and the parameters of the end."""
     expected = told(life)
-    for chapter, world in enumerate(life.chapters):
-        size = max(1, world[0]) * world[1]
-        models = [made(life.shape, chapter, life.shape.meta) for _ in range(size)]  # here: threads share one generator
 
-        def body(place: Place) -> Any:
-            one = Sharded(life, chapter, place, models[place.rank], folder)  # noqa: B023 (launch waits for it)
-            if chapter:  # noqa: B023
-                one.each("resumes")
-            one.lead(life.epochs(chapter))  # noqa: B023
-            last = chapter == len(life.chapters) - 1  # noqa: B023
-            if not last:
-                one.each("ends")
-            shown = {place: value.cpu() for place, value in one.shown.items()}  # only now: on a device the host would wait
-            return one.rank, shown, zero3.full_state_dict(one.model, rank0_only=False) if last else {}
+    def body(one: Sharded) -> Any:
+        shown = {place: value.cpu() for place, value in one.shown.items()}  # only now: on a device the host would wait
+        last = one.chapter == len(life.chapters) - 1
+        return one.rank, shown, zero3.full_state_dict(one.model, rank0_only=False) if last else {}
 
-        for rank, shown, state in launch(world, body):
+    for found in shared(life, launch, folder, body):
+        for rank, shown, state in found:
             theirs = {place: value for place, value in expected.shown.items() if place in shown}
             assert_close(shown, theirs, life.tolerance, f"rank {rank}")
             if rank == 0 and len(life.chapters) == 1:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,30 @@ import torch
 from tests.pairs.joining import on_threads
 from tests.pairs.life import Life, Place, World, live
 from tests.pairs.rows import ROWS
-from tests.support.ranks import run_mesh, run_ranks
+from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
 
 PATIENCE = 20.0  # seconds that a rank waits for another one
 
 
-def launch(world: World, body: Callable[[Place], Any]) -> list[Any]:
+def launch(world: World, body: Callable[[Place], Any], kind: type[ThreadCommunicator] | None = None) -> list[Any]:
     replicas, shards = world
 
     def rank(group: Any) -> Any:
         return body(Place(group.rank, group.world_size, group, torch.device("cpu")))
 
-    return run_mesh(replicas, shards, rank, PATIENCE) if replicas else run_ranks(shards, rank, PATIENCE)
+    return run_mesh(replicas, shards, rank, PATIENCE, kind=kind) if replicas else run_ranks(shards, rank, PATIENCE, kind=kind)
+
+
+@contextmanager
+def scene() -> Iterator[Path]:
+    """What a life on threads needs around it. Yields a directory of its own."""
+    with tempfile.TemporaryDirectory() as folder, on_threads(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute")  # dynamo looks, whoever's tensor it is
+        yield Path(folder)
 
 
 def lead(names: Iterable[str], seed: int = 0) -> None:
     """Leads the life of some rows on threads. It raises what it raises."""
     rows = [row for name, row in ROWS.items() if name in set(names)]
-    with tempfile.TemporaryDirectory() as folder, on_threads(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The .grad attribute")  # dynamo looks, whoever's tensor it is
-        live(Life(rows, seed), launch, Path(folder))
+    with scene() as folder:
+        live(Life(rows, seed), launch, folder)

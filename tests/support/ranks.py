@@ -301,7 +301,8 @@ class ThreadPartsCommunicator(ThreadCommunicator):
 
         def land() -> None:
             others = arrive()
-            slices = [other[start:stop] if rank != self.rank else torch.cat(list(parts[rank])) for rank, other in enumerate(others)]
+            own = torch.cat([others[self.rank][:0], *parts[self.rank]])  # a slice may be empty
+            slices = [other[start:stop] if rank != self.rank else own for rank, other in enumerate(others)]
             shard.copy_(sum(slices[1:], slices[0]))
 
         return _Late(land)
@@ -328,12 +329,20 @@ class ThreadMesh(MeshCommunicator):
         return ThreadBoard(self.store, "a mesh of threads", range(self.world_size), self.rank)
 
 
-def run_mesh(replicas: int, shards: int, body: Callable[[ThreadMesh], Any], timeout: float = 60.0, *, parts: bool = False) -> list[Any]:
+def run_mesh(
+    replicas: int,
+    shards: int,
+    body: Callable[[ThreadMesh], Any],
+    timeout: float = 60.0,
+    *,
+    parts: bool = False,
+    kind: type[ThreadCommunicator] | None = None,
+) -> list[Any]:
     """Runs `body` on a mesh of threads, rows first; returns what each returned, or raises the first error."""
     order = Order()
     rows = [World(shards, timeout, order) for _ in range(replicas)]
     columns = [World(replicas, timeout, order) for _ in range(shards)]
-    kind = ThreadPartsCommunicator if parts else ThreadCommunicator
+    kind = kind or (ThreadPartsCommunicator if parts else ThreadCommunicator)
 
     def mesh(rank: int) -> ThreadMesh:
         replica, shard_rank = divmod(rank, shards)
@@ -345,10 +354,18 @@ def run_mesh(replicas: int, shards: int, body: Callable[[ThreadMesh], Any], time
     return _run(replicas * shards, lambda rank: body(mesh(rank)), [*rows, *columns], timeout)
 
 
-def run_ranks(size: int, body: Callable[[ThreadCommunicator], Any], timeout: float = 60.0, *, parts: bool = False) -> list[Any]:
+def run_ranks(
+    size: int,
+    body: Callable[[ThreadCommunicator], Any],
+    timeout: float = 60.0,
+    *,
+    parts: bool = False,
+    kind: type[ThreadCommunicator] | None = None,
+) -> list[Any]:
     """Runs `body` on `size` threads, each with its communicator; returns what each returned, or raises the first error."""
     world = World(size, timeout)
-    return _run(size, lambda rank: body((ThreadPartsCommunicator if parts else ThreadCommunicator)(world, rank)), [world], timeout)
+    kind = kind or (ThreadPartsCommunicator if parts else ThreadCommunicator)
+    return _run(size, lambda rank: body(kind(world, rank)), [world], timeout)
 
 
 def _run(size: int, body: Callable[[int], Any], worlds: list[World], timeout: float) -> list[Any]:
