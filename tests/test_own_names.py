@@ -20,7 +20,7 @@ from tests.support.checkpoints import Block, assert_same, odd, on_ranks, train
 from tests.support.pretrained import assert_same_bits, on_meta
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import process_group
-from zero3.checkpoint import optimizer_contents
+from zero3.checkpoint import saved_optimizer
 from zero3.core.parameters import own_name
 
 
@@ -124,7 +124,7 @@ def test_a_checkpoint_is_the_same_with_and_without_a_wrapper(wrapper: str, tmp_p
             optimizer.step()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(zero3.names, "own_name", kept)
-                patch.setattr(optimizer_contents, "own_name", kept)
+                patch.setattr(saved_optimizer, "own_name", kept)
                 zero3.save_checkpoint(tmp_path / place, model, optimizer)
             return zero3.full_state_dict(model), zero3.full_optimizer_state_dict(model, optimizer)
 

@@ -116,7 +116,7 @@ def test_save_checkpoint_finds_the_name_of_its_run(launched: str | None, tmp_pat
         names = []
         for number, options in enumerate([{}, {}, {"run": "mine"}, {}]):
             zero3.save_checkpoint(tmp_path / str(number), model, optimizer, **options)
-            names += [run_of(tmp_path / str(number)), states_of(model)[0].run]
+            names += [run_of(tmp_path / str(number)), states_of(model)[0].saves.run]
         zero3.load_checkpoint(tmp_path / "0", model, optimizer)
         zero3.save_checkpoint(tmp_path / "4", model)
         return [*names, run_of(tmp_path / "4")]

@@ -24,8 +24,8 @@ from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import assert_at_rest, assert_close, process_group
 from zero3.checkpoint import manifest, safetensors_files
 from zero3.checkpoint import save as saving
-from zero3.checkpoint.optimizer_contents import OptimizerContents
 from zero3.checkpoint.safetensors_writing import BLOCK_BYTES
+from zero3.checkpoint.saved_optimizer import OptimizerContents
 
 Snapshot = dict[str, Any]
 

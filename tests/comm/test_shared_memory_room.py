@@ -21,7 +21,7 @@ from tests.support.processes import Outcome, Rank, on_ranks, try_on_ranks
 from zero3 import Zero3Layer, Zero3Sequential
 from zero3.comm.gloo import GlooCommunicator
 from zero3.comm.shared_memory import host_memory, neighbours
-from zero3.zero1.buckets import LARGE_BYTES
+from zero3.zero1.division import LARGE_BYTES
 
 pytestmark = served
 

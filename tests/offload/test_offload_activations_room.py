@@ -17,8 +17,8 @@ import zero3
 from tests.offload.test_offload_activations import size_of, through, wait_for
 from tests.support.live import LiveBytes, LonelyCommunicator
 from tests.support.models import WIDTH
-from zero3.offload import scratch_file
-from zero3.offload.scratch_file import ScratchFile
+from zero3.offload import rests
+from zero3.offload.rests import ScratchFile
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -90,7 +90,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(scratch_file, "write_at", refuse)
+    monkeypatch.setattr(rests, "write_at", refuse)
 
 
 @pytest.mark.usefixtures("full_disk")

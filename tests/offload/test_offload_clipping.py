@@ -142,7 +142,7 @@ def test_the_next_gradient_is_on_its_way(tmp_path: Path, monkeypatch: pytest.Mon
     """Each comes while the one before is worked on, and no earlier; those of the chunk before leave."""
     log: list[tuple[str, int]] = []
     rest_all = MappedFiles.rest_all
-    monkeypatch.setattr(MappedFiles, "rest_all", lambda files: (log.append(("leave", files._places[0][0])), rest_all(files)))
+    monkeypatch.setattr(MappedFiles, "rest_all", lambda files: (log.append(("leave", files._mapped[0].address)), rest_all(files)))
     model = small(tmp_path)
     backward(model)
     number = {gradient.data_ptr(): n for n, gradient in enumerate(gradients(model))}

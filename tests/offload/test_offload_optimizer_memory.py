@@ -19,7 +19,7 @@ from tests.support.models import WORLDS, mlp, step
 from tests.support.offloaded import MAKES, backward, disk_is_full, same, small, state_of, values_of, wait_for, wrapped
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn
-from zero3.offload.state_files import Visit
+from zero3.offload.traffic import Visit
 from zero3.scratch.mapped_files import MappedFiles
 
 
@@ -34,7 +34,7 @@ def test_bytes_moved_and_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return advise(files, tensor, advice)
 
     def rested(files: MappedFiles) -> None:
-        log.extend(("rest", address) for address, *_ in files._places)
+        log.extend(("rest", address) for address in (mapped.address for mapped in files._mapped))
         rest_all(files)
 
     monkeypatch.setattr(MappedFiles, "_advise", advised)

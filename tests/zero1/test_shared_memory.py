@@ -20,7 +20,7 @@ from zero3.comm.factory import communicator_for, give_memory_back
 from zero3.comm.gloo import GlooCommunicator
 from zero3.comm.shared_memory.host_memory import HostMemory
 from zero3.comm.shared_memory.neighbours import SWITCH
-from zero3.zero1.buckets import PIECES_BYTES
+from zero3.zero1.gathers import PIECES_BYTES
 
 pytestmark = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "pidfd_open"), reason="shared memory needs Linux on x86-64"

@@ -15,8 +15,7 @@ import zero3
 from tests.support.processes import PROMPT, Rank, try_on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.zero1.test_zero_redundancy_optimizer import give_gradients, odd_parameters, on_threads
-from zero3.zero1.state import broadcast_values
-from zero3.zero1.step import step as step_with_others
+from zero3.zero1.ranks import Ranks
 
 FLAGS = ["overlap_with_ddp", "parameters_as_bucket_view"]
 
@@ -170,7 +169,7 @@ def test_a_step_that_a_dead_rank_leaves_alone_says_so() -> None:
 def test_what_other_ranks_pass_beside_the_source_does_not_matter() -> None:
     def body(group: ThreadCommunicator) -> dict[str, Any]:
         values = {"lr": 0.5, "betas": (0.9, 0.99)} if group.rank == 1 else {"lr": object()}
-        return broadcast_values(group, torch.device("cpu"), values, 1, "options")
+        return Ranks({torch.device("cpu"): group}).tell(values, 1, "options")
 
     assert run_ranks(3, body) == [{"lr": 0.5, "betas": (0.9, 0.99)}] * 3
 
@@ -202,7 +201,7 @@ def test_what_a_rank_that_has_joined_finds_in_its_own_gradients_does_not_matter(
         given = torch.full((3,), 1.0 + group.rank)
         for gradient in (given, given.to_sparse() if group.rank == 1 else given):
             parameter.grad = gradient.clone()
-            step_with_others(ours._opened, ours.param_groups, {}, joined=group.rank == 1)
+            ours._opened.step(ours.param_groups, {}, joined=group.rank == 1)
         return parameter.detach(), given if parameter.grad is None else parameter.grad.to_dense()
 
     for rank, (value, gradient) in enumerate(run_ranks(2, body)):

@@ -21,7 +21,7 @@ from tests.zero1.test_zero_redundancy_optimizer import (
     train,
     values_of,
 )
-from zero3.zero1.buckets import LARGE_BYTES
+from zero3.zero1.division import LARGE_BYTES
 
 ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 
@@ -43,10 +43,10 @@ def test_a_step_that_is_interrupted_leaves_no_transfer_pending() -> None:
         parameter = nn.Parameter(torch.ones(LARGE_BYTES))
         ours = ours_on(group, [parameter], lr=1.0, weight_decay=0.0)
         parameter.grad = torch.ones_like(parameter)
-        exchange = ours._opened._exchange
-        with mock.patch.object(exchange, "finish", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        gathers = ours._opened.gathers
+        with mock.patch.object(gathers, "finish", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             ours.step()
-        assert not exchange._pending
+        assert not gathers._pending
         parameter.data.fill_(1.0)  # what nobody waited for may be anything
         ours.step()
         return bool((parameter < 1).all())
@@ -181,7 +181,7 @@ def test_closures_hooks_and_what_else_plain_optimizers_do(world_size: int) -> No
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
         ours.zero_grad(set_to_none=True)
-        assert all(parameter.grad is None for held in ours._opened.held.values() for _, parameter in held)
+        assert all(parameter.grad is None for group in ours.optim.param_groups for parameter in group["params"])
         assert "weight_decay: 0.1" in repr(ours)
 
     on_threads(world_size, body)

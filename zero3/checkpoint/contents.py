@@ -19,13 +19,21 @@ from ..names import named_tensors
 __all__: list[str] = []
 
 
-class Span(NamedTuple):
+class NamedSpan(NamedTuple):
     """Elements `[start, stop)` of the flattened parameter `name`. They lie at `offset` in the tensor that holds them."""
 
     name: str
     start: int
     stop: int
     offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Its elements of what holds them, `flat`, 1-D. A view."""
+        return flat[self.offset : self.offset + self.numel]
 
 
 class Contents:
@@ -38,7 +46,8 @@ class Contents:
     def __init__(self, model: nn.Module, doing: str) -> None:
         self.states: list[LayerState] = states_of(model)
         self.communicator = self.states[0].communicator
-        self.rank, self.world_size, self.device = self.communicator.rank, self.communicator.world_size, self.states[0].device
+        self.device, self.world_size = self.states[0].device, self.communicator.world_size
+        self.number = self.communicator.rank  # of this rank's files
         self.is_first = is_first(self.communicator)
         self.writes = self.communicator.replica == 0  # whether this rank's chunks are saved: other replicas hold the same
         check_released(self.states, doing)
@@ -57,17 +66,17 @@ class Contents:
                     self.others[name] = tensor
             self.names.setdefault(id(tensor), []).append(name)
 
-    def spans(self, chunk: Chunk) -> list[Span]:
+    def spans(self, chunk: Chunk) -> list[NamedSpan]:
         """Returns the spans of this rank's chunk in order. Empty parameters belong to the chunk's first holder."""
         names = self._chunk_names.get(chunk, {})
         pieces = [piece for piece in chunk.pieces if piece.slot.name in names]
-        found = [Span(names[piece.slot.name], piece.start, piece.stop, piece.offset) for piece in pieces]
+        found = [NamedSpan(names[piece.slot.name], piece.start, piece.stop, piece.offset) for piece in pieces]
         return found + [span for span in self.empties(chunk) if chunk.is_first_holder and span is not None]
 
-    def empties(self, chunk: Chunk) -> list[Span | None]:
+    def empties(self, chunk: Chunk) -> list[NamedSpan | None]:
         """Returns a span for each empty parameter, in the order of slots, or None where the model has no name for it."""
         names = self._chunk_names.get(chunk, {})
-        return [Span(names[slot.name], 0, 0, 0) if slot.name in names else None for slot in chunk.layout.slots if not slot.numel]
+        return [NamedSpan(names[slot.name], 0, 0, 0) if slot.name in names else None for slot in chunk.layout.slots if not slot.numel]
 
     def chunks(self) -> Iterator[Chunk]:
         for state in self.states:

@@ -21,10 +21,9 @@ from .contents import Contents, differences, names_apart
 from .extra_state import extra_state_modules, set_extra_states
 from .manifest import Manifest
 from .meta_buffers import initialise, put
-from .optimizer_contents import Held, OptimizerContents, contents_of, held_by
-from .optimizer_placing import Placing, place
 from .ranges import Ranges
 from .safetensors_files import SafetensorsFiles, Stored
+from .saved_optimizer import Held, OptimizerContents, Placing, contents_of, held_by, place
 from .value_hashes import value_hashes
 
 __all__: list[str] = []
@@ -67,9 +66,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
             extra = zero3.load_checkpoint(latest, model, optimizer)
             schedule.load_state_dict(extra["schedule"])
     """
-    first = states_of(model)[0]
-    if first.unfinished is not None:
-        first.unfinished()
+    states_of(model)[0].saves.finish()
     return _Loader(path, model, optimizer, weights).load()
 
 
@@ -89,7 +86,7 @@ class _Loader:
 
     def load(self) -> Any:
         found, contents = self._found()
-        self._verify(found)
+        self._verify(found, contents)
         with ExitStack() as opened:
             with self._agreeing("the contents of load_checkpoint"), manifest.reading(found):
                 self._files = opened.enter_context(closing(SafetensorsFiles(found.data, self._names(found))))
@@ -125,12 +122,12 @@ class _Loader:
             lines += [f"{manifest.NAME}: {found.content['data']}", f"of: {', '.join(self._kinds)}"]
         return found, contents
 
-    def _verify(self, found: Manifest) -> None:
+    def _verify(self, found: Manifest, contents: Contents) -> None:
         """Compares the hashes of all files. Each rank reads its share."""
         names = sorted(self._names(found), key=lambda name: name.partition("-")[2])
         with self._agreeing("the hashes of load_checkpoint"):
             try:
-                manifest.verify(found, names, self._first.communicator.rank, self._first.communicator.world_size)
+                manifest.verify(found, names, contents.number, contents.world_size)
             except OSError as error:
                 raise ValueError(str(error)) from error
 
@@ -227,24 +224,25 @@ class _Loader:
         set_extra_states(self._model, extra_states, contents.communicator, contents.device, "load_checkpoint")
         self._restore_random(found, contents)
         for state in contents.states:
-            state.run = found.content.get("run")  # later checkpoints belong to the same run
+            state.saves.belong_to(found.content.get("run"))  # later checkpoints belong to it too
         return extra
 
     def _fill_optimizer(self) -> None:
         """Fills the new state, which the optimizer does not hold yet."""
         if self._placing is not None:
-            for target in self._placing.targets:
-                self._ranges.read(f"state:{target.key}", target.span.name, target.span.start, target.place)
-            for name, key, tensor in self._placing.whole:
-                tensor.copy_(self._tensor(f"whole:{key}:{name}"))
+            for name, key, start, values in self._placing.targets:
+                if start is not None:
+                    self._ranges.read(f"state:{key}", name, start, values)
+                else:
+                    values.copy_(self._tensor(f"whole:{key}:{name}"))
 
     def _fill_chunks(self, contents: Contents, stored: set[str]) -> None:
         for state in contents.states:
             state.release()  # a full buffer that a forward has left would hold old values
         for chunk in contents.chunks():
-            for name, start, stop, offset in contents.spans(chunk):
-                if name in stored:
-                    self._ranges.read("parameter", name, start, chunk.shard.data[offset : offset + stop - start])
+            for span in contents.spans(chunk):
+                if span.name in stored:
+                    self._ranges.read("parameter", span.name, span.start, span.of(chunk.shard.data))
         for name in stored:
             contents.parameters[name].chunk.unloaded.discard(contents.parameters[name].index)
         torch.autograd.graph.increment_version([chunk.shard for chunk in contents.chunks()])  # graphs built before are stale
@@ -261,7 +259,7 @@ class _Loader:
 
     def _other(self, name: str, contents: Contents) -> Tensor:
         """Returns this rank's own value of a buffer if the checkpoint holds one, and otherwise the value that all ranks share."""
-        for stored in (f"other:{contents.rank}:{name}", f"other:0:{name}"):
+        for stored in (f"other:{contents.number}:{name}", f"other:0:{name}"):
             if stored in self._stored:
                 return self._tensor(stored)
         value = torch.empty(contents.shape(name), dtype=contents.dtype(name))
@@ -269,8 +267,10 @@ class _Loader:
         return value
 
     def _restore_random(self, found: Manifest, contents: Contents) -> None:
-        names, prefix = found.names("model"), f"random:{contents.rank}:"
-        if contents.rank < len(names) and "random" in (metadata := self._files.metadata[names[contents.rank]]):  # a converted one has none
+        names, prefix = found.names("model"), f"random:{contents.number}:"
+        if contents.number < len(names) and "random" in (
+            metadata := self._files.metadata[names[contents.number]]
+        ):  # a converted one has none
             kinds = [name.removeprefix(prefix) for name in self._files.tensors if name.startswith(prefix)]
             tensors = {kind: self._tensor(f"{prefix}{kind}") for kind in kinds}
             random_state.restore(contents.device, tensors, metadata["random"])

@@ -32,14 +32,14 @@ def put(model: nn.Module, old: Tensor, value: Tensor) -> None:
                 setattr(module, attribute, new)
 
 
-class _Place(NamedTuple):
+class _MetaBuffer(NamedTuple):
     """A buffer's name in errors, and its device."""
 
     name: str
     device: torch.device
 
 
-Wanted = dict[nn.Module, dict[str, _Place]]  # module -> attribute -> the buffer's place
+Wanted = dict[nn.Module, dict[str, _MetaBuffer]]  # module -> attribute -> the buffer's place
 
 
 def initialise(model: nn.Module, states: list[LayerState]) -> list[tuple[str, Tensor]]:
@@ -72,7 +72,7 @@ def _on_meta(states: list[LayerState]) -> Wanted:
         for owner, attribute, name in state.meta_buffers:
             buffer = owner._buffers.get(attribute)
             if buffer is not None and buffer.is_meta and attribute in owner._non_persistent_buffers_set:
-                wanted.setdefault(owner, {})[attribute] = _Place(f"{name} of layer {state.label}", state.device)
+                wanted.setdefault(owner, {})[attribute] = _MetaBuffer(f"{name} of layer {state.label}", state.device)
     return wanted
 
 

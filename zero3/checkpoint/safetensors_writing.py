@@ -24,7 +24,7 @@ __all__: list[str] = []
 BLOCK_BYTES = 1 << 24  # of a file have one hash; the copy of a device's tensors on the CPU takes no more at a time
 
 
-class Entry(NamedTuple):
+class ToWrite(NamedTuple):
     """A tensor to write, with its name and shape in the file. The shape has as many elements as the tensor."""
 
     name: str
@@ -63,7 +63,7 @@ def header_of(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metad
     return len(text).to_bytes(8, "little") + text
 
 
-def write_file(file: FileIO, entries: list[Entry], metadata: Mapping[str, str]) -> Written:
+def write_file(file: FileIO, entries: list[ToWrite], metadata: Mapping[str, str]) -> Written:
     """Writes into an empty file, and does not sync it. Tensors in host memory are not copied.
 
     Raises:
@@ -118,7 +118,7 @@ def _blocks(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
         yield block
 
 
-def _views(entries: list[Entry]) -> Iterator[memoryview]:
+def _views(entries: list[ToWrite]) -> Iterator[memoryview]:
     for entry in entries:
         flat = entry.tensor.detach().reshape(-1)
         if flat.device.type == "cpu":

@@ -1,27 +1,48 @@
-"""save_checkpoint(): every rank writes its own part, and one rename makes the files a checkpoint."""
+"""save_checkpoint(): every rank writes its own part, and one rename makes the files a checkpoint.
+
+First everything is collected, and all mistakes are found, before a file is made. Tensors are
+referred to, or copied if they are written in the background. Then files are written, and a manifest
+at the end.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from hashlib import sha256
+from io import FileIO
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..access import states_of
 from ..comm.agreement import agree, agreeing, exchange_texts
+from ..core.layer_state import LayerState
 from ..optim.check_optimizer import warn_if_inexact
 from ..optim.several import Optimizers, Together
 from ..optim.state_memory import land_steps
-from . import file_operations
-from .copies import copied, place_of_copies
-from .optimizer_contents import Held, held_by
-from .preparing import Prepared
-from .safetensors_writing import Written, write_file
+from ..policy import directory_of
+from ..scratch.mapped_files import MappedFiles
+from . import file_operations, manifest, random_state
+from .contents import Contents, NamedSpan
+from .extra_state import encoded, extra_states_of
+from .numbered import check_run, next_number, prune
+from .safetensors_files import bytes_of
+from .safetensors_writing import ToWrite, Written, header_of, write_file
+from .saved_optimizer import Held, contents_of, held_by
+from .value_hashes import value_hashes
 
 __all__: list[str] = []
+
+_log = logging.getLogger("zero3")
+_ALIGNMENT = 64  # bytes, so that copies of any dtype may begin there
 
 
 def save_checkpoint(
@@ -36,83 +57,273 @@ def save_checkpoint(
     run: str | None = None,
     background: bool = False,
 ) -> Saving:
-    """Saves model, optimizer and `extra` in the directory `path`. Every rank writes its own part, and nothing is gathered.
+    """Saves model, optimizer and `extra` in a directory. Every rank writes its own part.
 
-    A checkpoint holds parameters, buffers, modules' extra state (rank 0's `get_extra_state`), the optimizer's groups and state by
-    parameter name, and every rank's random generators. On a mesh with replicas the first one writes what they share. A checkpoint
-    appears by one rename, when all files are on the disk. If a rank fails before that (a crash, a full disk), the earlier checkpoint
-    under `path` is still complete, and the next save cleans up. Files are hashed while they are written.
+    Nothing is gathered. A checkpoint holds parameters, buffers, modules' extra state (rank 0's
+    `get_extra_state`), the optimizer's groups and state by parameter name, and every rank's random
+    generators. On a mesh with replicas the first one writes what they share. A checkpoint appears
+    by one rename, when all files are on the disk. If a rank fails before that (a crash, a full
+    disk), the earlier checkpoint under `path` is still complete, and the next save cleans up. Files
+    are hashed while they are written.
 
     Args:
-        path: A directory of a file system that all ranks see. Parents are created. A checkpoint in it is replaced, and other files
-            are left alone.
+        path: A directory of a file system that all ranks see. Parents are created. A checkpoint in
+            it is replaced, and other files are left alone.
         model: Any model that contains zero3 layers.
-        optimizer: One over `get_trainable_chunk(model)`, `param_groups(model, ...)` or `model.parameters()`. Pass several that
-            share the model (Muon for matrices, AdamW for the rest) as a list or a dict; order and keys do not matter.
-        extra: Any nesting of None, numbers, strings, lists, tuples, dicts and tensors. Rank 0's is saved.
-        weights: False leaves out all parameters, if they are saved elsewhere (by `save_pretrained`, say). Pass it to `load_checkpoint`
-            too.
-        frozen: False leaves frozen parameters out, and keeps a hash of the values of each. (With LoRA adapters, `load_pretrained` can
-            load them.) `load_checkpoint` refuses a model with other values.
-        keep_last: How many checkpoints of this run stay in the parent directory of `path`, the newest ones. None: all stay. Those of
-            other runs stay, and those that name no run.
-        run: The name of the run that the checkpoint belongs to. None: that of the checkpoint that the model was loaded from or saved in
-            last; for the first one torchrun's `TORCHELASTIC_RUN_ID` (unless it is "none"), or a new random name.
-        background: Return when everything is copied to host memory, and write from a thread. The checkpoint appears when every
-            rank has called `wait()`, some steps later. The next save or load of the model calls it too. (With `offload=DIR` the copy
-            is a file without a name in that directory, and takes no memory.)
+        optimizer: One over `get_trainable_chunk(model)`, `param_groups(model, ...)` or
+            `model.parameters()`. Pass several that share the model (Muon for matrices, AdamW for
+            the rest) as a list or a dict; order and keys do not matter.
+        extra: Any nesting of None, numbers, strings, lists, tuples, dicts and tensors. Rank 0's is
+            saved.
+        weights: False leaves out all parameters, if they are saved elsewhere (by `save_pretrained`,
+            say). Pass it to `load_checkpoint` too.
+        frozen: False leaves frozen parameters out, and keeps a hash of the values of each. (With
+            LoRA adapters, `load_pretrained` can load them.) `load_checkpoint` refuses a model with
+            other values.
+        keep_last: How many checkpoints of this run stay in the parent directory of `path`, the
+            newest ones. None: all stay. Those of other runs stay, and those that name no run.
+        run: The name of the run that the checkpoint belongs to. None: that of the checkpoint that
+            the model was loaded from or saved in last; for the first one torchrun's
+            `TORCHELASTIC_RUN_ID` (unless it is "none"), or a new random name.
+        background: Return when everything is copied to host memory, and write from a thread. The
+            checkpoint appears when every rank has called `wait()`, some steps later. The next save
+            or load of the model calls it too. (With `offload=DIR` the copy is a file without a name
+            in that directory, and takes no memory.)
 
     Returns:
         A `Saving`. Without `background` there is nothing to wait for.
 
     Raises:
-        TypeError: `extra`, a module's extra state, or an option or a state of the optimizer holds a value that could only be
-            pickled; `keep_last` is no integer, or `run` is no text.
-        ValueError: Nothing in `model` is sharded, an optimizer is of another model, two optimizers hold one parameter, ranks save
-            different things or have made different steps, `keep_last` is less than 1, `run` is empty, or with `background` the directory of
+        TypeError: `extra`, a module's extra state, or an option or a state of the optimizer holds a
+            value that could only be pickled; `keep_last` is no integer, or `run` is no text.
+        ValueError: Nothing in `model` is sharded, an optimizer is of another model, two optimizers
+            hold one parameter, ranks save different things or have made different steps,
+            `keep_last` is less than 1, `run` is empty, or with `background` the directory of
             `offload` is gone. Every rank raises it, before anything is written.
         RuntimeError: Parameters have no values, or the call is inside `full_params` or `resident`.
-        OSError: A rank could not write, or has no room for the copies of `background`; or, with `offload=DIR`, its disk has lost what
-            a step of the optimizer's has changed. Every rank raises the same error.
+        OSError: A rank could not write, or has no room for the copies of `background`; or, with
+            `offload=DIR`, its disk has lost what a step of the optimizer's has changed. Every rank
+            raises the same error.
 
     Example::
 
         extra = {"step": step, "schedule": schedule.state_dict()}
-        zero3.save_checkpoint(f"{directory}/step-{step}", model, optimizer, extra=extra, keep_last=3)
+        path = f"{directory}/step-{step}"
+        zero3.save_checkpoint(path, model, optimizer, extra=extra, keep_last=3)
     """
-    saving = Saving(_prepare(path, model, optimizer, (extra, weights, frozen, background), (keep_last, run)), background)
+    asked = _Asked(path, extra, weights, frozen, keep_last, run, background)
+    saving = Saving(_prepare(asked, model, optimizer))
     if not background:
         saving.wait()
     return saving
 
 
-def _prepare(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizers | None,
-    how: tuple[Any, bool, bool, bool],
-    stays: tuple[int | None, str | None],
-) -> Prepared:
+@dataclass(frozen=True)
+class _Asked:
+    """The arguments of `save_checkpoint`."""
+
+    path: str | os.PathLike[str]
+    extra: Any
+    weights: bool
+    frozen: bool
+    keep_last: int | None
+    run: str | None
+    background: bool
+
+    def check(self) -> None:
+        path, keep_last = os.fspath(self.path), self.keep_last
+        if "://" in path:
+            raise ValueError(
+                f"{path}: fsspec paths are not supported, because their stores have no atomic "
+                "rename: save to a directory, and copy it from there"
+            )
+        if keep_last is not None and (type(keep_last) is bool or not isinstance(keep_last, int)):
+            expected = "keep_last must be an integer of at least 1, or None"
+            raise TypeError(f"{expected}, found {keep_last!r}")
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, found {keep_last}")
+        check_run(self.run)
+
+
+def _prepare(asked: _Asked, model: nn.Module, optimizer: Optimizers | None) -> _Prepared:
     """Finds all mistakes before a file is made. Every rank raises them."""
     first = states_of(model)[0]
-    first.log.look()  # if ranks have made different transfers, a checkpoint of them must not replace a good one
-    if first.unfinished is not None:
-        first.unfinished()
-    extra, weights, frozen, background = how
+    # if ranks have made different transfers, a checkpoint of them must not replace a good one
+    first.log.look()
+    first.saves.finish()
     together: Together | None = None
     held: list[Held] = []
     with agreeing(first.communicator, first.device, "save_checkpoint") as lines:
-        prepared = Prepared(path, model, extra, (weights, frozen), stays)
+        prepared = _Prepared(asked, model)
         land_steps(prepared.contents.states)
         if optimizer is not None:
             together = Together(optimizer)
             held = held_by(together, prepared.contents)
             for member in together.members:
                 warn_if_inexact(prepared.contents.states, member)
-        lines += [*prepared.lines(), f"optimizer: {together.name if together is not None else None}", f"background: {background}"]
+        optimizers = together.name if together is not None else None
+        lines += [*prepared.lines(), f"optimizer: {optimizers}", f"background: {asked.background}"]
     prepared.gather_entries(together, held)
     prepared.make_directory()
     return prepared
+
+
+class _Prepared:
+    """One save: the tensors that this rank writes, their files, and the manifest's content."""
+
+    def __init__(self, asked: _Asked, model: nn.Module) -> None:
+        asked.check()
+        self.asked = asked
+        self.run = asked.run or ""
+        self.directory = Path(os.path.abspath(asked.path))
+        self.contents = contents = Contents(model, "save_checkpoint")
+        self.token = ""
+        self.model_entries: list[ToWrite] = []
+        self.optimizer_entries: list[ToWrite] | None = None
+        self.metadata: dict[str, str] = {}
+        written = getattr(getattr(model, "config", None), "to_json_string", None)
+        tensors: list[Tensor] = []
+        self.content: dict[str, Any] = {
+            "world_size": contents.world_size,
+            "optimizer": None,
+            "config": json.loads(written()) if callable(written) else None,
+            "extra": None,
+            "extra_states": None,
+        }
+        if contents.is_first:
+            self.content["extra"] = encoded({"extra": asked.extra}, tensors)["extra"]
+            self.content["extra_states"] = encoded(extra_states_of(model), tensors)
+        self.model_entries += _whole({f"extra:{n}": tensor for n, tensor in enumerate(tensors)})
+        described = contents.description().items()
+        self.content["tensors"] = {n: {**each, "stored": self.stores(n)} for n, each in described}
+        named = [*contents.parameters, *contents.others]
+        contents.check_loaded(filter(self.stores, named), "save_checkpoint")
+        # both raise if the format has no name for a dtype
+        entries = ((entry.name, entry.tensor.dtype, entry.shape) for entry in self.model_entries)
+        header_of(entries, {}, ours=True)
+        header_of(((n, contents.dtype(n), ()) for n in self.content["tensors"]), {}, ours=True)
+
+    def stores(self, name: str) -> bool:
+        """Whether the checkpoint holds the tensor's values."""
+        wanted = self.asked.weights and (self.asked.frozen or self.contents.trains(name))
+        return wanted or name in self.contents.others
+
+    def lines(self) -> list[str]:
+        """Returns what has to be the same on all ranks."""
+        tensors = (f"{name}: {described}" for name, described in self.content["tensors"].items())
+        kept = f"keep_last: {self.asked.keep_last}"
+        return [f"path: {self.directory}", kept, f"run: {self.run}", *tensors]
+
+    def gather_entries(self, optimizer: Together | None, held: list[Held]) -> None:
+        """Collects the tensors that this rank writes. Every rank calls it."""
+        contents, number = self.contents, self.contents.number
+        others = sha256()
+        for tensor in contents.others.values():
+            others.update(bytes_of(tensor.detach().cpu().contiguous()))
+        own = os.urandom(8) + others.digest()
+        answers = contents.communicator.exchange(own, contents.device)
+        self.token = answers[0][:8].hex()
+        self._join_run()
+        # ranks whose buffers equal rank 0's do not store them again
+        if number == 0 or answers[number][8:] != answers[0][8:]:
+            buffers = {f"other:{number}:{name}": each for name, each in contents.others.items()}
+            self.model_entries += _whole(buffers)
+        for chunk in contents.chunks():
+            chunk.adopt_values()
+            for span in contents.spans(chunk) if contents.writes else ():
+                if self.stores(span.name) and span.numel:
+                    self.model_entries.append(_part("parameter", span, chunk.shard.data))
+        generators, self.metadata["random"] = random_state.generators(contents.device)
+        generators = {f"random:{number}:{kind}": state for kind, state in generators.items()}
+        self.model_entries += _whole(generators)
+        left = [name for name in contents.parameters if not self.stores(name)]
+        left = [name for name in left if self.asked.weights and not contents.is_empty(name)]
+        for name, value in value_hashes(contents, left, "save_checkpoint").items():
+            self.content["tensors"][name]["hash"] = value
+        if optimizer is not None:
+            merged = contents_of(optimizer, held, contents)
+            self.content["optimizer"] = {"class": optimizer.name, **merged.to_json()}
+            if contents.writes:
+                self.optimizer_entries = _state_entries(optimizer, held)
+
+    def _join_run(self) -> None:
+        states = self.contents.states
+        launched = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's, which restarts keep
+        launched = launched if launched not in ("", "none") else self.token
+        self.run = self.content["run"] = self.run or states[0].saves.run or launched
+        for state in states:
+            state.saves.belong_to(self.run)
+
+    def make_directory(self) -> None:
+        """Rank 0 makes the directory. Every rank calls it."""
+        contents, what = self.contents, "the directory of save_checkpoint"
+        try:
+            with agreeing(contents.communicator, contents.device, what):
+                if contents.is_first:
+                    manifest.begin(self.directory, self.run, self.token)
+        except Exception:
+            self.clean()
+            raise
+
+    def files(self) -> dict[str, tuple[list[ToWrite], Mapping[str, str]]]:
+        """Returns the tensors and the metadata of each file that this rank writes."""
+        suffix = f"{self.contents.number:05}-of-{self.contents.world_size:05}.safetensors"
+        files: dict[str, tuple[list[ToWrite], Mapping[str, str]]] = {
+            f"model-{suffix}": (self.model_entries, self.metadata),
+        }
+        if self.optimizer_entries is not None:
+            files[f"optimizer-{suffix}"] = self.optimizer_entries, {}
+        return files
+
+    def commit(self, files: dict[str, Written]) -> None:
+        """Writes the manifest. Rank 0 calls it when the files of all ranks are on the disk."""
+        data = self.directory / f"data-{self.token}"
+        for directory in (data, self.directory, self.directory.parent):
+            file_operations.sync_directory(directory)
+        self.content["number"] = next_number(self.directory)
+        manifest.write(self.directory, self.content, dict(sorted(files.items())), self.token)
+
+    def clean(self) -> None:
+        """Removes the files of the replaced checkpoint and of failed saves. Only rank 0 does.
+
+        If it fails, the next save tries again.
+        """
+        if not self.contents.is_first:
+            return
+        try:
+            there = (self.directory / manifest.NAME).is_file()
+            keep = manifest.read(self.directory).data.name if there else None
+            manifest.clean(self.directory, keep)
+            if self.directory.is_dir() and not file_operations.names_in(self.directory):
+                file_operations.remove(self.directory)
+            if self.asked.keep_last is not None:
+                prune(self.directory.parent, self.asked.keep_last, self.run)
+        except (OSError, ValueError) as error:
+            _log.warning("cleaning up after a checkpoint failed: %s", error)
+
+
+def _whole(tensors: Mapping[str, Tensor]) -> list[ToWrite]:
+    return [ToWrite(name, each.detach(), tuple(each.shape)) for name, each in tensors.items()]
+
+
+def _part(kind: str, span: NamedSpan, flat: Tensor) -> ToWrite:
+    name = f"{kind}:{span.name}[{span.start}:{span.stop}]"
+    return ToWrite(name, span.of(flat), (span.numel,))
+
+
+def _state_entries(optimizer: Together, held: list[Held]) -> list[ToWrite]:
+    entries = []
+    for one in (one for one in held if one.spans and one.mine):
+        for key, value in optimizer.state.get(one.parameter, {}).items():
+            if not isinstance(value, Tensor):
+                continue
+            if value.shape == one.parameter.shape:
+                flat = value.detach().reshape(-1)
+                filled = (span for span in one.spans if span.numel)
+                entries += [_part(f"state:{key}", span, flat) for span in filled]
+            elif value.dim():
+                entries += _whole({f"whole:{key}:{one.filled[0].name}": value})
+    return entries
 
 
 class Saving:
@@ -125,26 +336,29 @@ class Saving:
         saving.wait()
     """
 
-    def __init__(self, prepared: Prepared, background: bool) -> None:
+    def __init__(self, prepared: _Prepared) -> None:
         self._prepared = prepared
         self._files = prepared.files()
         self._written: dict[str, Written] = {}
         self._error: Exception | None = None
         self._over = False
         self._thread: threading.Thread | None = None
-        if background:
+        if prepared.asked.background:
             self._copy()
             self._thread = threading.Thread(target=self._write, name="zero3.save_checkpoint")
             self._thread.start()
-            prepared.contents.states[0].unfinished = self.wait
+            prepared.contents.states[0].saves.begin(self.wait)
         else:
             self._write()
 
     def _copy(self) -> None:
-        contents, place = self._prepared.contents, place_of_copies(self._prepared.contents.states)
+        contents, what = self._prepared.contents, "the copies of save_checkpoint"
+        place = _place_of_copies(contents.states)
+        may_fail = agreeing(contents.communicator, contents.device, what)
         try:
-            with agreeing(contents.communicator, contents.device, "the copies of save_checkpoint") if place is not None else nullcontext():
-                self._files = {name: (copied(entries, place), more) for name, (entries, more) in self._files.items()}
+            with may_fail if place is not None else nullcontext():
+                for name, (entries, metadata) in self._files.items():
+                    self._files[name] = _copied(entries, place), metadata
         except Exception:
             self._prepared.clean()
             raise
@@ -153,20 +367,24 @@ class Saving:
         data = self._prepared.directory / f"data-{self._prepared.token}"
         try:
             with ExitStack() as open_files:
-                files = {name: open_files.enter_context(file_operations.create(data / name)) for name in self._files}
+                files: dict[str, FileIO] = {}
+                for name in self._files:
+                    files[name] = open_files.enter_context(file_operations.create(data / name))
                 for name, (entries, metadata) in self._files.items():
                     self._written[name] = write_file(files[name], entries, metadata)
-                for file in files.values():  # at the end, so that the disk works while later files are hashed
+                # at the end, so that the disk works while later files are hashed
+                for file in files.values():
                     file_operations.sync(file)
         except Exception as caught:
             self._error = caught
         self._files = {}
 
     def wait(self) -> None:
-        """Returns when the checkpoint is complete. Every rank calls it. A second call returns at once.
+        """Returns when the checkpoint is complete. Every rank calls it. A second call does nothing.
 
         Raises:
-            OSError: A rank could not write. Every rank raises the same error. The earlier checkpoint is still complete.
+            OSError: A rank could not write. Every rank raises the same error. The earlier
+                checkpoint is still complete.
         """
         if self._thread is not None:
             self._thread.join()
@@ -174,17 +392,49 @@ class Saving:
             return
         self._over = True
         contents = self._prepared.contents
-        contents.states[0].unfinished = None
+        communicator, device = contents.communicator, contents.device
+        contents.states[0].saves.end()
         try:
-            agree(contents.communicator, contents.device, "the files of save_checkpoint", [], self._error)
-            mine = json.dumps({name: [written.nbytes, written.blocks] for name, written in self._written.items()})
-            texts = exchange_texts(contents.communicator, contents.device, mine)
-            files = {name: Written(*written) for text in texts for name, written in json.loads(text).items()}
-            with agreeing(contents.communicator, contents.device, "the manifest of save_checkpoint"):
+            agree(communicator, device, "the files of save_checkpoint", [], self._error)
+            written = self._written.items()
+            mine = json.dumps({name: [each.nbytes, each.blocks] for name, each in written})
+            files: dict[str, Written] = {}
+            for text in exchange_texts(communicator, device, mine):
+                files |= {name: Written(*each) for name, each in json.loads(text).items()}
+            with agreeing(communicator, device, "the manifest of save_checkpoint"):
                 if contents.is_first:
                     self._prepared.commit(files)
         except BaseException:
             self._prepared.clean()
             raise
-        with agreeing(contents.communicator, contents.device, "the end of save_checkpoint"):  # no rank returns before the cleaning
+        # no rank returns before the cleaning
+        with agreeing(communicator, device, "the end of save_checkpoint"):
             self._prepared.clean()
+
+
+def _place_of_copies(states: Iterable[LayerState]) -> str | None:
+    """The directory for a file of copies, if the model may be larger than memory."""
+    places = (directory_of(state.policy) for state in states)
+    return next((place for place in places if place is not None), None)
+
+
+@torch.no_grad()
+def _copied(entries: list[ToWrite], directory: str | None) -> list[ToWrite]:
+    """Copies to host memory or, where chunks rest in files, to a file in `directory`.
+
+    Raises:
+        OSError: The disk has no room for them.
+        ValueError: There is no such directory any more.
+    """
+    found = [(entry, entry.tensor.detach()) for entry in entries]
+    if directory is None:
+        return [entry._replace(tensor=each.to("cpu", copy=True)) for entry, each in found]
+    files = MappedFiles(directory)
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for _, tensor in found]
+    places = torch.split(files.empty(sum(sizes), torch.uint8), sizes)
+    copies = []
+    for (entry, tensor), place in zip(found, places, strict=True):
+        copy = place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        files.rest(copy)
+        copies.append(entry._replace(tensor=copy))
+    return copies

@@ -44,10 +44,10 @@ def _own_parts(contents: Contents, names: frozenset[str]) -> dict[str, int]:
     numbers = _numbers(contents.device) if names else None
     for chunk in contents.chunks():
         chunk.adopt_values()
-        for name, start, stop, offset in contents.spans(chunk):
-            if name in names and start < stop and numbers is not None:
-                part = part_of_hash(chunk.shard.data[offset : offset + stop - start], start, numbers)
-                parts[name] = (parts.get(name, 0) + part) % _PRIME
+        for span in contents.spans(chunk):
+            if span.name in names and span.numel and numbers is not None:
+                part = part_of_hash(span.of(chunk.shard.data), span.start, numbers)
+                parts[span.name] = (parts.get(span.name, 0) + part) % _PRIME
     return parts
 
 

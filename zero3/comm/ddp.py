@@ -15,7 +15,7 @@ __all__: list[str] = []
 mean_of_ranks = allreduce_hook  # (process group, bucket) -> the future of the bucket's mean, in the bucket's own memory
 
 
-class Bucket(Protocol):
+class GradBucket(Protocol):
     """A group of gradients that DDP reduces together."""
 
     def index(self) -> int: ...

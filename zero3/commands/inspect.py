@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import manifest
-from ..checkpoint.optimizer_contents import OptimizerContents
 from ..checkpoint.progress import progress
+from ..checkpoint.saved_optimizer import OptimizerContents
 from ..comm.plain_values import dtype_named
 
 __all__: list[str] = []

@@ -37,6 +37,28 @@ class Presence(Enum):
     KEPT = "kept"  # full buffer filled, parameters hidden: the forward is over, and its backward may begin at once
 
 
+class Saves:
+    """The run to which the model's checkpoints belong, and the one that is still being written."""
+
+    def __init__(self) -> None:
+        self.run: str | None = None  # of the checkpoint that was loaded or saved last
+        self._wait: Callable[[], None] | None = None
+
+    def belong_to(self, run: str | None) -> None:
+        self.run = run
+
+    def begin(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+
+    def finish(self) -> None:
+        """Waits for what has begun, if anything has. That calls `end`."""
+        if self._wait is not None:
+            self._wait()
+
+    def end(self) -> None:
+        self._wait = None
+
+
 class LayerState:
     """Fetches and releases a layer. The runtime decides when.
 
@@ -68,8 +90,7 @@ class LayerState:
         self.resident = 0  # the number of `resident` contexts that the layer is in
         self.registry: dict[str, nn.Parameter | None] = {}  # the `_parameters` of the module that lists the chunks
         self.meta_buffers: list[tuple[nn.Module, str, str]] = []  # (owner, attribute, name) of buffers without values
-        self.unfinished: Callable[[], None] | None = None  # waits for a checkpoint that is still being written
-        self.run: str | None = None  # the name of the run whose checkpoint the model was loaded from or saved in last
+        self.saves = Saves()
         self._lanes: Lanes | None = None
         self._gathering = NamingFailures(communicator, "gathering", self.subject)
         self._entry = Transfer("gathering", self.subject, 2 * self.identity + 1)

@@ -26,7 +26,7 @@ class StaysBehind:
 
 
 class Owner(StaysBehind, weakref.ref[Any]):
-    """A parameter's weak reference to its layer's state."""
+    """A parameter's weak reference to what it belongs to: its layer's state, or an optimizer."""
 
     __slots__ = ()
 

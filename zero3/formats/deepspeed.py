@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import file_operations
-from ..checkpoint.full_optimizer_reading import sorted_out
-from ..checkpoint.optimizer_contents import NamedState
+from ..checkpoint.saved_optimizer import NamedState, sorted_out
 from ..core.parameters import own_name
 from . import torch_files
 from .lazy import Lazy, as_lazy, joined, mapped, same, small

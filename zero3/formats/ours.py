@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import file_operations, manifest
-from ..checkpoint.full_optimizer_reading import sorted_out
 from ..checkpoint.numbered import next_number
-from ..checkpoint.optimizer_contents import OptimizerContents, options_of
 from ..checkpoint.ranges import Ranges
 from ..checkpoint.safetensors_files import SafetensorsFiles
 from ..checkpoint.safetensors_writing import header_of, write_hashed
+from ..checkpoint.saved_optimizer import OptimizerContents, options_of, sorted_out
 from ..comm.plain_values import decode, decode_scalar, dtype_named, encode, name_of
 from ..core.parameters import own_name
 from .lazy import Lazy, as_lazy, mapped, small

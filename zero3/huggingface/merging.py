@@ -190,7 +190,7 @@ class _MergedPlan(Plan):
                     file_operations.sync(opened)
 
     def _write_share(self, opened: Any, place: int, output: Output, values: Mapping[str, Tensor]) -> None:
-        rank, ranks = self.contents.rank, self.contents.world_size
+        rank, ranks = self.contents.number, self.contents.world_size
         low, high = output.numel * rank // ranks, output.numel * (rank + 1) // ranks
         if all(source in self.contents.others for source in output.index_map.sources):  # ranks may have other values: rank 0's count
             low, high = (0, output.numel) if rank == 0 else (0, 0)

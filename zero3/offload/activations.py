@@ -23,8 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..comm.streams import Lane, has_streams, lanes_for
 from ..core.chunk import shows_parameters
 from ..policy import place_of
-from .rests import InFile, InHostMemory, Rest
-from .scratch_file import ScratchFile
+from .rests import InHostMemory, InScratchFile, Rest, ScratchFile
 
 __all__: list[str] = []
 
@@ -137,7 +136,8 @@ class _Store:
     def _send(self, tensor: Tensor) -> _Saved:
         dense = tensor if torch.empty_like(tensor, device="meta").stride() == tensor.stride() else tensor.contiguous()
         flat = dense.as_strided((dense.numel(),), (1,))
-        rest = InFile(self._file, flat, self._lane(flat.device)) if self._file is not None else InHostMemory(flat, self._lane(flat.device))
+        lane = self._lane(flat.device)
+        rest = InScratchFile(self._file, flat, lane) if self._file is not None else InHostMemory(flat, lane)
         saved = self._saved[self._count] = _Saved(self._count, dense, flat, rest)
         self._leaving.append(self._count)
         self._count += 1

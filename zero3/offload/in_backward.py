@@ -13,19 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..core.gradient_types import CallersMistake, DeferredGradient, UsedGradient, stepped_already
-from ..core.marks import StaysBehind
+from ..core.marks import Owner
 from ..core.offloaded_chunk import OffloadedChunk
 from .turns import Turn, Turns
 
 __all__: list[str] = []
-
-_ATTRIBUTE = "zero3_stepped_in_backward"  # of a parameter
-
-
-class _SteppedBy(StaysBehind, weakref.ref[torch.optim.Optimizer]):
-    """The optimizer that steps a parameter inside backward."""
-
-    __slots__ = ()
 
 
 def check_unstepped(optimizer: torch.optim.Optimizer) -> None:
@@ -47,8 +39,8 @@ def check_unstepped(optimizer: torch.optim.Optimizer) -> None:
 def _stepped_already(optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:
     """A layer's label, and the class of the optimizer that steps it. (No object: an error's traceback would keep it alive.)"""
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        stepped_by = getattr(parameter, _ATTRIBUTE, None)
-        if isinstance(stepped_by, _SteppedBy) and (other := stepped_by()) is not None:
+        stepped_by = getattr(parameter, "zero3_stepped_in_backward", None)
+        if isinstance(stepped_by, Owner) and (other := stepped_by()) is not None:
             return parameter.zero3_state().label, type(other).__name__
     return None
 
@@ -68,7 +60,7 @@ class InBackward:
                     if getattr(parameter, "zero3_state", None) is not None and parameter.requires_grad:
                         self._turn_of[id(parameter)] = replace(turn, parameters={number: [parameter]})
                         _call_when_landed(parameter, self)
-                        setattr(parameter, _ATTRIBUTE, _SteppedBy(optimizer))
+                        parameter.zero3_stepped_in_backward = Owner(optimizer)  # type: ignore[attr-defined]
             if isinstance(turn.chunk, OffloadedChunk) and all(id(part.parameter) in self._turn_of for part in turn.chunk.parts):
                 turn.chunk.residence.used_at_once = partial(_steps, weakref.ref(self), weakref.ref(turn.chunk.parts[0].parameter))
 

@@ -1,15 +1,73 @@
-"""Threads that bring an optimizer's numbers in, let them go, and write them out, so that computing need not wait for a disk."""
+"""What comes and goes during a step in turns, and threads that see to it, so that computing need not wait for a disk."""
 
 from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
-from .state_files import Visit
+from torch import Tensor
+
+from ..core.residence import Residence
+from ..scratch.mapped_files import MappedFiles
 
 __all__: list[str] = []
 
 _BEING_WRITTEN = 2  # visits at any time; so what has changed and is not on the disk yet is bounded
+
+
+class Visit(NamedTuple):
+    """What a turn works on, of what lies in files."""
+
+    layer: str  # for errors
+    residence: Residence
+    values: list[Tensor]
+    gradients: list[Tensor]
+    files: MappedFiles
+    state: list[Tensor]
+
+    def bring(self) -> bool:
+        """Returns whether memory is short: the kernel had dropped something. It is the visit's last call."""
+        was_away = any(map(self.residence.is_away, [*self.values, *self.gradients])) or any(map(self.files.is_away, self.state))
+        self.residence.is_short = was_away
+        if was_away:  # the disk gets all orders at once
+            for tensor in [*self.values, *self.gradients]:
+                self.residence.read_ahead(tensor)
+            for tensor in self.state:
+                self.files.read_ahead(tensor)
+        for tensor in self.values:
+            self.residence.bring(tensor, to_write=True)
+        for tensor in self.gradients:
+            self.residence.bring(tensor, to_write=False)
+        for tensor in self.state:
+            self.files.bring(tensor, to_write=True)
+        self.values.clear()  # a thread that is late with forgetting the visit holds no gradients: the next ones would need other files
+        self.gradients.clear()
+        return was_away
+
+    def let_go(self) -> None:
+        for tensor in self.values:
+            self.residence.rest(tensor)
+        self.residence.rest_gradients()
+        for tensor in self.state:
+            self.files.rest(tensor)
+
+    def write(self) -> None:
+        """
+        Raises:
+            OSError: Something can't be written.
+        """
+        try:
+            for tensor in self.values:
+                self.residence.write(tensor)
+            for tensor in self.state:
+                self.files.write(tensor, wait=True)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"what an optimizer's step has made of layer {self.layer} may be lost: {error.strerror or error}. Begin again, from the "
+                "last checkpoint, with offload= a directory on a disk that works",
+            ) from error
 
 
 class Traffic:

@@ -18,8 +18,8 @@ from ..core.untouched import to_bring, touch
 from ..optim.state_memory import set_state_memory
 from ..policy import directory_of
 from .one_by_one import narrowed, try_out
-from .state_files import StateFiles, Visit, ZerosInFiles
-from .traffic import Traffic
+from .state_files import StateFiles, ZerosInFiles
+from .traffic import Traffic, Visit
 
 __all__: list[str] = []
 

@@ -21,7 +21,7 @@ __all__: list[str] = []
 Norms = Mapping[tuple[Chunk, Span], Tensor]  # by elements of chunks
 
 
-class InFile(NamedTuple):
+class GradientInFile(NamedTuple):
     """A gradient in a file."""
 
     chunk: OffloadedChunk
@@ -41,13 +41,13 @@ class InFile(NamedTuple):
         return {span: norm_of(values, span, order) for span in self.chunk.spans(self.part)}
 
 
-def gradients_in_files(states: list[LayerState]) -> list[InFile]:
+def gradients_in_files(states: list[LayerState]) -> list[GradientInFile]:
     chunks = (chunk for state in states for chunk in state.chunks if isinstance(chunk, OffloadedChunk))
     parts = ((chunk, part, part.parameter.grad) for chunk in chunks if isinstance(chunk.residence, InFiles) for part in chunk.parts)
-    return [InFile(chunk, part, gradient) for chunk, part, gradient in parts if gradient is not None and gradient.numel()]
+    return [GradientInFile(chunk, part, gradient) for chunk, part, gradient in parts if gradient is not None and gradient.numel()]
 
 
-def norms_in_files(gradients: list[InFile], order: float) -> Norms:
+def norms_in_files(gradients: list[GradientInFile], order: float) -> Norms:
     """Their norms. From now on norms are taken when gradients land, so that gradients need not come for them."""
     known = [each.known_norms(order) for each in gradients]
     unknown = [each for each, norms in zip(gradients, known, strict=True) if norms is None]
@@ -60,7 +60,7 @@ def norms_in_files(gradients: list[InFile], order: float) -> Norms:
     return found
 
 
-def scale_in_files(gradients: list[InFile], max_norm: float, total: Tensor) -> None:
+def scale_in_files(gradients: list[GradientInFile], max_norm: float, total: Tensor) -> None:
     """Multiplies them by what `clip_grads_with_norm_` of torch would."""
     one = nn.Parameter(torch.ones_like(total))
     one.grad = torch.ones_like(total)
@@ -75,7 +75,7 @@ def scale_in_files(gradients: list[InFile], max_norm: float, total: Tensor) -> N
         each.gradient.mul_(factor)
 
 
-def _one_by_one(gradients: Sequence[InFile], *, to_write: bool) -> Iterator[InFile]:
+def _one_by_one(gradients: Sequence[GradientInFile], *, to_write: bool) -> Iterator[GradientInFile]:
     """Yields each when it is in memory, while a thread brings the next one. Those of the chunk before leave."""
     with ThreadPoolExecutor(1, thread_name_prefix="zero3-offload") as thread:
         coming = [thread.submit(each.bring, to_write) for each in gradients[:1]]

@@ -14,13 +14,12 @@ import warnings
 import weakref
 from bisect import bisect, insort
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .nameless_file import GrowingFile
-from .regions import Region, Regions
+from .regions import Regions
 
 __all__: list[str] = []
 
@@ -40,7 +39,7 @@ _FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED = 0x10  # of mmap
 
 
-class MappedFiles(Regions):
+class MappedFiles:
     """Memory in a file without a name: each region is a part of it.
 
     (The C library maps it, because every `mmap.mmap` keeps a descriptor open, and there may be thousands of regions.)
@@ -48,23 +47,21 @@ class MappedFiles(Regions):
 
     def __init__(self, directory: str, file: GrowingFile | None = None) -> None:
         """`file`: one that others share, since there may be thousands of these objects, too."""
-        super().__init__()
-        self._file = file if file is not None else GrowingFile(directory)
+        self._mapped: list[_Mapped] = []  # sorted by address
+        self._regions = Regions(partial(_map_more, GrowingFile(directory) if file is None else file, self._mapped))
         self._directory = directory
         self._has_warned = False
-        self._places: list[_Place] = []  # of regions, sorted
         self._process = os.getpid()
         os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self)))  # Python keeps the function; it is small
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        self.check_process()
-        return super().empty(numel, dtype)
+        """A 1-D tensor with any values.
 
-    def _new_region(self, nbytes: int) -> Region:
-        descriptor, offset = self._file.take(nbytes)
-        region = _Mapped(descriptor, offset, nbytes)
-        insort(self._places, _Place(region.address, nbytes, descriptor, offset))
-        return region
+        Raises:
+            OSError, RuntimeError, ValueError: There is no room, or this process is a forked child.
+        """
+        self.check_process()
+        return self._regions.empty(numel, dtype)
 
     def place(self, numel: int, dtype: torch.dtype, what: str) -> Tensor | None:
         """As `empty`. But if there is no room: None, the first time with a warning that `what` stays in memory. Other ranks go on."""
@@ -79,7 +76,7 @@ class MappedFiles(Regions):
         try:
             copy, values = self.empty(values.numel(), values.dtype), values.contiguous()
             if (pages := self._pages_of(copy)) is not None:
-                _, _, descriptor, offset = pages[2]
+                descriptor, offset = pages[2].descriptor, pages[2].offset
                 whole = values.nbytes - values.nbytes % mmap.PAGESIZE
                 _write(descriptor, values.data_ptr(), whole, offset)
                 if whole < values.nbytes:
@@ -130,8 +127,8 @@ class MappedFiles(Regions):
 
     def rest_all(self) -> None:
         """All tensors rest."""
-        for place in self._places:
-            _libc.madvise(place.address, place.nbytes, mmap.MADV_DONTNEED)
+        for mapped in self._mapped:
+            _libc.madvise(mapped.address, mapped.nbytes, mmap.MADV_DONTNEED)
 
     def write(self, tensor: Tensor, *, wait: bool) -> None:
         """What of a dense tensor has changed goes to the disk, so that the kernel can drop it when memory is short, and needn't wait.
@@ -141,9 +138,9 @@ class MappedFiles(Regions):
         """
         if (pages := self._pages_of(tensor)) is None:
             return
-        start, nbytes, place = pages
+        start, nbytes, mapped = pages
         flags = _WAIT_BEFORE | _WRITE | _WAIT_AFTER if wait else _WRITE
-        if _libc.sync_file_range(place.descriptor, place.offset + start - place.address, nbytes, flags):
+        if _libc.sync_file_range(mapped.descriptor, mapped.offset + start - mapped.address, nbytes, flags):
             code = ctypes.get_errno()
             if code not in (errno.EINVAL, errno.ENOSYS, errno.ESPIPE):  # where there is no such call the kernel writes when it has to
                 raise OSError(code, f"{nbytes} bytes of what is offloaded to {self._directory!r} can't be written: {os.strerror(code)}")
@@ -162,20 +159,20 @@ class MappedFiles(Regions):
 
     def leave_to_parent(self) -> None:
         """In a forked child: what it writes from now on it alone sees. (What the parent writes, it may see.)"""
-        for place in self._places:
-            _map(place.descriptor, place.offset, place.nbytes, mmap.MAP_PRIVATE | _MAP_FIXED, place.address)
+        for mapped in self._mapped:
+            _map(mapped.descriptor, mapped.offset, mapped.nbytes, mmap.MAP_PRIVATE | _MAP_FIXED, mapped.address)
 
     def __contains__(self, tensor: Tensor) -> bool:
         return self._pages_of(tensor) is not None
 
-    def _pages_of(self, tensor: Tensor) -> tuple[int, int, _Place] | None:
+    def _pages_of(self, tensor: Tensor) -> tuple[int, int, _Mapped] | None:
         """The address and the bytes of the pages of a tensor in one of the regions, and that region. None: it is in no region."""
         start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        at = bisect(self._places, start, key=lambda place: place.address) - 1
-        if at < 0 or start == stop or stop > self._places[at].address + self._places[at].nbytes:
+        at = bisect(self._mapped, start, key=_address_of) - 1
+        if at < 0 or start == stop or stop > self._mapped[at].address + self._mapped[at].nbytes:
             return None
         start -= start % mmap.PAGESIZE
-        return start, stop - start, self._places[at]
+        return start, stop - start, self._mapped[at]
 
     def _advise(self, tensor: Tensor, advice: int) -> int:
         """Returns the system's number of an error, or 0."""
@@ -198,21 +195,23 @@ def _write(descriptor: int, address: int, nbytes: int, offset: int) -> None:
         address, nbytes, offset = address + count, nbytes - count, offset + count
 
 
-class _Place(NamedTuple):
-    """Where a region lies."""
-
-    address: int
-    nbytes: int
-    descriptor: int  # of the file
-    offset: int  # in it
-
-
 class _Mapped:
     """A part of a file, mapped."""
 
     def __init__(self, descriptor: int, offset: int, nbytes: int) -> None:
+        self.descriptor, self.offset, self.nbytes = descriptor, offset, nbytes
         self.address = _map(descriptor, offset, nbytes, mmap.MAP_SHARED)
         weakref.finalize(self, _libc.munmap, self.address, nbytes).atexit = False  # at exit, other threads may still read it
+
+
+def _address_of(mapped: _Mapped) -> int:
+    return mapped.address
+
+
+def _map_more(file: GrowingFile, held: list[_Mapped], nbytes: int) -> _Mapped:
+    mapped = _Mapped(*file.take(nbytes), nbytes)
+    insort(held, mapped, key=_address_of)
+    return mapped
 
 
 def _map(descriptor: int, offset: int, nbytes: int, flags: int, address: int | None = None) -> int:

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -23,9 +24,10 @@ class Region(Protocol):
 class Regions:
     """Gives out memory of one kind. A region is for one tensor. It lives as long as this object, or the tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, new: Callable[[int], Region]) -> None:
+        """`new`: makes a region of so many bytes."""
+        self._new = new
         self._free: defaultdict[int, list[Region]] = defaultdict(list)  # by their bytes
-        self.nbytes = 0  # of all regions
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor of the host with any values.
@@ -37,17 +39,10 @@ class Regions:
             return torch.empty(0, dtype=dtype)
         nbytes = -(-numel * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
         free = self._free[nbytes]
-        if free:
-            region = free.pop()
-        else:
-            region = self._new_region(nbytes)
-            self.nbytes += nbytes
+        region = free.pop() if free else self._new(nbytes)
         memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(region.address)
         weakref.finalize(memory, free.append, region).atexit = False  # the tensor's storage holds `memory`
         return torch.frombuffer(memory, dtype=dtype)
-
-    def _new_region(self, nbytes: int) -> Region:
-        raise NotImplementedError
 
 
 def pinned_nbytes(nbytes: int) -> int:
@@ -59,8 +54,8 @@ def pinned_nbytes(nbytes: int) -> int:
 class PinnedRegions(Regions):
     """Pinned memory of the host."""
 
-    def _new_region(self, nbytes: int) -> Region:
-        return _Pinned(nbytes)
+    def __init__(self) -> None:
+        super().__init__(_Pinned)
 
 
 class _Pinned:

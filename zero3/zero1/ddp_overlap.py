@@ -7,20 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from ..comm.ddp import Bucket, mean_of_ranks
-from .buckets import Entry
-from .groups import Groups, agree_on, mistake_in, options_of
-from .local_step import step_locally
+from ..comm.ddp import GradBucket, mean_of_ranks
+from .division import Spread
+from .groups import mistake_in
+from .local import Groups, copy_options, options_of
 from .shards import Shards
-from .state import broadcast_values
-from .step import roll_call, set_options
 
 __all__: list[str] = []
 
-Reduction = Callable[[Any, Bucket], torch.futures.Future[Any]]
+Reduction = Callable[[Any, GradBucket], torch.futures.Future[Any]]
 
 
 class DDPOverlap:
@@ -35,13 +33,14 @@ class DDPOverlap:
         self._shards = shards
         self._outer = weakref.ref(optimizer)  # a weak reference, because the optimizer holds this object
         self._forward_ran = False  # since the last update; on a rank without data, DDP runs this hook without a forward
-        self._reducing: tuple[Bucket, torch.futures.Future[Any]] | None = None
-        self._entries: dict[Tensor, Entry] = {}
+        self._reducing: tuple[GradBucket, torch.futures.Future[Any]] | None = None
+        self._spreads: dict[Tensor, Spread] = {}
 
     def hook(self, ddp: Any, reduction: Reduction | None) -> Reduction:
-        agree_on(self._shards, [f"hook(), reduction={'mean' if reduction is None else 'its own'}"], mistake_in(lambda: self._check(ddp)))
+        lines = [f"hook(), reduction={'mean' if reduction is None else 'its own'}"]
+        self._shards.ranks.agree(lines, mistake_in(lambda: self._check(ddp)))
         self.hooked = True
-        self._entries = {entry.parameter: entry for entry in self._shards.entries}
+        self._spreads = {spread.parameter: spread for spread in self._shards.spreads}
         ddp.register_forward_pre_hook(self._note_forward)
         reduce = reduction or mean_of_ranks
         group = ddp.process_group
@@ -59,35 +58,32 @@ class DDPOverlap:
     def _check(self, ddp: Any) -> None:
         if not hasattr(ddp, "find_unused_parameters"):
             raise TypeError(f"hook() takes the DistributedDataParallel model, found a {type(ddp).__name__}")
-        known = {parameter: name for name, parameter in ddp.named_parameters()}
-        for entry in self._shards.entries:
-            if entry.parameter not in known:
-                raise ValueError(
-                    f"{entry.name} of the optimizer is no parameter of the DistributedDataParallel model: it would never be updated"
-                )
+        known = set(ddp.parameters())
+        if foreign := next((spread.name for spread in self._shards.spreads if spread.parameter not in known), None):
+            raise ValueError(f"{foreign} of the optimizer is no parameter of the DistributedDataParallel model: it would never be updated")
         if ddp.find_unused_parameters:
             raise ValueError(
                 "overlap_with_ddp=True can't be used with find_unused_parameters=True: which parameters no rank has used, so that "
                 "they must be left as they are, is known only after the backward"
             )
 
-    def _note_forward(self, module: nn.Module, inputs: Any) -> None:
+    def _note_forward(self, *_: Any) -> None:
         self._forward_ran = True
 
     @torch.no_grad()
-    def _reduce_and_update(self, reduce: Reduction, state: Any, bucket: Bucket) -> torch.futures.Future[Any]:
+    def _reduce_and_update(self, reduce: Reduction, state: Any, bucket: GradBucket) -> torch.futures.Future[Any]:
         if bucket.index() == 0:
             self._reducing = None  # an earlier backward may have raised
-            self._shards.drop_spreading()
-            self._begin(joined=not self._forward_ran)
+            self._shards.gathers.drop()
+            self._begin()
         future = reduce(state, bucket)
         self._update()
         self._reducing = (bucket, future)
         if bucket.is_last():
             self._update()
-            self._shards.finish_spreading()
+            self._shards.gathers.finish()
             self._forward_ran = False
-            self._shards.copy_options_out(self._groups)
+            copy_options(self._shards.optimizer.param_groups, self._groups)
         return future
 
     @property
@@ -96,17 +92,16 @@ class DDPOverlap:
             raise RuntimeError("the ZeroRedundancyOptimizer that overlaps with this DDP model is gone: keep it as long as the model trains")
         return optimizer.param_groups
 
-    def _begin(self, *, joined: bool) -> None:
+    def _begin(self) -> None:
         """Begins an update. A rank without data, where schedules stand still, gets the options from a rank that has data."""
-        ranks = roll_call(self._shards, [], joined=joined)
-        if any(ranks) and not all(ranks):
-            told = {"options": [options_of(group) for group in self._groups]}
-            communicator, device = self._shards.communicator, self._shards.device
-            told = broadcast_values(communicator, device, told, ranks.index(False), "an update of ZeroRedundancyOptimizer")
-            set_options(self._groups, told["options"])
-        self._shards.copy_options_in(self._groups)
+        groups, ranks = self._groups, self._shards.ranks
+        if (leader := ranks.roll_call([], joined=not self._forward_ran)) is not None:
+            told = {"options": [options_of(group) for group in groups]}
+            copy_options(ranks.tell(told, leader, "an update of ZeroRedundancyOptimizer")["options"], groups)
+        copy_options(groups, self._shards.optimizer.param_groups)
 
     def _update(self) -> None:
+        """Waits for the bucket that is being reduced, and updates its parameters."""
         if self._reducing is None:
             return
         (bucket, future), self._reducing = self._reducing, None
@@ -114,11 +109,9 @@ class DDPOverlap:
         reduced = reduced[0] if isinstance(reduced, list) else reduced
         if reduced.data_ptr() != bucket.buffer().data_ptr():
             bucket.buffer().copy_(reduced.view(-1))
-        entries = []
+        spreads = []
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if (entry := self._entries.get(parameter)) is not None:
-                self._shards.take(entry, gradient)
-                entries.append(entry)
-        step_locally(self._shards.optimizer, None, {})
-        self._shards.drop_gradients(entries)
-        self._shards.start_spreading(entries)
+            if (spread := self._spreads.get(parameter)) is not None:
+                spread.take(gradient)
+                spreads.append(spread)
+        self._shards.update(spreads, None, {})

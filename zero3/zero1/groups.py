@@ -8,15 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.agreement import agree
-from ..comm.communicator import Communicator
-from ..comm.factory import WrongMesh, any_device_of, communicator_for
-from .buckets import Entry
-from .shards import NOT_OPTIONS, Shards
+from .division import Spread
+from .local import options_of
 
 __all__: list[str] = []
-
-Groups = list[dict[str, Any]]
 
 
 def listed(params: Any) -> list[Any]:
@@ -40,9 +35,7 @@ def checked(given: Any, number: int) -> dict[str, Any]:
     group: dict[str, Any] = dict(given)
     if isinstance(group["params"], set):
         return group  # torch itself refuses sets
-    if isinstance(group["params"], Tensor):
-        group["params"] = [group["params"]]
-    group["params"] = list(group["params"])
+    group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
     seen: dict[int, int] = {}
     for place, item in enumerate(group["params"]):
         parameter = item[1] if isinstance(item, tuple) else item
@@ -58,30 +51,24 @@ def checked(given: Any, number: int) -> dict[str, Any]:
     return group
 
 
-def check_addition(group: dict[str, Any], shards: Shards, *, hooked: bool) -> None:
-    """Checks a group that is added later. `hooked`: DDP has the hook already."""
+def check_addition(group: dict[str, Any], known: Iterable[torch.device], *, hooked: bool) -> None:
+    """Checks a group that is added later. `known`: the devices. `hooked`: DDP has the hook already."""
     if hooked:
         raise RuntimeError("with overlap_with_ddp=True, add parameter groups before hook(ddp): DDP reduces only what it was made with")
-    known = shards.communicators
     if foreign := next((parameter.device for parameter in group["params"] if parameter.device not in known), None):
         raise ValueError(f"parameters on {foreign} can't be added: the first ones were on {', '.join(map(str, known))}")
 
 
-def entries_of(group: dict[str, Any], number: int, *, whole: bool) -> list[Entry]:
+def spreads_of(group: dict[str, Any], number: int, *, whole: bool) -> list[Spread]:
+    """`group`: the one of that number. `whole`: one rank updates all of a parameter."""
     names = group.get("param_names") or [f"parameter {place} of group {number}" for place in range(len(group["params"]))]
-    # rank 0 stands for the owner of a whole parameter until all parameters are known
-    return [Entry(parameter, number, name, 0 if whole else None) for parameter, name in zip(group["params"], names, strict=True)]
+    return [Spread(parameter, number, name, whole=whole) for parameter, name in zip(group["params"], names, strict=True)]
 
 
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-
-
-def line_of(entry: Entry) -> str:
+def line_of(spread: Spread) -> str:
     """Describes a parameter, which must be the same on all ranks."""
-    parameter = entry.parameter
-    whole = ", whole" if entry.owner is not None else ""
-    return f"{entry.name}: group {entry.group}, {tuple(parameter.shape)} {parameter.dtype} on {parameter.device.type}{whole}"
+    parameter, whole = spread.parameter, ", whole" if spread.whole else ""
+    return f"{spread.name}: group {spread.group}, {tuple(parameter.shape)} {parameter.dtype} on {parameter.device.type}{whole}"
 
 
 def line_of_group(make: Callable[..., Any], number: int, group: dict[str, Any]) -> str:
@@ -107,24 +94,3 @@ def mistake_in(body: Callable[[], object]) -> Exception | None:
     except Exception as mistake:
         return mistake
     return None
-
-
-def communicators_of(process_group: Any, devices: Iterable[torch.device]) -> tuple[dict[torch.device, Communicator], Exception | None]:
-    """Returns a communicator for each device, and the mistake in `process_group`, if any.
-
-    After a mistake the communicators are the default group's. The other ranks most likely use it, and wait there.
-    """
-    devices = list(devices) or [any_device_of(process_group)]
-    try:
-        found = {device: communicator_for(process_group, device) for device in devices}
-        if any(communicator.shards < communicator.world_size for communicator in found.values()):
-            raise TypeError(
-                "process_group is a mesh of two dimensions, expected a process group or a mesh of one: there are no replicas here"
-            )
-        return found, None
-    except (TypeError, WrongMesh) as mistake:
-        return {device: communicator_for(None, device) for device in devices}, mistake
-
-
-def agree_on(shards: Shards, lines: list[str], error: Exception | None, caller: str = "ZeroRedundancyOptimizer") -> None:
-    agree(shards.communicator, shards.device, "the parameters of ZeroRedundancyOptimizer", lines, error, caller=caller)

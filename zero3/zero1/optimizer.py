@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm.agreement import meeting
 from ..comm.ddp import Joinable, Shadow, still_here
 from ..comm.factory import process_group_of
-from .buckets import Entry
-from .check import check_divisible
 from .ddp_overlap import DDPOverlap
-from .groups import agree_on, check_addition, checked, communicators_of, entries_of, line_of, line_of_group, listed, mistake_in, options_of
+from .division import Packing
+from .groups import check_addition, checked, line_of, line_of_group, listed, mistake_in, spreads_of
+from .local import LocalOptimizers, copy_options, options_of
+from .ranks import Ranks
 from .shards import Shards
-from .state import consolidate, local_state
-from .step import step
+from .state import consolidate, own_state
 
 __all__: list[str] = []
 
@@ -63,34 +62,32 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         self._shards: Shards | None = None
-        self._make = optimizer_class
-        self._defaults = {key: value for key, value in defaults.items() if key != "whole"}
+        plain = {key: value for key, value in defaults.items() if key != "whole"}
+        self._local = LocalOptimizers(optimizer_class, plain, one_by_one=overlap_with_ddp)
         self._whole_by_default = bool(defaults.get("whole"))
         self._whole: list[bool] = []  # of each group
         self._untried = False  # whether the optimizer can be tried only at the first step, because `step` takes keywords
-        self._consolidated: dict[Tensor, dict[str, Any]] | None = None
-        self._consolidated_at = 0  # the shards' count of updates
-        error = mistake_in(lambda: Optimizer.__init__(self, listed(params), self._defaults))
+        self._consolidated: tuple[int, dict[Tensor, dict[str, Any]] | None] = (0, None)  # at the shards' count of updates
+        error = mistake_in(lambda: Optimizer.__init__(self, listed(params), plain))
         Joinable.__init__(self)
-        self._open(process_group, overlap_with_ddp, parameters_as_bucket_view, error)
-
-    def _open(self, process_group: Any, overlapping: bool, viewed: bool, error: Exception | None) -> None:
         groups = [] if error else self.param_groups
-        entries = [entries_of(group, number, whole=self._whole[number]) for number, group in enumerate(groups)]
-        communicators, mistake = communicators_of(process_group, dict.fromkeys(e.parameter.device for group in entries for e in group))
-        shards = Shards(communicators, apart=overlapping, viewed=viewed and not overlapping)
-        self.process_group = process_group_of(shards.communicator)
-        self.rank, self.world_size = shards.communicator.rank, shards.communicator.world_size
-        self._overlap = DDPOverlap(shards, self) if overlapping else None
-        flags = f"overlap_with_ddp={bool(overlapping)}, parameters_as_bucket_view={bool(viewed)}"
-        lines = [flags, *(line_of(entry) for group in entries for entry in group), *self._options(groups)]
-        with meeting(shards.communicator, error or mistake):
-            agree_on(shards, lines, error or mistake or mistake_in(lambda: self._check(range(len(groups)))))
-        divided = [(held, options_of(group)) for held, group in zip(entries, groups, strict=True)]
-        agree_on(shards, [], mistake_in(lambda: shards.create(self._make, divided, self._defaults)))
+        spreads = [spreads_of(group, number, whole=self._whole[number]) for number, group in enumerate(groups)]
+        devices = (spread.parameter.device for held in spreads for spread in held)
+        ranks, mistake = Ranks.of(process_group, devices)
+        self.process_group = process_group_of(ranks.first)
+        self.rank, self.world_size = ranks.index, ranks.count
+        flags = f"overlap_with_ddp={bool(overlap_with_ddp)}, parameters_as_bucket_view={bool(parameters_as_bucket_view)}"
+        lines = [flags, *(line_of(spread) for held in spreads for spread in held), *self._options(groups)]
+        with meeting(ranks.first, error := error or mistake):
+            ranks.agree(lines, error or mistake_in(lambda: self._check(range(len(groups)))))
+        shared = Packing.VIEWED if parameters_as_bucket_view else Packing.STAGED
+        shards = Shards(ranks, Packing.ALONE if overlap_with_ddp else shared)
+        self._overlap = DDPOverlap(shards, self) if overlap_with_ddp else None
+        divided = [(held, options_of(group)) for held, group in zip(spreads, groups, strict=True)]
+        ranks.agree([], mistake_in(lambda: shards.create(self._local, divided)))
         self._shards = shards
-        self.defaults = {**shards.optimizer.defaults, **self._defaults}
-        shards.copy_options_out(self.param_groups)
+        self.defaults = {**shards.optimizer.defaults, **plain}
+        copy_options(shards.optimizer.param_groups, self.param_groups)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -111,8 +108,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._overlap is None:
             still_here(self)
             error = mistake_in(lambda: self._check(range(len(self.param_groups)), kwargs)) if self._untried else None
-            step(self._opened, self.param_groups, kwargs, loss=loss, error=error)
-            self._consolidated = None
+            self._opened.step(self.param_groups, kwargs, loss=loss, error=error)
+            self._consolidated = (0, None)
         else:
             self._overlap.check_hooked()
         return loss
@@ -146,23 +143,23 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: A parameter is in a group already, or ranks add different parameters. Every rank raises it.
             RuntimeError: `overlap_with_ddp=True`, and `hook` was called already.
         """
-        if self._shards is None:  # torch's constructor
+        if (shards := self._shards) is None:  # torch's constructor
             self._append(param_group)
             return
         before = len(self.param_groups)
         if (error := mistake_in(lambda: self._append(param_group))) is None:
             hooked = self._overlap is not None and self._overlap.hooked
-            error = mistake_in(lambda: check_addition(self.param_groups[before], self._opened, hooked=hooked))
+            error = mistake_in(lambda: check_addition(self.param_groups[before], shards.ranks.on, hooked=hooked))
             error = error or mistake_in(lambda: self._check([before]))
         added = self.param_groups[before:]
-        entries = entries_of(added[0], before, whole=self._whole[before]) if added else []
+        spreads = spreads_of(added[0], before, whole=self._whole[before]) if added else []
         try:
-            agree_on(self._shards, [line_of(entry) for entry in entries] + self._options(added, before), error, "add_param_group")
+            shards.ranks.agree([line_of(spread) for spread in spreads] + self._options(added, before), error, "add_param_group")
         except Exception:
             del self.param_groups[before:], self._whole[before:]
             raise
-        self._shards.add(entries, options_of(self.param_groups[before]))
-        self._shards.copy_options_out(self.param_groups)
+        shards.add(spreads, options_of(self.param_groups[before]))
+        copy_options(shards.optimizer.param_groups, self.param_groups)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gathers the state of all parameters on one rank, for its `state_dict()`. Every rank calls it.
@@ -177,8 +174,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         shards = self._opened
         known = isinstance(to, int) and 0 <= to < self.world_size
         wrong = None if known else ValueError(f"to={to!r}, expected a rank from 0 to {self.world_size - 1}")
-        agree_on(shards, [f"consolidate_state_dict(to={to})"], wrong, "consolidate_state_dict")
-        self._consolidated, self._consolidated_at = consolidate(shards, to), shards.updates
+        shards.ranks.agree([f"consolidate_state_dict(to={to})"], wrong, "consolidate_state_dict")
+        self._consolidated = (shards.updates, consolidate(shards, to))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state dict of a plain `optimizer_class`, with tensors on the CPU, from the last `consolidate_state_dict`.
@@ -189,13 +186,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             RuntimeError: The state was not gathered on this rank, or a step has followed.
         """
-        if self._consolidated is None or self._consolidated_at != self._opened.updates:
-            self._consolidated = None
+        updates, state = self._consolidated
+        if state is None or updates != self._opened.updates:
+            self._consolidated = (0, None)
             raise RuntimeError(
                 f"rank {self.rank}: the optimizer's state is spread over the ranks, or changed since it was brought together. Call "
                 f"consolidate_state_dict(to={self.rank}) on all ranks, and then state_dict() on rank {self.rank} alone."
             )
-        self.state = defaultdict(dict, self._consolidated)
+        self.state = defaultdict(dict, state)
         try:
             return super().state_dict()
         finally:
@@ -211,24 +209,25 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: Groups or shapes differ from the optimizer's. Every rank raises it, before anything changes.
         """
         shards, groups = self._opened, self.param_groups
-        taken: dict[Entry, list[dict[str, Any]]] = {}
+        taken: dict[nn.Parameter, dict[str, Any]] = {}
 
         def keep_own_part(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             """Runs after the caller's hooks. It leaves no state in the dict, so that torch copies only the options."""
-            taken.update(local_state(shards, [group["params"] for group in given["param_groups"]], given["state"]))
+            taken.update(own_state(shards, [group["params"] for group in given["param_groups"]], given["state"]))
             return {**given, "state": {}}
 
         handle = self.register_load_state_dict_pre_hook(keep_own_part)
         error = mistake_in(lambda: super(ZeroRedundancyOptimizer, self).load_state_dict(state_dict))
         handle.remove()
         try:
-            agree_on(shards, self._options(self.param_groups) if error is None else [], error, "ZeroRedundancyOptimizer.load_state_dict")
+            lines = self._options(self.param_groups) if error is None else []
+            shards.ranks.agree(lines, error, "ZeroRedundancyOptimizer.load_state_dict")
         except Exception:
             self.param_groups = groups
             raise
         shards.load(taken, [options_of(group) for group in self.param_groups])
-        shards.copy_options_out(self.param_groups)
-        self._consolidated = None
+        copy_options(shards.optimizer.param_groups, self.param_groups)
+        self._consolidated = (0, None)
 
     def join_hook(self, **kwargs: Any) -> Shadow:
         """`Join([ddp, optimizer])` calls it, so that a rank without data still updates its part.
@@ -256,12 +255,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device of the context's collectives."""
-        return self._opened.device
+        return self._opened.ranks.device
 
     @property
     def join_process_group(self) -> Any:
         """The process group of the context's collectives."""
-        return process_group_of(self._opened.communicator)
+        return process_group_of(self._opened.ranks.first)
 
     def __getstate__(self) -> dict[str, Any]:
         raise RuntimeError("a ZeroRedundancyOptimizer can't be copied or pickled: consolidate_state_dict(), and save its state_dict()")
@@ -279,8 +278,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _shadow(self) -> None:
         """Takes part in a step of the other ranks. With overlap, DDP's own hook for ranks without data does it."""
         if self._overlap is None:
-            step(self._opened, self.param_groups, {}, joined=True)
-            self._consolidated = None
+            self._opened.step(self.param_groups, {}, joined=True)
+            self._consolidated = (0, None)
 
     def _append(self, group: dict[str, Any]) -> None:
         """Adds a group as torch does, after checks that torch leaves out."""
@@ -290,13 +289,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._whole.append(whole)
 
     def _options(self, groups: list[dict[str, Any]], first: int = 0) -> list[str]:
-        return [line_of_group(self._make, number, group) for number, group in enumerate(groups, first)]
+        return [line_of_group(self._local.optimizer_class, number, group) for number, group in enumerate(groups, first)]
 
     def _check(self, numbers: Iterable[int], keywords: dict[str, Any] | None = None) -> None:
         """Tries the optimizer with the options of these groups. `keywords`: those of `step()`, when they are known."""
         tried = True
         for number in numbers:
             if (group := self.param_groups[number])["params"]:
-                check = partial(check_divisible, self._make, self._defaults, options_of(group), group["params"])
-                tried &= check(whole=self._whole[number], one_by_one=self._overlap is not None, keywords=keywords)
+                tried &= self._local.check(group, whole=self._whole[number], keywords=keywords)
         self._untried = not tried or (self._untried and keywords is None)

@@ -1,0 +1,656 @@
+"""An optimizer's state by the names of the model's parameters: described, checked, and loaded.
+
+The optimizer's own parameters may be any slices of the model's. A state tensor with the shape of
+the optimizer's parameter has an element for each of its elements, and is cut as the parameter is.
+A number, or a 0-dim tensor (`step`), counts for every name in the parameter. A tensor of another
+shape (Adafactor's rows and columns) needs a parameter that is whole on one rank.
+
+The description is the same on every rank, and holds no tensors' values. So it goes into a manifest,
+a loading run compares it with what its own optimizer holds and keeps, and a foreign dict is turned
+into it first. State is planned and allocated before anything changes, and changes all at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm.agreement import agreeing, exchange_texts
+from ..comm.plain_values import (
+    decode_scalar,
+    dtype_named,
+    encode_scalar,
+    kind_of,
+    name_of,
+    unreadable,
+)
+from ..core.chunk import Chunk, Part
+from ..core.parameters import own_name
+from ..optim.probe import builder, state_keys
+from ..optim.several import Together
+from ..optim.state_memory import empty_state
+from .contents import Contents, NamedSpan, listed
+
+__all__: list[str] = []
+
+_log = logging.getLogger("zero3")
+_CPU = torch.device("cpu")
+
+# not options: `whole` tells how this run divides the model, and another may divide it otherwise
+_NOT_OPTIONS = ("params", "param_names", "whole")
+
+Group = tuple[dict[str, Any], list[str]]  # options, as `encode_scalar` writes them, and names
+StateByName = Mapping[str, Mapping[str, Any]]  # name: key: value, as a full state dict has it
+
+_FLAT = ((4,), (6144,))  # shapes for the steps: some optimizers keep other keys for small tensors
+_SMALL, _LARGE = (6, 5, 2, 2, 2, 2), (64, 96, 2, 2, 2, 2)
+_ACTUAL = 1 << 14  # elements; a whole parameter with no more is also tried in its own shape
+
+
+@dataclass
+class NamedState:
+    """Describes the state of one name, without the values of tensors."""
+
+    elements: dict[str, str] = field(default_factory=dict)  # key: dtype, of the parameter's shape
+    scalars: dict[str, Any] = field(default_factory=dict)  # key: value, by `encode_scalar`
+    whole: dict[str, tuple[str, list[int]]] = field(default_factory=dict)  # key: dtype, other shape
+
+    @property
+    def keys(self) -> list[str]:
+        return sorted([*self.elements, *self.scalars, *self.whole])
+
+    def tensors(self, shape: tuple[int, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Returns the dtype and the shape of each tensor. `shape`: the parameter's."""
+        others = {key: (dtype, tuple(other)) for key, (dtype, other) in self.whole.items()}
+        return {key: (dtype, shape) for key, dtype in self.elements.items()} | others
+
+
+@dataclass
+class OptimizerContents:
+    """Describes an optimizer's groups, and its state by name on all ranks."""
+
+    groups: list[Group]  # with the names in the model's order
+    state: dict[str, NamedState]
+    kinds: list[str] = field(default_factory=list)  # of each group: its optimizer's class, if known
+
+    def to_json(self) -> dict[str, Any]:
+        alike: dict[str, list[str]] = {}
+        for name, named in self.state.items():
+            text = json.dumps([named.elements, named.scalars, named.whole])
+            alike.setdefault(text, []).append(name)
+        state = [[names, *json.loads(text)] for text, names in alike.items()]
+        return {"groups": self.groups, "classes": self.kinds, "state": state}
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> OptimizerContents:
+        groups = [(dict(options), list(map(own_name, names))) for options, names in found["groups"]]
+        return cls(groups, named_states(found["state"]), list(found.get("classes", [])))
+
+    def options_by_name(self) -> dict[str, dict[str, Any]]:
+        return {name: options for options, names in self.groups for name in names}
+
+    def kinds_by_name(self) -> dict[str, str]:
+        grouped = zip(self.groups, self.kinds, strict=False)
+        return {name: kind for (_, names), kind in grouped for name in names}
+
+
+def named_states(found: Iterable[Any]) -> dict[str, NamedState]:
+    """Makes a state for each name. `found`: items `[names, elements, scalars, whole]`."""
+    return {
+        own_name(name): NamedState(
+            dict(elements),
+            dict(scalars),
+            {key: (dtype, shape) for key, (dtype, shape) in whole.items()},
+        )
+        for names, elements, scalars, whole in found
+        for name in names
+    }
+
+
+def options_of(group: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Returns a group's options, without its parameters, as JSON can hold them."""
+    options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+    return {key: encode_scalar(value, f"{key!r} of {what}") for key, value in options.items()}
+
+
+# What this run's optimizer holds
+
+
+class Held(NamedTuple):
+    """One of the optimizer's parameters, and the spans of the model in it. Padding has none."""
+
+    parameter: Tensor
+    group: int
+    spans: tuple[NamedSpan, ...]
+    # whether this rank's replica saves it here; what every rank holds whole is saved by rank 0
+    mine: bool
+
+    @property
+    def filled(self) -> tuple[NamedSpan, ...]:
+        """The spans without those of empty parameters, or all spans if all are empty."""
+        return tuple(span for span in self.spans if span.numel) or self.spans
+
+    def is_whole(self, contents: Contents) -> bool:
+        """Whether it is exactly one parameter of the model, in its own shape."""
+        shape, filled = tuple(self.parameter.shape), self.filled
+        return len(filled) == 1 and shape == contents.shape(filled[0].name)
+
+
+def held_by(optimizer: Together, contents: Contents) -> list[Held]:
+    """Returns the optimizer's parameters in their order, with the spans that each covers.
+
+    Raises:
+        TypeError: An option could only be pickled.
+        ValueError: A parameter is not of this model.
+    """
+    known: dict[int, tuple[tuple[NamedSpan, ...], bool]] = {}
+    for name, tensor in contents.others.items():
+        known[id(tensor)] = ((NamedSpan(name, 0, tensor.numel(), 0),), contents.is_first)
+    for chunk in contents.chunks():
+        for part in chunk.parts:
+            known[id(part.parameter)] = tuple(_covered(part, chunk, contents)), True
+    held = []
+    for group, options in enumerate(optimizer.param_groups):
+        options_of(options, optimizer.labels[group])  # raises for values that could only be pickled
+        for parameter in options["params"]:
+            # a group that is empty on this rank holds an empty parameter
+            if id(parameter) not in known and parameter.numel():
+                raise ValueError(
+                    f"{optimizer.labels[group]} has a parameter {tuple(parameter.shape)} that is "
+                    "not of this model. Make the optimizer from get_trainable_chunk(model) or "
+                    "param_groups(model, ...), after sharding."
+                )
+            held.append(Held(parameter, group, *known.get(id(parameter), ((), True))))
+    return held
+
+
+def _covered(part: Part, chunk: Chunk, contents: Contents) -> list[NamedSpan]:
+    spans = contents.spans(chunk)
+    if part.parameter is chunk.shard:
+        return spans
+    if part.start == part.stop:  # an empty parameter, or the placeholder of a rank without elements
+        empty = [other for other in chunk.parts if other.start == other.stop]
+        covered = zip(empty, contents.empties(chunk) if chunk.is_first_holder else (), strict=False)
+        return [span for other, span in covered if other is part and span is not None]
+    inside = [span for span in spans if span.numel and part.start <= span.offset < part.stop]
+    return [span._replace(offset=span.offset - part.start) for span in inside]
+
+
+def state_of(optimizer: Together, held: Held, contents: Contents) -> NamedState:
+    """Describes the optimizer's state of one of its parameters.
+
+    Raises:
+        TypeError: A value is neither a number nor a tensor, or is a tensor of another shape and the
+            parameter is not whole.
+    """
+    found = NamedState()
+    kind, where = optimizer.kinds[held.group], held.spans[0].name if held.spans else "padding"
+    own = tuple(held.parameter.shape)
+    for key, value in optimizer.state.get(held.parameter, {}).items():
+        what = f"{kind}'s {key!r} of {where}"
+        if not isinstance(key, str) or ":" in key:
+            raise TypeError(f"{what}: a key must be a string without a colon")
+        if not isinstance(value, Tensor) or (not value.dim() and (own or key == "step")):
+            found.scalars[key] = encode_scalar(value, what)
+        elif value.shape == own:
+            found.elements[key] = name_of(value.dtype)
+        elif not held.spans or held.is_whole(contents):
+            found.whole[key] = name_of(value.dtype), list(value.shape)
+        else:
+            raise TypeError(
+                f"{what} is a tensor {tuple(value.shape)} for flat slices {own} of parameters: it "
+                "belongs to none of them. Give the optimizer whole parameters (param_groups with "
+                "whole=True)."
+            )
+    return found
+
+
+def contents_of(
+    optimizer: Together,
+    held: list[Held],
+    contents: Contents,
+    *,
+    with_state: bool = True,
+) -> OptimizerContents:
+    """Puts together what every rank knows of its own spans. Every rank calls it."""
+    groups: list[list[str]] = [[] for _ in optimizer.param_groups]
+    state: list[Any] = []
+    kept: list[NamedState] = []  # one for each of `held`
+    communicator, device = contents.communicator, contents.device
+    with agreeing(communicator, device, "the optimizer's groups") as lines:
+        labelled = zip(optimizer.param_groups, optimizer.labels, strict=True)
+        options = [options_of(group, label) for group, label in labelled]
+        lines += [json.dumps(own, sort_keys=True) for own in options]
+        for one in held:
+            # only the rank where a parameter begins tells of it
+            begins = one.mine and contents.writes
+            names = [span.name for span in one.spans if begins and span.start == 0]
+            groups[one.group] += names
+            found = state_of(optimizer, one, contents) if with_state else NamedState()
+            kept.append(found)
+            names = [name for name in names if not found.whole or name == one.filled[0].name]
+            if names and found.keys:
+                state.append([names, found.elements, found.scalars, found.whole])
+    texts = exchange_texts(communicator, device, json.dumps([groups, state]))
+    merged = OptimizerContents([(own, []) for own in options], {}, optimizer.kinds)
+    order = {names[0]: place for place, names in enumerate(contents.names.values())}
+    by_name: dict[str, NamedState] = {}
+    for text in texts:
+        their_groups, their_state = json.loads(text)
+        for (_, names), more in zip(merged.groups, their_groups, strict=True):
+            names += more
+        by_name |= named_states(their_state)
+    for _, names in merged.groups:
+        names.sort(key=order.__getitem__)
+    merged.state |= {name: by_name[name] for name in sorted(by_name, key=order.__getitem__)}
+    if with_state:
+        _check_even(held, kept, contents, merged)
+    return merged
+
+
+def _check_even(
+    held: list[Held],
+    kept: list[NamedState],
+    contents: Contents,
+    merged: OptimizerContents,
+) -> None:
+    """Checks that every rank keeps the same keys for its slice of a parameter as where that begins.
+
+    Raises:
+        ValueError: A rank has made no step, or another kind of step. Every rank raises it.
+    """
+    with agreeing(contents.communicator, contents.device, "the optimizer's state"):
+        for one, own in zip(held, kept, strict=True):
+            for span in one.filled if one.mine else ():
+                first = merged.state.get(span.name, NamedState())
+                if own.keys != first.keys:
+                    raise ValueError(
+                        f"the optimizer keeps {own.keys or 'nothing'} for this rank's slice of "
+                        f"{span.name}, and {first.keys or 'nothing'} where that begins: all ranks "
+                        "must make the same steps"
+                    )
+
+
+# What a caller's dict holds
+
+
+def read_full(state_dict: Any, contents: Contents) -> tuple[OptimizerContents, StateByName]:
+    """Returns a description of a full state dict, and its state; both by parameters' first names.
+
+    Rank 0 calls it, before anything is sent or changed.
+
+    Raises:
+        ValueError: Names or groups are missing or repeated, or tensors can't be read.
+        TypeError: The structure is wrong, or a value could only be pickled.
+    """
+    expected = "expected a dict with 'state' and 'param_groups'"
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"{expected} on rank 0, found a {type(state_dict).__name__}")
+    if not {"state", "param_groups"} <= set(state_dict):
+        raise ValueError(f"{expected}, found the keys {list(state_dict)}")
+    groups, state = state_dict["param_groups"], state_dict["state"]
+    if not isinstance(groups, list | tuple) or not _are_mappings(groups):
+        raise TypeError(f"param_groups must be a list of dicts, found {_shown(groups)}")
+    if not isinstance(state, Mapping) or not _are_mappings(state.values()):
+        what = "state must be a dict with a dict for each parameter's name"
+        raise TypeError(f"{what}, found {_shown(state)}")
+    _check_names(state, "state")
+    given = _by_first_name(state, contents)
+    read = [_read_group(number, group, contents) for number, group in enumerate(groups)]
+    counts = Counter(name for _, names in read for name in names)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"param_groups name these parameters twice: {', '.join(twice)}")
+    return OptimizerContents(read, _read_state(given, contents)), given
+
+
+def _are_mappings(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, Mapping) for value in values)
+
+
+def _shown(value: Any) -> str:
+    return f"a {type(value).__name__} ({value!r:.80})"
+
+
+def _read_group(number: int, group: Mapping[str, Any], contents: Contents) -> Group:
+    what = f"param_groups[{number}]"
+    if "params" not in group:
+        problem = "has no 'params', which must list the names of its parameters"
+        raise ValueError(f"{what} {problem}; it has {list(group)}")
+    names = group["params"]
+    if not isinstance(names, list | tuple):
+        expected = f"the 'params' of {what} must be a list of parameters' names"
+        raise TypeError(f"{expected}, found {_shown(names)}")
+    _check_names(names, what)
+    return options_of(group, what), list(_by_first_name(dict.fromkeys(names), contents))
+
+
+def _check_names(names: Any, what: str) -> None:
+    if strangers := [name for name in names if not isinstance(name, str)]:
+        raise ValueError(
+            f"{what} has {strangers[:3]} as params; expected parameters' names, as "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict writes them "
+            "(optimizer.state_dict() has numbers)"
+        )
+
+
+def _by_first_name(found: Mapping[Any, Any], contents: Contents) -> dict[Any, Any]:
+    """Changes keys to first names. A tied parameter may have any of its names.
+
+    Names may have prefixes of torch's wrappers.
+    """
+    first = {name: names[0] for names in contents.names.values() for name in names}
+    return {first.get(own_name(name), own_name(name)): value for name, value in found.items()}
+
+
+def _read_state(given: StateByName, contents: Contents) -> dict[str, NamedState]:
+    shapes = {name: contents.shape(name) for name in given if contents.knows(name)}
+    unread = [
+        f"{key} of {name} {problem}"
+        for name, values in given.items()
+        for key, value in values.items()
+        if isinstance(value, Tensor) and (problem := unreadable(value)) is not None
+    ]
+    if unread:
+        raise ValueError(f"can't be read: {'; '.join(unread)}")
+    return sorted_out(given, shapes, Tensor)
+
+
+def sorted_out(
+    given: StateByName,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Any,
+) -> dict[str, NamedState]:
+    """Divides each name's state into numbers, tensors of the name's shape, and other tensors.
+
+    `tensors`: the classes of tensors in it.
+    """
+    each = [(name, key, value) for name, values in given.items() for key, value in values.items()]
+    numbers = {"step"}  # keys whose 0-dim tensors are numbers, also for 0-dim parameters
+    for name, key, value in each:
+        if isinstance(value, tensors) and shapes.get(name) and not len(value.shape):
+            numbers.add(key)
+    state = {name: NamedState() for name in given}
+    for name, key, value in each:
+        what = f"{key!r} of {name}"
+        if not isinstance(key, str) or ":" in key:
+            raise TypeError(f"{what}: a key must be a string without a colon")
+        named, own = state[name], shapes.get(name)
+        is_number = not isinstance(value, tensors)
+        if is_number or (not len(value.shape) and (own or key in numbers)):
+            named.scalars[key] = encode_scalar(value, what)
+        elif tuple(value.shape) == own:
+            named.elements[key] = name_of(value.dtype)
+        else:
+            named.whole[key] = name_of(value.dtype), list(value.shape)
+    return state
+
+
+# Putting state into an optimizer
+
+
+class Target(NamedTuple):
+    """Values of the new state, and whose they are.
+
+    `start`: where they begin in the flattened parameter's state; None: the state has another shape,
+    and all of it belongs here.
+    """
+
+    name: str
+    key: str
+    start: int | None
+    values: Tensor
+
+
+@dataclass
+class Placing:
+    """The new state. The optimizer does not change before `commit`."""
+
+    optimizer: Together
+    options: list[dict[str, Any]]
+    state: list[tuple[Tensor, dict[str, Any]]] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+
+    def commit(self) -> None:
+        for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
+            group.update(options)
+        self.optimizer.replace_state(self.state)
+        for member in self.optimizer.members:  # as torch's own load does
+            for hook in getattr(member, "_optimizer_load_state_dict_post_hooks", {}).values():
+                hook(member)
+
+    def allocate(self, held: Held, named: dict[str, NamedState]) -> None:
+        """Makes tensors for the state of one parameter. `named`: the state of the names in it."""
+        parameter, first = held.parameter, next(iter(named.values()))
+        device, numbers = parameter.device, first.scalars
+        state = {key: decode_scalar(value, device) for key, value in numbers.items()}
+        covered = sum(span.numel for span in held.spans) == parameter.numel()
+        for key, dtype in first.elements.items():
+            state[key] = empty_state(parameter, dtype_named(dtype))
+            if not covered:
+                state[key].zero_()  # padding is zero
+            flat = state[key].view(-1)  # a view of the state: that itself is a view of nothing
+            filled = [span for span in held.spans if span.numel]
+            self.targets += [Target(span.name, key, span.start, span.of(flat)) for span in filled]
+        for key, (dtype, shape) in first.whole.items():
+            state[key] = torch.empty(shape, dtype=dtype_named(dtype), device=device)
+            self.targets.append(Target(held.filled[0].name, key, None, state[key]))
+        self.state.append((parameter, state))
+
+
+def place(
+    optimizer: Together,
+    held: list[Held],
+    own: OptimizerContents,
+    source: OptimizerContents,
+    contents: Contents,
+) -> Placing:
+    """Plans where the state of `source` goes, and allocates tensors for it.
+
+    Raises:
+        ValueError: Names are missing or unknown, options or steps differ within one parameter of
+            this optimizer, or the optimizer would not keep the state. One error names all problems.
+    """
+    problems = _problems_of_groups(optimizer, own, source, contents)
+    problems += _problems_of_kinds(own, source)
+    problems += _KeptKeys(optimizer, source, contents).problems(held)
+    by_name = source.options_by_name()
+    placing = Placing(optimizer, [])
+    for (_, names), group in zip(own.groups, optimizer.param_groups, strict=True):
+        known = [name for name in names if name in by_name]
+        filled = [name for name in known if 0 not in contents.shape(name)] or known
+        placing.options.append(_decoded(by_name[filled[0]] if filled else {}, group))
+    for one in held:
+        named = {span.name: source.state.get(span.name, NamedState()) for span in one.filled}
+        if any(state.keys for state in named.values()):
+            problems += _problems_of_slices(one, named, contents)
+            if not problems:
+                placing.allocate(one, named)
+    if problems:
+        what = "the optimizer's state does not fit; nothing was loaded"
+        raise ValueError(f"{what}. {'. '.join(problems)}")
+    if contents.is_first and (kinds := _other_kinds(own, source)) is not None:
+        what = "the state of %s is loaded into %s; options that both have are those that were saved"
+        _log.warning(what, *kinds)
+    return placing
+
+
+def _other_kinds(own: OptimizerContents, source: OptimizerContents) -> tuple[str, str] | None:
+    """Tells the classes of the optimizers that were saved, and of those here, if they differ."""
+    if not source.kinds or set(source.kinds) == set(own.kinds):
+        return None
+    return " and ".join(dict.fromkeys(source.kinds)), " and ".join(dict.fromkeys(own.kinds))
+
+
+def _decoded(options: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+    """Decodes options. A tensor comes to the device of the one that it replaces."""
+    now = {key: group.get(key) for key in options}
+    places = {key: old.device if isinstance(old, Tensor) else _CPU for key, old in now.items()}
+    return {key: decode_scalar(value, places[key]) for key, value in options.items()}
+
+
+def _problems_of_groups(
+    optimizer: Together,
+    own: OptimizerContents,
+    source: OptimizerContents,
+    contents: Contents,
+) -> list[str]:
+    """Compares names and options. The result is the same on every rank.
+
+    Frozen and empty parameters have no state, so they may be in the groups or not.
+    """
+
+    def is_empty(name: str) -> bool:
+        return 0 in contents.shape(name)
+
+    def has_state(name: str) -> bool:
+        return not contents.knows(name) or (contents.trains(name) and not is_empty(name))
+
+    options = source.options_by_name()
+    expected = own.options_by_name()
+    missing = [name for name in expected if has_state(name) and name not in options]
+    unknown = [name for name in {**options, **source.state} if name not in expected]
+    unknown = [name for name in unknown if name in source.state or has_state(name)]
+    unknown = [name for name in unknown if not contents.knows(name) or not is_empty(name)]
+    problems = listed({"missing": missing, "unknown": unknown})
+    if problems and (kinds := _other_kinds(own, source)) is not None:
+        apart = f"saved was the state of {kinds[0]}, and here is {kinds[1]}"
+        problems.append(f"{apart}: pass as many optimizers, in a list, as were saved")
+    for (_, names), label in zip(own.groups, optimizer.labels, strict=True):
+        by_options: dict[str, str] = {}
+        for name in names:
+            if name in options and not is_empty(name):
+                by_options.setdefault(json.dumps(options[name], sort_keys=True), name)
+        if len(by_options) > 1:
+            (one, name), (other, second), *_ = by_options.items()
+            problems.append(
+                f"{name} and {second} are in one group here ({label}) and had different options: "
+                f"{one} and {other}. Make the groups with param_groups(model, ...)"
+            )
+    return problems
+
+
+def _problems_of_kinds(own: OptimizerContents, source: OptimizerContents) -> list[str]:
+    """Finds parameters that another of several optimizers has trained: its state is other."""
+    saved = source.kinds_by_name()
+    problems = []
+    for (_, names), kind in zip(own.groups, own.kinds, strict=True):
+        others = {saved.get(name, kind) for name in names} & set(own.kinds) - {kind}
+        for other in sorted(others):
+            moved = ", ".join(name for name in names if saved.get(name) == other)
+            what = f"trained by {other} when it was saved, and given to {kind} here"
+            problems.append(f"{what}: {moved}")
+    return problems
+
+
+def _problems_of_slices(held: Held, named: dict[str, NamedState], contents: Contents) -> list[str]:
+    """Compares the states of all names in one parameter, which has one step, one set of moments."""
+    problems = []
+    (first, expected), *others = named.items()
+    for name, state in others:
+        if state.scalars != expected.scalars or state.elements != expected.elements:
+            both = (str({**each.scalars, **each.elements}) for each in (expected, state))
+            problems.append(
+                f"{first} and {name} are slices of one parameter of the optimizer here, and had "
+                f"different state: {' and '.join(both)}. Make the optimizer from "
+                "param_groups(model, ...), where parameters are apart"
+            )
+    for name, state in named.items() if not held.is_whole(contents) else ():
+        for key, (_, shape) in state.whole.items():
+            problems.append(
+                f"{key} of {name} has {tuple(shape)}, expected {contents.shape(name)}: other "
+                "shapes go with whole parameters only (param_groups with whole=True)"
+            )
+    return problems
+
+
+class _KeptKeys:
+    """The keys that this run's optimizers keep. With others, their next step would raise KeyError.
+
+    Each makes steps on small tensors, as in `check_optimizer`, so no list of classes is needed.
+    Steps are made once for each group and number of dimensions.
+    """
+
+    def __init__(self, optimizer: Together, source: OptimizerContents, contents: Contents) -> None:
+        self._optimizer = optimizer
+        self._source = source
+        self._contents = contents
+        self._options = source.options_by_name()
+        self._kinds = source.kinds_by_name()
+        self._asked: dict[Any, list[dict[str, str]]] = {}  # by group, shapes and options
+
+    def problems(self, held: list[Held]) -> list[str]:
+        """Returns the problems in words, equal ones together."""
+        found: dict[str, list[str]] = {}
+        for one in held:
+            for span in one.filled:
+                saved = self._source.state.get(span.name, NamedState())
+                if saved.keys and (problem := self._problem(one, span.name, saved)) is not None:
+                    found.setdefault(problem, []).append(span.name)
+        few = {why: names[:6] + ["..."] * (len(names) > 6) for why, names in found.items()}
+        return [f"{', '.join(names)}: {why}" for why, names in few.items()]
+
+    def _problem(self, held: Held, name: str, saved: NamedState) -> str | None:
+        keys = set(saved.keys)
+        allowed = self._kept(held, name, None)
+        if own := self._optimizer.state.get(held.parameter):
+            allowed = [*allowed, {key: _kind(value) for key, value in own.items()}]
+        if not allowed:
+            return None  # it fails on small tensors and has no state yet, so its keys are unknown
+        here, there = self._optimizer.kinds[held.group], self._kinds.get(name)
+        fitting = [kept for kept in allowed if set(kept) == keys]
+        if not fitting and there == here and any(set(kept) < keys for kept in allowed):
+            # keys that the saved options do not explain either have come with a later step
+            explained = self._kept(held, name, self._options.get(name))
+            fitting = [] if any(set(kept) == keys for kept in explained) else [{}]
+        if not fitting:
+            kept, by = max(allowed, key=len), f" by {there}" if there is not None else ""
+            return (
+                f"{here}, as it was made here, keeps {_listed(kept)}, and the state that was saved"
+                f"{by} has {_listed(keys)}. Make the optimizer of the class and with the options "
+                "that it had when it was saved, or load without an optimizer"
+            )
+        for key, (dtype, _) in saved.tensors(()).items():
+            kind = kind_of(dtype_named(dtype))
+            kinds = {kept[key] for kept in fitting if key in kept} - {"number"}
+            if kinds and kind not in kinds:
+                return f"{key} is {kind} ({dtype}), expected {' or '.join(sorted(kinds))}"
+        return None
+
+    def _kept(self, held: Held, name: str, saved: dict[str, Any] | None) -> list[dict[str, str]]:
+        """Returns the keys that an optimizer like this one keeps.
+
+        It has the options of this one's group or, if they are given, the `saved` ones.
+        """
+        shapes = self._shapes(held, name)
+        asked = held.group, shapes, str(saved)
+        if asked not in self._asked:
+            group = dict(self._optimizer.param_groups[held.group])
+            if saved is not None:
+                group |= {key: decode_scalar(value, _CPU) for key, value in saved.items()}
+            build = builder(self._optimizer.owners[held.group], group)
+            self._asked[asked] = state_keys(build, held.parameter.device, shapes)
+        return self._asked[asked]
+
+    def _shapes(self, held: Held, name: str) -> tuple[tuple[int, ...], ...]:
+        shape = self._contents.shape(name)
+        if not held.is_whole(self._contents):
+            return _FLAT
+        if len(shape) < 2:
+            return ((),) if not shape else _FLAT
+        shapes = _SMALL[: len(shape)], _LARGE[: len(shape)]
+        return (*shapes, shape) if 0 < torch.Size(shape).numel() <= _ACTUAL else shapes
+
+
+def _kind(value: Any) -> str:
+    return kind_of(value.dtype) if isinstance(value, Tensor) else "number"
+
+
+def _listed(keys: Iterable[str]) -> str:
+    return ", ".join(sorted(keys)) or "nothing"

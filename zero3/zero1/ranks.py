@@ -1,0 +1,98 @@
+"""The ranks that share a ZeroRedundancyOptimizer: what they compare, and what one of them tells the others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.agreement import agree, agreeing
+from ..comm.communicator import Communicator
+from ..comm.errors import NamingFailures, Subject
+from ..comm.factory import WrongMesh, any_device_of, communicator_for
+from ..comm.plain_values import decode_scalar, encode_scalar
+
+__all__: list[str] = []
+
+_ACTIVE, _JOINED, _FAILED = range(3)
+
+
+class Ranks:
+    """One communicator for each device of the parameters, `on` it. Small things are exchanged on the first `device`."""
+
+    def __init__(self, on: dict[torch.device, Communicator]) -> None:
+        self.on = on
+        self.device, self.first = next(iter(on.items()))
+        self.index, self.count = self.first.rank, self.first.world_size
+
+    @classmethod
+    def of(cls, process_group: Any, devices: Iterable[torch.device]) -> tuple[Ranks, Exception | None]:
+        """Returns the ranks of a group, and the mistake in `process_group`, if any.
+
+        After a mistake they are the default group's. The other ranks most likely use it, and wait there.
+        """
+        devices = list(dict.fromkeys(devices)) or [any_device_of(process_group)]
+        try:
+            found = {device: communicator_for(process_group, device) for device in devices}
+            if any(communicator.shards < communicator.world_size for communicator in found.values()):
+                raise TypeError(
+                    "process_group is a mesh of two dimensions, expected a process group or a mesh of one: there are no replicas here"
+                )
+            return cls(found), None
+        except (TypeError, WrongMesh) as mistake:
+            return cls({device: communicator_for(None, device) for device in devices}), mistake
+
+    def naming(self, doing: str, what: str, caller: str = "") -> NamingFailures:
+        """Context whose errors tell the rank and the purpose of a transfer that fails inside."""
+        return NamingFailures(self.first, doing, Subject(what), caller)
+
+    def agree(self, lines: list[str], error: Exception | None, caller: str = "ZeroRedundancyOptimizer") -> None:
+        """Returns if all ranks pass the same lines and no error. Otherwise every rank raises the same error."""
+        agree(self.first, self.device, "the parameters of ZeroRedundancyOptimizer", lines, error, caller=caller)
+
+    def roll_call(self, lines: list[str], *, joined: bool, error: Exception | None = None) -> int | None:
+        """Returns the first rank with data, if another one has joined (has no data any more). It tells the others what to do.
+
+        Ranks with data compare `lines`. Each rank sends 16 bytes; texts follow only if these differ.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: The `error` of a rank, or the first line that differs. Every rank raises it.
+        """
+        state = _JOINED if joined else _ACTIVE if error is None else _FAILED
+        digest = hashlib.sha256("\n".join(lines).encode()).digest()[:15]
+        subject = "which parameters of ZeroRedundancyOptimizer have gradients"
+        with self.naming("comparing with the other ranks", subject, "ZeroRedundancyOptimizer.step"):
+            said = self.first.exchange(digest + bytes([state]), self.device)
+        active = [rank for rank, each in enumerate(said) if each[-1] != _JOINED]
+        if any(said[rank][-1] == _FAILED for rank in active) or len({said[rank] for rank in active}) > 1:
+            agree(self.first, self.device, "which parameters have gradients", lines, error)
+        return active[0] if 0 < len(active) < self.count else None
+
+    def tell(self, values: dict[str, Any], source: int, what: str) -> dict[str, Any]:
+        """Returns the small values of rank `source`; those of the other ranks do not matter.
+
+        JSON is sent, so no rank can make another rank run code.
+
+        Raises:
+            TypeError: JSON can't hold a value. Every rank raises it.
+        """
+        own = self.index == source
+        with agreeing(self.first, self.device, what):
+            payload = bytearray(json.dumps(encode_scalar(values, what)) if own else "", "utf-8")
+        size = torch.tensor([len(payload)], device=self.device)
+        with self.naming("broadcasting", f"what rank {source} has to tell of {what}"):
+            self.first.broadcast(size, source)
+            content = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+            if own:
+                content.copy_(torch.frombuffer(payload, dtype=torch.uint8))
+            self.first.broadcast(content, source)
+        return values if own else dict(decode_scalar(json.loads(bytes(content.tolist())), self.device))
+
+    def broadcast(self, values: Tensor, source: int, doing: str, what: str) -> None:
+        """Copies rank `source`'s values to every rank. `doing` and `what`: for the error."""
+        with self.naming(doing, what):
+            self.on[values.device].broadcast(values, source)
