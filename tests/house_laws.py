@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -128,11 +129,10 @@ def a_function_has_at_most_6_parameters() -> Iterator[Place]:
             yield f"{file} {node.name}"
 
 
-def a_function_has_at_most_40_lines() -> Iterator[Place]:
+def a_function_has_at_most_30_statements() -> Iterator[Place]:
+    """Those of functions inside of it too. Lines would count how the formatter breaks them."""
     for file, node in functions():
-        first = node.body[0]
-        said = (first.end_lineno or 0) - first.lineno + 1 if ast.get_docstring(node) is not None else 0
-        if (node.end_lineno or 0) - node.lineno + 1 - said > 40:
+        if sum(isinstance(each, ast.stmt) for each in ast.walk(node)) - 1 - (ast.get_docstring(node) is not None) > 30:
             yield f"{file} {node.name}"
 
 
@@ -148,7 +148,9 @@ def a_small_file_has_more_than_one_reader() -> Iterator[Place]:
 
 
 def lines_have_at_most_100_columns() -> Iterator[Place]:
-    yield from (file for file, lines in LINES.items() for line in lines if len(line) > COLUMNS)
+    """But for comments to tools at their ends, which can't be broken. (The formatter leaves these out, too.)"""
+    code = re.compile(r"\s*# (type: ignore|noqa|fmt: ).*")
+    yield from (file for file, lines in LINES.items() for line in lines if len(code.sub("", line)) > COLUMNS)
 
 
 LAWS: dict[str, Callable[[], Iterator[Place]]] = {
@@ -161,7 +163,7 @@ LAWS: dict[str, Callable[[], Iterator[Place]]] = {
         a_class_s_name_stands_in_one_file,
         a_class_has_at_most_15_attributes,
         a_function_has_at_most_6_parameters,
-        a_function_has_at_most_40_lines,
+        a_function_has_at_most_30_statements,
         a_small_file_has_more_than_one_reader,
         lines_have_at_most_100_columns,
     )

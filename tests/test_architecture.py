@@ -251,19 +251,6 @@ def test_no_parameter_can_be_meant_by_a_keyword_of_the_user() -> None:
     assert {name for name, own in named.items() if own and not name.endswith("__init__")} == _LIKE_OTHERS
 
 
-def docstring_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """A public function's docstring is a page of the reference, however short its code is."""
-    first = function.body[0]
-    return (first.end_lineno or first.lineno) - first.lineno + 1 if ast.get_docstring(function) is not None else 0
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_functions_are_short(source: str) -> None:
-    functions = [node for node in ast.walk(TREES[source]) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    lengths = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 - docstring_lines(node) for node in functions}
-    assert not {name: length for name, length in lengths.items() if length > 50}
-
-
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_file_says_what_it_is_for(source: str) -> None:
     assert ast.get_docstring(TREES[source])

@@ -1,4 +1,6 @@
-"""zero3: full sharding (ZeRO-3) of PyTorch models. Wrap layers, pass their chunks to any optimizer, train as always."""
+"""zero3: full sharding (ZeRO-3) of PyTorch models. Wrap layers, pass their chunks to any optimizer,
+train as always.
+"""
 
 from .access import full_params, get_trainable_chunk, is_sharded, no_sync, reset, resident
 from .by_hand import fetch, reduce_gradients, release, set_forward_order

@@ -1,4 +1,6 @@
-"""`python -m zero3`: shows checkpoints, converts them to other formats, and plans. Each subcommand is a file in `commands/`."""
+"""`python -m zero3`: shows checkpoints, converts them to other formats, and plans. Each subcommand
+is a file in `commands/`.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,23 @@ _COMMANDS = (inspect, export, convert, plan)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code. 0: done. 1: failed, with the reason on stderr. 2: the command line is wrong. `plan` has codes of its own."""
+    """Returns the exit code. 0: done. 1: failed, with the reason on stderr. 2: the command line is
+    wrong. `plan` has codes of its own.
+    """
     parser = argparse.ArgumentParser(
-        prog="python -m zero3", description="Sharded checkpoints, looked into, exported and converted; plans. One process, no GPU."
+        prog="python -m zero3",
+        description=(
+            "Sharded checkpoints, looked into, exported and converted; plans. One process, no GPU."
+        ),
     )
     parser.add_argument("--version", action="version", version=f"zero3 {__version__}")
     subcommands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in _COMMANDS:
         subparser = subcommands.add_parser(
-            command.NAME, help=command.SUMMARY, description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+            command.NAME,
+            help=command.SUMMARY,
+            description=command.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)

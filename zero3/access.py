@@ -1,4 +1,6 @@
-"""Functions for parameters outside forward and backward: chunks, full_params, resident, no_sync and reset."""
+"""Functions for parameters outside forward and backward: chunks, full_params, resident, no_sync and
+reset.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,16 @@ from .layer import layers_of, runtimes_in, states_in
 __all__: list[str] = []
 
 _UNDONE = (
-    ", and that is undone: the chunks on all ranks hold the old values. A module that notes the change (as RWKV does in eval, or peft's "
-    "merge_adapter) is wrong from now on. Make such changes, and take them back, inside `with zero3.full_params(model, writeback=True):`, "
-    "where they stay."
+    ", and that is undone: the chunks on all ranks hold the old values. A module that notes the "
+    "change (as RWKV does in eval, or peft's merge_adapter) is wrong from now on. Make such "
+    "changes, and take them back, inside `with zero3.full_params(model, writeback=True):`, where "
+    "they stay."
 )
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a model, or a part of one, holds zero3 layers or parameters of them. It makes no collective.
+    """Whether a model, or a part of one, holds zero3 layers or parameters of them. It makes no
+    collective.
 
     Args:
         model: Any module.
@@ -48,17 +52,19 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def get_trainable_chunk(model: nn.Module) -> list[nn.Parameter]:
-    """This rank's trainable chunks of every layer in a model. They are the parameters for the optimizer.
+    """This rank's trainable chunks of every layer in a model. They are the parameters for the
+    optimizer.
 
-    An optimizer on chunks is exact if it updates each element by itself, as AdamW and SGD do. `check_optimizer` tells whether an
-    optimizer is exact. `param_groups` gives options by parameter, and whole matrices.
+    An optimizer on chunks is exact if it updates each element by itself, as AdamW and SGD do.
+    `check_optimizer` tells whether an optimizer is exact. `param_groups` gives options by
+    parameter, and whole matrices.
 
     Args:
         model: Any model that contains zero3 layers.
 
     Returns:
-        One 1-D tensor `[S]` for each dtype of each layer or, after `param_groups`, the parts of chunks that it made; in the order of
-        `model.parameters()`.
+        One 1-D tensor `[S]` for each dtype of each layer or, after `param_groups`, the parts of
+        chunks that it made; in the order of `model.parameters()`.
 
     Raises:
         ValueError: Nothing in `model` is sharded.
@@ -76,19 +82,23 @@ def get_trainable_chunk(model: nn.Module) -> list[nn.Parameter]:
 def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
     """Context in which the full parameters of a module can be read under their own names.
 
-    Every rank enters and leaves it, because it gathers. It holds all layers of `module` at once, in the dtypes of the chunks, and
-    `parameters()` yields parameters instead of chunks. To compute inside, use `resident`: with `param_dtype`, a forward inside
-    this context is an error. Changes are lost at the end unless `writeback` is set. (On one rank the parameters are the chunks,
-    so changes stay.) Views and state dicts that the caller keeps stay readable.
+    Every rank enters and leaves it, because it gathers. It holds all layers of `module` at once, in
+    the dtypes of the chunks, and `parameters()` yields parameters instead of chunks. To compute
+    inside, use `resident`: with `param_dtype`, a forward inside this context is an error. Changes
+    are lost at the end unless `writeback` is set. (On one rank the parameters are the chunks, so
+    changes stay.) Views and state dicts that the caller keeps stay readable.
 
     Args:
-        module: A sharded model, a layer, or any module inside a layer, which is gathered as a whole.
-        writeback: At the end, rank 0's values are written to the chunks of all ranks, unless a rank has raised.
+        module: A sharded model, a layer, or any module inside a layer, which is gathered as a
+            whole.
+        writeback: At the end, rank 0's values are written to the chunks of all ranks, unless a rank
+            has raised.
 
     Raises:
         ValueError: Nothing in `module` is sharded.
-        RuntimeError: At the end, if the caller changed `requires_grad` of a parameter (only whole chunks can be frozen), or
-            replaced a parameter by another object. Both are undone. With `writeback`, if a parameter is quantised: it is read-only.
+        RuntimeError: At the end, if the caller changed `requires_grad` of a parameter (only whole
+            chunks can be frozen), or replaced a parameter by another object. Both are undone. With
+            `writeback`, if a parameter is quantised: it is read-only.
 
     Example::
 
@@ -104,8 +114,12 @@ def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]
 
 
 @contextmanager
-def pinned(states: list[LayerState], caller: str, *, writeback: bool = False, to_compute: bool = False) -> Iterator[None]:
-    """Context in which `states` are fetched, in the dtypes of storage or of compute. Ranks compare `caller` before they gather."""
+def pinned(
+    states: list[LayerState], caller: str, *, writeback: bool = False, to_compute: bool = False
+) -> Iterator[None]:
+    """Context in which `states` are fetched, in the dtypes of storage or of compute. Ranks compare
+    `caller` before they gather.
+    """
     rank = states[0].communicator.rank
     agree_to_gather(states, caller)
     pins: list[Pin] = []
@@ -128,45 +142,61 @@ def pinned(states: list[LayerState], caller: str, *, writeback: bool = False, to
                     write_back(state)
     finally:
         toggled = [name for each in pins for name in each.undo_toggles()] if not to_compute else []
-        replaced = [f"{p.sites.name!r} of layer {each.state.label}" for each in pins for p in each.state.parameters if p.sites.replaced()]
+        replaced = [
+            f"{p.sites.name!r} of layer {each.state.label}"
+            for each in pins
+            for p in each.state.parameters
+            if p.sites.replaced()
+        ]
         for each in pins:
             unpin(each.state)
             each.state.toggled = True  # it may be: the next forward looks
     if toggled:
         raise RuntimeError(
-            f"rank {rank}: requires_grad was changed inside {caller}, of {', '.join(toggled)}. A chunk is "
-            "trained or frozen as a whole, so this was undone. Use zero3.set_trainable(model, select), or requires_grad_ of a chunk."
+            f"rank {rank}: requires_grad was changed inside {caller}, of {', '.join(toggled)}. A "
+            "chunk is trained or frozen as a whole, so this was undone. Use "
+            "zero3.set_trainable(model, select), or requires_grad_ of a chunk."
         )
     if replaced:
         raise RuntimeError(
-            f"rank {rank}: inside {caller}, {', '.join(replaced)} was replaced by another object. A sharded parameter stays one object "
-            "for life, so this was undone: give it other values (parameter.data = values), with writeback=True."
+            f"rank {rank}: inside {caller}, {', '.join(replaced)} was replaced by another object. "
+            "A sharded parameter stays one object for life, so this was undone: give it other "
+            "values (parameter.data = values), with writeback=True."
         )
     if written:
-        raise RuntimeError(f"rank {rank}: inside {caller}, the values of {named(written)} were changed{_UNDONE}")
+        raise RuntimeError(
+            f"rank {rank}: inside {caller}, the values of {named(written)} were changed{_UNDONE}"
+        )
 
 
 def _merged_adapters(model: nn.Module) -> dict[str, list[str]]:
-    """Returns the merged adapters by peft's own notes. In bf16 a merge may change no value, and is wrong nevertheless if it is undone."""
-    notes = {name: getattr(module, "merged_adapters", None) for name, module in model.named_modules()}
-    return {name: list(merged) for name, merged in notes.items() if isinstance(merged, list) and merged}
+    """Returns the merged adapters by peft's own notes. In bf16 a merge may change no value, and is
+    wrong nevertheless if it is undone.
+    """
+    notes = {
+        name: getattr(module, "merged_adapters", None) for name, module in model.named_modules()
+    }
+    return {
+        name: list(merged) for name, merged in notes.items() if isinstance(merged, list) and merged
+    }
 
 
 @contextmanager
 def resident(model: nn.Module) -> Iterator[None]:
     """Context for inference, in which all layers stay fetched and forwards make no collectives.
 
-    So ranks may do different things inside: generate from other prompts, generate other lengths, or call the model more often.
-    Every rank enters and leaves it, and holds the whole model inside. Parameters can be read under their own names, in the compute
-    dtypes. torch.func's transforms (grad, vjp, jvp, vmap, jacrev, ...) work inside: they differentiate by their own arguments, and
+    So ranks may do different things inside: generate from other prompts, generate other lengths, or
+    call the model more often. Every rank enters and leaves it, and holds the whole model inside.
+    Parameters can be read under their own names, in the compute dtypes. torch.func's transforms
+    (grad, vjp, jvp, vmap, jacrev, ...) work inside: they differentiate by their own arguments, and
     take parameters as constants.
 
     Args:
         model: Any model that contains zero3 layers.
 
     Raises:
-        RuntimeError: A backward runs through a forward that was made inside; or, at the end, parameters were changed inside, which
-            is undone.
+        RuntimeError: A backward runs through a forward that was made inside; or, at the end,
+            parameters were changed inside, which is undone.
         ValueError: Nothing in `model` is sharded.
 
     Example::
@@ -175,7 +205,10 @@ def resident(model: nn.Module) -> Iterator[None]:
             ids = model.generate(**prompt, max_new_tokens=4)
     """
     states = states_of(model)
-    merged, stays = _merged_adapters(model), all(state.pinned or all(chunk.resident for chunk in state.chunks) for state in states)
+    merged, stays = (
+        _merged_adapters(model),
+        all(state.pinned or all(chunk.resident for chunk in state.chunks) for state in states),
+    )
     with pinned(states, "resident", to_compute=True):
         for runtime in runtimes_in(model):
             runtime.end_continuation()  # ranks may run different numbers of forwards from here on
@@ -187,23 +220,31 @@ def resident(model: nn.Module) -> Iterator[None]:
         finally:
             for state in states:
                 state.resident -= 1
-    changed = [name for name, adapters in _merged_adapters(model).items() if adapters != merged.get(name)]
+    changed = [
+        name for name, adapters in _merged_adapters(model).items() if adapters != merged.get(name)
+    ]
     if changed and not stays:
-        raise RuntimeError(f"rank {states[0].communicator.rank}: inside resident, adapters were merged into {named(changed)}{_UNDONE}")
+        raise RuntimeError(
+            f"rank {states[0].communicator.rank}: inside resident, adapters were merged into "
+            f"{named(changed)}{_UNDONE}"
+        )
 
 
 @contextmanager
 def no_sync(model: nn.Module, *, replicas_only: bool = False) -> Iterator[None]:
     """Context for gradient accumulation, in which backwards do not reduce gradients.
 
-    The first backward after it reduces the accumulated gradients. Every rank enters and leaves it. It saves all reductions except
-    one, and costs memory: until that backward, every layer keeps its full gradient, `W * S` elements in `reduce_dtype`, or
-    from the second one on in the dtype of `chunk.grad`, if that is wider. Results differ only by the order of sums, and by where they
-    are rounded to `reduce_dtype`. If gradients are zeroed, kept ones are dropped. It may cover any module, and any part of a step.
+    The first backward after it reduces the accumulated gradients. Every rank enters and leaves it.
+    It saves all reductions except one, and costs memory: until that backward, every layer keeps its
+    full gradient, `W * S` elements in `reduce_dtype`, or from the second one on in the dtype of
+    `chunk.grad`, if that is wider. Results differ only by the order of sums, and by where they are
+    rounded to `reduce_dtype`. If gradients are zeroed, kept ones are dropped. It may cover any
+    module, and any part of a step.
 
     Args:
         model: Any model, or part of one, that contains zero3 layers.
-        replicas_only: Each backward reduces inside its replica; only sums over replicas wait. A layer keeps `S` elements, not `W * S`.
+        replicas_only: Each backward reduces inside its replica; only sums over replicas wait. A
+            layer keeps `S` elements, not `W * S`.
 
     Raises:
         ValueError: Nothing in `model` is sharded.
@@ -219,7 +260,10 @@ def no_sync(model: nn.Module, *, replicas_only: bool = False) -> Iterator[None]:
     """
     gradients = [state.gradients for state in states_of(model)]
     if any(each.holds for each in gradients):
-        raise CallersMistake("zero3.no_sync inside zero3.step_guard: put no_sync around it (`with no_sync(model), step_guard(model):`)")
+        raise CallersMistake(
+            "zero3.no_sync inside zero3.step_guard: put no_sync around it (`with no_sync(model), "
+            "step_guard(model):`)"
+        )
     with ExitStack() as left:
         for each in gradients:
             each.defer(1, replicas_only=replicas_only)
@@ -228,14 +272,23 @@ def no_sync(model: nn.Module, *, replicas_only: bool = False) -> Iterator[None]:
 
 
 def agree_to_gather(states: list[LayerState], caller: str, error: Exception | None = None) -> None:
-    """Compares the ranks before a gather outside a forward, so that no rank gathers alone, or another layer than the others.
+    """Compares the ranks before a gather outside a forward, so that no rank gathers alone, or
+    another layer than the others.
 
     Raises:
-        ValueError, RuntimeError: Ranks call different functions, or want different layers, or one passes an `error`.
+        ValueError, RuntimeError: Ranks call different functions, or want different layers, or one
+            passes an `error`.
     """
-    if not all(state.pinned for state in states):  # pinned layers need no gather, so one rank may call this alone
+    # pinned layers need no gather, so one rank may call this alone
+    if not all(state.pinned for state in states):
         first = states[0]
-        agree(first.communicator, first.device, caller, [state.name_among_ranks for state in states], error)
+        agree(
+            first.communicator,
+            first.device,
+            caller,
+            [state.name_among_ranks for state in states],
+            error,
+        )
     elif error is not None:
         raise error
 
@@ -243,8 +296,9 @@ def agree_to_gather(states: list[LayerState], caller: str, error: Exception | No
 def reset(model: nn.Module) -> None:
     """Cleans a model up after an exception: releases every layer, and drops the step that failed.
 
-    The next forward does the same by itself. Call this to free the memory at once. If a backward failed, the gradients accumulated
-    before are dropped too (set to None). With `dynamic=True`, either makes the rest of that backward's transfers, so every rank calls it.
+    The next forward does the same by itself. Call this to free the memory at once. If a backward
+    failed, the gradients accumulated before are dropped too (set to None). With `dynamic=True`,
+    either makes the rest of that backward's transfers, so every rank calls it.
 
     Args:
         model: Any model that contains zero3 layers.
@@ -265,8 +319,9 @@ def reset(model: nn.Module) -> None:
         raise _not_sharded(model)
     if inside_backward():
         raise RuntimeError(
-            f"rank {layers[0]._state.communicator.rank}: zero3.reset inside a backward (in a hook). The gradients that it has brought so "
-            "far would be lost, without an error. Call it after the backward has ended or raised."
+            f"rank {layers[0]._state.communicator.rank}: zero3.reset inside a backward (in a "
+            "hook). The gradients that it has brought so far would be lost, without an error. "
+            "Call it after the backward has ended or raised."
         )
     for runtime in runtimes_in(model):
         runtime.reset()
@@ -275,7 +330,8 @@ def reset(model: nn.Module) -> None:
 
 
 def states_of(module: nn.Module) -> list[LayerState]:
-    """The states of the layers in `module`, and of the layers that the parameters in `module` belong to.
+    """The states of the layers in `module`, and of the layers that the parameters in `module`
+    belong to.
 
     Raises:
         RuntimeError: They rest in files, and this is a forked child.
@@ -289,16 +345,26 @@ def states_of(module: nn.Module) -> list[LayerState]:
 
 
 def _states_in(module: nn.Module) -> list[LayerState]:
-    if not isinstance(module, nn.Module):  # callers may pass parameters, as to torch's own clip_grad_norm_
-        raise TypeError(f"expected the sharded model, an nn.Module, found a {type(module).__name__}: pass the model, not its parameters")
+    # callers may pass parameters, as to torch's own clip_grad_norm_
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"expected the sharded model, an nn.Module, found a {type(module).__name__}: pass the "
+            "model, not its parameters"
+        )
     roots = (vars(inner).get("_zero3_root") for inner in module.modules())
     states = [*states_in(module), *(root for root in roots if isinstance(root, LayerState))]
     for inner in plain_modules(module):
         for value in [*vars(inner).values(), *inner._parameters.values()]:
-            if isinstance(value, nn.Parameter) and (state := state_of(value)) is not None and state not in states:
+            if (
+                isinstance(value, nn.Parameter)
+                and (state := state_of(value)) is not None
+                and state not in states
+            ):
                 states.append(state)
     return states
 
 
 def _not_sharded(module: nn.Module) -> ValueError:
-    return ValueError(f"nothing in this {type(module).__name__} is sharded: wrap its layers in Zero3Layer first")
+    return ValueError(
+        f"nothing in this {type(module).__name__} is sharded: wrap its layers in Zero3Layer first"
+    )

@@ -1,4 +1,6 @@
-"""By hand: fetch and release layers, tell their order before it is learned, and reduce gradients that are kept."""
+"""By hand: fetch and release layers, tell their order before it is learned, and reduce gradients
+that are kept.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,10 @@ __all__: list[str] = []
 def fetch(module: nn.Module) -> None:
     """Gathers the layers of a module now, and keeps them fetched until `release`.
 
-    Forwards and backwards then make no gathers for these layers, except after their parameters have changed: to find that out, each
-    forward compares one byte for each of them between ranks, and the host waits, as with `stage=2`. Outside of compute the
-    parameters stay hidden. To read them, use `full_params`; to compute outside of a forward, `resident`.
+    Forwards and backwards then make no gathers for these layers, except after their parameters have
+    changed: to find that out, each forward compares one byte for each of them between ranks, and
+    the host waits, as with `stage=2`. Outside of compute the parameters stay hidden. To read them,
+    use `full_params`; to compute outside of a forward, `resident`.
 
     Every rank calls it. On a GPU the host does not wait for the gathers.
 
@@ -29,7 +32,8 @@ def fetch(module: nn.Module) -> None:
 
     Raises:
         ValueError: `module` holds no layer, or ranks fetch different layers; on every rank.
-        RuntimeError: A layer computes, or is inside `full_params` or `resident`, or has no values yet; on every rank.
+        RuntimeError: A layer computes, or is inside `full_params` or `resident`, or has no values
+            yet; on every rank.
 
     Example::
 
@@ -74,33 +78,50 @@ def release(module: nn.Module) -> None:
 
 
 def set_forward_order(model: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Tells in which order the next forward will call the layers, so that it fetches ahead without having seen one.
+    """Tells in which order the next forward will call the layers, so that it fetches ahead without
+    having seen one.
 
-    It is needed for the first forward alone, and for one that calls layers in a new order: orders are learned. If the forward
-    calls other layers than this, its results are right too, ranks compare the calls, and the order is forgotten. How many layers are
-    fetched ahead is the policy's `prefetch_depth`. Every rank calls it.
+    It is needed for the first forward alone, and for one that calls layers in a new order: orders
+    are learned. If the forward calls other layers than this, its results are right too, ranks
+    compare the calls, and the order is forgotten. How many layers are fetched ahead is the policy's
+    `prefetch_depth`. Every rank calls it.
 
     Args:
         model: A model that `shard` has sharded. (A `Zero3Sequential` knows its order.)
-        layers: Its layers in the order of calls. A layer that is called twice stands twice. The root's own layer is left out: it is
-            always the first.
+        layers: Its layers in the order of calls. A layer that is called twice stands twice. The
+            root's own layer is left out: it is always the first.
 
     Raises:
-        ValueError: Nothing in `model` is sharded, an item is no layer of it, or ranks pass different orders; on every rank.
+        ValueError: Nothing in `model` is sharded, an item is no layer of it, or ranks pass
+            different orders; on every rank.
 
     Example::
 
         zero3.set_forward_order(model, [model.embedding, *model.blocks, model.head])
     """
     states = states_of(model)
-    known, runtimes, root = {id(layer): layer._state for layer in layers_of(model)}, runtimes_in(model), vars(model).get("_zero3_root")
+    known, runtimes, root = (
+        {id(layer): layer._state for layer in layers_of(model)},
+        runtimes_in(model),
+        vars(model).get("_zero3_root"),
+    )
     order = [known[id(layer)] for layer in layers if id(layer) in known]
     error: Exception | None = None
     if wrong := [type(layer).__name__ for layer in layers if id(layer) not in known]:
-        error = ValueError(f"set_forward_order: a {wrong[0]} is no layer of this {type(model).__name__}")
+        error = ValueError(
+            f"set_forward_order: a {wrong[0]} is no layer of this {type(model).__name__}"
+        )
     elif root is None or len(runtimes) != 1:
-        error = ValueError(f"set_forward_order: this {type(model).__name__} is not what zero3.shard has sharded")
-    agree(states[0].communicator, states[0].device, "set_forward_order", [state.name_among_ranks for state in order], error)
+        error = ValueError(
+            f"set_forward_order: this {type(model).__name__} is not what zero3.shard has sharded"
+        )
+    agree(
+        states[0].communicator,
+        states[0].device,
+        "set_forward_order",
+        [state.name_among_ranks for state in order],
+        error,
+    )
     calls = runtimes[0].orders[0]
     calls.expect([(root, *order), *calls.known])
 
@@ -108,14 +129,16 @@ def set_forward_order(model: nn.Module, layers: Sequence[nn.Module]) -> None:
 def reduce_gradients(model: nn.Module) -> None:
     """Reduces the gradients that backwards inside `no_sync` have kept, without a further backward.
 
-    So all micro-batches may run inside `no_sync`. Every rank calls it, outside of `no_sync` and before clipping. Where nothing is
-    kept, it does nothing. What a backward that raised has left is dropped, as at the next forward.
+    So all micro-batches may run inside `no_sync`. Every rank calls it, outside of `no_sync` and
+    before clipping. Where nothing is kept, it does nothing. What a backward that raised has left is
+    dropped, as at the next forward.
 
     Args:
         model: Any model that contains zero3 layers.
 
     Raises:
-        ValueError: Nothing in `model` is sharded, or ranks have kept gradients of different layers; on every rank.
+        ValueError: Nothing in `model` is sharded, or ranks have kept gradients of different layers;
+            on every rank.
         RuntimeError: It is called inside `no_sync` or inside a backward; on every rank.
 
     Example::
@@ -129,7 +152,13 @@ def reduce_gradients(model: nn.Module) -> None:
     states = states_of(model)
     first = states[0]
     inside = next((state for state in states if not state.gradients.may_reduce), None)
-    error = RuntimeError(f"reduce_gradients inside no_sync, which covers layer {inside.label}: leave it first") if inside else None
+    error = (
+        RuntimeError(
+            f"reduce_gradients inside no_sync, which covers layer {inside.label}: leave it first"
+        )
+        if inside
+        else None
+    )
     runtimes = runtimes_in(model)
     for runtime in runtimes:
         runtime.reset(broken=False) if runtime.backward.raised else runtime.backward.forget_zeroed()
@@ -143,20 +172,33 @@ def reduce_gradients(model: nn.Module) -> None:
 
 def _agreed(module: nn.Module, caller: str) -> list[LayerState]:
     states = states_of(module)
-    busy = next((state for state in states if state.presence in (Presence.FETCHED, Presence.FETCHING)), None)
+    busy = next(
+        (state for state in states if state.presence in (Presence.FETCHED, Presence.FETCHING)), None
+    )
     error: Exception | None = None
     if not layers_of(module):
-        error = ValueError(f"{caller} of a {type(module).__name__} inside a layer: a layer is fetched and released as a whole, pass that")
+        error = ValueError(
+            f"{caller} of a {type(module).__name__} inside a layer: a layer is fetched and "
+            "released as a whole, pass that"
+        )
     elif busy is not None:
         where = "is inside full_params or resident" if busy.pinned else "computes"
         error = RuntimeError(
-            f"{caller} of layer {busy.label}, which {where}: call it between forwards and backwards, and outside of these; after an "
-            "exception, call zero3.reset(model) first"
+            f"{caller} of layer {busy.label}, which {where}: call it between forwards and "
+            "backwards, and outside of these; after an exception, call zero3.reset(model) first"
         )
-    agree(states[0].communicator, states[0].device, caller, [state.name_among_ranks for state in states], error)
+    agree(
+        states[0].communicator,
+        states[0].device,
+        caller,
+        [state.name_among_ranks for state in states],
+        error,
+    )
     return states
 
 
 def _tell_runtimes(module: nn.Module) -> None:
     for runtime in runtimes_in(module):
-        runtime.any_stays = any(state.stays(chunk) for state in runtime.layers for chunk in state.chunks)
+        runtime.any_stays = any(
+            state.stays(chunk) for state in runtime.layers for chunk in state.chunks
+        )

@@ -1,4 +1,6 @@
-"""register_forward_method(): methods other than `forward` by which a sharded module may be called."""
+"""register_forward_method(): methods other than `forward` by which a sharded module may be
+called.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,23 @@ __all__: list[str] = []
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
-    """From now on a call of this method fetches parameters before it and releases them after it, as a call of `forward` does.
+    """From now on a call of this method fetches parameters before it and releases them after it, as
+    a call of `forward` does.
 
-    A method that only calls submodules needs no registration: these are fetched when they are called. It is needed for methods that
-    read parameters themselves, and for methods of a single layer. A backward through the results works as after `forward`.
+    A method that only calls submodules needs no registration: these are fetched when they are
+    called. It is needed for methods that read parameters themselves, and for methods of a single
+    layer. A backward through the results works as after `forward`.
 
     Every rank calls it, and every rank then calls the same methods in the same order.
 
     Args:
-        module: A `Zero3Layer`, or a model that `shard` has sharded, or a module outside the layers of one.
+        module: A `Zero3Layer`, or a model that `shard` has sharded, or a module outside the layers
+            of one.
         method_name: The name of the method, as `"encode"`.
 
     Raises:
-        ValueError: Nothing in `module` is sharded, it has no such method, or it lies inside a layer: register the layer's method.
+        ValueError: Nothing in `module` is sharded, it has no such method, or it lies inside a
+            layer: register the layer's method.
 
     Example::
 
@@ -39,18 +45,41 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     states_of(module)  # raises if nothing is sharded
     owner = unwrapped(module)
     if not callable(getattr(owner, method_name, None)):
-        raise ValueError(f"{type(owner).__name__} has no method {method_name!r}: register_forward_method takes the name of one")
+        raise ValueError(
+            f"{type(owner).__name__} has no method {method_name!r}: register_forward_method takes "
+            "the name of one"
+        )
     entry = vars(module).get("forward")
     if isinstance(module, Zero3Layer):
-        Override(module, method_name, partial(_call_layer, method_name), default=getattr(type(owner), method_name, None))
-    elif isinstance(entry, RootEntry) and (root := entry.root()) is not None and (runtime := entry.runtime()) is not None:
+        Override(
+            module,
+            method_name,
+            partial(_call_layer, method_name),
+            default=getattr(type(owner), method_name, None),
+        )
+    elif (
+        isinstance(entry, RootEntry)
+        and (root := entry.root()) is not None
+        and (runtime := entry.runtime()) is not None
+    ):
         RootEntry(module, root, runtime, method_name)
     elif not layers_of(module):
         raise ValueError(
-            f"this {type(module).__name__} lies inside a layer, which is fetched as a whole: register a method of the layer that calls it"
+            f"this {type(module).__name__} lies inside a layer, which is fetched as a whole: "
+            "register a method of the layer that calls it"
         )
 
 
-def _call_layer(method_name: str, layer: Zero3Layer, _: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    method, runtime, state = getattr(layer.module, method_name), layer._find_runtime(args, kwargs), layer._state
-    return method(*args, **kwargs) if runtime.is_running(state) else run_sharded(runtime, state, layer, method, args, kwargs)
+def _call_layer(
+    method_name: str, layer: Zero3Layer, _: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    method, runtime, state = (
+        getattr(layer.module, method_name),
+        layer._find_runtime(args, kwargs),
+        layer._state,
+    )
+    return (
+        method(*args, **kwargs)
+        if runtime.is_running(state)
+        else run_sharded(runtime, state, layer, method, args, kwargs)
+    )

@@ -1,4 +1,6 @@
-"""Zero3Layer: a module whose parameters, gradients and optimizer state are spread over all ranks."""
+"""Zero3Layer: a module whose parameters, gradients and optimizer state are spread over all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from .comm.plain_values import name_of
 from .core.autograd import attributes_of, mark_upstream, tensors_in, uncached_autocast
 from .core.compiled import ends_graphs
 from .core.layer_state import LayerState
-from .core.module_overrides import Override, check_conversion, guard, guard_layer, refuse, refuse_load_state_dict, refuse_state_dict
+from .core.module_overrides import (
+    Override,
+    check_conversion,
+    guard,
+    guard_layer,
+    refuse,
+    refuse_load_state_dict,
+    refuse_state_dict,
+)
 from .core.parameters import WRAPPED, own_module_name, own_modules
 from .core.runtime import Runtime
 from .core.stand_in import StandIn
@@ -28,30 +38,35 @@ __all__: list[str] = []
 class Zero3Layer(StandIn):
     """Shards one module over the ranks of a process group (ZeRO stage 3).
 
-    Each rank keeps 1/W of the parameters, as flat *chunks*. The full parameters exist only while the layer itself computes, in
-    forward and in backward. All ranks wrap the same modules in the same order, and rank 0's values win. Freeze what should not
-    train (`requires_grad_(False)`) before wrapping.
+    Each rank keeps 1/W of the parameters, as flat *chunks*. The full parameters exist only while
+    the layer itself computes, in forward and in backward. All ranks wrap the same modules in the
+    same order, and rank 0's values win. Freeze what should not train (`requires_grad_(False)`)
+    before wrapping.
 
-    A single layer works as a model. In a model it stands for the module that it wraps, which is its attribute `module`: `isinstance`
-    answers for both classes, and submodules, buffers and mode are the module's. Attributes that the layer lacks are read from the
-    module; in a model they are written to it as well. `state_dict`, `deepcopy`, pickle and conversions such as `.half()` would see
-    only one rank's slice, so they raise RuntimeError, which names the function to use instead.
+    A single layer works as a model. In a model it stands for the module that it wraps, which is its
+    attribute `module`: `isinstance` answers for both classes, and submodules, buffers and mode are
+    the module's. Attributes that the layer lacks are read from the module; in a model they are
+    written to it as well. `state_dict`, `deepcopy`, pickle and conversions such as `.half()` would
+    see only one rank's slice, so they raise RuntimeError, which names the function to use instead.
 
     Args:
-        module: Any module that is not sharded itself. A `Zero3Layer` inside it keeps its own parameters; this layer takes the
-            others.
+        module: Any module that is not sharded itself. A `Zero3Layer` inside it keeps its own
+            parameters; this layer takes the others.
         rank: This process's number in the group. It is only checked; None takes the group's.
         world_size: The number of ranks in the group. It is only checked; None takes the group's.
-        device: Where the layer computes and its chunks live. None: where the module's tensors are, or those of layers inside it.
-        dtype: The dtype that every trainable parameter must have, because the optimizer updates in it. It is only checked; nothing
-            is converted. None: any dtype.
+        device: Where the layer computes and its chunks live. None: where the module's tensors are,
+            or those of layers inside it.
+        dtype: The dtype that every trainable parameter must have, because the optimizer updates in
+            it. It is only checked; nothing is converted. None: any dtype.
         policy: Every choice about sharding, see `ShardingPolicy`.
-        process_group: The ranks that share the layer: a process group or a `DeviceMesh`, see `shard`. None: as there.
+        process_group: The ranks that share the layer: a process group or a `DeviceMesh`, see
+            `shard`. None: as there.
 
     Raises:
-        ValueError: A value is wrong, or ranks have different modules or policies. All ranks raise the same error, which names the
-            wrong rank, and nothing has changed.
-        TypeError: An argument has the wrong type. Again all ranks raise it, and nothing has changed.
+        ValueError: A value is wrong, or ranks have different modules or policies. All ranks raise
+            the same error, which names the wrong rank, and nothing has changed.
+        TypeError: An argument has the wrong type. Again all ranks raise it, and nothing has
+            changed.
         RuntimeError: A launcher started several processes, but there is no process group.
 
     Example::
@@ -60,7 +75,8 @@ class Zero3Layer(StandIn):
         model = zero3.Zero3Sequential(layers)
         optimizer = torch.optim.AdamW(model.get_trainable_chunk())
 
-    Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
+    Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter
+    Models, 2020.
     """
 
     def __init__(
@@ -75,12 +91,21 @@ class Zero3Layer(StandIn):
         process_group: Any = None,
     ) -> None:
         super().__init__()
-        self._wrap(build_state(Request(module, rank, world_size, device, dtype, policy, process_group), is_layer), module, is_layer)
+        self._wrap(
+            build_state(
+                Request(module, rank, world_size, device, dtype, policy, process_group), is_layer
+            ),
+            module,
+            is_layer,
+        )
         self._list_chunks()
 
     @classmethod
-    def _from_request(cls, request: Request, will_be_layer: Callable[[nn.Module], bool]) -> list[Zero3Layer]:
-        """Makes a layer for `shard`, whose requests hold more than the constructor's arguments. Returns one for each of its modules.
+    def _from_request(
+        cls, request: Request, will_be_layer: Callable[[nn.Module], bool]
+    ) -> list[Zero3Layer]:
+        """Makes a layer for `shard`, whose requests hold more than the constructor's arguments.
+        Returns one for each of its modules.
 
         `will_be_layer` is True for layers, and for modules that other requests make layers.
         """
@@ -92,7 +117,9 @@ class Zero3Layer(StandIn):
         layers[0]._list_chunks()
         return layers
 
-    def _wrap(self, state: LayerState, module: nn.Module, is_inner_layer: Callable[[nn.Module], bool]) -> None:
+    def _wrap(
+        self, state: LayerState, module: nn.Module, is_inner_layer: Callable[[nn.Module], bool]
+    ) -> None:
         self._runtime: Runtime | None = None
         self._state = state
         self._listed = self.stand_for(module)  # beside its own parameters
@@ -105,7 +132,8 @@ class Zero3Layer(StandIn):
         self._listed.update(self._state.chunk_names())
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
-        """This rank's trainable chunks of this layer and of the layers inside it. They are the parameters for the optimizer.
+        """This rank's trainable chunks of this layer and of the layers inside it. They are the
+        parameters for the optimizer.
 
         Returns:
             One 1-D tensor `[S]` for each dtype of each layer, or `[]` if nothing is trainable.
@@ -114,7 +142,9 @@ class Zero3Layer(StandIn):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the first floating chunk is stored and updated. `report` tells the dtypes of compute."""
+        """The dtype in which the first floating chunk is stored and updated. `report` tells the
+        dtypes of compute.
+        """
         return floating_dtype(self)
 
     # -- one call
@@ -127,13 +157,19 @@ class Zero3Layer(StandIn):
         return run_sharded(runtime, self._state, self, self.__dict__[WRAPPED], args, kwargs)
 
     def _find_runtime(self, args: Any, kwargs: Any) -> Runtime:
-        """The layer's runtime. If the inputs come from another layer, in the graph, this layer joins that layer's runtime.
+        """The layer's runtime. If the inputs come from another layer, in the graph, this layer
+        joins that layer's runtime.
 
-        So layers that a plain module calls one by one share a runtime. Otherwise the layer is a model with its own runtime.
+        So layers that a plain module calls one by one share a runtime. Otherwise the layer is a
+        model with its own runtime.
         """
         upstream = mark_upstream(tensors_in((args, kwargs)))
         own = self._runtime or adopt(self, ordered=False)
-        if not isinstance(upstream, Runtime) or upstream is own or not upstream.serves(self._state.communicator, self._state.device):
+        if (
+            not isinstance(upstream, Runtime)
+            or upstream is own
+            or not upstream.serves(self._state.communicator, self._state.device)
+        ):
             return own
         if own.awaits_backward:  # that backward needs this runtime
             return own
@@ -146,19 +182,30 @@ class Zero3Layer(StandIn):
     # -- what tools ask of a module
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The layer and the modules inside its module. Raises if a wrapper of another library calls it."""
+        """The layer and the modules inside its module. Raises if a wrapper of another library calls
+        it.
+        """
         refuse_wrappers(lambda: self._state.subject.name)
         yield from super().named_modules(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The chunks, and the parameters of modules inside. Raises if a wrapper of another library calls it."""
+        """The chunks, and the parameters of modules inside. Raises if a wrapper of another library
+        calls it.
+        """
         refuse_wrappers(lambda: self._state.subject.name)
         return super().named_parameters(*args, **kwargs)
 
     def extra_repr(self) -> str:
         state = self._state
-        chunks = [f"{name}: [{chunk.numel()}] {name_of(chunk.dtype)}" for name, chunk in state.chunk_names().items() if chunk is not None]
-        return f"rank {state.communicator.rank} of {state.communicator.world_size}, {', '.join(chunks) or 'no parameters'}"
+        chunks = [
+            f"{name}: [{chunk.numel()}] {name_of(chunk.dtype)}"
+            for name, chunk in state.chunk_names().items()
+            if chunk is not None
+        ]
+        return (
+            f"rank {state.communicator.rank} of {state.communicator.world_size}, "
+            f"{', '.join(chunks) or 'no parameters'}"
+        )
 
     # -- methods that would copy or convert one rank's slice as if it were the whole model
 
@@ -186,10 +233,14 @@ class Zero3Layer(StandIn):
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        refuse("pickle", "a pickle would hold one rank's slice only", "zero3.full_state_dict(model)")
+        refuse(
+            "pickle", "a pickle would hold one rank's slice only", "zero3.full_state_dict(model)"
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Zero3Layer:
-        """Called by `model.to()`, `.double()`, `.share_memory()`: raises if any chunk would change, before anything changes."""
+        """Called by `model.to()`, `.double()`, `.share_memory()`: raises if any chunk would change,
+        before anything changes.
+        """
         for state in states_in(self):
             for chunk in state.chunks:
                 check_conversion(chunk.shard.new_empty(1), fn, f"layer {state.label}")
@@ -198,30 +249,52 @@ class Zero3Layer(StandIn):
         return self
 
 
-def run_sharded(runtime: Runtime, state: LayerState, entry: nn.Module, module: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Runs one forward of a sharded module, which is fetched before it and released after it. `entry`: the module that was called."""
+def run_sharded(
+    runtime: Runtime,
+    state: LayerState,
+    entry: nn.Module,
+    module: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Runs one forward of a sharded module, which is fetched before it and released after it.
+    `entry`: the module that was called.
+    """
     with runtime.forward_pass(entry):
         runtime.pre_forward(state)
         with state.forward_span, uncached_autocast():
             output = state.call(module, *args, **kwargs)  # [F3]
         holder = module if isinstance(module, nn.Module) else entry
-        return runtime.post_forward(state, output, kept=(args, kwargs, attributes_of(holder, is_layer)))
+        return runtime.post_forward(
+            state, output, kept=(args, kwargs, attributes_of(holder, is_layer))
+        )
 
 
 class RootEntry(Override):
-    """Replaces the `forward` of a module outside the layers of a sharded model. It fetches the root's own layer first."""
+    """Replaces the `forward` of a module outside the layers of a sharded model. It fetches the
+    root's own layer first.
+    """
 
-    def __init__(self, module: nn.Module, root: LayerState, runtime: Runtime, name: str = "forward") -> None:
+    def __init__(
+        self, module: nn.Module, root: LayerState, runtime: Runtime, name: str = "forward"
+    ) -> None:
         super().__init__(module, name, run_sharded)
-        self.root, self.runtime = weakref.ref(root), weakref.ref(runtime)  # the model holds the root, its layers the runtime
+        # the model holds the root, its layers the runtime
+        self.root, self.runtime = weakref.ref(root), weakref.ref(runtime)
 
     @ends_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, root, runtime = self._module(), self.root(), self.runtime()
         if module is None or root is None or runtime is None:
-            raise RuntimeError(f"the sharded model that this {self._plain.__qualname__} belongs to is gone")
+            raise RuntimeError(
+                f"the sharded model that this {self._plain.__qualname__} belongs to is gone"
+            )
         forward = self._own or partial(self._plain, module)
-        return forward(*args, **kwargs) if runtime.is_running(root) else run_sharded(runtime, root, module, forward, args, kwargs)
+        return (
+            forward(*args, **kwargs)
+            if runtime.is_running(root)
+            else run_sharded(runtime, root, module, forward, args, kwargs)
+        )
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -240,26 +313,39 @@ def states_in(model: nn.Module) -> list[LayerState]:
 
 def runtimes_in(model: nn.Module) -> list[Runtime]:
     """The runtimes that layers in `model` have already, each once."""
-    return list(dict.fromkeys(layer._runtime for layer in layers_of(model) if layer._runtime is not None))
+    return list(
+        dict.fromkeys(layer._runtime for layer in layers_of(model) if layer._runtime is not None)
+    )
 
 
 def floating_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of the first floating parameter, as Hugging Face's `model.dtype`, or torch's default dtype if there is none."""
+    """The dtype of the first floating parameter, as Hugging Face's `model.dtype`, or torch's
+    default dtype if there is none.
+    """
     dtypes = (chunk.shard.dtype for state in states_in(model) for chunk in state.chunks)
     return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.get_default_dtype())
 
 
 def adopt(root: nn.Module, *, ordered: bool, outer: Sequence[LayerState] = ()) -> Runtime:
-    """Gives all layers in `root` one new runtime. `ordered`: they are called in their order in the model."""
+    """Gives all layers in `root` one new runtime. `ordered`: they are called in their order in the
+    model.
+    """
     layers = layers_of(root)
     labels: dict[LayerState, dict[nn.Module, str]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
         if isinstance(module, Zero3Layer) and name:
-            labels.setdefault(module._state, {})[module] = f"{own_module_name(name)!r} ({type(module.module).__name__})"
+            labels.setdefault(module._state, {})[module] = (
+                f"{own_module_name(name)!r} ({type(module.module).__name__})"
+            )
     for state, names in labels.items():
         state.label = " and ".join(names.values())
     states = [*outer, *(layer._state for layer in layers)]
-    runtime = Runtime(states, states[0].policy, ordered=ordered, depths=[*(0 for _ in outer), *_depths(root, len(outer), set())])
+    runtime = Runtime(
+        states,
+        states[0].policy,
+        ordered=ordered,
+        depths=[*(0 for _ in outer), *_depths(root, len(outer), set())],
+    )
     for layer in layers:
         if layer._runtime is not None:
             layer._runtime.reset()

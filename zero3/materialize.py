@@ -1,4 +1,6 @@
-"""materialize(): gives a model that was sharded on the meta device its first values, as one process would draw them."""
+"""materialize(): gives a model that was sharded on the meta device its first values, as one process
+would draw them.
+"""
 
 from __future__ import annotations
 
@@ -26,29 +28,34 @@ Init = Callable[[nn.Module], Any]
 
 
 def materialize(model: nn.Module, init: Init | None = None) -> None:
-    """Initialises a model that was built and sharded on the meta device, layer by layer. So pretraining needs no checkpoint.
+    """Initialises a model that was built and sharded on the meta device, layer by layer. So
+    pretraining needs no checkpoint.
 
-    The values are those of the unsharded model on one process that is initialised in the same way with the same seed, whatever
-    the number of ranks. Rank 0 draws them, from torch's global generator, on the layer's device, in memory for one layer: the
-    parameters of other layers are sent to their ranks, and fetched again if a module's initialisation comes back to them. Where
+    The values are those of the unsharded model on one process that is initialised in the same way
+    with the same seed, whatever the number of ranks. Rank 0 draws them, from torch's global
+    generator, on the layer's device, in memory for one layer: the parameters of other layers are
+    sent to their ranks, and fetched again if a module's initialisation comes back to them. Where
     all ranks have seeded torch alike, they go on with the generator as rank 0 leaves it.
 
-    Parameters that have values already keep them. A tied parameter is drawn in each of its places, and the last draw counts.
+    Parameters that have values already keep them. A tied parameter is drawn in each of its places,
+    and the last draw counts.
 
-    Every rank calls it. Rank 0 calls the functions that initialise, with modules that stand in for those of the model: what they
-    set besides parameters and buffers is lost.
+    Every rank calls it. Rank 0 calls the functions that initialise, with modules that stand in for
+    those of the model: what they set besides parameters and buffers is lost.
 
     Args:
         model: Any model that contains zero3 layers.
-        init: Called for each module as `nn.Module.apply` would, children first. It changes the module's parameters in place. None
-            calls `_init_weights` of transformers models likewise, and `reset_parameters` of all other modules that have it, in the
-            order of `modules()`. peft's LoRA adapters then begin as peft begins them.
+        init: Called for each module as `nn.Module.apply` would, children first. It changes the
+            module's parameters in place. None calls `_init_weights` of transformers models
+            likewise, and `reset_parameters` of all other modules that have it, in the order of
+            `modules()`. peft's LoRA adapters then begin as peft begins them.
 
     Raises:
-        ValueError: Nothing in `model` is sharded, or a parameter is not initialised by anything; on every rank. Then no
-            parameter that was on the meta device has a value.
+        ValueError: Nothing in `model` is sharded, or a parameter is not initialised by anything; on
+            every rank. Then no parameter that was on the meta device has a value.
         TypeError: `init` is no function; on every rank.
-        RuntimeError: The model is inside `full_params` or `resident`, or `init` has raised; on every rank.
+        RuntimeError: The model is inside `full_params` or `resident`, or `init` has raised; on
+            every rank.
 
     Example::
 
@@ -61,9 +68,17 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
     states = states_of(model)
     first = states[0]
     wire = Wire(states)
-    agree(first.communicator, first.device, "materialize", [state.name_among_ranks for state in states], _mistake(states, init))
+    agree(
+        first.communicator,
+        first.device,
+        "materialize",
+        [state.name_among_ranks for state in states],
+        _mistake(states, init),
+    )
     tensors, unseeded = generators(first.device)
-    digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors.values())).digest()
+    digest = hashlib.sha256(
+        b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
+    ).digest()
     seeded_alike = len(set(first.communicator.exchange(digest, first.device))) == 1
     for state in states:
         state.release()  # what is still fetched, after a forward, is about to be old
@@ -90,14 +105,21 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
 
 def _mistake(states: Sequence[LayerState], init: Any) -> Exception | None:
     if init is not None and not callable(init):
-        return TypeError(f"init must be a function of a module, or None, found a {type(init).__name__}")
+        return TypeError(
+            f"init must be a function of a module, or None, found a {type(init).__name__}"
+        )
     if pinned := next((state for state in states if state.pinned), None):
-        return RuntimeError(f"materialize inside full_params or resident: layer {pinned.label} is whole there. Call it before or after.")
+        return RuntimeError(
+            f"materialize inside full_params or resident: layer {pinned.label} is whole there. "
+            "Call it before or after."
+        )
     return None
 
 
 def _share_generators(first: LayerState, unseeded: str) -> None:
-    """All ranks go on with rank 0's generators, as if each had drawn. `unseeded`: Python's and numpy's, which stay."""
+    """All ranks go on with rank 0's generators, as if each had drawn. `unseeded`: Python's and
+    numpy's, which stay.
+    """
     tensors, _ = generators(first.device)
     sent = {name: state.to(first.device) for name, state in tensors.items()}
     for state in sent.values():
@@ -106,7 +128,9 @@ def _share_generators(first: LayerState, unseeded: str) -> None:
         restore(first.device, {name: state.cpu() for name, state in sent.items()}, unseeded)
 
 
-def _draw(model: nn.Module, states: Sequence[LayerState], init: Init | None, wire: Wire, others: Others) -> None:
+def _draw(
+    model: nn.Module, states: Sequence[LayerState], init: Init | None, wire: Wire, others: Others
+) -> None:
     copies: dict[nn.Module, nn.Module] = {}
     root = twin(model, copies)
     hand = Hand(states, copies, wire)
@@ -118,8 +142,10 @@ def _draw(model: nn.Module, states: Sequence[LayerState], init: Init | None, wir
     others.take_back()
     if bare := [*hand.bare(), *others.bare]:
         raise ValueError(
-            f"nothing has initialised {named(bare)}: no reset_parameters (or _init_weights of a transformers model) has given each element "
-            "a value. Pass init=, a function that is called for each module and fills its parameters in place. The model has no values yet."
+            f"nothing has initialised {named(bare)}: no reset_parameters (or _init_weights of a "
+            "transformers model) has given each element a value. Pass init=, a function that is "
+            "called for each module and fills its parameters in place. The model has no values "
+            "yet."
         )
 
 
@@ -149,7 +175,9 @@ def _calls(module: nn.Module, init: Init | None) -> Iterator[tuple[nn.Module, In
 
 
 def _adapters_in(model: Any) -> Iterator[tuple[nn.Module, Init]]:
-    """peft's modules with adapters, which begin as peft begins them: after the layers that they hold have drawn their own values."""
+    """peft's modules with adapters, which begin as peft begins them: after the layers that they
+    hold have drawn their own values.
+    """
     configs: Any = getattr(model, "peft_config", None)
 
     def begin(module: Any) -> None:

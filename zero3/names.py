@@ -16,15 +16,24 @@ _EXTRA_STATE = "_extra_state"  # the name of a module's extra state in torch's s
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the parameters (also released ones) and persistent buffers, in the order of the unsharded model's state dict."""
+    """Yields the parameters (also released ones) and persistent buffers, in the order of the
+    unsharded model's state dict.
+    """
     for name, entry in named_entries(model):
         if isinstance(entry, Tensor):
             yield name, entry
 
 
 def named_entries(model: nn.Module) -> Iterator[tuple[str, Tensor | nn.Module]]:
-    """Yields the same as `named_tensors`, and each module that has extra state, with the name and the place of that in the state dict."""
-    chunks = {id(part.parameter) for state in states_of(model) for chunk in state.chunks for part in chunk.parts}
+    """Yields the same as `named_tensors`, and each module that has extra state, with the name and
+    the place of that in the state dict.
+    """
+    chunks = {
+        id(part.parameter)
+        for state in states_of(model)
+        for chunk in state.chunks
+        for part in chunk.parts
+    }
     for prefix, entry in model.named_modules(remove_duplicate=False):
         module = unwrapped(entry)
         dot = own_name(f"{prefix}.") if prefix else ""

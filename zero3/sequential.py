@@ -19,18 +19,21 @@ __all__: list[str] = []
 
 
 class Zero3Sequential(nn.Module):
-    """Calls layers one after another, and gathers each layer's parameters while the layer before it computes.
+    """Calls layers one after another, and gathers each layer's parameters while the layer before it
+    computes.
 
-    Parameters have the same names as in an `nn.Sequential` of the unwrapped modules (`0.weight`, ...). `len`, iteration and
-    indexing give the layers.
+    Parameters have the same names as in an `nn.Sequential` of the unwrapped modules (`0.weight`,
+    ...). `len`, iteration and indexing give the layers.
 
     Args:
-        modules: The layers in the order of their calls: at least one, all with the same process group and device.
+        modules: The layers in the order of their calls: at least one, all with the same process
+            group and device.
 
     Raises:
         TypeError: An item is no `Zero3Layer`.
-        ValueError: There are no items, items have different process groups or devices, or differ in a field of `ShardingPolicy` that
-            counts for the whole model, or ranks have different numbers of layers.
+        ValueError: There are no items, items have different process groups or devices, or differ in
+            a field of `ShardingPolicy` that counts for the whole model, or ranks have different
+            numbers of layers.
 
     Example::
 
@@ -62,7 +65,8 @@ class Zero3Sequential(nn.Module):
         return runtime
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
-        """This rank's trainable chunks of all layers, in their order. They are the parameters for the optimizer.
+        """This rank's trainable chunks of all layers, in their order. They are the parameters for
+        the optimizer.
 
         Returns:
             One 1-D tensor `[S]` for each dtype of each layer.
@@ -71,7 +75,9 @@ class Zero3Sequential(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the first floating chunk is stored and updated. `report` tells the dtypes of compute."""
+        """The dtype in which the first floating chunk is stored and updated. `report` tells the
+        dtypes of compute.
+        """
         return floating_dtype(self)
 
     def __len__(self) -> int:
@@ -87,24 +93,58 @@ class Zero3Sequential(nn.Module):
 def _check_items(layers: Any) -> None:
     error: Exception | None = None
     if not isinstance(layers, list):
-        layers, error = [], TypeError(f"modules must be an iterable of Zero3Layers, found {type(layers).__name__}")
+        layers, error = (
+            [],
+            TypeError(f"modules must be an iterable of Zero3Layers, found {type(layers).__name__}"),
+        )
     states = [layer._state for layer in layers if isinstance(layer, Zero3Layer)]
-    wrong = next(((i, item) for i, item in enumerate(layers) if not isinstance(item, Zero3Layer)), None)
+    wrong = next(
+        ((i, item) for i, item in enumerate(layers) if not isinstance(item, Zero3Layer)), None
+    )
     if not layers:
-        error = error or ValueError("modules is empty: Zero3Sequential needs at least one Zero3Layer")
+        error = error or ValueError(
+            "modules is empty: Zero3Sequential needs at least one Zero3Layer"
+        )
     elif wrong is not None:
-        error = TypeError(f"item {wrong[0]} is a {type(wrong[1]).__name__}, expected a Zero3Layer: wrap it as Zero3Layer(module)")
+        error = TypeError(
+            f"item {wrong[0]} is a {type(wrong[1]).__name__}, expected a Zero3Layer: wrap it as "
+            "Zero3Layer(module)"
+        )
     if not states:  # no group to tell the others by: most likely they use the default one
         device = any_device_of(None)
-        agree(communicator_for(None, device), device, "a Zero3Sequential without layers", [], error, caller="Zero3Sequential")
+        agree(
+            communicator_for(None, device),
+            device,
+            "a Zero3Sequential without layers",
+            [],
+            error,
+            caller="Zero3Sequential",
+        )
         return
     first = states[0]
     for index, state in enumerate(states):
         if error is None and not first.communicator.same_ranks(state.communicator):
-            error = ValueError(f"item {index} has another process group than item 0: all layers of a model share one")
+            error = ValueError(
+                f"item {index} has another process group than item 0: all layers of a model share "
+                "one"
+            )
         if error is None and state.device != first.device:
-            error = ValueError(f"item {index} is on {state.device}, item 0 on {first.device}: all layers of a model share one device")
-    named = [(f"{state.label} in item {index}", state.policy) for index, layer in enumerate(layers) for state in states_in(layer)]
+            error = ValueError(
+                f"item {index} is on {state.device}, item 0 on {first.device}: all layers of a "
+                "model share one device"
+            )
+    named = [
+        (f"{state.label} in item {index}", state.policy)
+        for index, layer in enumerate(layers)
+        for state in states_in(layer)
+    ]
     error = error or unlike(named)
     names = [state.name_among_ranks for state in states]
-    agree(first.communicator, first.device, f"a Zero3Sequential of {len(states)} layers", names, error, caller="Zero3Sequential")
+    agree(
+        first.communicator,
+        first.device,
+        f"a Zero3Sequential of {len(states)} layers",
+        names,
+        error,
+        caller="Zero3Sequential",
+    )

@@ -1,4 +1,6 @@
-"""shard(): shards any model in place. Its blocks become layers, and all other parameters the root's own layer."""
+"""shard(): shards any model in place. Its blocks become layers, and all other parameters the root's
+own layer.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,15 @@ from .core.ignored import without_ignored
 from .core.layer_state import LayerState
 from .core.layout import megabytes
 from .core.module_overrides import Override, guard, refuse_merges
-from .core.parameters import IN_MODEL, ParameterSites, check_parameters, find_parameters, is_callable, own_module_name, own_modules
+from .core.parameters import (
+    IN_MODEL,
+    ParameterSites,
+    check_parameters,
+    find_parameters,
+    is_callable,
+    own_module_name,
+    own_modules,
+)
 from .input_gradients import watch_input_gradients
 from .layer import RootEntry, Zero3Layer, adopt, is_layer, layers_of
 from .policy import ShardingPolicy, unlike
@@ -34,11 +44,19 @@ __all__: list[str] = []
 _log = logging.getLogger("zero3")
 _REFUSED_ADAPTERS = MappingProxyType(
     {
-        "ADALORA": "reads all of its parameters after the forward, for its loss, and their gradients between steps",
+        "ADALORA": (
+            "reads all of its parameters after the forward, for its loss, and their "
+            "gradients between steps"
+        ),
         "CPT": "gives its parameter other values in each forward",
     }
 )
-_CONTINUOUS_BATCHING = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")  # of transformers
+# of transformers
+_CONTINUOUS_BATCHING = (
+    "generate_batch",
+    "init_continuous_batching",
+    "continuous_batching_context_manager",
+)
 
 M = TypeVar("M", bound=nn.Module)
 PolicyOf = Callable[[str, nn.Module], ShardingPolicy]
@@ -55,45 +73,58 @@ def shard(
     policy: ShardingPolicy | PolicyOf = ShardingPolicy(),  # noqa: B008 (frozen)
     process_group: Any = None,
 ) -> M:
-    """Shards any model in place. The model keeps its class, its configuration and its methods, such as `generate`.
+    """Shards any model in place. The model keeps its class, its configuration and its methods, such
+    as `generate`.
 
-    Some submodules become layers, each a `Zero3Layer`. All other parameters, and tied parameters of several layers, belong to the
-    root's own layer. This layer is fetched when the model, or a module outside the layers, is called, and is kept to the end of
-    backward. If few parameters train (adapters), those of all layers belong to it too: see `group_adapters` of `ShardingPolicy`. The
-    logger "zero3" lists the layers at level INFO, and warns if the root's own layer, without adapters, is larger than any other.
+    Some submodules become layers, each a `Zero3Layer`. All other parameters, and tied parameters of
+    several layers, belong to the root's own layer. This layer is fetched when the model, or a
+    module outside the layers, is called, and is kept to the end of backward. If few parameters
+    train (adapters), those of all layers belong to it too: see `group_adapters` of
+    `ShardingPolicy`. The logger "zero3" lists the layers at level INFO, and warns if the root's own
+    layer, without adapters, is larger than any other.
 
     Args:
         model: Any module that is not sharded yet, with values or on the meta device.
-        layers: The submodules that become layers: a class, several classes or modules, or a predicate `(name, module) -> bool`. A
-            match inside a match becomes an inner layer, which is released while the rest of the outer layer computes. A tuple
-            among several, as `[*model.blocks, (model.embed, model.head)]`, is one layer of modules that need not stand together:
-            it is gathered when the first of them is called, and stays until each has been called. None takes:
+        layers: The submodules that become layers: a class, several classes or modules, or a
+            predicate `(name, module) -> bool`. A match inside a match becomes an inner layer, which
+            is released while the rest of the outer layer computes. A tuple among several, as
+            `[*model.blocks, (model.embed, model.head)]`, is one layer of modules that need not
+            stand together: it is gathered when the first of them is called, and stays until each
+            has been called. None takes:
 
-            * blocks: the elements of each outermost `ModuleList` that holds at least a tenth of the parameters, or of the largest
-              one if none does; then of every list with elements of a tenth of the largest block, such as a vision tower's. If an
-              element is never called itself, the called modules in it are the blocks;
-            * embeddings and heads, unless they are tied or part of a block: the modules that `get_input_embeddings()` and
-              `get_output_embeddings()` return, or else every `nn.Embedding`; every embedding of half a block's size; and each
-              `nn.Linear` directly in the model;
-            * further modules, the largest first, until the root's own layer is no larger than the largest block.
+            * blocks: the elements of each outermost `ModuleList` that holds at least a tenth of the
+              parameters, or of the largest one if none does; then of every list with elements of a
+              tenth of the largest block, such as a vision tower's. If an element is never called
+              itself, the called modules in it are the blocks;
+            * embeddings and heads, unless they are tied or part of a block: the modules that
+              `get_input_embeddings()` and `get_output_embeddings()` return, or else every
+              `nn.Embedding`; every embedding of half a block's size; and each `nn.Linear` directly
+              in the model;
+            * further modules, the largest first, until the root's own layer is no larger than the
+              largest block.
         rank: This process's number in the group. It is only checked; None takes the group's.
         world_size: The number of ranks in the group. It is only checked; None takes the group's.
-        device: Where the whole model computes and the chunks live. None: where the model's tensors are.
-        dtype: The dtype that every trainable parameter must have. It is only checked. None: any dtype.
-        policy: One policy for all layers, where only the root casts outputs. Or a function `(name, module) -> ShardingPolicy`, which
-            gets the name `""` for the root. Fields that count for the whole model are the same for all layers and the root (see
-            `ShardingPolicy`), and the root's group_adapters says whether adapters are grouped.
-        process_group: The ranks that share the model: a process group, or a `DeviceMesh` of one dimension, or of two, named
-            `("dp_replicate", "dp_shard")`: chunks are cut over the second and repeated over the first. None: the default group, or
-            this process alone if there is no group.
+        device: Where the whole model computes and the chunks live. None: where the model's tensors
+            are.
+        dtype: The dtype that every trainable parameter must have. It is only checked. None: any
+            dtype.
+        policy: One policy for all layers, where only the root casts outputs. Or a function `(name,
+            module) -> ShardingPolicy`, which gets the name `""` for the root. Fields that count for
+            the whole model are the same for all layers and the root (see `ShardingPolicy`), and the
+            root's group_adapters says whether adapters are grouped.
+        process_group: The ranks that share the model: a process group, or a `DeviceMesh` of one
+            dimension, or of two, named `("dp_replicate", "dp_shard")`: chunks are cut over the
+            second and repeated over the first. None: the default group, or this process alone if
+            there is no group.
 
     Returns:
         `model`, the same object.
 
     Raises:
-        ValueError: No layers are found or matched, the model is sharded already, or `Zero3Layer` would refuse a part of it. All
-            ranks raise the same error, and nothing has changed.
-        TypeError: `layers`, `policy` or `model` has the wrong type. Again all ranks raise it, and nothing has changed.
+        ValueError: No layers are found or matched, the model is sharded already, or `Zero3Layer`
+            would refuse a part of it. All ranks raise the same error, and nothing has changed.
+        TypeError: `layers`, `policy` or `model` has the wrong type. Again all ranks raise it, and
+            nothing has changed.
         RuntimeError: A launcher started several processes, but there is no process group.
 
     Example::
@@ -105,10 +136,21 @@ def shard(
         optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=1e-5)
     """
     one = policy if isinstance(policy, ShardingPolicy) else ShardingPolicy()
-    common = Request(model, rank, world_size, device, dtype, one, process_group, label=f"the root ({type(model).__name__})")
+    common = Request(
+        model,
+        rank,
+        world_size,
+        device,
+        dtype,
+        one,
+        process_group,
+        label=f"the root ({type(model).__name__})",
+    )
     plan = _agreed_plan(common, layers, policy)
     for request in plan.layers:
-        for module, layer in zip(request.modules, Zero3Layer._from_request(request, plan.will_be_layer), strict=True):
+        for module, layer in zip(
+            request.modules, Zero3Layer._from_request(request, plan.will_be_layer), strict=True
+        ):
             _put(model, module, layer)
     root = build_state(plan.root, is_layer)
     _enter_through_root(root, model)
@@ -121,7 +163,8 @@ def shard(
 class _Plan:
     layers: list[Request]
     root: Request
-    adapters: frozenset[int] = frozenset()  # ids of the parameters that the root has because few train
+    # ids of the parameters that the root has because few train
+    adapters: frozenset[int] = frozenset()
 
     def will_be_layer(self, module: nn.Module) -> bool:
         return is_layer(module) or id(module) in self._ids
@@ -132,7 +175,9 @@ class _Plan:
 
 
 def _agreed_plan(common: Request, layers: Layers, policy: ShardingPolicy | PolicyOf) -> _Plan:
-    """Plans which part of the model becomes which layer. All ranks check the plan before anything changes."""
+    """Plans which part of the model becomes which layer. All ranks check the plan before anything
+    changes.
+    """
     error: Exception | None = None
     plan = _Plan([], common)
     try:
@@ -150,14 +195,17 @@ def _plan(common: Request, layers: Layers) -> _Plan:
     common = replace(common, device=device_of(common, lambda module: False))
     if layers_of(model):
         raise ValueError(
-            f"this {type(model).__name__} is sharded already, or holds Zero3Layers: shard a model once, before wrapping any part of it"
+            f"this {type(model).__name__} is sharded already, or holds Zero3Layers: shard a model "
+            "once, before wrapping any part of it"
         )
     _check_adapters(model)
     chosen = choose(model, layers)
     check_compiled(_outside_or_around(model, {id(module) for part in chosen for _, module in part}))
     tied = tied_across(model, chosen)
     apart = replace(common, elsewhere=frozenset(tied), model=model)
-    return _Plan([_part(apart, part) for part in chosen], replace(common, borrowed=tuple(tied.values())))
+    return _Plan(
+        [_part(apart, part) for part in chosen], replace(common, borrowed=tuple(tied.values()))
+    )
 
 
 def _check_together(plan: _Plan) -> None:
@@ -165,30 +213,51 @@ def _check_together(plan: _Plan) -> None:
     ignored: set[int] = set()
     for request in (plan.root, *plan.layers):
         if isinstance(request.policy, ShardingPolicy) and request.policy.ignored is not None:
-            found = find_parameters(request.module, all_but(request, plan.will_be_layer), request.elsewhere, request.borrowed)
+            found = find_parameters(
+                request.module,
+                all_but(request, plan.will_be_layer),
+                request.elsewhere,
+                request.borrowed,
+            )
             sharded = set(without_ignored(found, request.policy, request.prefix))
             ignored |= {id(sites.parameter) for sites in found if sites not in sharded}
-    everything = [sites for sites in find_parameters(plan.root.module, lambda module: False) if id(sites.parameter) not in ignored]
+    everything = [
+        sites
+        for sites in find_parameters(plan.root.module, lambda module: False)
+        if id(sites.parameter) not in ignored
+    ]
     check_parameters(everything, plan.root.dtype, type(plan.root.module).__name__)
 
 
 def _check_adapters(model: nn.Module) -> None:
-    """Refuses adapters of peft that compute with parameters, or write them, where a sharded model has none."""
+    """Refuses adapters of peft that compute with parameters, or write them, where a sharded model
+    has none.
+    """
     for module in model.modules():
         configs = getattr(module, "peft_config", None)
         for adapter, config in configs.items() if isinstance(configs, dict) else ():
-            if (reason := _REFUSED_ADAPTERS.get(str(getattr(config.peft_type, "value", None)))) is not None:
+            if (
+                reason := _REFUSED_ADAPTERS.get(str(getattr(config.peft_type, "value", None)))
+            ) is not None:
                 raise ValueError(
-                    f"adapter {adapter!r} is of the kind {config.peft_type.value}, which {reason}: a sharded model would train in another "
-                    "way, without a word. Take another kind (LORA)"
+                    f"adapter {adapter!r} is of the kind {config.peft_type.value}, which "
+                    f"{reason}: a sharded model would train in another way, without a word. Take "
+                    "another kind (LORA)"
                 )
 
 
 def _outside_or_around(model: nn.Module, layers: set[int]) -> Iterator[tuple[str, nn.Module]]:
     """The modules in no layer, and those around a layer."""
-    inside = {id(inner) for module in model.modules() if id(module) in layers for inner in module.modules()}
+    inside = {
+        id(inner)
+        for module in model.modules()
+        if id(module) in layers
+        for inner in module.modules()
+    }
     for name, module in model.named_modules():
-        if id(module) not in inside or any(id(inner) in layers for inner in module.modules() if inner is not module):
+        if id(module) not in inside or any(
+            id(inner) in layers for inner in module.modules() if inner is not module
+        ):
             yield name, module
 
 
@@ -199,47 +268,79 @@ def _part(common: Request, modules: tuple[Named, ...]) -> Request:
         return replace(common, module=named[0][1], label=label, prefix=f"{named[0][0]}.")
     holder = nn.Module()
     holder._modules.update(named)
-    return replace(common, module=holder, label=label, together=tuple(module for _, module in named))
+    return replace(
+        common, module=holder, label=label, together=tuple(module for _, module in named)
+    )
 
 
-def _as_configured(model: nn.Module, policy: ShardingPolicy | PolicyOf) -> ShardingPolicy | PolicyOf:
-    """Adds the format that the model's configuration asks for, if the policy has none, and the model has weights for it."""
+def _as_configured(
+    model: nn.Module, policy: ShardingPolicy | PolicyOf
+) -> ShardingPolicy | PolicyOf:
+    """Adds the format that the model's configuration asks for, if the policy has none, and the
+    model has weights for it.
+    """
     asked = configured_in(getattr(model, "config", None))
     if asked is None or not isinstance(policy, ShardingPolicy) or policy.quantize is not None:
         return policy
     everything = without_ignored(find_parameters(model, lambda module: False), policy)
     base = "base_model.model." if hasattr(model, "peft_config") else ""
     names = formats_of(everything, replace(policy, quantize=asked.format), "", model)
-    modules = {name: name.removeprefix(base).removesuffix(".weight").removesuffix(".base_layer") for name in names}
+    modules = {
+        name: name.removeprefix(base).removesuffix(".weight").removesuffix(".base_layer")
+        for name in names
+    }
     dims = {sites.name: sites.parameter.dim() for sites in everything}
     kept = frozenset(name for name, module in modules.items() if asked.covers(module, dims[name]))
     kind: Any = asked.format
-    return replace(policy, quantize=replace(kind, select=lambda name, info: name in kept)) if kept else policy
+    return (
+        replace(policy, quantize=replace(kind, select=lambda name, info: name in kept))
+        if kept
+        else policy
+    )
 
 
 def _with_policies(plan: _Plan, policy: ShardingPolicy | PolicyOf) -> _Plan:
     if isinstance(policy, ShardingPolicy):
         inner = replace(policy, output_dtype=None)
-        return _Plan([replace(part, policy=inner) for part in plan.layers], replace(plan.root, policy=policy))
+        return _Plan(
+            [replace(part, policy=inner) for part in plan.layers], replace(plan.root, policy=policy)
+        )
     if not callable(policy):
-        raise TypeError(f"policy must be a zero3.ShardingPolicy or (name, module) -> ShardingPolicy, found {type(policy).__name__}")
+        raise TypeError(
+            "policy must be a zero3.ShardingPolicy or (name, module) -> ShardingPolicy, found "
+            f"{type(policy).__name__}"
+        )
     names = {id(module): name for name, module in plan.root.module.named_modules()}
     found = _Plan([], replace(plan.root, policy=policy("", plan.root.module)))
-    found.layers.extend(replace(part, policy=policy(names[id(part.modules[0])], part.modules[0])) for part in plan.layers)
-    each = [(str(request.label), request.policy) for request in (found.root, *found.layers) if isinstance(request.policy, ShardingPolicy)]
+    found.layers.extend(
+        replace(part, policy=policy(names[id(part.modules[0])], part.modules[0]))
+        for part in plan.layers
+    )
+    each = [
+        (str(request.label), request.policy)
+        for request in (found.root, *found.layers)
+        if isinstance(request.policy, ShardingPolicy)
+    ]
     if each and (error := unlike(each)) is not None:  # what is no policy is refused later
         raise error
     return found
 
 
 def _with_adapters(plan: _Plan) -> _Plan:
-    """Gives the trainable parameters of layers to the root, if they are few. So one gather and one reduction serve all of them."""
+    """Gives the trainable parameters of layers to the root, if they are few. So one gather and one
+    reduction serve all of them.
+    """
     policy = plan.root.policy
     tied = {id(sites.parameter) for sites in plan.root.borrowed}
-    if not isinstance(policy, ShardingPolicy) or not policy.group_adapters:  # the former is refused later
+    # the former is refused later
+    if not isinstance(policy, ShardingPolicy) or not policy.group_adapters:
         return plan
     everything = without_ignored(find_parameters(plan.root.module, lambda module: False), policy)
-    adapters = {id(sites.parameter): sites for sites in few_that_train(everything) if id(sites.parameter) not in tied}
+    adapters = {
+        id(sites.parameter): sites
+        for sites in few_that_train(everything)
+        if id(sites.parameter) not in tied
+    }
     parts, moved = [], dict[int, ParameterSites]()
     for part in plan.layers:
         alike = replace(part.policy, output_dtype=policy.output_dtype) == policy
@@ -252,7 +353,9 @@ def _with_adapters(plan: _Plan) -> _Plan:
 
 
 def _put(model: nn.Module, module: nn.Module, layer: Zero3Layer) -> None:
-    """Puts `layer` into every place in the model that has `module`. A shared module has several places."""
+    """Puts `layer` into every place in the model that has `module`. A shared module has several
+    places.
+    """
     for owner in list(model.modules()):
         for name, child in owner._modules.items():
             if child is module:
@@ -261,18 +364,28 @@ def _put(model: nn.Module, module: nn.Module, layer: Zero3Layer) -> None:
 
 
 def _enter_through_root(state: LayerState, model: nn.Module) -> None:
-    """Gives the model the root's own layer, and makes every module outside the layers fetch that layer when it is called.
+    """Gives the model the root's own layer, and makes every module outside the layers fetch that
+    layer when it is called.
 
-    Not all calls come through the model: generation calls an encoder by itself, and users call `model.get_decoder()`.
+    Not all calls come through the model: generation calls an encoder by itself, and users call
+    `model.get_decoder()`.
     """
     state.registry = model._parameters
     model._parameters.update(state.chunk_names())
     model.__dict__["_zero3_root"] = state
-    lent = {module for sharded in state.parameters if sharded.chunk.trains for module, _ in sharded.sites.places}
+    lent = {
+        module
+        for sharded in state.parameters
+        if sharded.chunk.trains
+        for module, _ in sharded.sites.places
+    }
     for layer in layers_of(model):
         if any(module in lent for _, module in own_modules(layer.module, is_layer)):
             layer._state.lent_to = state
-    runtime, generate = adopt(model, ordered=False, outer=[state]), partial(_generate, weakref.ref(state))
+    runtime, generate = (
+        adopt(model, ordered=False, outer=[state]),
+        partial(_generate, weakref.ref(state)),
+    )
     for _, module in own_modules(model, is_layer):
         guard(module, is_layer, lists_chunks=module is model)
         if is_callable(module):
@@ -286,24 +399,44 @@ def _enter_through_root(state: LayerState, model: nn.Module) -> None:
             watch_input_gradients(module, is_root=module is model)
 
 
-def _generate(root: weakref.ref[LayerState], module: nn.Module, generate: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Generation reads parameters between its forwards, such as image tokens. So the root's own layer stays fetched meanwhile."""
+def _generate(
+    root: weakref.ref[LayerState],
+    module: nn.Module,
+    generate: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Generation reads parameters between its forwards, such as image tokens. So the root's own
+    layer stays fetched meanwhile.
+    """
     state = root()
     if state is None:
-        raise RuntimeError(f"the sharded model that this {type(module).__name__} belongs to is gone")
+        raise RuntimeError(
+            f"the sharded model that this {type(module).__name__} belongs to is gone"
+        )
     with pinned([state], "generate", to_compute=True):
         return generate(*args, **kwargs)
 
 
 def _batch_if_resident(
-    root: weakref.ref[LayerState], name: str, module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any
+    root: weakref.ref[LayerState],
+    name: str,
+    module: nn.Module,
+    method: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """A thread calls the model there, as often as this rank's prompts need, and drops what it raises: half of a text would come back."""
+    """A thread calls the model there, as often as this rank's prompts need, and drops what it
+    raises: half of a text would come back.
+    """
     state = root()
     if state is None or not state.resident:
         raise RuntimeError(
-            f"{name} of a sharded {type(module).__name__}: continuous batching calls the model at each rank's own pace, and ranks gather "
-            "its layers together. Put all of it inside of `with zero3.resident(model):`, where every rank holds the whole model"
+            f"{name} of a sharded {type(module).__name__}: continuous batching calls the model at "
+            "each rank's own pace, and ranks gather its layers together. Put all of it inside of "
+            "`with zero3.resident(model):`, where every rank holds the whole model"
         )
     return method(*args, **kwargs)
 
@@ -318,16 +451,39 @@ def _report(model: nn.Module, root: LayerState, adapters: frozenset[int]) -> Non
     kinds: dict[str, list[int]] = {}
     for state, names in of.items():
         kinds.setdefault(" and ".join(names), []).append(state.full_nbytes())
-    parts = ", ".join(f"{len(sizes)} x {kind} (each up to {megabytes(max(sizes))})" for kind, sizes in kinds.items())
-    aside = sum(sharded.stand_in.numel() * sharded.chunk.compute_dtype.itemsize for sharded in grouped)
+    parts = ", ".join(
+        f"{len(sizes)} x {kind} (each up to {megabytes(max(sizes))})"
+        for kind, sizes in kinds.items()
+    )
+    aside = sum(
+        sharded.stand_in.numel() * sharded.chunk.compute_dtype.itemsize for sharded in grouped
+    )
     own, largest = root.full_nbytes() - aside, max(max(sizes) for sizes in kinds.values())
     own_names = [sharded.sites.name for sharded in root.parameters if sharded not in grouped]
-    listed = ", ".join(own_names[:6]) + (" ..." if len(own_names) > 6 else "") if own_names else "nothing"
-    parts += f"; {len(grouped)} adapters of layers in the root's own layer, together ({megabytes(aside)})" if grouped else ""
-    _log.info("%s: %s; in the root's own layer %s (%s)", type(model).__name__, parts, megabytes(own), listed)
+    listed = (
+        ", ".join(own_names[:6]) + (" ..." if len(own_names) > 6 else "")
+        if own_names
+        else "nothing"
+    )
+    parts += (
+        (
+            f"; {len(grouped)} adapters of layers in the root's own layer, together "
+            f"({megabytes(aside)})"
+        )
+        if grouped
+        else ""
+    )
+    _log.info(
+        "%s: %s; in the root's own layer %s (%s)",
+        type(model).__name__,
+        parts,
+        megabytes(own),
+        listed,
+    )
     if own > largest:
         _log.warning(
-            "%s: the root's own layer holds %s, more than the largest layer (%s), from the forward to the end of backward. "
-            "Name more submodules in layers=, or untie what is tied (%s).",
+            "%s: the root's own layer holds %s, more than the largest layer (%s), from the "
+"forward to the end of backward. Name more submodules in layers=, or untie what is "
+"tied (%s).",
             type(model).__name__, megabytes(own), megabytes(largest), listed,
         )  # fmt: skip

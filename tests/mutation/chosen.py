@@ -79,8 +79,8 @@ FAULTS = [
     Fault(
         "a chunk's reduction skipped",
         "core/gradient_reducer.py",
-        "for chunk, reducer in self.reducers.items() if chunk.shard.requires_grad]",
-        "for chunk, reducer in self.reducers.items() if chunk.shard.requires_grad][1:]",
+        "            if chunk.shard.requires_grad\n        ]",
+        "            if chunk.shard.requires_grad\n        ][1:]",
         "core/no_sync",
     ),
     Fault(
@@ -116,8 +116,8 @@ FAULTS = [
     Fault(
         "ranks never find a difference",
         "comm/agreement.py",
-        "if len({digests[rank] for rank in present}) <= 1 and not any(digests[rank][-1] & 1 for rank in present):",
-        "if True:",
+        "        if len({digests[rank] for rank in present}) <= 1 and not any(",
+        "        if True or not any(",
         "comm/agreement",
     ),
     Fault("messages carry no layer", "comm/gloo.py", "4 * self.channel + kind", "kind", "comm/faults"),
@@ -131,8 +131,8 @@ FAULTS = [
     Fault(
         "a place is used again before all have read it",
         "comm/shared_memory/host_memory.py",
-        "if all(header[self._receipt(place, rank)] == header[self._at(place)] for rank in self.near):",
-        "if True:",
+        "            if all(\n                header[self._receipt(place, rank)]",
+        "            if True or all(\n                header[self._receipt(place, rank)]",
         "comm/collectives comm/shared_memory",
     ),
     Fault(
@@ -145,8 +145,8 @@ FAULTS = [
     Fault(
         "a norm of one rank's slice",
         "optim/clipping.py",
-        "        communicator.all_reduce(total.abs_().view(torch.int64) if maximum else total, maximum=maximum)\n",
-        "        pass\n",
+        "            total.abs_().view(torch.int64) if maximum else total, maximum=maximum",
+        "            total.clone(), maximum=maximum",
         "optim/clip_grad_norm",
     ),
     Fault(
@@ -159,8 +159,8 @@ FAULTS = [
     Fault(
         "a transaction that is not taken back",
         "core/transactions.py",
-        "        self._buffer, self._kept, self.owed, self.partial = before.buffer, before.kept, before.owed, before.partial\n",
-        "",
+        "            before.buffer,\n            before.kept,\n            before.owed,\n            before.partial,\n",
+        "            self._buffer,\n            self._kept,\n            self.owed,\n            self.partial,\n",
         "resilience/step_guard",
     ),
     Fault(

@@ -1,4 +1,6 @@
-"""Makes a LayerState from a module: each rank checks its module, all ranks agree, and rank 0's values are scattered."""
+"""Makes a LayerState from a module: each rank checks its module, all ranks agree, and rank 0's
+values are scattered.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from ..comm.plain_values import not_copied
 from ..core.ignored import IgnoredGradient, without_ignored
 from ..core.layer_state import LayerState
 from ..core.marks import mark_ignored, mark_sharded
-from ..core.parameters import CONTAINERS, ParameterSites, check_parameters, dotted, find_parameters, is_callable, own_modules
+from ..core.parameters import (
+    CONTAINERS,
+    ParameterSites,
+    check_parameters,
+    dotted,
+    find_parameters,
+    is_callable,
+    own_modules,
+)
 from ..core.residence import host_of
 from ..core.wrappers import wrapper_in
 from ..guards.backward_inputs import know_chunks
@@ -45,7 +55,8 @@ class Request:
     elsewhere: frozenset[int] = frozenset()  # ids of parameters that another layer owns
     borrowed: tuple[ParameterSites, ...] = ()  # parameters inside other layers that this one owns
     model: nn.Module | None = None  # the model that the module is a part of; None: it is the model
-    together: tuple[nn.Module, ...] = ()  # the modules that form the layer, where they are several; then `module` only holds them
+    # the modules that form the layer, where they are several; then `module` only holds them
+    together: tuple[nn.Module, ...] = ()
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -70,7 +81,9 @@ class _Examined:
     @property
     def on_meta(self) -> dict[str, bool]:
         """The name of every parameter and buffer -> whether it is on the meta device."""
-        return {b.name: b.parameter.is_meta for b in self.parameters} | {b.name: b.tensor.is_meta for b in self.buffers}
+        return {b.name: b.parameter.is_meta for b in self.parameters} | {
+            b.name: b.tensor.is_meta for b in self.buffers
+        }
 
     @property
     def label(self) -> str:
@@ -81,32 +94,55 @@ class _Examined:
         policy, shards = self.request.policy, self.communicator.shards
         if (directory := directory_of(policy)) is not None:
             nbytes = 0
-            for parameter, kind in ((b.parameter, self.formats.get(b.name)) for b in self.parameters):
+            for parameter, kind in (
+                (b.parameter, self.formats.get(b.name)) for b in self.parameters
+            ):
                 nbytes += parameter.nbytes if kind is None else kind.nbytes(parameter.shape)
-                nbytes += parameter.numel() * gradient_itemsize(policy, parameter.dtype) * parameter.requires_grad
+                nbytes += (
+                    parameter.numel()
+                    * gradient_itemsize(policy, parameter.dtype)
+                    * parameter.requires_grad
+                )
             held.enter_context(host_of(self.communicator).room_on_disk(directory, nbytes // shards))
 
     def agree(self) -> bytes:
-        """Compares the ranks. Returns rank 0's note: the layer's number among ranks, and whether rank 0 has any tensor on meta."""
+        """Compares the ranks. Returns rank 0's note: the layer's number among ranks, and whether
+        rank 0 has any tensor on meta.
+        """
         subject = "a new layer" if self.error is not None else f"a new layer ({self.label})"
         note = secrets.token_bytes(IDENTITY_BYTES) + bytes([any(self.on_meta.values())])
         alone = self.request.label is None  # else `shard` has met for all of its layers
         with meeting(self.communicator, self.error) if alone else nullcontext():
-            return agree(self.communicator, self.device, subject, self.lines, self.error, note=note, caller="Zero3Layer")[0]
+            return agree(
+                self.communicator,
+                self.device,
+                subject,
+                self.lines,
+                self.error,
+                note=note,
+                caller="Zero3Layer",
+            )[0]
 
 
-def agree_on(requests: Sequence[Request], is_layer: Callable[[nn.Module], bool], error: Exception | None) -> None:
-    """Checks all `requests`. Every rank raises the first mistake, or a rank's `error`, or none raises. Changes nothing.
+def agree_on(
+    requests: Sequence[Request], is_layer: Callable[[nn.Module], bool], error: Exception | None
+) -> None:
+    """Checks all `requests`. Every rank raises the first mistake, or a rank's `error`, or none
+    raises. Changes nothing.
 
     `is_layer` is also True for modules that other requests will make layers.
     """
     examined = [_examine(request, all_but(request, is_layer)) for request in requests]
     first = examined[0]
     error = error or next((each.error for each in examined if each.error is not None), None)
-    quantizing = [each for each in examined if error is None and each.request.policy.quantize is not None]
+    quantizing = [
+        each for each in examined if error is None and each.request.policy.quantize is not None
+    ]
     if quantizing and not any(each.formats for each in quantizing):
         parameters = [sites for each in quantizing for sites in each.parameters]
-        error = nothing_selected(f"this {type(requests[0].module).__name__}", quantizing[0].request.policy, parameters)
+        error = nothing_selected(
+            f"this {type(requests[0].module).__name__}", quantizing[0].request.policy, parameters
+        )
     lines = [f"{each.label}: {line}" for each in examined for line in each.lines]
     with ExitStack() as held:  # until all ranks have looked: those of one host share a disk
         try:
@@ -115,7 +151,14 @@ def agree_on(requests: Sequence[Request], is_layer: Callable[[nn.Module], bool],
         except (OSError, ValueError) as caught:
             error = caught
         with meeting(first.communicator, error):
-            agree(first.communicator, first.device, "what becomes a layer", lines, error, caller="shard")
+            agree(
+                first.communicator,
+                first.device,
+                "what becomes a layer",
+                lines,
+                error,
+                caller="shard",
+            )
 
 
 def all_but(request: Request, is_layer: Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:
@@ -125,11 +168,12 @@ def all_but(request: Request, is_layer: Callable[[nn.Module], bool]) -> Callable
 
 
 def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> LayerState:
-    """Shards `request.module`. All ranks raise the same error before anything has changed, or none raises.
+    """Shards `request.module`. All ranks raise the same error before anything has changed, or none
+    raises.
 
     Raises:
-        ValueError: `rank` or `world_size` differ from the process group's, a parameter or buffer can't be sharded, or ranks have
-            different modules or policies.
+        ValueError: `rank` or `world_size` differ from the process group's, a parameter or buffer
+            can't be sharded, or ranks have different modules or policies.
         TypeError: An argument has the wrong type.
         RuntimeError: A launcher started several processes, but there is no process group.
     """
@@ -142,17 +186,25 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     unloaded: set[str] = set()
     if note[IDENTITY_BYTES]:
         empty_on_rank_0 = communicator.exchange(bytes(examined.on_meta.values()), device)[0]
-        unloaded = {name for name, empty in zip(examined.on_meta, empty_on_rank_0, strict=True) if empty}
+        unloaded = {
+            name for name, empty in zip(examined.on_meta, empty_on_rank_0, strict=True) if empty
+        }
     groups = chunk_groups(examined.parameters, examined.formats, request.policy, device)
-    for group, place in zip(groups, offloaded(groups, communicator, device, request.policy), strict=True):
+    for group, place in zip(
+        groups, offloaded(groups, communicator, device, request.policy), strict=True
+    ):
         state.add_chunk(*new_chunk(group, communicator, device, unloaded, request.policy, place))
     for sharded in state.parameters:
         mark_sharded(sharded.sites.parameter, f"{sharded.sites.name!r} of layer {label}", state)
     alone = [parameter for parameter in examined.ignored if mark_ignored(parameter, state)]
-    state.gradients.ignored = tuple(IgnoredGradient(each, transactional=request.policy.transactional) for each in alone)
+    state.gradients.ignored = tuple(
+        IgnoredGradient(each, transactional=request.policy.transactional) for each in alone
+    )
     for buffer in examined.buffers:
         buffer.broadcast(communicator, device, unloaded=buffer.name in unloaded)
-    state.meta_buffers = [(b.owner, b.attribute, b.name) for b in examined.buffers if b.tensor.is_meta]
+    state.meta_buffers = [
+        (b.owner, b.attribute, b.name) for b in examined.buffers if b.tensor.is_meta
+    ]
     return state
 
 
@@ -161,10 +213,12 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
     try:
         device = device_of(request, is_layer)
     except (TypeError, ValueError) as caught:
-        device, error = any_device_of(request.process_group), caught  # a device is needed to send the error to the other ranks
+        # a device is needed to send the error to the other ranks
+        device, error = any_device_of(request.process_group), caught
     try:
         communicator = communicator_for(request.process_group, device)
-    except (TypeError, WrongMesh) as caught:  # the argument is no group; the other ranks most likely use the default group
+    # the argument is no group; the other ranks most likely use the default group
+    except (TypeError, WrongMesh) as caught:
         communicator, error = communicator_for(None, device), error or caught
     except ValueError as caught:  # nobody knows which group it was to be
         decline("Zero3Layer" if request.label is None else "shard", caught)
@@ -179,22 +233,42 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
             _check_request(request, communicator, is_layer)
             found = find_parameters(request.module, is_layer, request.elsewhere, request.borrowed)
             parameters = without_ignored(found, request.policy, request.prefix)
-            check_parameters(parameters, request.dtype, request.label or type(request.module).__name__)
+            check_parameters(
+                parameters, request.dtype, request.label or type(request.module).__name__
+            )
             host_of(communicator).check_residence(request.policy, device)
-            formats = formats_of(parameters, request.policy, request.prefix, request.module if request.model is None else request.model)
-            alone = request.label is None and not any(is_layer(inner) for inner in request.module.modules())
-            if request.policy.quantize is not None and not formats and alone:  # `shard` looks at all layers together
-                raise nothing_selected(f"this {type(request.module).__name__}", request.policy, parameters)
+            formats = formats_of(
+                parameters,
+                request.policy,
+                request.prefix,
+                request.module if request.model is None else request.model,
+            )
+            alone = request.label is None and not any(
+                is_layer(inner) for inner in request.module.modules()
+            )
+            # `shard` looks at all layers together
+            if request.policy.quantize is not None and not formats and alone:
+                raise nothing_selected(
+                    f"this {type(request.module).__name__}", request.policy, parameters
+                )
             buffers = _buffers_of(request.module, is_layer)
-            _check_dtypes([*((p.name, p.parameter.dtype) for p in parameters), *((b.name, b.tensor.dtype) for b in buffers)])
+            _check_dtypes(
+                [
+                    *((p.name, p.parameter.dtype) for p in parameters),
+                    *((b.name, b.tensor.dtype) for b in buffers),
+                ]
+            )
             lines = _digest(request, device, parameters, formats, buffers)
-            if parameters and request.label is None:  # `shard` chooses modules that are called; its root need not be one
+            # `shard` chooses modules that are called; its root need not be one
+            if parameters and request.label is None:
                 _check_called(request.module)
         except (TypeError, ValueError) as caught:
             error = caught
     sharded = set(parameters)
     ignored = [sites.parameter for sites in found if sites not in sharded]
-    return _Examined(request, device, communicator, parameters, ignored, formats, buffers, lines, error)
+    return _Examined(
+        request, device, communicator, parameters, ignored, formats, buffers, lines, error
+    )
 
 
 def device_of(request: Request, is_layer: Callable[[nn.Module], bool]) -> torch.device:
@@ -203,7 +277,8 @@ def device_of(request: Request, is_layer: Callable[[nn.Module], bool]) -> torch.
     if request.device is not None:
         try:
             device = torch.device(request.device)
-            return _not_meta(torch.empty(0, device=device).device, request)  # a tensor's device has an index, and exists
+            # a tensor's device has an index, and exists
+            return _not_meta(torch.empty(0, device=device).device, request)
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"device={request.device!r} is not to be had here: {error}") from None
     found: dict[torch.device, str] = {}
@@ -213,29 +288,47 @@ def device_of(request: Request, is_layer: Callable[[nn.Module], bool]) -> torch.
                 found.setdefault(tensor.device, dotted(prefix, name))
     if len(found) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in found.items())
-        raise ValueError(f"the module's tensors are on several devices ({places}): pass device= to say where the layer computes")
-    inside = (parameter.device for parameter in request.module.parameters() if not parameter.is_meta)  # a layer around layers
+        raise ValueError(
+            f"the module's tensors are on several devices ({places}): pass device= to say where "
+            "the layer computes"
+        )
+    # a layer around layers
+    inside = (
+        parameter.device for parameter in request.module.parameters() if not parameter.is_meta
+    )
     return _not_meta(next(iter(found), None) or next(inside, torch.get_default_device()), request)
 
 
 def _not_meta(device: torch.device, request: Request) -> torch.device:
     if device.type == "meta" and not host_of(request.process_group).on_paper:
         raise ValueError(
-            "a layer can't compute on the meta device: its module may be built there, but wrap it outside of "
-            '`with torch.device("meta")`, or pass the device= on which it computes'
+            "a layer can't compute on the meta device: its module may be built there, but wrap it "
+            'outside of `with torch.device("meta")`, or pass the device= on which it computes'
         )
     return device
 
 
-def _check_request(request: Request, communicator: Communicator, is_layer: Callable[[nn.Module], bool]) -> None:
+def _check_request(
+    request: Request, communicator: Communicator, is_layer: Callable[[nn.Module], bool]
+) -> None:
     if is_layer(request.module):
-        raise ValueError("the module is a Zero3Layer already, expected an unwrapped module: wrap a module once")
+        raise ValueError(
+            "the module is a Zero3Layer already, expected an unwrapped module: wrap a module once"
+        )
     if wrapper := wrapper_in(own_modules(request.module, is_layer)):
-        raise ValueError(f"the module is, or holds, {wrapper}: pass the model that was wrapped. zero3 does all that the wrapper does")
+        raise ValueError(
+            f"the module is, or holds, {wrapper}: pass the model that was wrapped. zero3 does all "
+            "that the wrapper does"
+        )
     if not isinstance(request.policy, ShardingPolicy):
-        raise TypeError(f"policy must be a zero3.ShardingPolicy, found {type(request.policy).__name__}")
+        raise TypeError(
+            f"policy must be a zero3.ShardingPolicy, found {type(request.policy).__name__}"
+        )
     held = (vars(module).get("_state") for module in request.module.modules() if is_layer(module))
-    inner = [(f"layer {state.label}", state.policy) for state in held if isinstance(state, LayerState)]  # a block may have a `_state`
+    # a block may have a `_state`
+    inner = [
+        (f"layer {state.label}", state.policy) for state in held if isinstance(state, LayerState)
+    ]
     differing = unlike([("the layer around them", request.policy), *inner])
     if differing is not None:
         raise differing
@@ -243,8 +336,8 @@ def _check_request(request: Request, communicator: Communicator, is_layer: Calla
         raise TypeError(f"dtype must be a torch.dtype or None, found {request.dtype!r}")
     if request.policy.reduce_format is not None and not hasattr(communicator, "all_to_all"):
         raise ValueError(
-            f"reduce_format={request.policy.reduce_format} needs an all_to_all, which {type(communicator).__name__} does not have: add it, "
-            "or leave reduce_format out"
+            f"reduce_format={request.policy.reduce_format} needs an all_to_all, which "
+            f"{type(communicator).__name__} does not have: add it, or leave reduce_format out"
         )
     for name, given, actual in (
         ("rank", request.rank, communicator.shard_rank),
@@ -256,13 +349,15 @@ def _check_request(request: Request, communicator: Communicator, is_layer: Calla
             raise TypeError(f"{name} must be an integer or None, found {given!r}")
         if given != actual:
             raise ValueError(
-                f"{name}={given}, but the process group says {actual}. Pass {name}=None to take the group's, or the "
-                "process_group that you mean."
+                f"{name}={given}, but the process group says {actual}. Pass {name}=None to take "
+                "the group's, or the process_group that you mean."
             )
 
 
 def _check_dtypes(dtypes: Iterable[tuple[str, torch.dtype]]) -> None:
-    wrong = [f"tensor {name!r} {why}" for name, dtype in dtypes if (why := not_copied(dtype)) is not None]
+    wrong = [
+        f"tensor {name!r} {why}" for name, dtype in dtypes if (why := not_copied(dtype)) is not None
+    ]
     if wrong:
         raise ValueError(wrong[0])
 
@@ -270,20 +365,32 @@ def _check_dtypes(dtypes: Iterable[tuple[str, torch.dtype]]) -> None:
 def _check_called(module: nn.Module) -> None:
     if isinstance(module, CONTAINERS) and not is_callable(module):
         raise ValueError(
-            f"a {type(module).__name__} is never called, so it can't be a layer: a layer is fetched when it is called. Wrap what it holds, "
-            "each element by itself, or zero3.shard the model"
+            f"a {type(module).__name__} is never called, so it can't be a layer: a layer is "
+            "fetched when it is called. Wrap what it holds, each element by itself, or "
+            "zero3.shard the model"
         )
 
 
 def _digest(
-    request: Request, device: torch.device, parameters: list[ParameterSites], formats: dict[str, Format], buffers: list[_Buffer]
+    request: Request,
+    device: torch.device,
+    parameters: list[ParameterSites],
+    formats: dict[str, Format],
+    buffers: list[_Buffer],
 ) -> list[str]:
     told_by_parameters = ("ignored", "quantize")
-    chosen = {f.name: getattr(request.policy, f.name) for f in fields(request.policy) if f.name not in told_by_parameters}
+    chosen = {
+        f.name: getattr(request.policy, f.name)
+        for f in fields(request.policy)
+        if f.name not in told_by_parameters
+    }
     chosen["offload"] = rests_in(request.policy)  # hosts may have different directories
     lines = [f"policy {chosen}", f"device type {device.type}"]
     lines += [
-        f"parameter {b.name}: shape {tuple(b.parameter.shape)}, {b.parameter.dtype}, requires_grad={b.parameter.requires_grad}"
+        (
+            f"parameter {b.name}: shape {tuple(b.parameter.shape)}, {b.parameter.dtype}, "
+            f"requires_grad={b.parameter.requires_grad}"
+        )
         + (f", quantised as {formats[b.name].name}" if b.name in formats else "")
         for b in parameters
     ]
@@ -301,13 +408,19 @@ class _Buffer:
     def tensor(self) -> Tensor:
         return self.owner._buffers[self.attribute]  # type: ignore[return-value]
 
-    def broadcast(self, communicator: Communicator, device: torch.device, *, unloaded: bool) -> None:
-        """Copies rank 0's values to all ranks, on the layer's device. A buffer that is `unloaded` stays on meta for a loader."""
+    def broadcast(
+        self, communicator: Communicator, device: torch.device, *, unloaded: bool
+    ) -> None:
+        """Copies rank 0's values to all ranks, on the layer's device. A buffer that is `unloaded`
+        stays on meta for a loader.
+        """
         if unloaded:
             self.owner._buffers[self.attribute] = self.tensor.to("meta")
             return
         self.owner._buffers[self.attribute] = (
-            torch.empty_like(self.tensor, device=device) if self.tensor.is_meta else self.tensor.to(device)
+            torch.empty_like(self.tensor, device=device)
+            if self.tensor.is_meta
+            else self.tensor.to(device)
         )
         communicator.broadcast(self.tensor)
 

@@ -23,26 +23,44 @@ __all__: list[str] = []
 
 
 def chunk_groups(
-    parameters: Sequence[ParameterSites], formats: Mapping[str, Format], policy: ShardingPolicy, device: torch.device
+    parameters: Sequence[ParameterSites],
+    formats: Mapping[str, Format],
+    policy: ShardingPolicy,
+    device: torch.device,
 ) -> list[list[ParameterSites]]:
-    """Groups parameters by (trainable or frozen, dtype or quantised): a chunk for each group, in the order of groups' first parameters."""
+    """Groups parameters by (trainable or frozen, dtype or quantised): a chunk for each group, in
+    the order of groups' first parameters.
+    """
     groups: dict[tuple[bool, torch.dtype | str], list[ParameterSites]] = {}
-    codecs = {kind.name: kind.codec(device) for kind in {kind.name: kind for kind in formats.values()}.values()}  # their tables are shared
+    # their tables are shared
+    codecs = {
+        kind.name: kind.codec(device)
+        for kind in {kind.name: kind for kind in formats.values()}.values()
+    }
     for sites in parameters:
         if (kind := formats.get(sites.name)) is not None:
-            groups.setdefault((False, kind.name), []).append(QuantizedSites(sites, kind, codecs[kind.name], policy, device))
+            groups.setdefault((False, kind.name), []).append(
+                QuantizedSites(sites, kind, codecs[kind.name], policy, device)
+            )
         else:
-            groups.setdefault((sites.parameter.requires_grad, sites.parameter.dtype), []).append(sites)
+            groups.setdefault((sites.parameter.requires_grad, sites.parameter.dtype), []).append(
+                sites
+            )
     return list(groups.values())
 
 
 def offloaded(
-    groups: list[list[ParameterSites]], communicator: Communicator, device: torch.device, policy: ShardingPolicy
+    groups: list[list[ParameterSites]],
+    communicator: Communicator,
+    device: torch.device,
+    policy: ShardingPolicy,
 ) -> list[tuple[Residence, Tensor] | None]:
-    """Where the chunk of each group rests, and memory for its values there, and for its gradients. None: where its layer computes.
+    """Where the chunk of each group rests, and memory for its values there, and for its gradients.
+    None: where its layer computes.
 
     Raises:
-        OSError, RuntimeError, ValueError: There is no room for them on some rank. All ranks raise it.
+        OSError, RuntimeError, ValueError: There is no room for them on some rank. All ranks raise
+            it.
     """
     if policy.offload is None:
         return [None for _ in groups]
@@ -53,8 +71,13 @@ def offloaded(
             if residence is None:
                 found.append(None)
                 continue
-            numel, trains = _layout_of(group, communicator).shard_numel, policy if group[0].parameter.requires_grad else None
-            found.append((residence, memory_for(residence, numel, group[0].stored_dtype, device, trains)))
+            numel, trains = (
+                _layout_of(group, communicator).shard_numel,
+                policy if group[0].parameter.requires_grad else None,
+            )
+            found.append(
+                (residence, memory_for(residence, numel, group[0].stored_dtype, device, trains))
+            )
     return found
 
 
@@ -71,29 +94,39 @@ def new_chunk(
     policy: ShardingPolicy,
     offloaded: tuple[Residence, Tensor] | None,
 ) -> tuple[Chunk, list[ParameterSites]]:
-    """Makes one group's chunk from rank 0's values. A rank holds no more memory than its module and this chunk.
+    """Makes one group's chunk from rank 0's values. A rank holds no more memory than its module and
+    this chunk.
 
-    Parameters in `unloaded` have no values on rank 0, and are loaded later. If all are unloaded, nothing is sent.
+    Parameters in `unloaded` have no values on rank 0, and are loaded later. If all are unloaded,
+    nothing is sent.
     """
     layout = _layout_of(group, communicator)
     by_name = {sites.name: sites for sites in group}
     ordered = [by_name[slot.name] for slot in layout.slots]
     dtype, trainable = group[0].stored_dtype, group[0].parameter.requires_grad
-    residence, shard = offloaded or (None, torch.empty(layout.shard_numel, dtype=dtype, device=device))
+    residence, shard = offloaded or (
+        None,
+        torch.empty(layout.shard_numel, dtype=dtype, device=device),
+    )
     bare = unloaded.issuperset(by_name)
     if not bare:
         blank = torch.zeros((), dtype=dtype)
 
         def value(index: int) -> Tensor:
             sites = ordered[index]
-            return blank.expand(sites.stored_shape) if sites.name in unloaded else sites.to_store(device)
+            return (
+                blank.expand(sites.stored_shape)
+                if sites.name in unloaded
+                else sites.to_store(device)
+            )
 
         here = shard if shard.device == device else torch.empty_like(shard, device=device)
         scatter_parameters(here, layout, communicator, value if is_first(communicator) else None)
         if here is not shard:
             shard.copy_(here)
     parameter = nn.Parameter(shard, requires_grad=trainable)
-    quantized = [sites for sites in ordered if isinstance(sites, QuantizedSites)]  # all of them, or none
+    # all of them, or none
+    quantized = [sites for sites in ordered if isinstance(sites, QuantizedSites)]
     if quantized:
         chunk = quantized_chunk_of(residence, device, layout, parameter, communicator, quantized)
     else:

@@ -14,7 +14,9 @@ from ..quantized.formats import Format
 __all__: list[str] = []
 
 
-def formats_of(parameters: Sequence[ParameterSites], policy: ShardingPolicy, prefix: str, model: nn.Module) -> dict[str, Format]:
+def formats_of(
+    parameters: Sequence[ParameterSites], policy: ShardingPolicy, prefix: str, model: nn.Module
+) -> dict[str, Format]:
     """The formats of those parameters that are quantised, by name.
 
     Args:
@@ -24,8 +26,8 @@ def formats_of(parameters: Sequence[ParameterSites], policy: ShardingPolicy, pre
         model: The model that they belong to, which knows its output embeddings.
 
     Raises:
-        ValueError, TypeError: The format's `select` has raised, or returned something else than True or False, or selected a parameter
-            that trains or has no floating values.
+        ValueError, TypeError: The format's `select` has raised, or returned something else than
+            True or False, or selected a parameter that trains or has no floating values.
     """
     if policy.quantize is None:
         return {}
@@ -34,24 +36,38 @@ def formats_of(parameters: Sequence[ParameterSites], policy: ShardingPolicy, pre
     for sites in parameters:
         name, parameter = prefix + sites.name, sites.parameter
         if kind.select is None:
-            wanted = not parameter.requires_grad and parameter.is_floating_point() and id(parameter) not in heads and _is_weight(sites)
+            wanted = (
+                not parameter.requires_grad
+                and parameter.is_floating_point()
+                and id(parameter) not in heads
+                and _is_weight(sites)
+            )
         else:
             wanted = chosen("quantize.select", kind.select, name, info_of(name, parameter))
         if wanted and (parameter.requires_grad or not parameter.is_floating_point()):
             what = "trains" if parameter.requires_grad else f"is {parameter.dtype}"
             raise ValueError(
-                f"quantize.select of the policy selects parameter {name!r}, which {what}: only frozen floating parameters are quantised"
+                f"quantize.select of the policy selects parameter {name!r}, which {what}: only "
+                "frozen floating parameters are quantised"
             )
         if wanted:
             found[sites.name] = kind
     return found
 
 
-def nothing_selected(what: str, policy: ShardingPolicy, parameters: Iterable[ParameterSites]) -> ValueError:
+def nothing_selected(
+    what: str, policy: ShardingPolicy, parameters: Iterable[ParameterSites]
+) -> ValueError:
     """The error of a policy that quantises nothing."""
     trained = [sites.name for sites in parameters if sites.parameter.requires_grad]
-    why = f"{named(trained)} train; freeze what is to be quantised before wrapping" if trained else "see select= of the format"
-    return ValueError(f"quantize={policy.quantize} selects no parameter of {what}: {why}, or leave quantize out")
+    why = (
+        f"{named(trained)} train; freeze what is to be quantised before wrapping"
+        if trained
+        else "see select= of the format"
+    )
+    return ValueError(
+        f"quantize={policy.quantize} selects no parameter of {what}: {why}, or leave quantize out"
+    )
 
 
 def _is_weight(sites: ParameterSites) -> bool:
@@ -63,8 +79,13 @@ def _is_weight(sites: ParameterSites) -> bool:
 def _is_product(module: nn.Module, attribute: str, shape: tuple[int, ...]) -> bool:
     if isinstance(module, nn.Linear):  # torch's attention reads its output layer's weight itself
         return attribute == "weight" and not isinstance(module, NonDynamicallyQuantizableLinear)
-    # Not convolutions, positions that are learned, or maps in groups: only experts say how many they are.
-    return len(shape) == 3 and type(count := getattr(module, "num_experts", None)) is int and shape[0] == count
+    # Not convolutions, positions that are learned, or maps in groups: only experts say how many
+    # they are.
+    return (
+        len(shape) == 3
+        and type(count := getattr(module, "num_experts", None)) is int
+        and shape[0] == count
+    )
 
 
 def _heads(model: nn.Module) -> set[int]:
@@ -76,5 +97,9 @@ def _heads(model: nn.Module) -> set[int]:
                 head = module.get_output_embeddings()  # type: ignore[operator]
             except (NotImplementedError, AttributeError):  # models without embeddings answer so
                 continue
-            found |= {id(parameter) for parameter in head.parameters()} if isinstance(head, nn.Module) else set()
+            found |= (
+                {id(parameter) for parameter in head.parameters()}
+                if isinstance(head, nn.Module)
+                else set()
+            )
     return found

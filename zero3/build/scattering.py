@@ -16,19 +16,25 @@ from ..core.layout import ChunkLayout
 
 __all__: list[str] = []
 
-_SMALL_NUMEL = 2**15  # smaller parameters are sent together: one more message costs more than a copy of them
+# smaller parameters are sent together: one more message costs more than a copy of them
+_SMALL_NUMEL = 2**15
 _LARGE_NUMEL = 2**18  # the longest slice of one scatter, so that transfers take little memory
 _UNDER_WAY = 2  # scatters at the same time, so that few copies of small parameters exist
 
-Values = Callable[[int], Tensor]  # slot number -> the slot's values in its shape, with any strides, on any device
+# slot number -> the slot's values in its shape, with any strides, on any device
+Values = Callable[[int], Tensor]
 
 
 @torch.no_grad()
-def scatter_parameters(shard: Tensor, layout: ChunkLayout, communicator: Communicator, values: Values | None) -> None:
-    """Fills `shard` `[S]` on every rank with its slice of the flat parameters. Only rank 0 passes `values`. Padding is zero.
+def scatter_parameters(
+    shard: Tensor, layout: ChunkLayout, communicator: Communicator, values: Values | None
+) -> None:
+    """Fills `shard` `[S]` on every rank with its slice of the flat parameters. Only rank 0 passes
+    `values`. Padding is zero.
 
-    A run is one large parameter, or a few small ones. All chunks are cut at the same positions, so that no slice contains the
-    border of two runs. So a slice of a large parameter is a view of it, and needs no copy.
+    A run is one large parameter, or a few small ones. All chunks are cut at the same positions, so
+    that no slice contains the border of two runs. So a slice of a large parameter is a view of it,
+    and needs no copy.
 
      runs     | a        | b    | c          |
      rank 0   | a        | b |
@@ -36,11 +42,21 @@ def scatter_parameters(shard: Tensor, layout: ChunkLayout, communicator: Communi
      cuts     |   |      |   |                   three scatters, of (a, b), (a, c), (b, c)
     """
     size, ranks = layout.shard_numel, range(communicator.shards)
-    cuts = sorted({border % size for border in _borders(layout)} | {*range(0, size, _LARGE_NUMEL), size}) if size else []
+    cuts = (
+        sorted(
+            {border % size for border in _borders(layout)} | {*range(0, size, _LARGE_NUMEL), size}
+        )
+        if size
+        else []
+    )
     source = _Source(layout, values, shard) if values is not None else None
     under_way: deque[Pending] = deque()
     for low, high in pairwise(cuts):
-        slices = [source.part(rank * size + low, rank * size + high) for rank in ranks] if source is not None else None
+        slices = (
+            [source.part(rank * size + low, rank * size + high) for rank in ranks]
+            if source is not None
+            else None
+        )
         under_way.append(communicator.scatter(shard[low:high], slices))
         if len(under_way) == _UNDER_WAY:
             under_way.popleft().wait()
@@ -49,7 +65,9 @@ def scatter_parameters(shard: Tensor, layout: ChunkLayout, communicator: Communi
 
 
 def _borders(layout: ChunkLayout) -> Iterator[int]:
-    """The starts of runs: every large slot, and small slots whenever enough of them are together. Padding counts as a small slot."""
+    """The starts of runs: every large slot, and small slots whenever enough of them are together.
+    Padding counts as a small slot.
+    """
     gathered = _SMALL_NUMEL
     for slot in layout.slots:
         if max(slot.numel, gathered) >= _SMALL_NUMEL:
@@ -61,17 +79,22 @@ def _borders(layout: ChunkLayout) -> Iterator[int]:
 
 
 class _Source:
-    """Reads parts of the flat parameters from the parameters themselves, as if they were one flat buffer."""
+    """Reads parts of the flat parameters from the parameters themselves, as if they were one flat
+    buffer.
+    """
 
     def __init__(self, layout: ChunkLayout, values: Values, like: Tensor) -> None:
         self._layout = layout
         self._values = values
         self._like = like
         self._offsets = [slot.offset for slot in layout.slots]
-        self._flat: dict[int, Tensor] = {}  # slot number -> its values, 1-D; a parameter that is not contiguous is copied once
+        # slot number -> its values, 1-D; a parameter that is not contiguous is copied once
+        self._flat: dict[int, Tensor] = {}
 
     def part(self, start: int, stop: int) -> Tensor:
-        """Elements `[start, stop)` of the flat parameters. It is a view if they belong to one parameter on the chunk's device."""
+        """Elements `[start, stop)` of the flat parameters. It is a view if they belong to one
+        parameter on the chunk's device.
+        """
         pieces, index = [], max(0, bisect_right(self._offsets, start) - 1)
         for number, slot in enumerate(self._layout.slots[index:], index):
             if slot.offset >= stop:

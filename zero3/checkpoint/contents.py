@@ -1,4 +1,6 @@
-"""The parts of a sharded model by the unwrapped model's names, and the ranges of them that this rank holds."""
+"""The parts of a sharded model by the unwrapped model's names, and the ranges of them that this
+rank holds.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ __all__: list[str] = []
 
 
 class NamedSpan(NamedTuple):
-    """Elements `[start, stop)` of the flattened parameter `name`. They lie at `offset` in the tensor that holds them."""
+    """Elements `[start, stop)` of the flattened parameter `name`. They lie at `offset` in the
+    tensor that holds them.
+    """
 
     name: str
     start: int
@@ -40,7 +44,8 @@ class Contents:
     """Every parameter under its first name, and the tensors that are in no chunk: buffers, mostly.
 
     Raises:
-        RuntimeError: The call is inside `full_params` or `resident`, where the chunks may not hold the latest values.
+        RuntimeError: The call is inside `full_params` or `resident`, where the chunks may not hold
+            the latest values.
     """
 
     def __init__(self, model: nn.Module, doing: str) -> None:
@@ -49,12 +54,17 @@ class Contents:
         self.device, self.world_size = self.states[0].device, self.communicator.world_size
         self.number = self.communicator.rank  # of this rank's files
         self.is_first = is_first(self.communicator)
-        self.writes = self.communicator.replica == 0  # whether this rank's chunks are saved: other replicas hold the same
+        # whether this rank's chunks are saved: other replicas hold the same
+        self.writes = self.communicator.replica == 0
         check_released(self.states, doing)
         self.names: dict[int, list[str]] = {}  # by the tensor's id; a tied tensor has several names
         self.others: dict[str, Tensor] = {}
         self.parameters: dict[str, ShardedParameter] = {}
-        owned = {id(sharded.sites.parameter): sharded for state in self.states for sharded in state.parameters}
+        owned = {
+            id(sharded.sites.parameter): sharded
+            for state in self.states
+            for sharded in state.parameters
+        }
         self._chunk_names: dict[Chunk, dict[str, str]] = {}
         for name, tensor in named_tensors(model):
             if id(tensor) not in self.names:
@@ -67,16 +77,29 @@ class Contents:
             self.names.setdefault(id(tensor), []).append(name)
 
     def spans(self, chunk: Chunk) -> list[NamedSpan]:
-        """Returns the spans of this rank's chunk in order. Empty parameters belong to the chunk's first holder."""
+        """Returns the spans of this rank's chunk in order. Empty parameters belong to the chunk's
+        first holder.
+        """
         names = self._chunk_names.get(chunk, {})
         pieces = [piece for piece in chunk.pieces if piece.slot.name in names]
-        found = [NamedSpan(names[piece.slot.name], piece.start, piece.stop, piece.offset) for piece in pieces]
-        return found + [span for span in self.empties(chunk) if chunk.is_first_holder and span is not None]
+        found = [
+            NamedSpan(names[piece.slot.name], piece.start, piece.stop, piece.offset)
+            for piece in pieces
+        ]
+        return found + [
+            span for span in self.empties(chunk) if chunk.is_first_holder and span is not None
+        ]
 
     def empties(self, chunk: Chunk) -> list[NamedSpan | None]:
-        """Returns a span for each empty parameter, in the order of slots, or None where the model has no name for it."""
+        """Returns a span for each empty parameter, in the order of slots, or None where the model
+        has no name for it.
+        """
         names = self._chunk_names.get(chunk, {})
-        return [NamedSpan(names[slot.name], 0, 0, 0) if slot.name in names else None for slot in chunk.layout.slots if not slot.numel]
+        return [
+            NamedSpan(names[slot.name], 0, 0, 0) if slot.name in names else None
+            for slot in chunk.layout.slots
+            if not slot.numel
+        ]
 
     def chunks(self) -> Iterator[Chunk]:
         for state in self.states:
@@ -89,7 +112,9 @@ class Contents:
         """Raises RuntimeError if tensors have no values."""
         missing = [name for name in names if self.is_empty(name)]
         if missing:
-            raise RuntimeError(f"{doing}: {', '.join(missing)} have no values yet (meta device): load them before")
+            raise RuntimeError(
+                f"{doing}: {', '.join(missing)} have no values yet (meta device): load them before"
+            )
 
     def is_empty(self, name: str) -> bool:
         """Whether the tensor was made on the meta device, and has no values yet."""
@@ -112,24 +137,35 @@ class Contents:
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype in which the tensor is stored. Layers may compute in another dtype."""
-        return self.others[name].dtype if name in self.others else self.parameters[name].chunk.shard.dtype
+        return (
+            self.others[name].dtype
+            if name in self.others
+            else self.parameters[name].chunk.shard.dtype
+        )
 
     def description(self) -> dict[str, Any]:
-        """Returns each tensor's shape, dtype and, if it is tied, other names, for the manifest. It is the same on every rank."""
+        """Returns each tensor's shape, dtype and, if it is tied, other names, for the manifest. It
+        is the same on every rank.
+        """
         described: dict[str, Any] = {}
         for name, *aliases in self.names.values():
             described[name] = {"shape": list(self.shape(name)), "dtype": name_of(self.dtype(name))}
             described[name] |= {"also": aliases} if aliases else {}
             if name in self.parameters and self.parameters[name].chunk.read_only:
                 quantized = self.parameters[name]
-                described[name]["quantized"] = f"{quantized.chunk.stored_as} of {list(quantized.stand_in.shape)}"
+                described[name]["quantized"] = (
+                    f"{quantized.chunk.stored_as} of {list(quantized.stand_in.shape)}"
+                )
         return described
 
 
 def check_released(states: Iterable[LayerState], doing: str) -> None:
     """Raises RuntimeError inside `full_params` or `resident`."""
     if pinned := next((state for state in states if state.pinned), None):
-        raise RuntimeError(f"{doing} inside full_params or resident: layer {pinned.label} is whole there. Call it before or after.")
+        raise RuntimeError(
+            f"{doing} inside full_params or resident: layer {pinned.label} is whole there. Call "
+            "it before or after."
+        )
 
 
 def listed(problems: Mapping[str, Sequence[str]]) -> list[str]:
@@ -139,7 +175,12 @@ def listed(problems: Mapping[str, Sequence[str]]) -> list[str]:
 
 def names_apart(expected: Mapping[str, object], found: Mapping[str, object]) -> list[str]:
     """Returns in words which names are missing, and which are unknown."""
-    return listed({"missing": [n for n in expected if n not in found], "unknown": [n for n in found if n not in expected]})
+    return listed(
+        {
+            "missing": [n for n in expected if n not in found],
+            "unknown": [n for n in found if n not in expected],
+        }
+    )
 
 
 def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
@@ -148,7 +189,13 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
     for what, many in (("shape", "shapes"), ("dtype", "dtypes"), ("quantized", "formats")):
         other = [n for n in expected if n in found and found[n].get(what) != expected[n].get(what)]
         if other:
-            each = "; ".join(f"{name} has {_shown(found[name].get(what))}, expected {_shown(expected[name].get(what))}" for name in other)
+            each = "; ".join(
+                (
+                    f"{name} has {_shown(found[name].get(what))}, expected "
+                    f"{_shown(expected[name].get(what))}"
+                )
+                for name in other
+            )
             problems.append(f"other {many}: {each}")
     return problems
 

@@ -18,12 +18,16 @@ __all__: list[str] = []
 
 
 def extra_states_of(model: nn.Module) -> dict[str, Any]:
-    """Returns the extra state of every module on this rank, by its name in the unwrapped model's state dict."""
+    """Returns the extra state of every module on this rank, by its name in the unwrapped model's
+    state dict.
+    """
     return {name: module.get_extra_state() for name, module in extra_state_modules(model).items()}
 
 
 def copied(value: Any) -> Any:
-    """Returns `value` with every tensor in its dicts, lists and tuples replaced by a copy on the CPU."""
+    """Returns `value` with every tensor in its dicts, lists and tuples replaced by a copy on the
+    CPU.
+    """
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if type(value) is dict:
@@ -37,13 +41,20 @@ def extra_state_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def takers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the modules whose class defines `set_extra_state`. (torch's own `set_extra_state` raises.)"""
+    """Returns the modules whose class defines `set_extra_state`. (torch's own `set_extra_state`
+    raises.)
+    """
     modules = extra_state_modules(model)
-    return {name: module for name, module in modules.items() if type(module).set_extra_state is not nn.Module.set_extra_state}
+    return {
+        name: module
+        for name, module in modules.items()
+        if type(module).set_extra_state is not nn.Module.set_extra_state
+    }
 
 
 def encoded(values: Mapping[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
-    """Converts `values` to what JSON can hold. Tensors are appended to `tensors`, and their numbers stand for them.
+    """Converts `values` to what JSON can hold. Tensors are appended to `tensors`, and their numbers
+    stand for them.
 
     Raises:
         TypeError: A value could only be pickled, or a tensor has no values. The error names it.
@@ -61,7 +72,9 @@ def encoded(values: Mapping[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
     return found
 
 
-def sent_from_rank_0(communicator: Communicator, device: torch.device, values: Mapping[str, Any]) -> dict[str, Any]:
+def sent_from_rank_0(
+    communicator: Communicator, device: torch.device, values: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns rank 0's `values` on every rank, with tensors on the CPU. Every rank calls it.
 
     Raises:
@@ -72,8 +85,12 @@ def sent_from_rank_0(communicator: Communicator, device: torch.device, values: M
     with agreeing(communicator, device, "the extra state of modules"):
         if is_first(communicator):
             found = encoded(values, tensors)
-            text = json.dumps([found, [[name_of(tensor.dtype), list(tensor.shape)] for tensor in tensors]])
-    found, described = json.loads(exchange_texts(communicator, device, text)[0] if communicator.world_size > 1 else text)
+            text = json.dumps(
+                [found, [[name_of(tensor.dtype), list(tensor.shape)] for tensor in tensors]]
+            )
+    found, described = json.loads(
+        exchange_texts(communicator, device, text)[0] if communicator.world_size > 1 else text
+    )
     received = []
     for number, (dtype, shape) in enumerate(described):
         value = torch.empty(shape, dtype=dtype_named(dtype), device=device)
@@ -85,8 +102,15 @@ def sent_from_rank_0(communicator: Communicator, device: torch.device, values: M
     return {name: decode(value, received.__getitem__) for name, value in found.items()}
 
 
-def set_extra_states(model: nn.Module, values: Mapping[str, Any], communicator: Communicator, device: torch.device, caller: str) -> None:
-    """Gives each module its own value. Every rank calls it, with the same `values`, after everything else has been loaded.
+def set_extra_states(
+    model: nn.Module,
+    values: Mapping[str, Any],
+    communicator: Communicator,
+    device: torch.device,
+    caller: str,
+) -> None:
+    """Gives each module its own value. Every rank calls it, with the same `values`, after
+    everything else has been loaded.
 
     Raises:
         RuntimeError, ...: A module has refused its value. Every rank raises the module's error.

@@ -1,4 +1,6 @@
-"""The operations of saving on a file system. Each is a function of its own, so that a test can record it and make it fail."""
+"""The operations of saving on a file system. Each is a function of its own, so that a test can
+record it and make it fail.
+"""
 
 from __future__ import annotations
 

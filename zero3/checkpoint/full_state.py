@@ -18,7 +18,14 @@ from ..core.pinning import pin, pin_unloaded, unpin, write_back
 from ..names import named_entries, named_tensors
 from ..optim.state_memory import land_steps
 from .contents import listed
-from .extra_state import copied, encoded, extra_states_of, sent_from_rank_0, set_extra_states, takers_of
+from .extra_state import (
+    copied,
+    encoded,
+    extra_states_of,
+    sent_from_rank_0,
+    set_extra_states,
+    takers_of,
+)
 from .meta_buffers import initialise, put
 from .progress import progress
 
@@ -27,24 +34,31 @@ __all__: list[str] = []
 _LONG = 2**30  # bytes; a model of this size takes long enough for a progress bar
 
 
-def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.dtype | None = None) -> dict[str, Any]:
+def full_state_dict(
+    model: nn.Module, *, rank0_only: bool = True, dtype: torch.dtype | None = None
+) -> dict[str, Any]:
     """Returns the unwrapped model's state dict, on the CPU, with its own names, shapes and order.
 
-    Every rank calls it. One layer at a time is gathered and copied. A tied parameter appears under each of its names. Names have no
-    prefixes of activation checkpointing's and torch.compile's wrappers. The dict holds rank 0's extra state (`get_extra_state`) too.
+    Every rank calls it. One layer at a time is gathered and copied. A tied parameter appears under
+    each of its names. Names have no prefixes of activation checkpointing's and torch.compile's
+    wrappers. The dict holds rank 0's extra state (`get_extra_state`) too.
 
     Args:
         model: Any model that contains zero3 layers.
         rank0_only: Only rank 0 keeps the tensors; the others get `{}`.
-        dtype: A floating dtype of 16 bits or more; floating tensors are converted to it. None: as they are stored.
+        dtype: A floating dtype of 16 bits or more; floating tensors are converted to it. None: as
+            they are stored.
 
     Returns:
         Name to tensor.
 
     Raises:
-        ValueError: Nothing in `model` is sharded, or `dtype` is not such a dtype. Every rank raises it.
-        TypeError: `dtype` is no dtype; or `rank0_only=False`, and extra state could only be pickled. Every rank raises it.
-        OSError: With `offload=DIR` a rank's disk has lost what a step has changed. Every rank raises it.
+        ValueError: Nothing in `model` is sharded, or `dtype` is not such a dtype. Every rank raises
+            it.
+        TypeError: `dtype` is no dtype; or `rank0_only=False`, and extra state could only be
+            pickled. Every rank raises it.
+        OSError: With `offload=DIR` a rank's disk has lost what a step has changed. Every rank
+            raises it.
 
     Example::
 
@@ -60,10 +74,16 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
     try:
         land_steps(states)
         extra = copied(extra_states_of(model)) if keeps else {}
-    except Exception as caught:  # of any kind, since modules raise it: the other ranks have to hear of it
+    # of any kind, since modules raise it: the other ranks have to hear of it
+    except Exception as caught:
         error = error or caught
     agree_to_gather(states, "full_state_dict", error)
-    if not rank0_only and first.communicator.world_size > 1 and extra and not all(state.pinned for state in states):
+    if (
+        not rank0_only
+        and first.communicator.world_size > 1
+        and extra
+        and not all(state.pinned for state in states)
+    ):
         extra = sent_from_rank_0(first.communicator, first.device, extra)
     values = _gathered(states, dtype, keeps=keeps)
     if not keeps:
@@ -77,34 +97,47 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
     return found
 
 
-def _gathered(states: list[LayerState], dtype: torch.dtype | None, *, keeps: bool) -> dict[int, Tensor]:
-    """Copies of the layers' parameters, by id. A rank that `keeps` nothing takes part in the gathers."""
+def _gathered(
+    states: list[LayerState], dtype: torch.dtype | None, *, keeps: bool
+) -> dict[int, Tensor]:
+    """Copies of the layers' parameters, by id. A rank that `keeps` nothing takes part in the
+    gathers.
+    """
     values: dict[int, Tensor] = {}
     for state in _watched(states, "gathering layers"):
         pin(state)
         try:
             if keeps:
-                values |= {id(sharded.sites.parameter): _copy(sharded.value, dtype) for sharded in state.parameters}
+                values |= {
+                    id(sharded.sites.parameter): _copy(sharded.value, dtype)
+                    for sharded in state.parameters
+                }
         finally:
             unpin(state)
     return values
 
 
-def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True) -> None:
-    """Fills a model from rank 0's state dict, which has the names of the unwrapped model. The inverse of `full_state_dict`.
+def load_full_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True
+) -> None:
+    """Fills a model from rank 0's state dict, which has the names of the unwrapped model. The
+    inverse of `full_state_dict`.
 
-    Every rank calls it. One layer at a time is gathered, changed and scattered. Names may have the prefixes of activation
-    checkpointing's and torch.compile's wrappers. Modules take their extra state (`set_extra_state`) on every rank, at the end.
+    Every rank calls it. One layer at a time is gathered, changed and scattered. Names may have the
+    prefixes of activation checkpointing's and torch.compile's wrappers. Modules take their extra
+    state (`set_extra_state`) on every rank, at the end.
 
     Args:
         model: Any model that contains zero3 layers, with values or built on the meta device.
-        state_dict: Name to tensor, or to a module's extra state. Only rank 0's counts; other ranks may pass `{}` or None.
+        state_dict: Name to tensor, or to a module's extra state. Only rank 0's counts; other ranks
+            may pass `{}` or None.
         strict: Missing and unknown names are an error; otherwise they are left alone.
 
     Raises:
-        ValueError: Names are missing or unknown, shapes or kinds of numbers differ, or tensors have no values. One error names all of
-            these. Every rank raises it, before anything changes.
-        TypeError: `state_dict` is no mapping, a value is no tensor, or extra state could only be pickled. Again every rank raises it.
+        ValueError: Names are missing or unknown, shapes or kinds of numbers differ, or tensors have
+            no values. One error names all of these. Every rank raises it, before anything changes.
+        TypeError: `state_dict` is no mapping, a value is no tensor, or extra state could only be
+            pickled. Again every rank raises it.
 
     Example::
 
@@ -115,11 +148,20 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None,
     first = states[0]
     given: dict[str, Any] = {}
     with agreeing(first.communicator, first.device, "load_full_state_dict") as lines:
-        lines.append(f"inside full_params or resident: {', '.join(state.label for state in states if state.pinned)}")
+        lines.append(
+            "inside full_params or resident: "
+            f"{', '.join(state.label for state in states if state.pinned)}"
+        )
         takers = takers_of(model)
         if is_first(first.communicator):
             given = _checked(model, states, state_dict, takers, strict)
-    extra = sent_from_rank_0(first.communicator, first.device, {n: given[n] for n in takers if n in given}) if takers else {}
+    extra = (
+        sent_from_rank_0(
+            first.communicator, first.device, {n: given[n] for n in takers if n in given}
+        )
+        if takers
+        else {}
+    )
     values = {id(tensor): given[name] for name, tensor in named_tensors(model) if name in given}
     for state in _watched(states, "loading layers"):
         _load_layer(state, values)
@@ -129,7 +171,9 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None,
 
 @torch.no_grad()
 def _load_others(model: nn.Module, states: list[LayerState], values: Mapping[int, Tensor]) -> None:
-    """Fills tensors that no layer owns: buffers, mostly. Buffers on meta that state dicts leave out are computed."""
+    """Fills tensors that no layer owns: buffers, mostly. Buffers on meta that state dicts leave out
+    are computed.
+    """
     first = states[0]
     owned = {id(sharded.sites.parameter) for state in states for sharded in state.parameters}
     others = {id(tensor): tensor for _, tensor in named_tensors(model) if id(tensor) not in owned}
@@ -170,11 +214,18 @@ def _watched(states: list[LayerState], doing: str) -> Iterator[LayerState]:
 
 
 def not_a_dtype(dtype: Any) -> Exception | None:
-    """Returns the error if `dtype` can't be saved in. Integers would truncate every weight, and 8 bits need scales."""
-    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+    """Returns the error if `dtype` can't be saved in. Integers would truncate every weight, and 8
+    bits need scales.
+    """
+    if dtype is None or (
+        isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+    ):
         return None
     if isinstance(dtype, torch.dtype):
-        return ValueError(f"floating tensors are converted to dtype, so it must be a floating dtype of 16 bits or more, found {dtype}")
+        return ValueError(
+            "floating tensors are converted to dtype, so it must be a floating dtype of 16 bits "
+            f"or more, found {dtype}"
+        )
     return TypeError(f"dtype must be a torch.dtype or None, found {dtype!r}")
 
 
@@ -183,44 +234,93 @@ def _copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return torch.empty(tensor.shape, dtype=target).copy_(tensor.detach())
 
 
-def _checked(model: nn.Module, states: list[LayerState], state_dict: Any, takers: Mapping[str, nn.Module], strict: bool) -> dict[str, Any]:
+def _checked(
+    model: nn.Module,
+    states: list[LayerState],
+    state_dict: Any,
+    takers: Mapping[str, nn.Module],
+    strict: bool,
+) -> dict[str, Any]:
     """Returns rank 0's dict under the model's own names.
 
     Raises:
         ValueError, TypeError: The dict does not fit the model. One error names all problems.
     """
     if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict must map names to tensors on rank 0, found a {type(state_dict).__name__}; nothing was loaded")
+        raise TypeError(
+            "state_dict must map names to tensors on rank 0, found a "
+            f"{type(state_dict).__name__}; nothing was loaded"
+        )
     if strangers := [key for key in state_dict if not isinstance(key, str)]:
-        raise TypeError(f"state_dict must have names as keys, found {strangers[0]!r:.80}; nothing was loaded")
+        raise TypeError(
+            f"state_dict must have names as keys, found {strangers[0]!r:.80}; nothing was loaded"
+        )
     given: dict[str, Any] = {}
     for key, value in state_dict.items():
         if given.setdefault(own_name(key), value) is not value:
-            raise ValueError(f"state_dict has {own_name(key)!r} twice, with and without the prefix of a wrapper; nothing was loaded")
+            raise ValueError(
+                f"state_dict has {own_name(key)!r} twice, with and without the prefix of a "
+                "wrapper; nothing was loaded"
+            )
     expected = dict(named_tensors(model))
     problems = _misnamed(expected, states, given, takers, strict)
     known = [(name, given[name], tensor) for name, tensor in expected.items() if name in given]
-    unread = {name: problem for name, value, _ in known if (problem := unreadable(value)) is not None}
-    problems += [f"can't be read: {'; '.join(f'{name} {problem}' for name, problem in unread.items())}"] if unread else []
-    for what, of in (("shape", lambda tensor: tuple(tensor.shape)), ("kind", lambda tensor: kind_of(tensor.dtype))):
-        other = [f"{n} has {of(v)}, expected {of(t)}" for n, v, t in known if n not in unread and of(v) != of(t)]
+    unread = {
+        name: problem for name, value, _ in known if (problem := unreadable(value)) is not None
+    }
+    problems += (
+        [f"can't be read: {'; '.join(f'{name} {problem}' for name, problem in unread.items())}"]
+        if unread
+        else []
+    )
+    for what, of in (
+        ("shape", lambda tensor: tuple(tensor.shape)),
+        ("kind", lambda tensor: kind_of(tensor.dtype)),
+    ):
+        other = [
+            f"{n} has {of(v)}, expected {of(t)}"
+            for n, v, t in known
+            if n not in unread and of(v) != of(t)
+        ]
         problems += [f"other {what}s: {'; '.join(other)}"] if other else []
     if problems:
-        kind = TypeError if any(not isinstance(given[name], Tensor) for name in unread) else ValueError
-        raise kind(f"the state dict does not fit the model; nothing was loaded. {'. '.join(problems)}")
-    encoded({name: given[name] for name in takers if name in given}, [])  # raises for values that can't be sent
+        kind = (
+            TypeError if any(not isinstance(given[name], Tensor) for name in unread) else ValueError
+        )
+        raise kind(
+            f"the state dict does not fit the model; nothing was loaded. {'. '.join(problems)}"
+        )
+    # raises for values that can't be sent
+    encoded({name: given[name] for name in takers if name in given}, [])
     return given
 
 
 def _misnamed(
-    expected: Mapping[str, Tensor], states: list[LayerState], given: Mapping[str, Any], takers: Mapping[str, nn.Module], strict: bool
+    expected: Mapping[str, Tensor],
+    states: list[LayerState],
+    given: Mapping[str, Any],
+    takers: Mapping[str, nn.Module],
+    strict: bool,
 ) -> list[str]:
-    """Returns in words which names are missing and which are unknown. A tied parameter may have any of its names."""
+    """Returns in words which names are missing and which are unknown. A tied parameter may have any
+    of its names.
+    """
     names: dict[int, list[str]] = {}
     for name, tensor in expected.items():
         names.setdefault(id(tensor), []).append(name)
-    unloaded = {id(b.sites.parameter) for state in states for b in state.parameters if b.index in b.chunk.unloaded}
-    missing = [ns[0] for key, ns in names.items() if not any(n in given for n in ns) and (strict or key in unloaded)]
+    unloaded = {
+        id(b.sites.parameter)
+        for state in states
+        for b in state.parameters
+        if b.index in b.chunk.unloaded
+    }
+    missing = [
+        ns[0]
+        for key, ns in names.items()
+        if not any(n in given for n in ns) and (strict or key in unloaded)
+    ]
     missing += [name for name in takers if name not in given and strict]
-    unknown = [name for name in given if name not in expected and name not in takers] if strict else []
+    unknown = (
+        [name for name in given if name not in expected and name not in takers] if strict else []
+    )
     return listed({"missing": missing, "unknown": unknown})

@@ -1,4 +1,6 @@
-"""load_checkpoint(): ranks compare all hashes first. Then every rank reads the ranges of its own chunks."""
+"""load_checkpoint(): ranks compare all hashes first. Then every rank reads the ranges of its own
+chunks.
+"""
 
 from __future__ import annotations
 
@@ -31,33 +33,44 @@ __all__: list[str] = []
 _log = logging.getLogger("zero3")
 
 
-def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None = None, *, weights: bool = True) -> Any:
-    """Fills model and optimizer from a checkpoint of `save_checkpoint`, on any number of ranks and with any choice of layers.
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    *,
+    weights: bool = True,
+) -> Any:
+    """Fills model and optimizer from a checkpoint of `save_checkpoint`, on any number of ranks and
+    with any choice of layers.
 
-    Every rank calls it. First the ranks read all files once, each a share, and compare hashes. Then each rank reads the ranges of its
-    own chunks, into the chunks' memory. Parameters that were not saved (`frozen=False`) keep their values. These have to be the
-    values that the model was saved over: their hashes are compared. (A warning names the number of those that have no values yet.)
-    Modules take the saved extra state (`set_extra_state`). A rank takes the random generators of the rank with its number, if there
-    was one.
+    Every rank calls it. First the ranks read all files once, each a share, and compare hashes. Then
+    each rank reads the ranges of its own chunks, into the chunks' memory. Parameters that were not
+    saved (`frozen=False`) keep their values. These have to be the values that the model was saved
+    over: their hashes are compared. (A warning names the number of those that have no values yet.)
+    Modules take the saved extra state (`set_extra_state`). A rank takes the random generators of
+    the rank with its number, if there was one.
 
     Args:
         path: The checkpoint's directory.
-        model: A model with the parameters that were saved, under their names in the unwrapped model; on the meta device, or with
-            values.
-        optimizer: Over the parameters that were saved. Its state is replaced. Pass several as a list or a dict, in any order: each
-            takes the state of its parameters. None: the checkpoint's optimizer state is not read.
-        weights: False keeps the parameters' values, for a checkpoint that was saved without them, or for a model that has them already.
+        model: A model with the parameters that were saved, under their names in the unwrapped
+            model; on the meta device, or with values.
+        optimizer: Over the parameters that were saved. Its state is replaced. Pass several as a
+            list or a dict, in any order: each takes the state of its parameters. None: the
+            checkpoint's optimizer state is not read.
+        weights: False keeps the parameters' values, for a checkpoint that was saved without them,
+            or for a model that has them already.
 
     Returns:
         `extra`, as rank 0 saved it. Tensors in it are on the CPU.
 
     Raises:
-        ValueError: There is no checkpoint; a file is truncated, changed, missing or foreign; names, shapes or dtypes differ; a
-            parameter that was not saved has other values; `optimizer` is given and the checkpoint holds no optimizer state; or it
-            holds state that this optimizer would not keep (of another class, or with other options). Every rank raises it, before
+        ValueError: There is no checkpoint; a file is truncated, changed, missing or foreign; names,
+            shapes or dtypes differ; a parameter that was not saved has other values; `optimizer` is
+            given and the checkpoint holds no optimizer state; or it holds state that this optimizer
+            would not keep (of another class, or with other options). Every rank raises it, before
             anything has changed.
-        RuntimeError: The call is inside `full_params` or `resident`; or a read failed, and the parameters that it should have
-            filled count as unloaded.
+        RuntimeError: The call is inside `full_params` or `resident`; or a read failed, and the
+            parameters that it should have filled count as unloaded.
 
     Example::
 
@@ -71,12 +84,19 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
 
 
 class _Loader:
-    def __init__(self, path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None, weights: bool) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: Optimizers | None,
+        weights: bool,
+    ) -> None:
         self._path = path
         self._weights = weights
         self._model = model
         self._given = optimizer
-        self._kinds = ["model"] if optimizer is None else ["model", "optimizer"]  # of the files that are read
+        # of the files that are read
+        self._kinds = ["model"] if optimizer is None else ["model", "optimizer"]
         self._first = states_of(model)[0]
         self._files: SafetensorsFiles
         self._stored: dict[str, Stored] = {}
@@ -89,8 +109,12 @@ class _Loader:
         self._verify(found, contents)
         with ExitStack() as opened:
             with self._agreeing("the contents of load_checkpoint"), manifest.reading(found):
-                self._files = opened.enter_context(closing(SafetensorsFiles(found.data, self._names(found))))
-                self._stored = {own_name(name): stored for name, stored in self._files.tensors.items()}
+                self._files = opened.enter_context(
+                    closing(SafetensorsFiles(found.data, self._names(found)))
+                )
+                self._stored = {
+                    own_name(name): stored for name, stored in self._files.tensors.items()
+                }
                 self._ranges = Ranges(self._files)
                 self._check(found, contents)
             self._compare_base(found, contents)
@@ -115,10 +139,16 @@ class _Loader:
                 found = manifest.read(self._path)
             except OSError as error:
                 raise ValueError(f"{self._path} can't be read: {error}") from error
-            if isinstance(tensors := found.content.get("tensors"), dict):  # early versions saved the names of wrappers too
-                found.content["tensors"] = {own_name(name): described for name, described in tensors.items()}
+            # early versions saved the names of wrappers too
+            if isinstance(tensors := found.content.get("tensors"), dict):
+                found.content["tensors"] = {
+                    own_name(name): described for name, described in tensors.items()
+                }
             if self._given is not None and found.content["optimizer"] is None:
-                raise ValueError(f"{self._path} was saved without an optimizer: load it without one, and begin with a fresh optimizer")
+                raise ValueError(
+                    f"{self._path} was saved without an optimizer: load it without one, and begin "
+                    "with a fresh optimizer"
+                )
             lines += [f"{manifest.NAME}: {found.content['data']}", f"of: {', '.join(self._kinds)}"]
         return found, contents
 
@@ -136,50 +166,86 @@ class _Loader:
         saved, expected = found.content["tensors"], contents.description()
         self._untie(saved, contents)
         if problems := differences(expected, saved) + self._strange_extra_states(found):
-            raise ValueError(f"the checkpoint does not fit this {type(self._model).__name__}; nothing was loaded. {'. '.join(problems)}")
-        left_out = [name for name in contents.parameters if not saved[name]["stored"] and contents.trains(name)]
+            raise ValueError(
+                f"the checkpoint does not fit this {type(self._model).__name__}; nothing was "
+                f"loaded. {'. '.join(problems)}"
+            )
+        left_out = [
+            name
+            for name in contents.parameters
+            if not saved[name]["stored"] and contents.trains(name)
+        ]
         if left_out and self._weights:
-            what = "frozen parameters" if any(saved[name]["stored"] for name in contents.parameters) else "weights"
-            raise ValueError(f"{self._path} was saved without {what}, and these are trained here: {', '.join(left_out)}")
+            what = (
+                "frozen parameters"
+                if any(saved[name]["stored"] for name in contents.parameters)
+                else "weights"
+            )
+            raise ValueError(
+                f"{self._path} was saved without {what}, and these are trained here: "
+                f"{', '.join(left_out)}"
+            )
         for name in contents.parameters:
             if saved[name]["stored"] and self._weights:
                 shape, dtype = saved[name]["shape"], saved[name]["dtype"]
                 self._ranges.check("parameter", name, torch.Size(shape).numel(), dtype)
         for name in contents.others:
             if f"other:0:{name}" not in self._stored:  # other systems store buffers as parameters
-                self._ranges.check("parameter", name, torch.Size(saved[name]["shape"]).numel(), saved[name]["dtype"])
+                self._ranges.check(
+                    "parameter",
+                    name,
+                    torch.Size(saved[name]["shape"]).numel(),
+                    saved[name]["dtype"],
+                )
 
     def _compare_base(self, found: Manifest, contents: Contents) -> None:
         """Raises ValueError if frozen parameters that were not saved have other values here."""
         saved = found.content["tensors"]
         hashed = [name for name in contents.parameters if self._weights and "hash" in saved[name]]
         bare = [name for name in hashed if contents.is_empty(name)]
-        here = value_hashes(contents, [name for name in hashed if name not in bare], "load_checkpoint")
+        here = value_hashes(
+            contents, [name for name in hashed if name not in bare], "load_checkpoint"
+        )
         if other := [name for name, value in here.items() if value != saved[name]["hash"]]:
             raise ValueError(
-                f"{self._path} was saved with frozen=False, over another base than this {type(self._model).__name__} has; nothing was "
-                f"loaded. {len(other)} of {len(here)} frozen parameters have other values: {named(other)}. Load the base that it was "
-                "trained on first (zero3.load_pretrained)."
+                f"{self._path} was saved with frozen=False, over another base than this "
+                f"{type(self._model).__name__} has; nothing was loaded. {len(other)} of "
+                f"{len(here)} frozen parameters have other values: {named(other)}. Load the base "
+                "that it was trained on first (zero3.load_pretrained)."
             )
         if bare and contents.is_first:
             _log.warning(
-                "%s was saved over a base, and is loaded before it: %d frozen parameters have no values yet", self._path, len(bare)
+                "%s was saved over a base, and is loaded before it: %d frozen parameters have no "
+                "values yet",
+                self._path,
+                len(bare),
             )
 
     def _untie(self, saved: dict[str, Any], contents: Contents) -> None:
-        """Removes further names of tied parameters. Systems that know no ties store a value for each name; the values have to be equal."""
+        """Removes further names of tied parameters. Systems that know no ties store a value for
+        each name; the values have to be equal.
+        """
         for first, *others in contents.names.values():
             for name in (other for other in others if first in saved and other in saved):
                 numel = torch.Size(saved[first]["shape"]).numel()
-                if saved[name] != saved[first] or not self._ranges.same("parameter", first, name, numel):
-                    raise ValueError(f"{self._path}: {first} and {name} are one parameter here, and have different values there")
+                if saved[name] != saved[first] or not self._ranges.same(
+                    "parameter", first, name, numel
+                ):
+                    raise ValueError(
+                        f"{self._path}: {first} and {name} are one parameter here, and have "
+                        "different values there"
+                    )
                 del saved[name]
 
     def _strange_extra_states(self, found: Manifest) -> list[str]:
         saved, here = found.content.get("extra_states"), extra_state_modules(self._model)
         if saved is None:  # early versions left them out
             if here and is_first(self._first.communicator):
-                _log.warning("%s holds no extra state, and these modules have one: %s. It stays as it is", self._path, ", ".join(here))
+                _log.warning(
+                    "%s holds no extra state, and these modules have one: %s. It stays as it is",
+                    self._path,
+                    ", ".join(here),
+                )
             return []
         return names_apart(here, saved)
 
@@ -190,11 +256,19 @@ class _Loader:
             self._placing = place(optimizer, self._held, own, source, contents)
             for name, state in source.state.items():
                 for key, dtype in state.elements.items():
-                    self._ranges.check(f"state:{key}", name, torch.Size(contents.shape(name)).numel(), dtype)
+                    self._ranges.check(
+                        f"state:{key}", name, torch.Size(contents.shape(name)).numel(), dtype
+                    )
 
     def _fill(self, found: Manifest, contents: Contents) -> Any:
-        """Changes values. If a read fails, all parameters that it should have filled count as unloaded."""
-        stored = [name for name in contents.parameters if self._weights and found.content["tensors"][name]["stored"]]
+        """Changes values. If a read fails, all parameters that it should have filled count as
+        unloaded.
+        """
+        stored = [
+            name
+            for name in contents.parameters
+            if self._weights and found.content["tensors"][name]["stored"]
+        ]
         computed: list[tuple[str, Tensor]] = []
         try:
             with self._agreeing("what load_checkpoint filled") as lines:
@@ -203,7 +277,9 @@ class _Loader:
                     others = {name: self._other(name, contents) for name in contents.others}
                     extra = decode(found.content["extra"], self._extra)
                     saved = found.content.get("extra_states") or {}
-                    extra_states = {name: decode(value, self._extra) for name, value in saved.items()}
+                    extra_states = {
+                        name: decode(value, self._extra) for name, value in saved.items()
+                    }
                     self._fill_chunks(contents, set(stored))
                     computed = initialise(self._model, contents.states)
                 except Exception as error:
@@ -221,7 +297,9 @@ class _Loader:
                 contents.communicator.broadcast(value)
         if self._placing is not None:
             self._placing.commit()
-        set_extra_states(self._model, extra_states, contents.communicator, contents.device, "load_checkpoint")
+        set_extra_states(
+            self._model, extra_states, contents.communicator, contents.device, "load_checkpoint"
+        )
         self._restore_random(found, contents)
         for state in contents.states:
             state.saves.belong_to(found.content.get("run"))  # later checkpoints belong to it too
@@ -245,7 +323,8 @@ class _Loader:
                     self._ranges.read("parameter", span.name, span.start, span.of(chunk.shard.data))
         for name in stored:
             contents.parameters[name].chunk.unloaded.discard(contents.parameters[name].index)
-        torch.autograd.graph.increment_version([chunk.shard for chunk in contents.chunks()])  # graphs built before are stale
+        # graphs built before are stale
+        torch.autograd.graph.increment_version([chunk.shard for chunk in contents.chunks()])
 
     def _tensor(self, name: str) -> Tensor:
         if (stored := self._stored.get(name)) is None:
@@ -258,7 +337,9 @@ class _Loader:
         return self._tensor(f"extra:{number}")
 
     def _other(self, name: str, contents: Contents) -> Tensor:
-        """Returns this rank's own value of a buffer if the checkpoint holds one, and otherwise the value that all ranks share."""
+        """Returns this rank's own value of a buffer if the checkpoint holds one, and otherwise the
+        value that all ranks share.
+        """
         for stored in (f"other:{contents.number}:{name}", f"other:0:{name}"):
             if stored in self._stored:
                 return self._tensor(stored)
@@ -271,6 +352,8 @@ class _Loader:
         if contents.number < len(names) and "random" in (
             metadata := self._files.metadata[names[contents.number]]
         ):  # a converted one has none
-            kinds = [name.removeprefix(prefix) for name in self._files.tensors if name.startswith(prefix)]
+            kinds = [
+                name.removeprefix(prefix) for name in self._files.tensors if name.startswith(prefix)
+            ]
             tensors = {kind: self._tensor(f"{prefix}{kind}") for kind in kinds}
             random_state.restore(contents.device, tensors, metadata["random"])

@@ -1,8 +1,9 @@
-"""A checkpoint is a directory with a manifest. The manifest names every file, its size, the hashes of its blocks, and its own hash.
+"""A checkpoint is a directory with a manifest. The manifest names every file, its size, the hashes
+of its blocks, and its own hash.
 
-checkpoint/
-  manifest.json                          is written last, by one rename
-  data-1f2e3d4c5b6a7988/                 holds the files of this save; each save makes a data directory of its own
+checkpoint/ manifest.json                          is written last, by one rename
+  data-1f2e3d4c5b6a7988/                 holds the files of this save; each save makes a data
+  directory of its own
     model-00000-of-00002.safetensors     rank 0's ranges of parameters
     optimizer-00000-of-00002.safetensors rank 0's ranges of the optimizer's state
     ...
@@ -34,13 +35,18 @@ VERSION = 1
 DATA = re.compile(r"data-[0-9a-f]{16}")
 _DELETED = "manifest.deleted"
 _FILE = re.compile(r"(model|optimizer)-\d{5}-of-\d{5}\.safetensors")
-_RUN = re.compile(r"run\.[0-9a-f]{16}\.([0-9a-f]{16})")  # is there while a save is under way, and tells of which run it is
-_OURS = re.compile(rf"{DATA.pattern}|manifest\.json\.[0-9a-f]{{16}}|{_RUN.pattern}|{re.escape(_DELETED)}")
+# is there while a save is under way, and tells of which run it is
+_RUN = re.compile(r"run\.[0-9a-f]{16}\.([0-9a-f]{16})")
+_OURS = re.compile(
+    rf"{DATA.pattern}|manifest\.json\.[0-9a-f]{{16}}|{_RUN.pattern}|{re.escape(_DELETED)}"
+)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest that was read from a file. `content` is the JSON, of which `parse` has checked a part."""
+    """A manifest that was read from a file. `content` is the JSON, of which `parse` has checked a
+    part.
+    """
 
     directory: Path
     content: dict[str, Any]
@@ -51,7 +57,9 @@ class Manifest:
         return self.directory / str(self.content["data"])
 
     def names(self, kind: str) -> list[str]:
-        """Returns the names of the files of one kind ("model" or "optimizer"), in the order of the ranks that wrote them."""
+        """Returns the names of the files of one kind ("model" or "optimizer"), in the order of the
+        ranks that wrote them.
+        """
         return [name for name in self.files if name.startswith(kind)]
 
     def check_values(self) -> None:
@@ -61,26 +69,45 @@ class Manifest:
         """
         tensors = self.content["tensors"]
         if lacking := [name for name, described in tensors.items() if not described["stored"]]:
-            raise ValueError(f"{self.directory} was saved with frozen=False, without {len(lacking)} parameters ({lacking[0]}, ...)")
-        if quantized := {name: described["quantized"] for name, described in tensors.items() if "quantized" in described}:
+            raise ValueError(
+                f"{self.directory} was saved with frozen=False, without {len(lacking)} parameters "
+                f"({lacking[0]}, ...)"
+            )
+        if quantized := {
+            name: described["quantized"]
+            for name, described in tensors.items()
+            if "quantized" in described
+        }:
             first, kind = next(iter(quantized.items()))
             raise ValueError(
-                f"{self.directory} holds {len(quantized)} quantised parameters ({first} as {kind}, ...), which other programs can't read: "
-                "load it into a sharded model, and save zero3.full_state_dict(model)"
+                f"{self.directory} holds {len(quantized)} quantised parameters ({first} as "
+                f"{kind}, ...), which other programs can't read: load it into a sharded model, "
+                "and save zero3.full_state_dict(model)"
             )
 
 
 def write(directory: Path, content: dict[str, Any], files: dict[str, Written], token: str) -> None:
-    """Commits a save: all other files are on the disk already, and the rename makes them the checkpoint in `directory`."""
-    content = {"format": FORMAT, "version": VERSION, "data": f"data-{token}", "block_bytes": BLOCK_BYTES, **content}
-    content["files"] = {name: {"bytes": written.nbytes, "sha256": written.blocks} for name, written in files.items()}
+    """Commits a save: all other files are on the disk already, and the rename makes them the
+    checkpoint in `directory`.
+    """
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "data": f"data-{token}",
+        "block_bytes": BLOCK_BYTES,
+        **content,
+    }
+    content["files"] = {
+        name: {"bytes": written.nbytes, "sha256": written.blocks} for name, written in files.items()
+    }
     content["sha256"] = _own_hash(content)
     write_text(directory / NAME, json.dumps(content, indent=1), token)
     file_operations.sync_directory(directory)
 
 
 def read(path: str | os.PathLike[str]) -> Manifest:
-    """Reads a checkpoint's manifest, and checks that exactly the files that it names exist, with their sizes.
+    """Reads a checkpoint's manifest, and checks that exactly the files that it names exist, with
+    their sizes.
 
     Raises:
         ValueError: There is no checkpoint, or it was changed. The error names the file.
@@ -88,22 +115,32 @@ def read(path: str | os.PathLike[str]) -> Manifest:
     """
     directory = Path(path)
     if not (directory / NAME).is_file():
-        found = ", ".join(file_operations.names_in(directory)[:8]) or ("nothing" if directory.is_dir() else "no such directory")
+        found = ", ".join(file_operations.names_in(directory)[:8]) or (
+            "nothing" if directory.is_dir() else "no such directory"
+        )
         raise ValueError(f"{directory} is no checkpoint: there is no {NAME} in it (found {found})")
     _refuse_links(directory / NAME)
     content = parse(directory / NAME)
-    files = {name: Written(entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
+    files = {
+        name: Written(entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()
+    }
     manifest = Manifest(directory, content, files)
     _refuse_links(manifest.data)
     there = set(file_operations.names_in(manifest.data))
     if missing := sorted(set(files) - there):
         raise ValueError(f"{manifest.data / missing[0]} is missing; {NAME} names it")
     if foreign := sorted(there - set(files)):
-        raise ValueError(f"{manifest.data / foreign[0]} does not belong to this checkpoint: {NAME} does not name it. Take it away.")
+        raise ValueError(
+            f"{manifest.data / foreign[0]} does not belong to this checkpoint: {NAME} does not "
+            "name it. Take it away."
+        )
     for name, written in files.items():
         _refuse_links(manifest.data / name)
         if (size := (manifest.data / name).stat().st_size) != written.nbytes:
-            raise ValueError(f"{manifest.data / name} has {size} bytes, {NAME} says {written.nbytes}: it was cut off or replaced")
+            raise ValueError(
+                f"{manifest.data / name} has {size} bytes, {NAME} says {written.nbytes}: it was "
+                "cut off or replaced"
+            )
     return manifest
 
 
@@ -112,21 +149,28 @@ def reading(manifest: Manifest) -> Iterator[None]:
     """Context for code that reads `content`, which may have any structure.
 
     Raises:
-        ValueError: The structure is not the one that a save writes. It replaces Python's own error (KeyError, TypeError, ...).
+        ValueError: The structure is not the one that a save writes. It replaces Python's own error
+            (KeyError, TypeError, ...).
     """
     try:
         yield
     except (ValueError, OSError):
         raise
     except Exception as error:
-        raise ValueError(f"{manifest.directory / NAME} is malformed: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{manifest.directory / NAME} is malformed: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _refuse_links(path: Path) -> None:
-    """A save writes plain files into its own directory. A link would lead out of it, and reading a pipe would not end."""
+    """A save writes plain files into its own directory. A link would lead out of it, and reading a
+    pipe would not end.
+    """
     mode = path.lstat().st_mode if os.path.lexists(path) else stat.S_IFREG
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise ValueError(f"{path} is a link or a device, which no save makes: replace it by what it points to")
+        raise ValueError(
+            f"{path} is a link or a device, which no save makes: replace it by what it points to"
+        )
 
 
 def parse(path: Path) -> dict[str, Any]:
@@ -137,19 +181,30 @@ def parse(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path} is not the manifest of a {FORMAT}")
     if content.get("version") != VERSION:
-        raise ValueError(f"{path} has version {content.get('version')!r}, this zero3 reads {VERSION}")
+        raise ValueError(
+            f"{path} has version {content.get('version')!r}, this zero3 reads {VERSION}"
+        )
     if content.pop("sha256", None) != _own_hash(content):
         raise ValueError(f"{path} is corrupt: its hash is not the one that it holds")
-    well_formed = isinstance(content.get("files"), dict) and content.get("block_bytes") == BLOCK_BYTES
+    well_formed = (
+        isinstance(content.get("files"), dict) and content.get("block_bytes") == BLOCK_BYTES
+    )
     if not well_formed or not DATA.fullmatch(str(content.get("data"))):
         found = f"data {content.get('data')!r:.80}, blocks of {content.get('block_bytes')!r:.20}"
         raise ValueError(f"{path}: {found}, which no save writes")
     for name, entry in content["files"].items():
         blocks = entry.get("sha256") if isinstance(entry, dict) else None
-        if not _FILE.fullmatch(name) or not isinstance(blocks, list) or type(entry.get("bytes")) is not int:
+        if (
+            not _FILE.fullmatch(name)
+            or not isinstance(blocks, list)
+            or type(entry.get("bytes")) is not int
+        ):
             raise ValueError(f"{path} names the file {name!r:.80}, which no save writes")
         if len(blocks) != -(-entry["bytes"] // BLOCK_BYTES):
-            raise ValueError(f"{path}: {name} has {len(blocks)} hashes for {entry['bytes']} bytes, one for every {BLOCK_BYTES} expected")
+            raise ValueError(
+                f"{path}: {name} has {len(blocks)} hashes for {entry['bytes']} bytes, one for "
+                f"every {BLOCK_BYTES} expected"
+            )
     return content
 
 
@@ -158,7 +213,8 @@ def _own_hash(content: dict[str, Any]) -> str:
 
 
 def verify(manifest: Manifest, names: Iterable[str], rank: int, world_size: int) -> int:
-    """Reads this rank's share of the blocks of the named files, and compares their hashes. All ranks together read all blocks.
+    """Reads this rank's share of the blocks of the named files, and compares their hashes. All
+    ranks together read all blocks.
 
     Returns:
         The number of bytes that this rank has read.
@@ -167,9 +223,17 @@ def verify(manifest: Manifest, names: Iterable[str], rank: int, world_size: int)
         ValueError: A file was changed after the save.
         OSError: The file system reports an error.
     """
-    everything = [(name, number) for name in names for number in range(len(manifest.files[name].blocks))]
-    mine = everything[len(everything) * rank // world_size : len(everything) * (rank + 1) // world_size]
-    buffer = memoryview(bytearray(min(BLOCK_BYTES, max((manifest.files[name].nbytes for name, _ in mine), default=0))))
+    everything = [
+        (name, number) for name in names for number in range(len(manifest.files[name].blocks))
+    ]
+    mine = everything[
+        len(everything) * rank // world_size : len(everything) * (rank + 1) // world_size
+    ]
+    buffer = memoryview(
+        bytearray(
+            min(BLOCK_BYTES, max((manifest.files[name].nbytes for name, _ in mine), default=0))
+        )
+    )
     nbytes = 0
     for name in dict.fromkeys(name for name, _ in mine):
         with FileIO(os.fspath(manifest.data / name)) as file:
@@ -178,7 +242,9 @@ def verify(manifest: Manifest, names: Iterable[str], rank: int, world_size: int)
                 nbytes += len(block)
                 if sha256(block).hexdigest() != manifest.files[name].blocks[number]:
                     where = f"bytes {number * BLOCK_BYTES} to {number * BLOCK_BYTES + len(block)}"
-                    raise ValueError(f"{manifest.data / name} is corrupt: its {where} are not what was saved")
+                    raise ValueError(
+                        f"{manifest.data / name} is corrupt: its {where} are not what was saved"
+                    )
     return nbytes
 
 
@@ -190,16 +256,20 @@ def _fill(file: FileIO, offset: int, buffer: memoryview) -> int:
 
 
 def clean(directory: Path, keep: str | None) -> None:
-    """Removes the files of all saves into `directory`, failed or complete, except for the data directory `keep`."""
+    """Removes the files of all saves into `directory`, failed or complete, except for the data
+    directory `keep`.
+    """
     for name in file_operations.names_in(directory):
         if _OURS.fullmatch(name) and name != keep:
             file_operations.remove(directory / name)
 
 
 def delete(directory: Path) -> None:
-    """Deletes a checkpoint, or the rest of a checkpoint whose deletion was interrupted. Files of others in its directory stay.
+    """Deletes a checkpoint, or the rest of a checkpoint whose deletion was interrupted. Files of
+    others in its directory stay.
 
-    The manifest is renamed first. So a deletion that is interrupted leaves no checkpoint with missing files.
+    The manifest is renamed first. So a deletion that is interrupted leaves no checkpoint with
+    missing files.
     """
     if (directory / NAME).is_file():
         file_operations.replace(directory / NAME, directory / _DELETED)
@@ -210,7 +280,9 @@ def delete(directory: Path) -> None:
 
 
 def begin(directory: Path, run: str, token: str) -> None:
-    """Makes the first file of a save. Until the manifest is there, its name tells other runs that these files are not theirs."""
+    """Makes the first file of a save. Until the manifest is there, its name tells other runs that
+    these files are not theirs.
+    """
     file_operations.make_directory(directory)
     file_operations.create(directory / f"run.{token}.{_short(run)}").close()
     file_operations.sync_directory(directory)
@@ -219,7 +291,9 @@ def begin(directory: Path, run: str, token: str) -> None:
 
 def names_another_run(directory: Path, run: str) -> bool:
     """Whether what interrupted saves and deletions have left is said to be another run's."""
-    found = {match[1] for name in file_operations.names_in(directory) if (match := _RUN.fullmatch(name))}
+    found = {
+        match[1] for name in file_operations.names_in(directory) if (match := _RUN.fullmatch(name))
+    }
     with suppress(ValueError, OSError):  # there was no deletion
         _refuse_links(directory / _DELETED)
         of = parse(directory / _DELETED).get("run")

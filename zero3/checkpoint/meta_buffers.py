@@ -1,4 +1,6 @@
-"""Fills tensors on the meta device that are in no chunk: with loaded values, or as the model itself computes them."""
+"""Fills tensors on the meta device that are in no chunk: with loaded values, or as the model itself
+computes them.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,17 @@ _log = logging.getLogger("zero3")
 
 @torch.no_grad()
 def put(model: nn.Module, old: Tensor, value: Tensor) -> None:
-    """Copies `value` into `old`. If `old` is on meta, `value` replaces it in every module that has it."""
+    """Copies `value` into `old`. If `old` is on meta, `value` replaces it in every module that has
+    it.
+    """
     if not old.is_meta:
         old.copy_(value)
         return
-    new = nn.Parameter(value, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else value
+    new = (
+        nn.Parameter(value, requires_grad=old.requires_grad)
+        if isinstance(old, nn.Parameter)
+        else value
+    )
     for module in plain_modules(model):
         for held in (module._parameters, module._buffers):
             for attribute in [attribute for attribute, tensor in held.items() if tensor is old]:
@@ -43,11 +51,13 @@ Wanted = dict[nn.Module, dict[str, _MetaBuffer]]  # module -> attribute -> the b
 
 
 def initialise(model: nn.Module, states: list[LayerState]) -> list[tuple[str, Tensor]]:
-    """Gives values to the non-persistent buffers on meta (rotary frequencies, masks, positions), which no checkpoint holds.
+    """Gives values to the non-persistent buffers on meta (rotary frequencies, masks, positions),
+    which no checkpoint holds.
 
-    A module's hook computes them: `_init_weights` of the transformers model around the module or, without one, the module's own
-    `reset_parameters`. If that leaves a buffer on meta, the hooks of the modules around it follow, because a module may set buffers
-    that it has registered in modules inside it. Hooks run on the CPU, as in `from_pretrained`, and on a twin of the module, in which
+    A module's hook computes them: `_init_weights` of the transformers model around the module or,
+    without one, the module's own `reset_parameters`. If that leaves a buffer on meta, the hooks of
+    the modules around it follow, because a module may set buffers that it has registered in modules
+    inside it. Hooks run on the CPU, as in `from_pretrained`, and on a twin of the module, in which
     all other tensors are on meta.
 
     Returns:
@@ -59,7 +69,11 @@ def initialise(model: nn.Module, states: list[LayerState]) -> list[tuple[str, Te
         filled += _fill(owner, {owner: attributes}, hooks.get(owner))
     left = _on_meta(states)
     for around in reversed(list(plain_modules(model)) if left else []):  # inner before outer
-        inside = {module: left[module] for module in plain_modules(around) if module in left and module is not around}
+        inside = {
+            module: left[module]
+            for module in plain_modules(around)
+            if module in left and module is not around
+        }
         if inside and wrapped_in(around) is None:
             filled += _fill(around, inside, hooks.get(around))
             left = _on_meta(states)
@@ -71,13 +85,21 @@ def _on_meta(states: list[LayerState]) -> Wanted:
     for state in states:
         for owner, attribute, name in state.meta_buffers:
             buffer = owner._buffers.get(attribute)
-            if buffer is not None and buffer.is_meta and attribute in owner._non_persistent_buffers_set:
-                wanted.setdefault(owner, {})[attribute] = _MetaBuffer(f"{name} of layer {state.label}", state.device)
+            if (
+                buffer is not None
+                and buffer.is_meta
+                and attribute in owner._non_persistent_buffers_set
+            ):
+                wanted.setdefault(owner, {})[attribute] = _MetaBuffer(
+                    f"{name} of layer {state.label}", state.device
+                )
     return wanted
 
 
 def hooks_of(model: nn.Module) -> dict[nn.Module, Callable[[nn.Module], Any]]:
-    """Returns the `_init_weights` that counts for each module: that of the nearest model around it which has one."""
+    """Returns the `_init_weights` that counts for each module: that of the nearest model around it
+    which has one.
+    """
     hooks: dict[nn.Module, Callable[[nn.Module], Any]] = {}
 
     def walk(found: nn.Module, hook: Callable[[nn.Module], Any] | None) -> None:
@@ -93,8 +115,12 @@ def hooks_of(model: nn.Module) -> dict[nn.Module, Callable[[nn.Module], Any]]:
     return hooks
 
 
-def _fill(root: nn.Module, wanted: Wanted, hook: Callable[[nn.Module], Any] | None) -> list[tuple[str, Tensor]]:
-    """Runs the hook of `root`, puts the `wanted` buffers that it has written in place, and returns them."""
+def _fill(
+    root: nn.Module, wanted: Wanted, hook: Callable[[nn.Module], Any] | None
+) -> list[tuple[str, Tensor]]:
+    """Runs the hook of `root`, puts the `wanted` buffers that it has written in place, and returns
+    them.
+    """
     copies: dict[nn.Module, nn.Module] = {}
     blank: dict[tuple[nn.Module, str], Tensor] = {}
     try:
@@ -104,28 +130,42 @@ def _fill(root: nn.Module, wanted: Wanted, hook: Callable[[nn.Module], Any] | No
                 blank[owner, attribute] = torch.empty_like(owner._buffers[attribute], device="cpu")  # type: ignore[arg-type]
                 copies[owner]._buffers[attribute] = blank[owner, attribute]
         versions = {place: buffer._version for place, buffer in blank.items()}
-        initialise_twin = getattr(copy, "reset_parameters", None) if hook is None else lambda: hook(copy)
+        initialise_twin = (
+            getattr(copy, "reset_parameters", None) if hook is None else lambda: hook(copy)
+        )
         if not callable(initialise_twin):
             return []
         with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
             initialise_twin()
-    except Exception as error:  # the buffers stay on meta, and the first forward raises an error that names them
+    # the buffers stay on meta, and the first forward raises an error that names them
+    except Exception as error:
         names = [place.name for attributes in wanted.values() for place in attributes.values()]
-        _log.warning("%s: the buffers %s could not be computed: %s", type(root).__name__, ", ".join(names), error)
+        _log.warning(
+            "%s: the buffers %s could not be computed: %s",
+            type(root).__name__,
+            ", ".join(names),
+            error,
+        )
         return []
     filled: list[tuple[str, Tensor]] = []
     for (owner, attribute), old in blank.items():
         value, place = copies[owner]._buffers.get(attribute), wanted[owner][attribute]
-        if value is not None and not value.is_meta and (value is not old or value._version != versions[owner, attribute]):
+        if (
+            value is not None
+            and not value.is_meta
+            and (value is not old or value._version != versions[owner, attribute])
+        ):
             owner._buffers[attribute] = own = value.to(device=place.device, dtype=old.dtype)
             filled.append((place.name, own))
     return filled
 
 
 def twin(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
-    """Copies the unwrapped module and the modules in it, with every tensor on meta. So code may write into the copy.
+    """Copies the unwrapped module and the modules in it, with every tensor on meta. So code may
+    write into the copy.
 
-    `copies` receives the copy of each module; a module in several places has one. Layers and torch's wrappers are left out.
+    `copies` receives the copy of each module; a module in several places has one. Layers and
+    torch's wrappers are left out.
     """
     copies, module = {} if copies is None else copies, unwrapped(module)
     if module in copies:
@@ -133,17 +173,27 @@ def twin(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) ->
     if (inner := wrapped_in(module)) is not None:
         return twin(inner, copies)
     copies[module] = copy = type(module).__new__(type(module))
-    copy.__dict__ = {name: value for name, value in module.__dict__.items() if not isinstance(value, Override)}
+    copy.__dict__ = {
+        name: value for name, value in module.__dict__.items() if not isinstance(value, Override)
+    }
     copy.__dict__["_state_dict_pre_hooks"] = OrderedDict()
     for name, _ in released_in(module):
         del copy.__dict__[name]
     copy.__dict__["_parameters"] = {
-        name: None if value is None else nn.Parameter(torch.empty(value.shape, dtype=value.dtype, device="meta"), requires_grad=False)
+        name: None
+        if value is None
+        else nn.Parameter(
+            torch.empty(value.shape, dtype=value.dtype, device="meta"), requires_grad=False
+        )
         for name, value in parameters_of(module)
         if not name.startswith(("trainable_chunk", "frozen_chunk"))
     }
     copy.__dict__["_buffers"] = {
-        name: None if value is None else torch.empty_like(value, device="meta") for name, value in module._buffers.items()
+        name: None if value is None else torch.empty_like(value, device="meta")
+        for name, value in module._buffers.items()
     }
-    copy.__dict__["_modules"] = {name: None if child is None else twin(child, copies) for name, child in module._modules.items()}
+    copy.__dict__["_modules"] = {
+        name: None if child is None else twin(child, copies)
+        for name, child in module._modules.items()
+    }
     return copy

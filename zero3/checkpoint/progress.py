@@ -12,7 +12,9 @@ __all__: list[str] = []
 
 @contextmanager
 def progress(total: int, doing: str, *, shown: bool = True) -> Iterator[Callable[[int], object]]:
-    """Context that yields a function, which is called with the number of bytes that are done since its last call."""
+    """Context that yields a function, which is called with the number of bytes that are done since
+    its last call.
+    """
     try:
         tqdm = importlib.import_module("tqdm").tqdm if shown and sys.stderr.isatty() else None
     except ImportError:

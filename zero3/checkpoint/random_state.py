@@ -1,4 +1,6 @@
-"""The random generators of this process: torch's for the CPU and the device, Python's, and numpy's if numpy is imported."""
+"""The random generators of this process: torch's for the CPU and the device, Python's, and numpy's
+if numpy is imported.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Reads any range of a parameter from a checkpoint's files, however the ranks that saved it divided the parameter."""
+"""Reads any range of a parameter from a checkpoint's files, however the ranks that saved it divided
+the parameter.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _RANGE = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
 
 
 class Range(NamedTuple):
-    """Elements `[start, stop)` of a parameter or of a state tensor, and the stored tensor that holds them."""
+    """Elements `[start, stop)` of a parameter or of a state tensor, and the stored tensor that
+    holds them.
+    """
 
     start: int
     stop: int
@@ -26,18 +30,24 @@ class Range(NamedTuple):
 
 
 class Ranges:
-    """The ranges that a checkpoint's files hold, in order, by kind (`parameter`, `state:exp_avg`) and parameter's name."""
+    """The ranges that a checkpoint's files hold, in order, by kind (`parameter`, `state:exp_avg`)
+    and parameter's name.
+    """
 
     def __init__(self, files: SafetensorsFiles) -> None:
         self._files = files
         self._ranges: dict[tuple[str, str], list[Range]] = {}
         for name, stored in files.tensors.items():
-            if (match := _RANGE.fullmatch(own_name(name))) is not None and name.startswith(("parameter:", "state:")):
+            if (match := _RANGE.fullmatch(own_name(name))) is not None and name.startswith(
+                ("parameter:", "state:")
+            ):
                 kind, _, rest = match[1].partition(":")
                 if kind == "state":
                     key, _, rest = rest.partition(":")
                     kind = f"state:{key}"
-                self._ranges.setdefault((kind, rest), []).append(Range(int(match[2]), int(match[3]), stored))
+                self._ranges.setdefault((kind, rest), []).append(
+                    Range(int(match[2]), int(match[3]), stored)
+                )
         for ranges in self._ranges.values():
             ranges.sort(key=lambda range_: range_[:2])
 
@@ -45,12 +55,20 @@ class Ranges:
         """Raises ValueError unless the ranges cover all `numel` elements, each once."""
         end = 0
         for start, stop, stored in self._ranges.get((kind, name), []):
-            if start != end or stored.numel != stop - start or str(stored.dtype) != f"torch.{dtype}":
+            if (
+                start != end
+                or stored.numel != stop - start
+                or str(stored.dtype) != f"torch.{dtype}"
+            ):
                 found = f"{stored.name!r} with {stored.numel} elements of {stored.dtype}"
-                raise ValueError(f"{stored.file}: {found} does not continue at element {end} ({dtype})")
+                raise ValueError(
+                    f"{stored.file}: {found} does not continue at element {end} ({dtype})"
+                )
             end = stop
         if end != numel:
-            raise ValueError(f"{self._files.directory} has {end} of the {numel} elements of {name} ({kind})")
+            raise ValueError(
+                f"{self._files.directory} has {end} of the {numel} elements of {name} ({kind})"
+            )
 
     def read(self, kind: str, name: str, start: int, target: Tensor) -> None:
         """Reads elements `[start, start + n)` into `target` `[n]`."""
@@ -58,13 +76,18 @@ class Ranges:
         for range_ in self._ranges.get((kind, name), []):
             low, high = max(start, range_.start), min(stop, range_.stop)
             if low < high:
-                self._files.read(range_.stored, low - range_.start, target[low - start : high - start])
+                self._files.read(
+                    range_.stored, low - range_.start, target[low - start : high - start]
+                )
 
     def same(self, kind: str, first: str, second: str, numel: int) -> bool:
         """Whether two names have the same bytes."""
         for start in range(0, numel, _COMPARED):
             names = [self._ranges[kind, name] for name in (first, second)]
-            values = [torch.empty(min(_COMPARED, numel - start), dtype=ranges[0].stored.dtype) for ranges in names]
+            values = [
+                torch.empty(min(_COMPARED, numel - start), dtype=ranges[0].stored.dtype)
+                for ranges in names
+            ]
             for name, value in zip((first, second), values, strict=True):
                 self.read(kind, name, start, value)
             if bytes_of(values[0]) != bytes_of(values[1]):

@@ -1,8 +1,9 @@
 """Reads ranges of tensors from safetensors files. Headers are checked before they are used.
 
-A file begins with 8 bytes that hold the header's length (little-endian). The header follows, as JSON with each tensor's dtype,
-shape and `data_offsets`. Then the tensors' bytes follow, row-major, without gaps. The safetensors package slices along dimensions,
-but a chunk is a range of a flattened tensor. So this file reads by itself. https://huggingface.co/docs/safetensors
+A file begins with 8 bytes that hold the header's length (little-endian). The header follows, as
+JSON with each tensor's dtype, shape and `data_offsets`. Then the tensors' bytes follow, row-major,
+without gaps. The safetensors package slices along dimensions, but a chunk is a range of a flattened
+tensor. So this file reads by itself. https://huggingface.co/docs/safetensors
 """
 
 from __future__ import annotations
@@ -32,16 +33,22 @@ _INCOMPLETE = "the download may be incomplete"
 
 # the format's names
 DTYPES = (
-    ("BOOL", torch.bool), ("U8", torch.uint8), ("I8", torch.int8), ("U16", torch.uint16), ("I16", torch.int16), ("U32", torch.uint32),
-    ("I32", torch.int32), ("U64", torch.uint64), ("I64", torch.int64), ("F16", torch.float16), ("BF16", torch.bfloat16),
-    ("F32", torch.float32), ("F64", torch.float64), ("C64", torch.complex64), ("F8_E4M3", torch.float8_e4m3fn),
-    ("F8_E5M2", torch.float8_e5m2), ("F8_E4M3FNUZ", torch.float8_e4m3fnuz), ("F8_E5M2FNUZ", torch.float8_e5m2fnuz),
+    ("BOOL", torch.bool), ("U8", torch.uint8), ("I8", torch.int8), ("U16", torch.uint16), ("I16",
+    torch.int16), ("U32", torch.uint32),
+    ("I32", torch.int32), ("U64", torch.uint64), ("I64", torch.int64), ("F16", torch.float16),
+    ("BF16", torch.bfloat16),
+    ("F32", torch.float32), ("F64", torch.float64), ("C64", torch.complex64), ("F8_E4M3",
+    torch.float8_e4m3fn),
+    ("F8_E5M2", torch.float8_e5m2), ("F8_E4M3FNUZ", torch.float8_e4m3fnuz), ("F8_E5M2FNUZ",
+    torch.float8_e5m2fnuz),
     ("F8_E8M0", torch.float8_e8m0fnu),
 )  # fmt: skip
 _HAVE_NO_NAME = (
-    torch.complex32, torch.complex128, torch.float4_e2m1fn_x2, torch.bits8, torch.bits16, torch.bits1x8, torch.bits2x4, torch.bits4x2,
+    torch.complex32, torch.complex128, torch.float4_e2m1fn_x2, torch.bits8, torch.bits16,
+    torch.bits1x8, torch.bits2x4, torch.bits4x2,
 )  # fmt: skip
-UNNAMED = tuple((str(dtype), dtype) for dtype in _HAVE_NO_NAME)  # in checkpoints, which this project alone reads, they have torch's
+# in checkpoints, which this project alone reads, they have torch's
+UNNAMED = tuple((str(dtype), dtype) for dtype in _HAVE_NO_NAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +67,16 @@ class Stored:
 
 
 class SafetensorsFiles:
-    """The open files of a checkpoint directory. All headers have been read and checked. The caller closes it.
+    """The open files of a checkpoint directory. All headers have been read and checked. The caller
+    closes it.
 
     Args:
         path: The directory.
         names: The names of the files. None: the files that a Hugging Face directory names.
 
     Raises:
-        ValueError: The directory has no safetensors, or an index or a header is not as the format asks for.
+        ValueError: The directory has no safetensors, or an index or a header is not as the format
+            asks for.
         TypeError: `path` is no path.
         OSError: The file system reports an error.
     """
@@ -78,7 +87,8 @@ class SafetensorsFiles:
         self.metadata: dict[str, dict[str, str]] = {}  # of each file
         self.bytes_read = 0  # of tensors, by this object
         self._files: dict[str, FileIO] = {}
-        self.listing: list[str] = []  # a line for each file; ranks that see the same files have the same lines
+        # a line for each file; ranks that see the same files have the same lines
+        self.listing: list[str] = []
         self._stage = bytearray()
         if sys.byteorder != "little":
             raise ValueError("safetensors files are little-endian, this machine is not")
@@ -88,7 +98,10 @@ class SafetensorsFiles:
                 self._add(name)
             for tensor, name in index.items():
                 if tensor not in self.tensors or self.tensors[tensor].file != name:
-                    raise ValueError(f"{self.directory / INDEX} says that {tensor!r} is in {name}, where it is not: {_INCOMPLETE}")
+                    raise ValueError(
+                        f"{self.directory / INDEX} says that {tensor!r} is in {name}, where it is "
+                        f"not: {_INCOMPLETE}"
+                    )
         except BaseException:
             self.close()
             raise
@@ -96,45 +109,69 @@ class SafetensorsFiles:
     def _add(self, name: str) -> None:
         path = self.directory / name
         if not path.is_file():
-            raise ValueError(f"{path} is named by the index, but there is no such file: {_INCOMPLETE}")
+            raise ValueError(
+                f"{path} is named by the index, but there is no such file: {_INCOMPLETE}"
+            )
         file = self._files[name] = FileIO(os.fspath(path))
         header, self.metadata[name], tensors = _read_header(file, path, name)
-        self.listing.append(f"{name}: {os.fstat(file.fileno()).st_size} bytes, header {sha256(header).hexdigest()[:16]}")
+        self.listing.append(
+            f"{name}: {os.fstat(file.fileno()).st_size} bytes, header "
+            f"{sha256(header).hexdigest()[:16]}"
+        )
         for tensor in tensors:
             if tensor.name in self.tensors:
                 other = self.tensors[tensor.name].file
-                raise ValueError(f"{tensor.name!r} is in {other} and again in {name}: expected every name once in {self.directory}")
+                raise ValueError(
+                    f"{tensor.name!r} is in {other} and again in {name}: expected every name once "
+                    f"in {self.directory}"
+                )
             self.tensors[tensor.name] = tensor
 
     def read(self, tensor: Stored, start: int, target: Tensor) -> None:
-        """Reads elements `[start, start + n)` of a flattened tensor into `target` `[n]`, and converts them to its dtype and device.
+        """Reads elements `[start, start + n)` of a flattened tensor into `target` `[n]`, and
+        converts them to its dtype and device.
 
-        It reads into the target's memory if dtype and device allow that, and otherwise through a buffer of a few MB.
+        It reads into the target's memory if dtype and device allow that, and otherwise through a
+        buffer of a few MB.
 
         Raises:
             OSError: The file can't be read.
             RuntimeError: The file ends early.
         """
         size = tensor.dtype.itemsize
-        if target.device.type == "cpu" and target.dtype == tensor.dtype != torch.bool and target.is_contiguous():
+        if (
+            target.device.type == "cpu"
+            and target.dtype == tensor.dtype != torch.bool
+            and target.is_contiguous()
+        ):
             self._fill(tensor, tensor.offset + start * size, bytes_of(target))
             return
         if not self._stage:
             self._stage = bytearray(STAGE_BYTES)
-        # A bool of torch must be 0 or 1, and a file may hold any byte. The conversion from uint8 gives 0 or 1.
+        # A bool of torch must be 0 or 1, and a file may hold any byte. The conversion from uint8
+        # gives 0 or 1.
         dtype = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
         step = STAGE_BYTES // size
         for done in range(0, target.numel(), step):
             count = min(step, target.numel() - done)
-            self._fill(tensor, tensor.offset + (start + done) * size, memoryview(self._stage)[: count * size])
-            target[done : done + count].copy_(torch.frombuffer(self._stage, dtype=dtype, count=count))
+            self._fill(
+                tensor,
+                tensor.offset + (start + done) * size,
+                memoryview(self._stage)[: count * size],
+            )
+            target[done : done + count].copy_(
+                torch.frombuffer(self._stage, dtype=dtype, count=count)
+            )
 
     def _fill(self, tensor: Stored, offset: int, view: memoryview) -> None:
         self.bytes_read += len(view)
         while view:
             count = read_bytes(self._files[tensor.file], offset, view)
             if not count:
-                raise RuntimeError(f"{self.directory / tensor.file} ended within {tensor.name!r}: was it replaced meanwhile?")
+                raise RuntimeError(
+                    f"{self.directory / tensor.file} ended within {tensor.name!r}: was it "
+                    "replaced meanwhile?"
+                )
             view, offset = view[count:], offset + count
 
     def close(self) -> None:
@@ -143,7 +180,9 @@ class SafetensorsFiles:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Returns the memory of a contiguous CPU tensor, to read or write, without a copy. The view keeps the tensor alive."""
+    """Returns the memory of a contiguous CPU tensor, to read or write, without a copy. The view
+    keeps the tensor alive.
+    """
     if not tensor.numel():
         return memoryview(b"")
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
@@ -152,15 +191,22 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def read_bytes(file: FileIO, offset: int, into: memoryview) -> int:
-    """Reads tensors' bytes; no other function does. It may read less than the caller wants, and reads 0 at the file's end."""
+    """Reads tensors' bytes; no other function does. It may read less than the caller wants, and
+    reads 0 at the file's end.
+    """
     file.seek(offset)
     return file.readinto(into) or 0
 
 
 def _names_of_files(directory: Path) -> tuple[list[str], dict[str, str]]:
-    """Returns the files, and the index, which maps each tensor to its file ({} if there is no index)."""
+    """Returns the files, and the index, which maps each tensor to its file ({} if there is no
+    index).
+    """
     if not directory.is_dir():
-        raise ValueError(f"{directory} is not a directory: expected one with {SINGLE}, or {INDEX} and the files that it names")
+        raise ValueError(
+            f"{directory} is not a directory: expected one with {SINGLE}, or {INDEX} and the "
+            "files that it names"
+        )
     if (directory / SINGLE).is_file():
         return [SINGLE], {}
     if not (directory / INDEX).is_file():
@@ -170,10 +216,19 @@ def _names_of_files(directory: Path) -> tuple[list[str], dict[str, str]]:
     index = _parse((directory / INDEX).read_bytes(), directory / INDEX)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{directory / INDEX}: weight_map must be an object that names a file for each tensor")
+        raise ValueError(
+            f"{directory / INDEX}: weight_map must be an object that names a file for each tensor"
+        )
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or any(mark in name for mark in "/\\\0") or not name.endswith(".safetensors"):
-            raise ValueError(f"{directory / INDEX}: {tensor!r} is said to be in {name!r}, expected a .safetensors file beside it")
+        if (
+            not isinstance(name, str)
+            or any(mark in name for mark in "/\\\0")
+            or not name.endswith(".safetensors")
+        ):
+            raise ValueError(
+                f"{directory / INDEX}: {tensor!r} is said to be in {name!r}, expected a "
+                ".safetensors file beside it"
+            )
     return sorted(set(weight_map.values())), weight_map
 
 
@@ -183,14 +238,26 @@ def _read_header(file: FileIO, path: Path, name: str) -> tuple[bytes, dict[str, 
     if size < 8 or 8 + length > size:
         raise ValueError(f"{path} is cut off: {size} bytes, its header alone ends at {8 + length}")
     if length > LONGEST_HEADER:
-        raise ValueError(f"{path}: a header of {length} bytes, the format allows {LONGEST_HEADER}: not a safetensors file")
+        raise ValueError(
+            f"{path}: a header of {length} bytes, the format allows {LONGEST_HEADER}: not a "
+            "safetensors file"
+        )
     header = _exactly(file, length, path)
     entries = _parse(header, path)
     metadata = entries.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError(f"{path}: __metadata__ must map strings to strings, found {metadata!r:.80}")
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
+        raise ValueError(
+            f"{path}: __metadata__ must map strings to strings, found {metadata!r:.80}"
+        )
     tensors = [_stored(key, entry, path, name, 8 + length) for key, entry in entries.items()]
-    _check_spans(((t.offset, t.offset + t.numel * t.dtype.itemsize, t.name) for t in tensors), path, 8 + length, size)
+    _check_spans(
+        ((t.offset, t.offset + t.numel * t.dtype.itemsize, t.name) for t in tensors),
+        path,
+        8 + length,
+        size,
+    )
     return header, metadata, tensors
 
 
@@ -200,7 +267,9 @@ def _exactly(file: FileIO, count: int, path: Path) -> bytes:
     while len(found) < count:
         more = file.read(count - len(found))
         if not more:
-            raise ValueError(f"{path} is cut off: expected {count} more bytes of its header, found {len(found)}")
+            raise ValueError(
+                f"{path} is cut off: expected {count} more bytes of its header, found {len(found)}"
+            )
         found += more
     return bytes(found)
 
@@ -210,46 +279,71 @@ def _parse(text: bytes, path: Path) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
             names = [name for name, _ in pairs]
-            raise ValueError(f"the name {next(name for name in names if names.count(name) > 1)!r} stands there twice")
+            raise ValueError(
+                f"the name {next(name for name in names if names.count(name) > 1)!r} stands there "
+                "twice"
+            )
         return found
 
     try:
         parsed = json.loads(text.decode("utf-8"), object_pairs_hook=without_repetitions)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is corrupt, its header is not the JSON that the format asks for: {error}") from None
+        raise ValueError(
+            f"{path} is corrupt, its header is not the JSON that the format asks for: {error}"
+        ) from None
     if not isinstance(parsed, dict):
-        raise ValueError(f"{path} is corrupt: expected a JSON object, found {type(parsed).__name__}")
+        raise ValueError(
+            f"{path} is corrupt: expected a JSON object, found {type(parsed).__name__}"
+        )
     return parsed
 
 
 def _stored(key: str, entry: Any, path: Path, name: str, begin: int) -> Stored:
     dtypes = dict(DTYPES + UNNAMED)
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{path} is corrupt: {key!r} must have dtype, shape and data_offsets, found {entry!r:.80}")
+        raise ValueError(
+            f"{path} is corrupt: {key!r} must have dtype, shape and data_offsets, found "
+            f"{entry!r:.80}"
+        )
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in dtypes:
-        raise ValueError(f"{path}: {key!r} has the dtype {entry['dtype']!r:.40}, which can't be read; known are {', '.join(dict(DTYPES))}")
+        raise ValueError(
+            f"{path}: {key!r} has the dtype {entry['dtype']!r:.40}, which can't be read; known "
+            f"are {', '.join(dict(DTYPES))}"
+        )
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         found = f"shape {shape!r:.80} and data_offsets {offsets!r:.80}"
-        raise ValueError(f"{path} is corrupt: {key!r} has {found}, expected integers from 0 up, and two offsets")
+        raise ValueError(
+            f"{path} is corrupt: {key!r} has {found}, expected integers from 0 up, and two offsets"
+        )
     stored = Stored(key, name, dtypes[entry["dtype"]], tuple(shape), begin + offsets[0])
     expected = stored.numel * stored.dtype.itemsize
     if offsets[1] - offsets[0] != expected:
         found = f"{offsets[1] - offsets[0]} bytes"
-        raise ValueError(f"{path} is corrupt: {key!r} has {found}, its shape {shape} of {stored.dtype} takes {expected}")
+        raise ValueError(
+            f"{path} is corrupt: {key!r} has {found}, its shape {shape} of {stored.dtype} takes "
+            f"{expected}"
+        )
     return stored
 
 
 def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+    return isinstance(values, list) and all(
+        type(value) is int and 0 <= value < 1 << 63 for value in values
+    )
 
 
 def _check_spans(spans: Iterable[tuple[int, int, str]], path: Path, begin: int, size: int) -> None:
-    """Raises ValueError unless the tensors fill the file from the header's end, without overlaps and gaps."""
+    """Raises ValueError unless the tensors fill the file from the header's end, without overlaps
+    and gaps.
+    """
     end = begin
     for start, stop, name in sorted(spans):
         if start != end:
-            raise ValueError(f"{path} is corrupt: {name!r} starts at byte {start}, expected {end}: without overlaps and gaps")
+            raise ValueError(
+                f"{path} is corrupt: {name!r} starts at byte {start}, expected {end}: without "
+                "overlaps and gaps"
+            )
         end = stop
     if end != size:
         raise ValueError(f"{path} is cut off or corrupt: {size} bytes, its header describes {end}")

@@ -1,4 +1,6 @@
-"""Writes safetensors files as a stream: the header first, then bytes from the tensors' memory. A thread hashes them meanwhile."""
+"""Writes safetensors files as a stream: the header first, then bytes from the tensors' memory. A
+thread hashes them meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,14 @@ from .safetensors_files import DTYPES, LONGEST_HEADER, UNNAMED, bytes_of
 
 __all__: list[str] = []
 
-BLOCK_BYTES = 1 << 24  # of a file have one hash; the copy of a device's tensors on the CPU takes no more at a time
+# of a file have one hash; the copy of a device's tensors on the CPU takes no more at a time
+BLOCK_BYTES = 1 << 24
 
 
 class ToWrite(NamedTuple):
-    """A tensor to write, with its name and shape in the file. The shape has as many elements as the tensor."""
+    """A tensor to write, with its name and shape in the file. The shape has as many elements as the
+    tensor.
+    """
 
     name: str
     tensor: Tensor
@@ -39,7 +44,12 @@ class Written(NamedTuple):
     blocks: list[str]
 
 
-def header_of(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str], *, ours: bool = False) -> bytes:
+def header_of(
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
+    metadata: Mapping[str, str],
+    *,
+    ours: bool = False,
+) -> bytes:
     """Returns the first bytes of a file that holds `tensors` in this order, up to the first value.
 
     `ours`: the file is part of a checkpoint, which may hold dtypes that the format does not know.
@@ -53,7 +63,9 @@ def header_of(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metad
     for name, dtype, shape in tensors:
         if dtype not in known:
             instead = "use zero3.save_checkpoint, or torch.save(zero3.full_state_dict(model), ...)"
-            raise ValueError(f"{name} is {dtype}, for which safetensors files have no name: {instead}")
+            raise ValueError(
+                f"{name} is {dtype}, for which safetensors files have no name: {instead}"
+            )
         start, end = end, end + math.prod(shape) * dtype.itemsize
         entries[name] = {"dtype": known[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
@@ -69,26 +81,33 @@ def write_file(file: FileIO, entries: list[ToWrite], metadata: Mapping[str, str]
     Raises:
         OSError: The file system reports an error.
     """
-    header = header_of(((entry.name, entry.tensor.dtype, entry.shape) for entry in entries), metadata, ours=True)
+    header = header_of(
+        ((entry.name, entry.tensor.dtype, entry.shape) for entry in entries), metadata, ours=True
+    )
     return write_hashed(file, chain([memoryview(header)], _views(entries)))
 
 
 def write_hashed(file: FileIO, views: Iterable[memoryview]) -> Written:
-    """Likewise, for the bytes of `views` in order. A view may change only when two blocks have been written after it."""
+    """Likewise, for the bytes of `views` in order. A view may change only when two blocks have been
+    written after it.
+    """
     nbytes, blocks, hashes = 0, [], deque[Future[str]]()
     with ThreadPoolExecutor(1) as hasher:
         for block in _blocks(views):
             hashes.append(hasher.submit(_hash, block))
             file_operations.write(file, block)
             nbytes += sum(map(len, block))
-            while len(hashes) > 1:  # the thread is one block behind at most, so that memory is bounded
+            # the thread is one block behind at most, so that memory is bounded
+            while len(hashes) > 1:
                 blocks.append(hashes.popleft().result())
         blocks += [future.result() for future in hashes]
     return Written(nbytes, blocks)
 
 
 def write_text(path: Path, text: str, token: str) -> None:
-    """Writes a small file under a temporary name, which ends with `token`, and renames it when it is on the disk."""
+    """Writes a small file under a temporary name, which ends with `token`, and renames it when it
+    is on the disk.
+    """
     temporary = path.with_name(f"{path.name}.{token}")
     with file_operations.create(temporary) as file:
         file_operations.write(file, [memoryview(text.encode())])

@@ -331,7 +331,8 @@ class Saving:
 
     Example::
 
-        saving = zero3.save_checkpoint(f"{directory}/step-{step}", model, optimizer, background=True)
+        path = f"{directory}/step-{step}"
+        saving = zero3.save_checkpoint(path, model, optimizer, background=True)
         loss_of(model, batch).backward()
         saving.wait()
     """

@@ -1,8 +1,10 @@
-"""Hashes of parameters' values. They tell whether a base is the one that adapters were trained on, however ranks divide it.
+"""Hashes of parameters' values. They tell whether a base is the one that adapters were trained on,
+however ranks divide it.
 
-A hash is a sum over a parameter's elements, modulo a prime, each element times a number that belongs to its place. So each rank adds
-up its own slices, on the device where they lie, and no value travels. Two parameters that are not the same have the same hash with a
-probability of about 2**-80. (It finds mistakes. Somebody who wants to can make other values with the same hash.)
+A hash is a sum over a parameter's elements, modulo a prime, each element times a number that
+belongs to its place. So each rank adds up its own slices, on the device where they lie, and no
+value travels. Two parameters that are not the same have the same hash with a probability of about
+2**-80. (It finds mistakes. Somebody who wants to can make other values with the same hash.)
 """
 
 from __future__ import annotations
@@ -18,14 +20,19 @@ from .contents import Contents
 
 __all__: list[str] = []
 
-_BLOCK = 1 << 16  # lanes; lanes are 16 bits of an element, or all 8. Each lane of a block has four numbers below 2**20
+# lanes; lanes are 16 bits of an element, or all 8. Each lane of a block has four numbers below
+# 2**20
+_BLOCK = 1 << 16
 _AT_ONCE = 64  # blocks
 _PRIME = (1 << 127) - 1
-_BASE = int.from_bytes(shake_256(b"zero3 block").digest(15))  # block n counts times this to the power n + 1
+# block n counts times this to the power n + 1
+_BASE = int.from_bytes(shake_256(b"zero3 block").digest(15))
 
 
 def value_hashes(contents: Contents, names: Sequence[str], doing: str) -> dict[str, str]:
-    """The hashes of the parameters `names`, 32 hexadecimal digits each. Every rank calls it, with the same names, and gets the same."""
+    """The hashes of the parameters `names`, 32 hexadecimal digits each. Every rank calls it, with
+    the same names, and gets the same.
+    """
     with agreeing(contents.communicator, contents.device, f"the hashes of {doing}"):
         mine = _own_parts(contents, frozenset(names))
     payload = b"".join(mine.get(name, 0).to_bytes(16) for name in names)
@@ -34,8 +41,12 @@ def value_hashes(contents: Contents, names: Sequence[str], doing: str) -> dict[s
     found = {}
     for number, name in enumerate(names):
         parts = [int.from_bytes(each[16 * number : 16 * number + 16]) for each in told]
-        sums = [sum(parts[first : first + shards]) % _PRIME for first in range(0, len(parts), shards)]  # of each replica
-        found[name] = "/".join(dict.fromkeys(f"{each:032x}" for each in sums))  # replicas that differ have no hash that was saved
+        # of each replica
+        sums = [
+            sum(parts[first : first + shards]) % _PRIME for first in range(0, len(parts), shards)
+        ]
+        # replicas that differ have no hash that was saved
+        found[name] = "/".join(dict.fromkeys(f"{each:032x}" for each in sums))
     return found
 
 
@@ -52,13 +63,19 @@ def _own_parts(contents: Contents, names: frozenset[str]) -> dict[str, int]:
 
 
 def _numbers(device: torch.device) -> Tensor:
-    """The numbers of a block's lanes, `[_BLOCK, 4]`, as float64, in which their sums below are exact."""
-    drawn = torch.frombuffer(bytearray(shake_256(b"zero3 lane").digest(_BLOCK * 16)), dtype=torch.int32)
+    """The numbers of a block's lanes, `[_BLOCK, 4]`, as float64, in which their sums below are
+    exact.
+    """
+    drawn = torch.frombuffer(
+        bytearray(shake_256(b"zero3 lane").digest(_BLOCK * 16)), dtype=torch.int32
+    )
     return ((drawn & 0xFFFFF) | 1).view(_BLOCK, 4).to(device, torch.float64)
 
 
 def part_of_hash(values: Tensor, start: int, numbers: Tensor) -> int:
-    """The part of a parameter's hash that its elements from number `start` on add, `values` `[n]`."""
+    """The part of a parameter's hash that its elements from number `start` on add, `values`
+    `[n]`.
+    """
     lanes = values.view(torch.int16 if values.itemsize > 1 else torch.uint8)
     position, part = start * (values.itemsize // lanes.itemsize), 0
     while len(lanes):
@@ -67,7 +84,11 @@ def part_of_hash(values: Tensor, start: int, numbers: Tensor) -> int:
         count = whole * _BLOCK or min(len(lanes), _BLOCK - within)
         taken = lanes[:count].to(torch.float64)
         # at most 2**16 products of 2**15 and 2**20: exact in any order
-        sums = taken.view(whole, _BLOCK) @ numbers if whole else (taken @ numbers[within : within + count])[None]
+        sums = (
+            taken.view(whole, _BLOCK) @ numbers
+            if whole
+            else (taken @ numbers[within : within + count])[None]
+        )
         factor = pow(_BASE, position // _BLOCK + 1, _PRIME)
         for row in sums.tolist():
             part += factor * sum(int(each) << 60 * column for column, each in enumerate(row))

@@ -1,4 +1,6 @@
-"""Ranks compare what they will do next. If they differ, all raise the same error. If they agree, it costs one small collective."""
+"""Ranks compare what they will do next. If they differ, all raise the same error. If they agree, it
+costs one small collective.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,19 @@ from .errors import NamingFailures, Subject
 __all__: list[str] = []
 
 _ABSENT = bytes(16)  # a rank that only listens sends this in place of a digest
-_AGREES = 0xA4  # the last byte, but for its last bit, which is set if the rank has an error. No other exchange of that length ends so
+# the last byte, but for its last bit, which is set if the rank has an error. No other exchange of
+# that length ends so
+_AGREES = 0xA4
 NOTE_BYTES = 4
 _KINDS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError, OSError)
 
 
-def meeting(communicator: Communicator, error: Exception | None = None) -> AbstractContextManager[None]:
-    """Context for the first collective of ranks that may have been given different groups: see `Board.meeting`."""
+def meeting(
+    communicator: Communicator, error: Exception | None = None
+) -> AbstractContextManager[None]:
+    """Context for the first collective of ranks that may have been given different groups: see
+    `Board.meeting`.
+    """
     board = board_for(communicator) if communicator.world_size > 1 else None
     return nullcontext() if board is None else board.meeting(error)
 
@@ -39,10 +47,12 @@ def agree(
     note: bytes = bytes(NOTE_BYTES),
     caller: str = "",
 ) -> list[bytes]:
-    """Returns if all ranks pass the same `lines` and no rank passes an `error`; otherwise every rank raises the same error.
+    """Returns if all ranks pass the same `lines` and no rank passes an `error`; otherwise every
+    rank raises the same error.
 
-    A rank that finds a mistake passes it as `error` and does not raise it alone: the other ranks, which may see no mistake, would
-    wait for this rank. Each rank sends 16 bytes; the texts follow only if these differ.
+    A rank that finds a mistake passes it as `error` and does not raise it alone: the other ranks,
+    which may see no mistake, would wait for this rank. Each rank sends 16 bytes; the texts follow
+    only if these differ.
 
     Args:
         communicator: The ranks that compare.
@@ -52,42 +62,73 @@ def agree(
         error: A mistake that this rank has found.
         absent: This rank only listens, and raises what the others raise.
         note: `NOTE_BYTES` bytes that are sent too, and not compared.
-        caller: The public function whose first collective this is, for the error if not all ranks call it, where `subject` is not its name.
+        caller: The public function whose first collective this is, for the error if not all ranks
+            call it, where `subject` is not its name.
 
     Returns:
         Every rank's `note`, in rank order.
 
     Raises:
-        ValueError, TypeError, RuntimeError, OSError: The lowest rank's error, or the first line that differs, with the ranks.
+        ValueError, TypeError, RuntimeError, OSError: The lowest rank's error, or the first line
+        that differs, with the ranks.
     """
     if communicator.world_size == 1:
         if error is not None:
             raise error
         return [note]
-    kind = next((kind.__name__ for kind in _KINDS if isinstance(error, kind)), "RuntimeError") if error is not None else ""
+    kind = (
+        next((kind.__name__ for kind in _KINDS if isinstance(error, kind)), "RuntimeError")
+        if error is not None
+        else ""
+    )
     said = str(error) if isinstance(error, _KINDS) else f"{type(error).__name__}: {error}"
-    text = json.dumps({"subject": subject, "lines": list(lines), "kind": kind, "error": said if error is not None else ""})
-    digest = hashlib.sha256(text.encode()).digest()[: 15 - NOTE_BYTES] + bytes([_AGREES | (error is not None)])
-    with NamingFailures(communicator, "comparing with the other ranks", Subject(subject), caller or _function_in(subject)):
+    text = json.dumps(
+        {
+            "subject": subject,
+            "lines": list(lines),
+            "kind": kind,
+            "error": said if error is not None else "",
+        }
+    )
+    digest = hashlib.sha256(text.encode()).digest()[: 15 - NOTE_BYTES] + bytes(
+        [_AGREES | (error is not None)]
+    )
+    with NamingFailures(
+        communicator,
+        "comparing with the other ranks",
+        Subject(subject),
+        caller or _function_in(subject),
+    ):
         told = communicator.exchange(_ABSENT if absent else note + digest, device)
-        notes, digests = zip(*((each[:NOTE_BYTES], each[NOTE_BYTES:]) for each in told), strict=True)
+        notes, digests = zip(
+            *((each[:NOTE_BYTES], each[NOTE_BYTES:]) for each in told), strict=True
+        )
         present = [rank for rank, other in enumerate(told) if other != _ABSENT]
         if strange := [rank for rank in present if told[rank][-1] & ~1 != _AGREES]:
-            raise RuntimeError(f"rank {strange[0]} was elsewhere, and what it sent there has come here")
-        if len({digests[rank] for rank in present}) <= 1 and not any(digests[rank][-1] & 1 for rank in present):
+            raise RuntimeError(
+                f"rank {strange[0]} was elsewhere, and what it sent there has come here"
+            )
+        if len({digests[rank] for rank in present}) <= 1 and not any(
+            digests[rank][-1] & 1 for rank in present
+        ):
             return list(notes)
         texts = exchange_texts(communicator, device, text)
     raise _explain({rank: json.loads(texts[rank]) for rank in present})
 
 
 def _function_in(subject: str) -> str:
-    """Public functions agree in their own name, with arguments perhaps. What is compared within them, or in a step, is no name."""
+    """Public functions agree in their own name, with arguments perhaps. What is compared within
+    them, or in a step, is no name.
+    """
     return name if (name := subject.partition("(")[0]).isidentifier() else ""
 
 
 @contextmanager
-def agreeing(communicator: Communicator, device: torch.device, subject: str, caller: str = "") -> Iterator[list[str]]:
-    """Context for work that may fail on one rank: at its end all ranks go on, or all raise the same error. See `agree`.
+def agreeing(
+    communicator: Communicator, device: torch.device, subject: str, caller: str = ""
+) -> Iterator[list[str]]:
+    """Context for work that may fail on one rank: at its end all ranks go on, or all raise the same
+    error. See `agree`.
 
     Yields:
         An empty list. Lines that the caller appends have to be the same on all ranks.
@@ -101,13 +142,20 @@ def agreeing(communicator: Communicator, device: torch.device, subject: str, cal
     agree(communicator, device, subject, lines, error, caller=caller)
 
 
-def all_go_on(communicator: Communicator, device: torch.device, caller: str, error: BaseException | None) -> bool:
-    """Whether no rank has raised inside a context that writes at its end. `error`: what this rank is about to raise anyway.
+def all_go_on(
+    communicator: Communicator, device: torch.device, caller: str, error: BaseException | None
+) -> bool:
+    """Whether no rank has raised inside a context that writes at its end. `error`: what this rank
+    is about to raise anyway.
 
     Raises:
         RuntimeError: Another rank has raised.
     """
-    cause = RuntimeError(f"{caller} ended with {type(error).__name__}: {error}. Nothing was written.") if error else None
+    cause = (
+        RuntimeError(f"{caller} ended with {type(error).__name__}: {error}. Nothing was written.")
+        if error
+        else None
+    )
     try:
         agree(communicator, device, f"the end of {caller}", [], cause)
     except RuntimeError:
@@ -116,17 +164,26 @@ def all_go_on(communicator: Communicator, device: torch.device, caller: str, err
     return error is None
 
 
-def agree_where_nan(communicator: Communicator, device: torch.device, subject: str, result: Tensor, error: Exception | None) -> None:
-    """Called after a collective to which a rank with a mistake has given NaN. If the result is NaN, every rank raises the mistake.
+def agree_where_nan(
+    communicator: Communicator,
+    device: torch.device,
+    subject: str,
+    result: Tensor,
+    error: Exception | None,
+) -> None:
+    """Called after a collective to which a rank with a mistake has given NaN. If the result is NaN,
+    every rank raises the mistake.
 
-    So the check needs no further collective if there is no mistake. On an accelerator the host would have to wait for `result`.
-    There the rank with the mistake raises alone, and the other ranks continue with NaN.
+    So the check needs no further collective if there is no mistake. On an accelerator the host
+    would have to wait for `result`. There the rank with the mistake raises alone, and the other
+    ranks continue with NaN.
 
     Args:
         communicator: The ranks that compare.
         device: Where the tensors for the exchange are made.
         subject: The name of what is compared, for errors.
-        result: The collective's result. It is all NaN if any rank has an `error`, and may be NaN for other reasons too.
+        result: The collective's result. It is all NaN if any rank has an `error`, and may be NaN
+            for other reasons too.
         error: A mistake that this rank has found.
 
     Raises:
@@ -139,7 +196,14 @@ def agree_where_nan(communicator: Communicator, device: torch.device, subject: s
         agree(communicator, device, subject, [], error)
 
 
-def tell_all(communicator: Communicator, device: torch.device, subject: str, text: str, digest: int, caller: str) -> list[str]:
+def tell_all(
+    communicator: Communicator,
+    device: torch.device,
+    subject: str,
+    text: str,
+    digest: int,
+    caller: str,
+) -> list[str]:
     """Returns every rank's `text`, in rank order. Each rank sends nine bytes if no rank has a text.
 
     Raises:
@@ -149,17 +213,27 @@ def tell_all(communicator: Communicator, device: torch.device, subject: str, tex
         return [text]
     with NamingFailures(communicator, "comparing with the other ranks", Subject(subject), caller):
         told = communicator.exchange(bytes([bool(text)]) + digest.to_bytes(8, "little"), device)
-        texts = exchange_texts(communicator, device, text) if any(flag[0] for flag in told) else [""] * communicator.world_size
+        texts = (
+            exchange_texts(communicator, device, text)
+            if any(flag[0] for flag in told)
+            else [""] * communicator.world_size
+        )
     digests = [flag[1:].hex() for flag in told]
     if len(set(digests)) > 1:
-        raise ValueError(f"ranks have made different transfers by {subject}. Their hashes: {by_rank(dict(enumerate(digests)))}")
+        raise ValueError(
+            f"ranks have made different transfers by {subject}. Their hashes: "
+            f"{by_rank(dict(enumerate(digests)))}"
+        )
     return texts
 
 
 def exchange_texts(communicator: Communicator, device: torch.device, text: str) -> list[str]:
     """Every rank's text, of any length, in rank order."""
     payload = text.encode()
-    sizes = [int.from_bytes(size, "little") for size in communicator.exchange(len(payload).to_bytes(8, "little"), device)]
+    sizes = [
+        int.from_bytes(size, "little")
+        for size in communicator.exchange(len(payload).to_bytes(8, "little"), device)
+    ]
     padded = communicator.exchange(payload.ljust(max(sizes), b" "), device)
     return [raw[:size].decode() for raw, size in zip(padded, sizes, strict=True)]
 
@@ -173,15 +247,19 @@ def _explain(reports: dict[int, dict[str, object]]) -> Exception:
     subjects = {rank: report["subject"] for rank, report in reports.items()}
     if len(set(map(str, subjects.values()))) > 1:
         return ValueError(
-            f"ranks are not at the same point: {by_rank(subjects)}. All ranks must build and call the same layers in the same order."
+            f"ranks are not at the same point: {by_rank(subjects)}. All ranks must build and call "
+            "the same layers in the same order."
         )
     subject = next(iter(subjects.values()))
     columns = {rank: [str(line) for line in report["lines"]] for rank, report in reports.items()}  # type: ignore[attr-defined]
     for number in range(max(map(len, columns.values()))):
-        row = {rank: column[number] if number < len(column) else "nothing" for rank, column in columns.items()}
+        row = {
+            rank: column[number] if number < len(column) else "nothing"
+            for rank, column in columns.items()
+        }
         if len(set(row.values())) > 1:
             return ValueError(
-                f"ranks differ in {subject}: {by_rank(row)}. All ranks must have the same model and policy, and call the same "
-                "layers in the same order."
+                f"ranks differ in {subject}: {by_rank(row)}. All ranks must have the same model "
+                "and policy, and call the same layers in the same order."
             )
     return ValueError(f"ranks differ in {subject}")

@@ -29,44 +29,57 @@ class Told(Protocol):
 
 
 class Communicator(Protocol):
-    """The collectives of the ranks that share a model. Users pass a process group; tests may pass their own object.
+    """The collectives of the ranks that share a model. Users pass a process group; tests may pass
+    their own object.
 
-    The slices of a full buffer `[W*S]` are equal, `[S]` each, unless `bounds` (of a `ChunkLayout`) gives other cuts. On a mesh (see
-    `mesh`) slices are those of one replica, and everything else is among all ranks.
+    The slices of a full buffer `[W*S]` are equal, `[S]` each, unless `bounds` (of a `ChunkLayout`)
+    gives other cuts. On a mesh (see `mesh`) slices are those of one replica, and everything else is
+    among all ranks.
     """
 
     rank: int  # among all ranks
     world_size: int  # the number of all ranks
     shard_rank: int  # which slice is this rank's
     shards: int  # W, the number of slices: fewer than ranks if there are replicas
-    replica: int  # which replica of the slices this rank belongs to; replica 0 speaks where all hold the same
+    # which replica of the slices this rank belongs to; replica 0 speaks where all hold the same
+    replica: int
     channel: int  # the number of the layer that uses this communicator; messages carry it as a tag
     takes_pieces: bool  # whether `reduce_pieces` works; then gradients need no flat buffer
-    tags_messages: bool  # whether messages carry that tag, so that no rank takes one layer's data for another layer's
+    # whether messages carry that tag, so that no rank takes one layer's data for another layer's
+    tags_messages: bool
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
-        """[fetch 3] Gathers every rank's `shard` `[S]`, in rank order, into `full` `[W*S]`. `shard` may be its own slice of `full`."""
+        """[fetch 3] Gathers every rank's `shard` `[S]`, in rank order, into `full` `[W*S]`. `shard`
+        may be its own slice of `full`.
+        """
         ...
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
-        """[backup 2] Sums `full` `[W*S]` over ranks, and writes this rank's slice into `shard` `[S]`. `full` may be overwritten."""
+        """[backup 2] Sums `full` `[W*S]` over ranks, and writes this rank's slice into `shard`
+        `[S]`. `full` may be overwritten.
+        """
         ...
 
     def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
-        """Does the same as `reduce_scatter`, without a flat buffer: `pieces[r]` are 1-D tensors that together make rank r's slice.
+        """Does the same as `reduce_scatter`, without a flat buffer: `pieces[r]` are 1-D tensors
+        that together make rank r's slice.
 
         The pieces are not changed.
         """
         ...
 
     def all_to_all(self, received: Tensor, sent: Tensor, bounds: Bounds = None) -> Pending:
-        """Sends slice r of `sent` to each rank r. `received` takes what all ranks have sent to this one, in rank order."""
+        """Sends slice r of `sent` to each rank r. `received` takes what all ranks have sent to this
+        one, in rank order.
+        """
         ...
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None: ...
 
     def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
-        """Sends `slices[r]` of rank 0 to the `shard` of each rank r. Each slice is as long as its shard."""
+        """Sends `slices[r]` of rank 0 to the `shard` of each rank r. Each slice is as long as its
+        shard.
+        """
         ...
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -74,7 +87,9 @@ class Communicator(Protocol):
         ...
 
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
-        """Returns every rank's `payload`, in rank order. All payloads have the same length. Blocks the host."""
+        """Returns every rank's `payload`, in rank order. All payloads have the same length. Blocks
+        the host.
+        """
         ...
 
     def exchange_later(self, payload: bytes, device: torch.device) -> Told:
@@ -82,7 +97,9 @@ class Communicator(Protocol):
         ...
 
     def duplicate(self) -> Communicator:
-        """A second communicator for the same ranks, whose collectives do not queue behind the collectives of this one."""
+        """A second communicator for the same ranks, whose collectives do not queue behind the
+        collectives of this one.
+        """
         ...
 
     def lanes(self, device: torch.device) -> Lanes: ...
@@ -91,12 +108,16 @@ class Communicator(Protocol):
 
 
 def is_first(communicator: Communicator) -> bool:
-    """Whether this rank is the one, among all, whose values count, and that writes or logs what is needed once."""
+    """Whether this rank is the one, among all, whose values count, and that writes or logs what is
+    needed once.
+    """
     return communicator.rank == 0
 
 
 class SoloCommunicator:
-    """One rank, alone or in a process group of its own. The chunk is the full buffer, so nothing is transferred."""
+    """One rank, alone or in a process group of its own. The chunk is the full buffer, so nothing is
+    transferred.
+    """
 
     rank = shard_rank = replica = 0
     world_size = shards = 1
@@ -105,7 +126,8 @@ class SoloCommunicator:
     tags_messages = True
 
     def __init__(self, group: object = None) -> None:
-        self.group: Callable[[], object] = (lambda: None) if group is None else weakref.ref(group)  # for torch's own tools
+        # for torch's own tools
+        self.group: Callable[[], object] = (lambda: None) if group is None else weakref.ref(group)
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         if full.data_ptr() != shard.data_ptr():

@@ -1,4 +1,6 @@
-"""The only file that imports torch's DDP hooks and torch's `Join`, its context for uneven inputs."""
+"""The only file that imports torch's DDP hooks and torch's `Join`, its context for uneven
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from torch.distributed.algorithms.join import Joinable as Joinable
 
 __all__: list[str] = []
 
-mean_of_ranks = allreduce_hook  # (process group, bucket) -> the future of the bucket's mean, in the bucket's own memory
+# (process group, bucket) -> the future of the bucket's mean, in the bucket's own memory
+mean_of_ranks = allreduce_hook
 
 
 class GradBucket(Protocol):
@@ -36,7 +39,9 @@ class GradBucket(Protocol):
 class Shadow(JoinHook):
     """Runs `iteration` on a rank without data, once for every iteration of the other ranks."""
 
-    def __init__(self, iteration: Callable[[], None], end: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, iteration: Callable[[], None], end: Callable[[], None] = lambda: None
+    ) -> None:
         self._iteration = iteration
         self._end = end  # called on all ranks when the context ends
 
@@ -48,6 +53,8 @@ class Shadow(JoinHook):
 
 
 def still_here(joinable: Joinable) -> None:
-    """Tells `Join`, before an iteration's collectives, that this rank still has data. Outside the context it does nothing."""
+    """Tells `Join`, before an iteration's collectives, that this rank still has data. Outside the
+    context it does nothing.
+    """
     if (work := Join.notify_join_context(joinable)) is not None:
         work.wait()

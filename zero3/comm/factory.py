@@ -18,31 +18,39 @@ from .process_group import GroupCommunicator, board_of
 __all__: list[str] = []
 
 _MESH = ("dp_replicate", "dp_shard")
-_NOT_A_MEMBER = "this process is not a member of the process_group it passed: only members may build the layer"
+_NOT_A_MEMBER = (
+    "this process is not a member of the process_group it passed: only members may build the layer"
+)
 
 
 class WrongMesh(ValueError):
-    """A mesh that is no mesh of replicas and shards. Every rank has made it, so every rank finds it."""
+    """A mesh that is no mesh of replicas and shards. Every rank has made it, so every rank finds
+    it.
+    """
 
 
 def communicator_for(process_group: Any, device: torch.device) -> Communicator:
-    """The communicator for a process group or a mesh. None: the default group, or this process alone if there is no default group.
+    """The communicator for a process group or a mesh. None: the default group, or this process
+    alone if there is no default group.
 
     Raises:
         RuntimeError: There is no process group, but a launcher has started several processes.
         TypeError: `process_group` is neither a process group nor a mesh.
         WrongMesh: The mesh has other dimensions than are expected.
-        ValueError: This process is not a member of the group, or the group does not support `device`.
+        ValueError: This process is not a member of the group, or the group does not support
+            `device`.
     """
     if isinstance(process_group, DeviceMesh):
         return _of_mesh(process_group, device)
-    if process_group is not None and process_group is dist.GroupMember.NON_GROUP_MEMBER:  # new_group returns it on other ranks
+    # new_group returns it on other ranks
+    if process_group is not None and process_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(_NOT_A_MEMBER)
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         if hasattr(process_group, "all_gather") and hasattr(process_group, "duplicate"):
             return _completed(process_group)
         raise TypeError(
-            f"process_group must be a torch.distributed.ProcessGroup, a DeviceMesh or None, found {type(process_group).__name__}"
+            "process_group must be a torch.distributed.ProcessGroup, a DeviceMesh or None, found "
+            f"{type(process_group).__name__}"
         )
     if process_group is None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -53,8 +61,9 @@ def communicator_for(process_group: Any, device: torch.device) -> Communicator:
     served = _backends(process_group)
     if device.type not in served:
         raise ValueError(
-            f"the layer is on {device}, but its process group moves only tensors on {' and '.join(served)}: pass device= to say where "
-            "the layer computes, or give init_process_group a backend for each device ('cpu:gloo,cuda:nccl')"
+            f"the layer is on {device}, but its process group moves only tensors on "
+            f"{' and '.join(served)}: pass device= to say where the layer computes, or give "
+            "init_process_group a backend for each device ('cpu:gloo,cuda:nccl')"
         )
     backend = served[device.type]
     if dist.get_world_size(process_group) == 1:
@@ -65,8 +74,13 @@ def communicator_for(process_group: Any, device: torch.device) -> Communicator:
 
 
 def process_group_of(communicator: Communicator) -> Any:
-    """The process group of a communicator's ranks, for torch's own tools. None if it has no group."""
-    if isinstance(communicator, MeshCommunicator) and communicator.world_size == dist.get_world_size():
+    """The process group of a communicator's ranks, for torch's own tools. None if it has no
+    group.
+    """
+    if (
+        isinstance(communicator, MeshCommunicator)
+        and communicator.world_size == dist.get_world_size()
+    ):
         return dist.group.WORLD
     if isinstance(communicator, SoloCommunicator):
         return communicator.group()
@@ -74,30 +88,41 @@ def process_group_of(communicator: Communicator) -> Any:
 
 
 def decline(caller: str, error: Exception) -> None:
-    """This rank raises `error` alone, because it can't know with whom it was to make layers. Others hear of it if they wait for it."""
-    if dist.is_available() and dist.is_initialized() and (board := board_of("", [dist.get_rank()], 0)) is not None:
+    """This rank raises `error` alone, because it can't know with whom it was to make layers. Others
+    hear of it if they wait for it.
+    """
+    if (
+        dist.is_available()
+        and dist.is_initialized()
+        and (board := board_of("", [dist.get_rank()], 0)) is not None
+    ):
         board.decline(caller, f"{type(error).__name__}: {error}")
 
 
 def give_memory_back(communicator: Communicator) -> None:
     """Frees the shared memory of transfers that all ranks have read. It does not wait.
 
-    The next transfer has to allocate the memory again, so this is for callers that make no transfer for a while.
+    The next transfer has to allocate the memory again, so this is for callers that make no transfer
+    for a while.
     """
     if isinstance(communicator, GlooCommunicator):
         communicator.trim()
 
 
 def shares_memory(communicator: Communicator) -> bool:
-    """Whether all ranks share a host, and exchange tensors through shared memory. All ranks call it together.
+    """Whether all ranks share a host, and exchange tensors through shared memory. All ranks call it
+    together.
 
-    If so, `all_gather` also accepts a `full` of W rows with gaps between them, and many short transfers cost no more than a long one.
+    If so, `all_gather` also accepts a `full` of W rows with gaps between them, and many short
+    transfers cost no more than a long one.
     """
     return isinstance(communicator, GlooCommunicator) and communicator.shares_memory
 
 
 def any_device_of(process_group: Any) -> torch.device:
-    """Any device that the group supports, for a caller without a device. None: the default group, or no group."""
+    """Any device that the group supports, for a caller without a device. None: the default group,
+    or no group.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return torch.device("cpu")
     known = isinstance(process_group, dist.ProcessGroup)
@@ -121,14 +146,16 @@ def _of_mesh(mesh: DeviceMesh, device: torch.device) -> Communicator:
     names = mesh.mesh_dim_names
     if mesh.ndim > 2 or (mesh.ndim == 2 and names != _MESH):
         raise WrongMesh(
-            f"process_group is a mesh of shape {tuple(mesh.mesh.shape)} with the dimensions {names}. Expected is a mesh of one dimension, "
-            f"over which chunks are cut, or of two named {_MESH}: chunks are cut over the second and repeated over the first. "
+            f"process_group is a mesh of shape {tuple(mesh.mesh.shape)} with the dimensions "
+            f"{names}. Expected is a mesh of one dimension, over which chunks are cut, or of two "
+            f"named {_MESH}: chunks are cut over the second and repeated over the first. "
             'Slice a larger mesh: mesh["dp_replicate", "dp_shard"]'
         )
     ranks = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1))
     if not all(bool((each.diff() > 0).all()) for each in (*ranks, *ranks.T)):
         raise WrongMesh(
-            f"process_group is a mesh of the ranks {ranks.tolist()}, expected ranks that rise along each dimension, as in groups"
+            f"process_group is a mesh of the ranks {ranks.tolist()}, expected ranks that rise "
+            "along each dimension, as in groups"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(_NOT_A_MEMBER)
@@ -144,8 +171,9 @@ def _alone() -> Communicator:
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1:
         raise RuntimeError(
-            f"a launcher started WORLD_SIZE={launched} processes, but there is no process group: each would train alone. "
-            "Call torch.distributed.init_process_group() before wrapping layers."
+            f"a launcher started WORLD_SIZE={launched} processes, but there is no process group: "
+            "each would train alone. Call torch.distributed.init_process_group() before wrapping "
+            "layers."
         )
     return SoloCommunicator()
 

@@ -1,4 +1,6 @@
-"""Collectives for gloo: by messages between hosts, and by shared memory between processes on one host."""
+"""Collectives for gloo: by messages between hosts, and by shared memory between processes on one
+host.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,24 @@ from .streams import Done, Pending
 
 __all__: list[str] = []
 
-IDENTITY_BYTES = 3  # length of a layer's number; the number and two bits for the kind of transfer are a message's tag
+# length of a layer's number; the number and two bits for the kind of transfer are a message's tag
+IDENTITY_BYTES = 3
 _GATHER, _REDUCE, _SCATTER, _SUM = range(4)
 _SMALL_NBYTES = 1 << 14
 
 
 class _Transfers:
-    """Sends and receives under way, and a function that uses the received data. Holds all buffers until `wait`."""
+    """Sends and receives under way, and a function that uses the received data. Holds all buffers
+    until `wait`.
+    """
 
     def __init__(self, works: list[Any], then: Callable[[], object]) -> None:
         self._works = works
         self._then: Callable[[], object] | None = then
 
     def wait(self) -> None:
-        for work in self._works:  # if one fails, the others may still run, and need the buffers that this object holds
+        # if one fails, the others may still run, and need the buffers that this object holds
+        for work in self._works:
             work.wait()
         if self._then is not None:
             self._then()
@@ -49,14 +55,16 @@ def _copy_into(places: Sequence[Tensor] | Tensor, received: dict[int, Tensor]) -
 class GlooCommunicator(GroupCommunicator):
     """Collectives built from gloo's sends and receives on the CPU.
 
-    They take half the time of gloo's all-gather and a third of its reduce-scatter, which runs an all-reduce inside and moves twice
-    the bytes. Here each rank sends every other rank only that rank's slice, and adds the received slices in rank order. So the
-    result is the same in every run. On 2 ranks it has the same bits as gloo's result; on more ranks the last bits may differ.
+    They take half the time of gloo's all-gather and a third of its reduce-scatter, which runs an
+    all-reduce inside and moves twice the bytes. Here each rank sends every other rank only that
+    rank's slice, and adds the received slices in rank order. So the result is the same in every
+    run. On 2 ranks it has the same bits as gloo's result; on more ranks the last bits may differ.
 
-    Between ranks on one host, slices go through shared memory (`host_memory`), and no message is sent.
+    Between ranks on one host, slices go through shared memory (`host_memory`), and no message is
+    sent.
 
-    Each message carries its layer's tag. If ranks gather different layers by mistake, they wait until the group's timeout; no rank
-    takes one layer's weights for another's.
+    Each message carries its layer's tag. If ranks gather different layers by mistake, they wait
+    until the group's timeout; no rank takes one layer's weights for another's.
     """
 
     tags_messages = True
@@ -69,7 +77,13 @@ class GlooCommunicator(GroupCommunicator):
     def _memory(self) -> HostMemory:
         """It is made at the first transfer, because all ranks take part in that."""
         group = self._group
-        return host_memory(group, self.rank, self.world_size, timeout_of(group, "cpu"), partial(self.exchange, device=torch.device("cpu")))
+        return host_memory(
+            group,
+            self.rank,
+            self.world_size,
+            timeout_of(group, "cpu"),
+            partial(self.exchange, device=torch.device("cpu")),
+        )
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         if full.device.type != "cpu":
@@ -78,7 +92,12 @@ class GlooCommunicator(GroupCommunicator):
             return Done()
         slices, others = self._slices(full, bounds), self._others()
         incoming = {rank: slices[rank] for rank in others}
-        pending = self._swap(self._tag(_GATHER), incoming, dict.fromkeys(others, (shard,)), partial(_copy_into, slices))
+        pending = self._swap(
+            self._tag(_GATHER),
+            incoming,
+            dict.fromkeys(others, (shard,)),
+            partial(_copy_into, slices),
+        )
         if slices[self.rank].data_ptr() != shard.data_ptr():
             slices[self.rank].copy_(shard)
         return pending
@@ -93,7 +112,8 @@ class GlooCommunicator(GroupCommunicator):
             return Done()
         others = self._others()
         far = sorted(rank for rank in others if rank not in self._memory.near)
-        room = [shard] if far[:1] == [min(others)] else []  # the sum may overwrite its first summand
+        # the sum may overwrite its first summand
+        room = [shard] if far[:1] == [min(others)] else []
         room += shard.new_empty((len(far) - len(room), shard.numel()))
         own = parts[self.rank]
 
@@ -101,13 +121,18 @@ class GlooCommunicator(GroupCommunicator):
             stop = 0
             for piece in own:
                 start, stop = stop, stop + piece.numel()
-                first, second, *rest = (piece if rank == self.rank else received[rank][start:stop] for rank in range(self.world_size))
+                first, second, *rest = (
+                    piece if rank == self.rank else received[rank][start:stop]
+                    for rank in range(self.world_size)
+                )
                 total = torch.add(first, second, out=shard[start:stop])
                 for summand in rest:
                     total.add_(summand)
 
         incoming = dict.fromkeys(others, shard) | dict(zip(far, room, strict=True))
-        return self._swap(self._tag(_REDUCE), incoming, {rank: parts[rank] for rank in others}, sum_up)
+        return self._swap(
+            self._tag(_REDUCE), incoming, {rank: parts[rank] for rank in others}, sum_up
+        )
 
     def all_to_all(self, received: Tensor, sent: Tensor, bounds: Bounds = None) -> Pending:
         if sent.device.type != "cpu":
@@ -117,19 +142,32 @@ class GlooCommunicator(GroupCommunicator):
         slices, others = self._slices(sent, bounds), self._others()
         places = received.view(self.world_size, received.numel() // self.world_size)
         incoming = {rank: places[rank] for rank in others}
-        pending = self._swap(self._tag(_REDUCE), incoming, {rank: (slices[rank],) for rank in others}, partial(_copy_into, places))
+        pending = self._swap(
+            self._tag(_REDUCE),
+            incoming,
+            {rank: (slices[rank],) for rank in others},
+            partial(_copy_into, places),
+        )
         places[self.rank].copy_(slices[self.rank])
         return pending
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
-        """Ranks that sum other shapes or dtypes than others wait. In gloo's own they would meet, get other numbers, or be ended."""
-        if tensor.device.type != "cpu" or self._device.type != "cpu" or not 0 < tensor.nbytes <= _SMALL_NBYTES:
+        """Ranks that sum other shapes or dtypes than others wait. In gloo's own they would meet,
+        get other numbers, or be ended.
+        """
+        if (
+            tensor.device.type != "cpu"
+            or self._device.type != "cpu"
+            or not 0 < tensor.nbytes <= _SMALL_NBYTES
+        ):
             super().all_reduce(tensor, maximum=maximum)
             return
         own, others = tensor.reshape(-1), self._others()
 
         def combine(received: dict[int, Tensor]) -> None:
-            first, *rest = (own if rank == self.rank else received[rank] for rank in range(self.world_size))
+            first, *rest = (
+                own if rank == self.rank else received[rank] for rank in range(self.world_size)
+            )
             total = first.clone()
             for other in rest:
                 torch.maximum(total, other, out=total) if maximum else total.add_(other)
@@ -144,16 +182,27 @@ class GlooCommunicator(GroupCommunicator):
         if tensor.device.type != "cpu":
             return super().all_reduce_later(tensor)
         if self.world_size > 2:
-            bounds = tuple(tensor.numel() * rank // self.world_size for rank in range(self.world_size + 1))
+            bounds = tuple(
+                tensor.numel() * rank // self.world_size for rank in range(self.world_size + 1)
+            )
             own = torch.empty_like(tensor[bounds[self.rank] : bounds[self.rank + 1]])
-            return _Transfers([self.reduce_scatter(own, tensor, bounds)], lambda: self.all_gather(tensor, own, bounds).wait())
-        other = 1 - self.rank  # each sends all: as many bytes, and no second message that waits for the first
+            return _Transfers(
+                [self.reduce_scatter(own, tensor, bounds)],
+                lambda: self.all_gather(tensor, own, bounds).wait(),
+            )
+        # each sends all: as many bytes, and no second message that waits for the first
+        other = 1 - self.rank
 
         def add(received: dict[int, Tensor]) -> None:
             first, second = (tensor if rank == self.rank else received[rank] for rank in range(2))
             torch.add(first, second, out=tensor)
 
-        return self._swap(self._tag(_REDUCE), {other: tensor if self.shares_memory else torch.empty_like(tensor)}, {other: (tensor,)}, add)
+        return self._swap(
+            self._tag(_REDUCE),
+            {other: tensor if self.shares_memory else torch.empty_like(tensor)},
+            {other: (tensor,)},
+            add,
+        )
 
     def _slices(self, full: Tensor, bounds: Bounds) -> list[Tensor]:
         return cut(full, bounds) if bounds is not None else list(full.view(self.world_size, -1))
@@ -162,28 +211,37 @@ class GlooCommunicator(GroupCommunicator):
         if shard.device.type != "cpu" or not self.shares_memory:
             return super().scatter(shard, slices, bounds)
         if slices is None:
-            return self._swap(self._tag(_SCATTER), {0: shard}, {}, lambda received: shard.copy_(received[0]))
+            return self._swap(
+                self._tag(_SCATTER), {0: shard}, {}, lambda received: shard.copy_(received[0])
+            )
         memory, tag = self._memory, self._tag(_SCATTER)
-        number = memory.put(tag, memory.next_turn(tag), {rank: (slices[rank],) for rank in self._others()})
+        number = memory.put(
+            tag, memory.next_turn(tag), {rank: (slices[rank],) for rank in self._others()}
+        )
         memory.begun(tag)
         shard.copy_(slices[self.rank])
         return _Transfers([], lambda: memory.await_receipts(number))
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all other ranks are on this host. All ranks ask together, because the first use is a collective."""
+        """Whether all other ranks are on this host. All ranks ask together, because the first use
+        is a collective.
+        """
         return len(self._memory.near) == self.world_size - 1
 
     def trim(self) -> None:
         """Frees the group's shared memory, where all ranks have read the transfers."""
-        if "_memory" in self.__dict__:  # otherwise there was no transfer; to make the memory would take all ranks
+        # otherwise there was no transfer; to make the memory would take all ranks
+        if "_memory" in self.__dict__:
             self._memory.trim()
 
     def _tag(self, kind: int) -> int:
         return 4 * self.channel + kind
 
     def _others(self) -> list[int]:
-        """All other ranks, beginning with the next one, so that ranks do not all send to the same rank at once."""
+        """All other ranks, beginning with the next one, so that ranks do not all send to the same
+        rank at once.
+        """
         return [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
 
     def _swap(
@@ -193,36 +251,59 @@ class GlooCommunicator(GroupCommunicator):
         outgoing: Mapping[int, Sequence[Tensor]],
         then: Callable[[dict[int, Tensor]], object],
     ) -> Pending:
-        """Sends the tensors `outgoing[r]`, side by side, to each rank r; calls `then` with the tensor received from each rank.
+        """Sends the tensors `outgoing[r]`, side by side, to each rank r; calls `then` with the
+        tensor received from each rank.
 
-        Data from a far rank is received into `incoming[r]`. Data from a near rank is read in shared memory, which `then` may use
-        while it runs. Messages are sent as bytes, so that every dtype works. Empty messages are sent too: torch's debug mode
-        raises an error if ranks send different numbers of messages.
+        Data from a far rank is received into `incoming[r]`. Data from a near rank is read in shared
+        memory, which `then` may use while it runs. Messages are sent as bytes, so that every dtype
+        works. Empty messages are sent too: torch's debug mode raises an error if ranks send
+        different numbers of messages.
         """
         memory, group, works = self._memory, self._group, list[Any]()
         near, turn = memory.near, memory.next_turn(tag)
-        memory.put(tag, turn, {target: tensors for target, tensors in outgoing.items() if target in near})
+        memory.put(
+            tag, turn, {target: tensors for target, tensors in outgoing.items() if target in near}
+        )
         for source in [rank for rank in incoming if rank not in near]:
-            works.append(dist.irecv(incoming[source].view(torch.uint8), group=group, group_src=source, tag=tag))
+            works.append(
+                dist.irecv(
+                    incoming[source].view(torch.uint8), group=group, group_src=source, tag=tag
+                )
+            )
         for target in [rank for rank in outgoing if rank not in near]:
             tensors = outgoing[target]
             tensor = (
-                tensors[0] if len(tensors) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *(t.view(torch.uint8) for t in tensors)])
+                tensors[0]
+                if len(tensors) == 1
+                else torch.cat(
+                    [torch.empty(0, dtype=torch.uint8), *(t.view(torch.uint8) for t in tensors)]
+                )
             )
-            works.append(dist.isend(tensor.view(torch.uint8), group=group, group_dst=target, tag=tag))
+            works.append(
+                dist.isend(tensor.view(torch.uint8), group=group, group_dst=target, tag=tag)
+            )
         memory.begun(tag)  # after everything that may fail, so that a failed start can be repeated
-        expected = {source: memory.expect(source, tag, turn) for source in incoming if source in near}
+        expected = {
+            source: memory.expect(source, tag, turn) for source in incoming if source in near
+        }
 
         def land() -> None:
             """Calls `then` while the data of near ranks is mapped."""
             with ExitStack() as lent:
-                found = {source: lent.enter_context(each.look(incoming[source])) for source, each in expected.items()}
+                found = {
+                    source: lent.enter_context(each.look(incoming[source]))
+                    for source, each in expected.items()
+                }
                 then(incoming | found)
 
         return _Transfers(works, land)
 
-    def _staged(self, collective: Callable[[Tensor, Tensor], Pending], output: Tensor, source: Tensor) -> Pending:
-        """Copies through host memory, and blocks. It is for tests of several ranks on one GPU, which NCCL does not allow."""
+    def _staged(
+        self, collective: Callable[[Tensor, Tensor], Pending], output: Tensor, source: Tensor
+    ) -> Pending:
+        """Copies through host memory, and blocks. It is for tests of several ranks on one GPU,
+        which NCCL does not allow.
+        """
         if output.device.type == "cpu":
             return collective(output, source)
         host = torch.empty_like(output, device="cpu")

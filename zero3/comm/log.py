@@ -1,4 +1,6 @@
-"""The log of a rank's transfers: a rolling hash, which must be the same on all ranks, and the latest ones for errors. No torch."""
+"""The log of a rank's transfers: a rolling hash, which must be the same on all ranks, and the
+latest ones for errors. No torch.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Tells(Protocol):
 
 
 class Transfer(NamedTuple):
-    """The gather or the reduction of a layer. Each layer makes one object of each, and logs it for every transfer."""
+    """The gather or the reduction of a layer. Each layer makes one object of each, and logs it for
+    every transfer.
+    """
 
     doing: str
     subject: Named
@@ -58,7 +62,8 @@ class TransferLog:
         self._digest = 14695981039346656037
         self._latest: deque[Transfer] = deque(maxlen=4)
         self._told: Told | None = None  # the hashes of all ranks at the last `tell`
-        self._said: tuple[int, list[Transfer]] = (0, [])  # the forward of the last `tell`, and this rank's latest transfers then
+        # the forward of the last `tell`, and this rank's latest transfers then
+        self._said: tuple[int, list[Transfer]] = (0, [])
 
     def fold(self) -> None:
         """Adds the new transfers to the hash."""
@@ -69,7 +74,9 @@ class TransferLog:
         self.entries.clear()
 
     def note(self, doing: str, what: str, *numbers: float) -> None:
-        """Logs a collective that is no layer's, with `numbers` that must be the same on all ranks."""
+        """Logs a collective that is no layer's, with `numbers` that must be the same on all
+        ranks.
+        """
         self.entries.append(Transfer(doing, Noted(what), hash(numbers)))
 
     @property
@@ -84,7 +91,9 @@ class TransferLog:
         return self._digest
 
     def tell(self, communicator: Tells, device: Any) -> None:
-        """Sends the count and the hash to the other ranks, without a wait. `look` compares them later."""
+        """Sends the count and the hash to the other ranks, without a wait. `look` compares them
+        later.
+        """
         self.fold()
         payload = self._digest.to_bytes(8, "little") + self.folded.to_bytes(8, "little")
         self._said = (self.passes + 1, list(self._latest))
@@ -102,13 +111,18 @@ class TransferLog:
         found = told.read()
         if len(set(found)) == 1:
             return
-        known = [f"rank {rank}: {int.from_bytes(each[8:], 'little')} with hash {each[:8].hex()}" for rank, each in enumerate(found)]
+        known = [
+            f"rank {rank}: {int.from_bytes(each[8:], 'little')} with hash {each[:8].hex()}"
+            for rank, each in enumerate(found)
+        ]
         passes, latest = self._said
         raise ValueError(
-            f"ranks differ in the transfers made before forward pass {passes}: {'; '.join(known)}. The latest of this rank were: "
-            f"{_names(latest)}. Numbers may be wrong since then: load a checkpoint. All ranks must call the same layers in the same "
-            "order. An exception that only one rank catches breaks this: use zero3.step_guard for that. "
-            "ShardingPolicy(compare_every=1) finds the first transfer that differs."
+            f"ranks differ in the transfers made before forward pass {passes}: "
+            f"{'; '.join(known)}. The latest of this rank were: {_names(latest)}. Numbers may be "
+            "wrong since then: load a checkpoint. All ranks must call the same layers in the "
+            "same order. An exception that only one rank catches breaks this: use "
+            "zero3.step_guard for that. ShardingPolicy(compare_every=1) finds the first transfer "
+            "that differs."
         )
 
     def summary(self) -> str:
@@ -119,11 +133,19 @@ class TransferLog:
     def where(self) -> str:
         """A sentence for errors."""
         self.fold()
-        return f"This was in forward pass {self.passes} (or its backward), transfer {self.folded}; the latest: {self._recently()}."
+        return (
+            f"This was in forward pass {self.passes} (or its backward), transfer "
+            f"{self.folded}; the latest: {self._recently()}."
+        )
 
     def _recently(self) -> str:
         return _names(self._latest)
 
 
 def _names(transfers: Iterable[Transfer]) -> str:
-    return ", ".join(f"{doing} {subject.name.removeprefix('layer ')}" for doing, subject, _ in transfers) or "none"
+    return (
+        ", ".join(
+            f"{doing} {subject.name.removeprefix('layer ')}" for doing, subject, _ in transfers
+        )
+        or "none"
+    )

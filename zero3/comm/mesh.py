@@ -2,7 +2,8 @@
 
      shard rank 0    shard rank 1
 replica 0   rank 0          rank 1      each row is a group of shards: gathers and reductions
-replica 1   rank 2          rank 3      each column holds the same chunk: a sum over replicas follows each reduction
+replica 1   rank 2          rank 3      each column holds the same chunk: a sum over replicas
+follows each reduction
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ class Replicas(Communicator, Protocol):
 
 
 class MeshCommunicator:
-    """The collectives of a mesh, made of those of its rows and columns. So no rank needs a third group.
+    """The collectives of a mesh, made of those of its rows and columns. So no rank needs a third
+    group.
 
-    Gathers and reductions are those of this rank's row. All other collectives are among all ranks: first in the row, then in the
-    column. `sum_replicas` is the second half of a reduction.
+    Gathers and reductions are those of this rank's row. All other collectives are among all ranks:
+    first in the row, then in the column. `sum_replicas` is the second half of a reduction.
     """
 
     def __init__(self, row: Communicator, column: Replicas, members: Sequence[int] = ()) -> None:
@@ -66,7 +68,9 @@ class MeshCommunicator:
         return self._row.all_to_all(received, sent, bounds)
 
     def sum_replicas(self, shard: Tensor) -> Pending:
-        """Sums `shard` `[S]` over the ranks that hold the same chunk, in place. It only starts it."""
+        """Sums `shard` `[S]` over the ranks that hold the same chunk, in place. It only
+        starts it.
+        """
         return self._column.all_reduce_later(shard) if shard.numel() else Done()
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
@@ -85,15 +89,24 @@ class MeshCommunicator:
 
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
         row = b"".join(self._row.exchange(payload, device))
-        return [each[at : at + len(payload)] for each in self._column.exchange(row, device) for at in range(0, len(row), len(payload))]
+        return [
+            each[at : at + len(payload)]
+            for each in self._column.exchange(row, device)
+            for at in range(0, len(row), len(payload))
+        ]
 
     def exchange_later(self, payload: bytes, device: torch.device) -> Told:
         with torch.inference_mode(False):  # what is gathered may be written later, outside of it
             mine = on_device(torch.frombuffer(bytearray(payload), dtype=torch.uint8), device)
-            row, everyone = mine.new_empty(self.shards * len(payload)), mine.new_empty(self.world_size * len(payload))
+            row, everyone = (
+                mine.new_empty(self.shards * len(payload)),
+                mine.new_empty(self.world_size * len(payload)),
+            )
         self._row.all_gather(row, mine).wait()  # on streams the host does not wait
         pending = self._column.all_gather(everyone, row)
-        return Gathered(pending, OnHost(everyone) if has_streams(device) else None, everyone, len(payload))
+        return Gathered(
+            pending, OnHost(everyone) if has_streams(device) else None, everyone, len(payload)
+        )
 
     def duplicate(self) -> Communicator:
         return MeshCommunicator(self._row.duplicate(), self._column.duplicate(), self._members)  # type: ignore[arg-type]  # of the same class
@@ -102,7 +115,11 @@ class MeshCommunicator:
         return self._row.lanes(device)._replace(replicas=self._column.lanes(device).backup)
 
     def same_ranks(self, other: Communicator) -> bool:
-        return isinstance(other, MeshCommunicator) and self._row.same_ranks(other._row) and self._column.same_ranks(other._column)
+        return (
+            isinstance(other, MeshCommunicator)
+            and self._row.same_ranks(other._row)
+            and self._column.same_ranks(other._column)
+        )
 
     def message_board(self) -> Board | None:
         if not self._members or board_for(self._column) is None:

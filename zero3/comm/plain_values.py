@@ -1,4 +1,6 @@
-"""Converts Python values to JSON and back without a change. Other values are an error, and pickle is never used."""
+"""Converts Python values to JSON and back without a change. Other values are an error, and pickle
+is never used.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ _SCALARS = (bool, int, float, str)
 
 
 def encode(value: Any, what: str, tensor: Callable[[Tensor], Any]) -> Any:
-    """Converts `value` to what JSON can hold. Tuples, counters and keys that are not strings are marked.
+    """Converts `value` to what JSON can hold. Tuples, counters and keys that are not strings are
+    marked.
 
     `tensor` converts a tensor. `what` is the name of `value` in errors.
 
@@ -26,28 +29,43 @@ def encode(value: Any, what: str, tensor: Callable[[Tensor], Any]) -> Any:
     """
     if value is None or (isinstance(value, _SCALARS) and type(value).__module__ == "builtins"):
         return value
-    if isinstance(value, float | int | str) and type(value).__module__ == "numpy":  # numpy.float64 is a float
-        return float(value) if isinstance(value, float) else str(value) if isinstance(value, str) else int(value)
+    # numpy.float64 is a float
+    if isinstance(value, float | int | str) and type(value).__module__ == "numpy":
+        return (
+            float(value)
+            if isinstance(value, float)
+            else str(value)
+            if isinstance(value, str)
+            else int(value)
+        )
     if isinstance(value, Tensor):
         return {_TENSOR: tensor(value)}
     if isinstance(value, list):
         return [encode(item, f"{what}[{index}]", tensor) for index, item in enumerate(value)]
     if isinstance(value, tuple):
-        return {_TUPLE: [encode(item, f"{what}[{index}]", tensor) for index, item in enumerate(value)]}
+        return {
+            _TUPLE: [encode(item, f"{what}[{index}]", tensor) for index, item in enumerate(value)]
+        }
     if isinstance(value, dict):
-        items = [(encode(key, f"a key of {what}", tensor), encode(held, f"{what}[{key!r}]", tensor)) for key, held in value.items()]
+        items = [
+            (encode(key, f"a key of {what}", tensor), encode(held, f"{what}[{key!r}]", tensor))
+            for key, held in value.items()
+        ]
         if isinstance(value, Counter):
             return {_COUNTER: items}
         plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
         return dict(items) if plain else {_ITEMS: items}
     raise TypeError(
-        f"{what} is a {type(value).__module__}.{type(value).__qualname__}: checkpoints, and messages between ranks, hold None, bool, int, "
-        "float, str, lists, tuples, dicts and tensors, and never a pickle. Use what it is made of (its state_dict())."
+        f"{what} is a {type(value).__module__}.{type(value).__qualname__}: checkpoints, and "
+        "messages between ranks, hold None, bool, int, float, str, lists, tuples, dicts and "
+        "tensors, and never a pickle. Use what it is made of (its state_dict())."
     )
 
 
 def decode(value: Any, tensor: Callable[[Any], Any]) -> Any:
-    """The inverse of `encode`. Dicts and tuples come back as plain ones. `tensor` is the inverse of `encode`'s `tensor`."""
+    """The inverse of `encode`. Dicts and tuples come back as plain ones. `tensor` is the inverse of
+    `encode`'s `tensor`.
+    """
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
@@ -57,18 +75,23 @@ def decode(value: Any, tensor: Callable[[Any], Any]) -> Any:
     if _TUPLE in value:
         return tuple(decode(item, tensor) for item in value[_TUPLE])
     if _ITEMS in value or _COUNTER in value:
-        items = {decode(key, tensor): decode(held, tensor) for key, held in next(iter(value.values()))}
+        items = {
+            decode(key, tensor): decode(held, tensor) for key, held in next(iter(value.values()))
+        }
         return Counter(items) if _COUNTER in value else items
     return {key: decode(held, tensor) for key, held in value.items()}
 
 
 def encode_scalar(value: Any, what: str) -> Any:
-    """Works as `encode`, and writes a 0-dim tensor as its dtype, its value, and whether it was on a device other than the CPU."""
+    """Works as `encode`, and writes a 0-dim tensor as its dtype, its value, and whether it was on a
+    device other than the CPU.
+    """
     return encode(value, what, lambda tensor: _scalar(tensor, what))
 
 
 def decode_scalar(value: Any, device: torch.device) -> Any:
-    """The inverse of `encode_scalar`. Tensors that were on a device other than the CPU are made on `device`.
+    """The inverse of `encode_scalar`. Tensors that were on a device other than the CPU are made on
+    `device`.
 
     Raises:
         ValueError: A tensor's entry is not in the format that `encode_scalar` writes.
@@ -76,15 +99,23 @@ def decode_scalar(value: Any, device: torch.device) -> Any:
 
     def tensor(found: Any) -> Tensor:
         if not isinstance(found, list) or len(found) != 3 or not isinstance(found[1], int | float):
-            raise ValueError(f"expected the dtype, the value and the place of a 0-dim tensor, found {found!r:.80}")
-        return torch.tensor(found[1], dtype=dtype_named(str(found[0])), device=device if found[2] else "cpu")
+            raise ValueError(
+                "expected the dtype, the value and the place of a 0-dim tensor, found "
+                f"{found!r:.80}"
+            )
+        return torch.tensor(
+            found[1], dtype=dtype_named(str(found[0])), device=device if found[2] else "cpu"
+        )
 
     return decode(value, tensor)
 
 
 def _scalar(tensor: Tensor, what: str) -> list[Any]:
     if tensor.dim() or tensor.is_complex():
-        raise TypeError(f"{what} is a tensor {tuple(tensor.shape)} of {tensor.dtype}; expected a real number, or a 0-dim tensor of one")
+        raise TypeError(
+            f"{what} is a tensor {tuple(tensor.shape)} of {tensor.dtype}; expected a real number, "
+            "or a 0-dim tensor of one"
+        )
     return [str(tensor.dtype).removeprefix("torch."), tensor.item(), tensor.device.type != "cpu"]
 
 
@@ -105,7 +136,9 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """Values are converted within a kind only. Float8 is one of its own: without its scales it means nothing."""
+    """Values are converted within a kind only. Float8 is one of its own: without its scales it
+    means nothing.
+    """
     if dtype == torch.float4_e2m1fn_x2 or name_of(dtype).startswith("bits"):
         return name_of(dtype)
     if dtype.itemsize == 1 and dtype.is_floating_point:
@@ -120,19 +153,30 @@ def not_copied(dtype: torch.dtype) -> str | None:
     if re.fullmatch(r"u?int[1-7]|qu?int.*", name_of(dtype)) is None:
         return None
     return (
-        f"is {dtype}, which torch can't copy: keep its bytes in a tensor of torch.uint8, as tensor.view(torch.uint8) or int_repr() give it"
+        f"is {dtype}, which torch can't copy: keep its bytes in a tensor of torch.uint8, as "
+        "tensor.view(torch.uint8) or int_repr() give it"
     )
 
 
 def unreadable(value: Any) -> str | None:
-    """Why `value` is no tensor whose values can be read as they lie, in words that follow its name; None: it is one."""
+    """Why `value` is no tensor whose values can be read as they lie, in words that follow its name;
+    None: it is one.
+    """
     if not isinstance(value, Tensor):
         return f"is a {type(value).__module__}.{type(value).__qualname__}, expected a torch.Tensor"
     if type(value) not in (Tensor, nn.Parameter) or type(value.data) is not Tensor:
-        remedy = "pass its full_tensor()" if hasattr(value, "full_tensor") else "pass a plain torch.Tensor"
+        remedy = (
+            "pass its full_tensor()"
+            if hasattr(value, "full_tensor")
+            else "pass a plain torch.Tensor"
+        )
         return f"is a {type(value).__qualname__}: {remedy}"
     if value.is_meta:
         return "is on the meta device, so it has no values"
     if value.layout != torch.strided or value.is_quantized:
-        return f"is {'quantised' if value.is_quantized else str(value.layout).removeprefix('torch.')}, expected a dense tensor"
+        return (
+            "is "
+            f"{'quantised' if value.is_quantized else str(value.layout).removeprefix('torch.')}, "
+            "expected a dense tensor"
+        )
     return not_copied(value.dtype)

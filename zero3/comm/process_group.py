@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # now, because its default arguments keep the group that there is when it is imported
+
+# now, because its default arguments keep the group that there is when it is imported
+import torch.distributed.nn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
@@ -24,19 +26,32 @@ __all__: list[str] = []
 
 
 _KNOWN = frozenset(  # dtypes that every backend moves
-    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+    }
 )
-_ON_HOST = ("gloo", "mpi", "ucc")  # backends whose transfers block the host, or have handles, even for tensors of an accelerator
+# backends whose transfers block the host, or have handles, even for tensors of an accelerator
+_ON_HOST = ("gloo", "mpi", "ucc")
 
 
 class GroupCommunicator:
-    """The collectives of a process group. Streams order them on an accelerator's own backend (NCCL); elsewhere handles do."""
+    """The collectives of a process group. Streams order them on an accelerator's own backend
+    (NCCL); elsewhere handles do.
+    """
 
     takes_pieces = False
     tags_messages = False
 
     def __init__(self, group: Any, backend: str, device: torch.device) -> None:
-        # Weak, because torch holds the group until it is destroyed: a model must not keep gloo's threads alive after that.
+        # Weak, because torch holds the group until it is destroyed: a model must not keep gloo's
+        # threads alive after that.
         self._reference = weakref.ref(group)
         self._process = os.getpid()
         self._backend = backend
@@ -47,56 +62,98 @@ class GroupCommunicator:
         self.channel = 0
         self._on_streams = has_streams(device) and backend not in _ON_HOST
         # torch 2.13 deprecates the old names; torch 2.11 has only the old names
-        self._all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        self._all_gather: Callable[..., Any] = (
+            getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        )
+        self._reduce_scatter: Callable[..., Any] = (
+            getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        )
 
     @property
     def _group(self) -> Any:
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"process {os.getpid()} was forked from rank {self.rank}, process {self._process}, and has no part in its process group: a "
-                "collective would wait for ever. Make it in the process that has sharded the model"
+                f"process {os.getpid()} was forked from rank {self.rank}, process "
+                f"{self._process}, and has no part in its process group: a collective would wait "
+                "for ever. Make it in the process that has sharded the model"
             )
         if (group := self._reference()) is None:
-            raise RuntimeError("this model's process group was destroyed: train before that, or shard the model anew")
+            raise RuntimeError(
+                "this model's process group was destroyed: train before that, or shard the model "
+                "anew"
+            )
         return group
 
     def message_board(self) -> Board | None:
-        with suppress(RuntimeError, KeyError):  # destroyed, or in a forked child: the transfer's own error says so
+        # destroyed, or in a forked child: the transfer's own error says so
+        with suppress(RuntimeError, KeyError):
             members = dist.get_process_group_ranks(self._group)
-            return board_of(f"the group {self._group.group_name!r} of {numbered(members)}", members, self.rank)
+            return board_of(
+                f"the group {self._group.group_name!r} of {numbered(members)}", members, self.rank
+            )
         return None
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         if bounds is None:
-            return self._all_gather(moved(full), moved(shard), group=self._group, async_op=not self._on_streams) or Done()
+            return (
+                self._all_gather(
+                    moved(full), moved(shard), group=self._group, async_op=not self._on_streams
+                )
+                or Done()
+            )
         slices = [moved(each) for each in cut(full, bounds)]
-        return dist.all_gather(slices, moved(shard), group=self._group, async_op=not self._on_streams) or Done()
+        return (
+            dist.all_gather(slices, moved(shard), group=self._group, async_op=not self._on_streams)
+            or Done()
+        )
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
-        if full.is_complex():  # NCCL knows real numbers alone; in its other collectives torch sees to that
+        # NCCL knows real numbers alone; in its other collectives torch sees to that
+        if full.is_complex():
             twice = tuple(2 * bound for bound in bounds) if bounds is not None else None
-            return self.reduce_scatter(torch.view_as_real(shard).flatten(), torch.view_as_real(full).flatten(), twice)
+            return self.reduce_scatter(
+                torch.view_as_real(shard).flatten(), torch.view_as_real(full).flatten(), twice
+            )
         if bounds is None:
-            return self._reduce_scatter(shard, full, group=self._group, async_op=not self._on_streams) or Done()
-        return dist.reduce_scatter(shard, cut(full, bounds), group=self._group, async_op=not self._on_streams) or Done()
+            return (
+                self._reduce_scatter(shard, full, group=self._group, async_op=not self._on_streams)
+                or Done()
+            )
+        return (
+            dist.reduce_scatter(
+                shard, cut(full, bounds), group=self._group, async_op=not self._on_streams
+            )
+            or Done()
+        )
 
     def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
-        raise NotImplementedError(f"{self._backend} reduces a buffer: takes_pieces is {self.takes_pieces}")
+        raise NotImplementedError(
+            f"{self._backend} reduces a buffer: takes_pieces is {self.takes_pieces}"
+        )
 
     def all_to_all(self, received: Tensor, sent: Tensor, bounds: Bounds = None) -> Pending:
         sizes = [stop - start for start, stop in pairwise(bounds)] if bounds is not None else None
         own = [received.numel() // self.world_size] * self.world_size if sizes is not None else None
-        return dist.all_to_all_single(received, sent, own, sizes, group=self._group, async_op=not self._on_streams) or Done()
+        return (
+            dist.all_to_all_single(
+                received, sent, own, sizes, group=self._group, async_op=not self._on_streams
+            )
+            or Done()
+        )
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
-        there = on_device(tensor, self._device)  # what is about gradients on the host (`offload`) may come from there
-        dist.all_reduce(there, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self._group)
+        # what is about gradients on the host (`offload`) may come from there
+        there = on_device(tensor, self._device)
+        dist.all_reduce(
+            there, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=self._group
+        )
         if there is not tensor:
             tensor.copy_(there)
 
     def all_reduce_later(self, tensor: Tensor) -> Pending:
-        """Works as `all_reduce` for a sum, but only starts it. The order of the sum depends on the backend."""
+        """Works as `all_reduce` for a sum, but only starts it. The order of the sum depends on the
+        backend.
+        """
         return dist.all_reduce(tensor, group=self._group, async_op=not self._on_streams) or Done()
 
     def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
@@ -104,15 +161,32 @@ class GroupCommunicator:
             self._scatter_padded(shard, slices, bounds)
         elif shard.numel():
             sent = [moved(each) for each in slices] if slices is not None else None
-            return dist.scatter(moved(shard), sent, group=self._group, group_src=0, async_op=not self._on_streams) or Done()
+            return (
+                dist.scatter(
+                    moved(shard),
+                    sent,
+                    group=self._group,
+                    group_src=0,
+                    async_op=not self._on_streams,
+                )
+                or Done()
+            )
         return Done()
 
-    def _scatter_padded(self, shard: Tensor, slices: list[Tensor] | None, bounds: tuple[int, ...]) -> None:
-        """Pads the slices to one length, because no backend scatters unequal slices. Only loading needs this, not training."""
+    def _scatter_padded(
+        self, shard: Tensor, slices: list[Tensor] | None, bounds: tuple[int, ...]
+    ) -> None:
+        """Pads the slices to one length, because no backend scatters unequal slices. Only loading
+        needs this, not training.
+        """
         longest = max(stop - start for start, stop in pairwise(bounds))
         if longest:
             padded = shard.new_empty(longest)
-            equal = [torch.cat([piece, piece.new_empty(longest - piece.numel())]) for piece in slices] if slices is not None else None
+            equal = (
+                [torch.cat([piece, piece.new_empty(longest - piece.numel())]) for piece in slices]
+                if slices is not None
+                else None
+            )
             self.scatter(padded, equal).wait()
             shard.copy_(padded[: shard.numel()])
 
@@ -128,8 +202,13 @@ class GroupCommunicator:
     def exchange_later(self, payload: bytes, device: torch.device) -> Told:
         mine = on_device(torch.frombuffer(bytearray(payload), dtype=torch.uint8), device)
         all_ranks = torch.empty(self.world_size * len(payload), dtype=torch.uint8, device=device)
-        pending = self._all_gather(all_ranks, mine, group=self._group, async_op=not self._on_streams) or Done()
-        return Gathered(pending, OnHost(all_ranks) if self._on_streams else None, all_ranks, len(payload))
+        pending = (
+            self._all_gather(all_ranks, mine, group=self._group, async_op=not self._on_streams)
+            or Done()
+        )
+        return Gathered(
+            pending, OnHost(all_ranks) if self._on_streams else None, all_ranks, len(payload)
+        )
 
     def duplicate(self) -> Communicator:
         if not self._on_streams:
@@ -138,13 +217,19 @@ class GroupCommunicator:
         part = len(ranks) < dist.get_world_size()
         if part and dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
             raise ValueError(
-                f"rank {self.rank}: separate_backup_group=True, and the model's process group has {len(ranks)} of {dist.get_world_size()} "
-                "ranks, but devices are bound, by init_process_group(device_id=...) or, from torch 2.15 on, by NCCL itself: torch then "
-                "makes a group by splitting the communicator of all ranks, and waits for the ranks that are not in it. Use "
-                "separate_backup_group=False."
+                f"rank {self.rank}: separate_backup_group=True, and the model's process group has "
+                f"{len(ranks)} of {dist.get_world_size()} ranks, but devices are bound, by "
+                "init_process_group(device_id=...) or, from torch 2.15 on, by NCCL itself: torch "
+                "then makes a group by splitting the communicator of all ranks, and waits for "
+                "the ranks that are not in it. Use separate_backup_group=False."
             )
         # pass the timeout, because a new group would take torch's default
-        group = dist.new_group(ranks, timeout_of(self._group, self._device.type), backend=self._backend, use_local_synchronization=part)
+        group = dist.new_group(
+            ranks,
+            timeout_of(self._group, self._device.type),
+            backend=self._backend,
+            use_local_synchronization=part,
+        )
         duplicate = GroupCommunicator(group, self._backend, self._device)
         weakref.finalize(duplicate, _destroy, weakref.ref(group)).atexit = False
         return duplicate
@@ -157,14 +242,19 @@ class GroupCommunicator:
 
 
 def board_of(what: str, members: Sequence[int], rank: int) -> Board | None:
-    """It is in the default group's store, which ranks that were given different groups share. Nobody keeps the store alive."""
-    with suppress(RuntimeError, AttributeError):  # there is no default group any more, or one of tests, without a store
+    """It is in the default group's store, which ranks that were given different groups share.
+    Nobody keeps the store alive.
+    """
+    # there is no default group any more, or one of tests, without a store
+    with suppress(RuntimeError, AttributeError):
         return Board(dist.group.WORLD.get_group_store(), what, members, rank)  # type: ignore[union-attr]
     return None
 
 
 def _destroy(reference: weakref.ref[Any]) -> None:
-    """Destroys a duplicate's group when its model is deleted, to free the communicator's buffers."""
+    """Destroys a duplicate's group when its model is deleted, to free the communicator's
+    buffers.
+    """
     group = reference()
     if group is not None and dist.is_initialized():
         with suppress(RuntimeError, ValueError):  # the group is destroyed already
@@ -172,17 +262,28 @@ def _destroy(reference: weakref.ref[Any]) -> None:
 
 
 class Gathered:
-    """The result of an exchange: `all_ranks` holds every rank's bytes when `pending` is over, and `copied` is a copy for the host."""
+    """The result of an exchange: `all_ranks` holds every rank's bytes when `pending` is over, and
+    `copied` is a copy for the host.
+    """
 
-    def __init__(self, pending: Pending, copied: OnHost | None, all_ranks: Tensor, length: int) -> None:
-        self._pending, self._copied, self._all_ranks, self._length = pending, copied, all_ranks, length
+    def __init__(
+        self, pending: Pending, copied: OnHost | None, all_ranks: Tensor, length: int
+    ) -> None:
+        self._pending, self._copied, self._all_ranks, self._length = (
+            pending,
+            copied,
+            all_ranks,
+            length,
+        )
 
     def ready(self) -> bool:
         return self._copied is None or self._copied.ready()
 
     def read(self) -> list[bytes]:
         self._pending.wait()
-        return _split(self._all_ranks if self._copied is None else self._copied.tensor(), self._length)
+        return _split(
+            self._all_ranks if self._copied is None else self._copied.tensor(), self._length
+        )
 
 
 def _split(all_ranks: Tensor, length: int) -> list[bytes]:
@@ -191,7 +292,9 @@ def _split(all_ranks: Tensor, length: int) -> list[bytes]:
 
 
 def timeout_of(group: Any, device: str) -> timedelta:
-    """The group's timeout on `device`. It is torch's default if the backend does not tell, as in some debug modes."""
+    """The group's timeout on `device`. It is torch's default if the backend does not tell, as in
+    some debug modes.
+    """
     try:
         backend = group._get_backend(torch.device(device))
         return getattr(backend, "wrapped_pg", backend).options._timeout  # type: ignore[no-any-return]
@@ -200,7 +303,9 @@ def timeout_of(group: Any, device: str) -> timedelta:
 
 
 def moved(tensor: Tensor) -> Tensor:
-    """`tensor`, or its bytes: no backend knows all dtypes, and values that are only moved need none."""
+    """`tensor`, or its bytes: no backend knows all dtypes, and values that are only moved need
+    none.
+    """
     return tensor if tensor.dtype in _KNOWN else tensor.view(-1).view(torch.uint8)
 
 

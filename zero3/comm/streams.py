@@ -1,8 +1,10 @@
-"""The order of work on a device: a compute stream, a fetch lane and a backup lane. The host's lanes have no streams, only an order.
+"""The order of work on a device: a compute stream, a fetch lane and a backup lane. The host's lanes
+have no streams, only an order.
 
-All memory is allocated and freed on the compute stream. A lane waits for the compute stream before it begins a transfer, and the
-compute stream waits for a mark before it uses the result. So the allocator may reuse a freed buffer at once, without
-`record_stream`: the next writer of the buffer always waits for its last reader.
+All memory is allocated and freed on the compute stream. A lane waits for the compute stream before
+it begins a transfer, and the compute stream waits for a mark before it uses the result. So the
+allocator may reuse a freed buffer at once, without `record_stream`: the next writer of the buffer
+always waits for its last reader.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ __all__: list[str] = []
 
 
 class Pending(Protocol):
-    """A transfer under way. After `wait` the host may use its result. (With streams `wait` does nothing: they keep the order.)"""
+    """A transfer under way. After `wait` the host may use its result. (With streams `wait` does
+    nothing: they keep the order.)
+    """
 
     def wait(self) -> object: ...
 
@@ -33,7 +37,9 @@ class Done:
 
 
 class Then:
-    """A transfer, and work that follows it: of the lane, or of the host in the order of waits, which is the same on all ranks."""
+    """A transfer, and work that follows it: of the lane, or of the host in the order of waits,
+    which is the same on all ranks.
+    """
 
     def __init__(self, pending: Pending, then: Callable[[], object]) -> None:
         self._pending = pending
@@ -58,7 +64,9 @@ class Lane(Protocol):
     """A queue of transfers beside the computation."""
 
     def issue(self) -> AbstractContextManager[object]:
-        """Context in which the lane's work is started. That work waits for all work that the compute stream has so far."""
+        """Context in which the lane's work is started. That work waits for all work that the
+        compute stream has so far.
+        """
         ...
 
     def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Mark:
@@ -66,10 +74,12 @@ class Lane(Protocol):
         ...
 
     def defer(self, begin: Callable[[], Mark]) -> Mark:
-        """Begins a transfer of this lane that follows one of another lane: `begin` does it. Returns a mark for its end.
+        """Begins a transfer of this lane that follows one of another lane: `begin` does it. Returns
+        a mark for its end.
 
-        On the host it begins at the next `begin_deferred`, or when a deferred transfer is waited for: ranks learn the end of the other
-        lane's transfer at different moments, and have to begin the transfers of all their groups in one order.
+        On the host it begins at the next `begin_deferred`, or when a deferred transfer is waited
+        for: ranks learn the end of the other lane's transfer at different moments, and have to
+        begin the transfers of all their groups in one order.
         """
         ...
 
@@ -84,9 +94,11 @@ class Lanes(NamedTuple):
     replicas: Lane | None = None  # where chunks have replicas: sums over these
 
     def end_before(self, owner: object) -> None:
-        """When `owner` is deleted, the compute stream waits for the lanes first: after an exception, transfers may be under way.
+        """When `owner` is deleted, the compute stream waits for the lanes first: after an
+        exception, transfers may be under way.
 
-        `owner` owns the buffers of all transfers. Their memory is the compute stream's again as soon as they are deleted.
+        `owner` owns the buffers of all transfers. Their memory is the compute stream's again as
+        soon as they are deleted.
         """
         if lanes := [lane for lane in self if isinstance(lane, StreamLane)]:
             weakref.finalize(owner, _join, lanes).atexit = False
@@ -103,7 +115,8 @@ class _HostMark:
         self._pending.wait()
         if self._then is not None:
             self._then()
-        self._pending = self._then = None  # only now: after a failure, a second wait must fail again
+        # only now: after a failure, a second wait must fail again
+        self._pending = self._then = None
 
 
 class _Deferred:
@@ -123,7 +136,9 @@ class _Deferred:
 
 
 class HostLane:
-    """A lane without a stream. Transfers run in the communicator's threads, and waiting for their handles keeps the order."""
+    """A lane without a stream. Transfers run in the communicator's threads, and waiting for their
+    handles keeps the order.
+    """
 
     def __init__(self) -> None:
         self._open = nullcontext()  # made once, because every transfer enters it
@@ -145,9 +160,12 @@ class HostLane:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work on `device` is ordered by streams: CUDA, and any accelerator that torch knows and that has streams."""
+    """Whether work on `device` is ordered by streams: CUDA, and any accelerator that torch knows
+    and that has streams.
+    """
     accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and device.type == accelerator.type and device.type != "mps"  # Apple's has one stream only
+    # Apple's has one stream only
+    return accelerator is not None and device.type == accelerator.type and device.type != "mps"
 
 
 class _StreamMark:
@@ -163,9 +181,11 @@ class StreamLane:
     """A stream for transfers. The waits [1] and [2] order the lane and the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
-        # High priority, because the computation waits for transfers, and they take little of the device's time.
+        # High priority, because the computation waits for transfers, and they take little of the
+        # device's time.
         self._stream = torch.Stream(device, priority=-1)
-        self._before = torch.accelerator.current_stream(device)  # what the lane has waited for last: the compute stream, or another lane
+        # what the lane has waited for last: the compute stream, or another lane
+        self._before = torch.accelerator.current_stream(device)
 
     def issue(self) -> AbstractContextManager[object]:
         self._before = torch.accelerator.current_stream(self._stream.device)
@@ -173,7 +193,8 @@ class StreamLane:
         return self._stream
 
     def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Mark:
-        # This runs inside issue(). NCCL's transfer is already in the stream; a transfer with a handle blocks the host here.
+        # This runs inside issue(). NCCL's transfer is already in the stream; a transfer with a
+        # handle blocks the host here.
         pending.wait()
         if then is not None:
             then()
@@ -206,7 +227,9 @@ def lanes_for(device: torch.device) -> Lanes:
 
 
 def random_state_kept(device: torch.device) -> AbstractContextManager[object]:
-    """Context after which torch's random generators, of the host and of `device`, are as they were before."""
+    """Context after which torch's random generators, of the host and of `device`, are as they were
+    before.
+    """
     devices = [device] if has_streams(device) else []
     return torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cpu")
 
@@ -228,18 +251,26 @@ class Moment:
 
 
 def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Values on `device`. If they are the host's, the current stream copies them, from pinned memory: the host does not wait."""
+    """Values on `device`. If they are the host's, the current stream copies them, from pinned
+    memory: the host does not wait.
+    """
     if values.device.type == "cpu" and has_streams(device):
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
 
 
 class OnHost:
-    """A copy of a tensor in host memory: in `into`, pinned, or in new memory. The current stream makes it, the host does not wait."""
+    """A copy of a tensor in host memory: in `into`, pinned, or in new memory. The current stream
+    makes it, the host does not wait.
+    """
 
     def __init__(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> None:
         later = has_streams(tensor.device)
-        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=later) if into is None else into
+        self._copy = (
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=later)
+            if into is None
+            else into
+        )
         self._copy.copy_(tensor, non_blocking=True)
         self._made: Moment | None = None
         if later:
@@ -277,7 +308,9 @@ class DeviceMemory:
 class Clock(Protocol):
     """Measures the time of work on the current stream. The host does not wait for the work."""
 
-    on_lanes: bool  # whether `now` inside `Lane.issue` is a moment of the lane, so that the end of a transfer is known
+    # whether `now` inside `Lane.issue` is a moment of the lane, so that the end of a transfer is
+    # known
+    on_lanes: bool
 
     def now(self) -> object:
         """A mark of the current moment in the stream's work. `seconds` tells its time later."""

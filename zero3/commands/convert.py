@@ -1,11 +1,14 @@
-"""Turns a checkpoint of one system into another's: zero3's, torch.distributed.checkpoint's (FSDP2), DeepSpeed ZeRO-3's, torch's one file.
+"""Turns a checkpoint of one system into another's: zero3's, torch.distributed.checkpoint's (FSDP2),
+DeepSpeed ZeRO-3's, torch's one file.
 
-IN is a zero3 checkpoint, a directory of torch.distributed.checkpoint, of DeepSpeed (the one with `latest` in it, or one of its
-steps), or a file of torch.save: which of them it is, is found out. Model, optimizer and everything beside them go along,
-by the parameters' names. One process, which holds some tens of MB. Nothing is unpickled.
+IN is a zero3 checkpoint, a directory of torch.distributed.checkpoint, of DeepSpeed (the one with
+`latest` in it, or one of its steps), or a file of torch.save: which of them it is, is found out.
+Model, optimizer and everything beside them go along, by the parameters' names. One process, which
+holds some tens of MB. Nothing is unpickled.
 
-What OUT can't hold is left out, key by key: objects of other systems' classes, random generators, and the like. One line on stderr
-names each of them, with its path and its type. With --strict that is an error (exit code 1), which leaves no OUT.
+What OUT can't hold is left out, key by key: objects of other systems' classes, random generators,
+and the like. One line on stderr names each of them, with its path and its type. With --strict that
+is an error (exit code 1), which leaves no OUT.
 """
 
 from __future__ import annotations
@@ -30,11 +33,25 @@ _FORMATS = (("zero3", ours), ("dcp", dcp), ("deepspeed", deepspeed), ("torch", t
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("input", type=Path, metavar="IN", help="a checkpoint of any of the four systems")
+    parser.add_argument(
+        "input", type=Path, metavar="IN", help="a checkpoint of any of the four systems"
+    )
     parser.add_argument("output", type=Path, metavar="OUT", help="a path where nothing is yet")
-    parser.add_argument("--to", choices=["zero3", "torch", "dcp", "deepspeed"], default="zero3", help="default: %(default)s")
-    parser.add_argument("--ranks", type=int, metavar="N", help="that load what is for DeepSpeed (default: as many as have written IN)")
-    parser.add_argument("--strict", action="store_true", help="what can't go along is an error, and not left out")
+    parser.add_argument(
+        "--to",
+        choices=["zero3", "torch", "dcp", "deepspeed"],
+        default="zero3",
+        help="default: %(default)s",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="that load what is for DeepSpeed (default: as many as have written IN)",
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="what can't go along is an error, and not left out"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -45,18 +62,35 @@ def run(options: argparse.Namespace) -> None:
             found = _read(options.input, files)
             found.check()
             found.leave_out(dict(_FORMATS)[options.to].HOLDS)
-            missed = f"{options.to} checkpoints can't hold these, or not yet: {', '.join(found.left_out)}"
+            missed = (
+                f"{options.to} checkpoints can't hold these, or not yet: "
+                f"{', '.join(found.left_out)}"
+            )
             if found.left_out and options.strict:
                 raise ValueError(f"--strict: {missed}")
             found.ranks_asked_for = options.ranks
             _write(found, options)
-    except (KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+    except (
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         # a file may say anything; who reads it trips over what is not as its system writes it
-        raise ValueError(f"{options.input} is malformed, or can't be converted: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{options.input} is malformed, or can't be converted: {type(error).__name__}: {error}"
+        ) from error
     if found.left_out:
         print(f"zero3: {missed}", file=sys.stderr)
-    state = f"{len(found.state)} with optimizer state" if found.groups is not None else "no optimizer"
-    print(f"{options.output}: {found.kind} to {options.to}, {len(found.tensors)} tensors, {state}, {found.nbytes:,} bytes")
+    state = (
+        f"{len(found.state)} with optimizer state" if found.groups is not None else "no optimizer"
+    )
+    print(
+        f"{options.output}: {found.kind} to {options.to}, {len(found.tensors)} tensors, {state}, "
+        f"{found.nbytes:,} bytes"
+    )
 
 
 def _write(found: Run, options: argparse.Namespace) -> None:
@@ -78,7 +112,10 @@ def _check_output(options: argparse.Namespace) -> None:
     if not (parent := options.output.absolute().parent).is_dir():
         raise ValueError(f"{options.output} can't be made: {parent} is no directory")
     if options.ranks is not None and (options.to != "deepspeed" or options.ranks < 1):
-        raise ValueError(f"--ranks {options.ranks}: it is a number from 1 up, and goes with --to deepspeed; the others load on any number")
+        raise ValueError(
+            f"--ranks {options.ranks}: it is a number from 1 up, and goes with --to deepspeed; "
+            "the others load on any number"
+        )
 
 
 def _read(path: Path, files: ExitStack) -> Run:
@@ -87,9 +124,20 @@ def _read(path: Path, files: ExitStack) -> Run:
             with progress(_bytes_of(path), "looking through") as advance:
                 found: Run = format_.read(path, files, advance)
                 return found
-    there = ", ".join(file_operations.names_in(path)[:8]) or "nothing" if path.is_dir() else "no such file or directory"
-    raise ValueError(f"{path} is no checkpoint of zero3, torch.distributed.checkpoint, DeepSpeed ZeRO-3 or torch.save (found {there})")
+    there = (
+        ", ".join(file_operations.names_in(path)[:8]) or "nothing"
+        if path.is_dir()
+        else "no such file or directory"
+    )
+    raise ValueError(
+        f"{path} is no checkpoint of zero3, torch.distributed.checkpoint, DeepSpeed ZeRO-3 or "
+        f"torch.save (found {there})"
+    )
 
 
 def _bytes_of(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0
+    return (
+        sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        if path.is_dir()
+        else 0
+    )

@@ -1,8 +1,10 @@
-"""Turns a checkpoint into a Hugging Face directory: safetensors under the model's own names, their index, config.json.
+"""Turns a checkpoint into a Hugging Face directory: safetensors under the model's own names, their
+index, config.json.
 
-One process does it, and holds a few MB at a time, for any number of ranks that wrote the checkpoint. It compares hashes
-first. A tied parameter is written once, under its first name. Names are those of the model that was saved. (For some
-models, such as those with experts, transformers has other names in files: save_pretrained in a training script writes these.)
+One process does it, and holds a few MB at a time, for any number of ranks that wrote the
+checkpoint. It compares hashes first. A tied parameter is written once, under its first name. Names
+are those of the model that was saved. (For some models, such as those with experts, transformers
+has other names in files: save_pretrained in a training script writes these.)
 
 Any number of ranks can load a checkpoint as it is, so no command converts between numbers of ranks.
 """
@@ -37,12 +39,27 @@ SUMMARY = "write a checkpoint's model as Hugging Face safetensors"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="the directory that save_checkpoint wrote")
-    parser.add_argument("output", type=Path, metavar="OUT", help="a directory that is not there yet, or is empty")
-    parser.add_argument("--dtype", metavar="NAME", help="convert floating tensors, e.g. to bfloat16")
-    parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one file (default: %(default)s)")
-    parser.add_argument("--beside", type=Path, metavar="DIR", help="copy config and tokenizer files from this directory")
-    parser.add_argument("--strip", metavar="PREFIX", default="", help="take this off the beginning of names")
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="CKPT", help="the directory that save_checkpoint wrote"
+    )
+    parser.add_argument(
+        "output", type=Path, metavar="OUT", help="a directory that is not there yet, or is empty"
+    )
+    parser.add_argument(
+        "--dtype", metavar="NAME", help="convert floating tensors, e.g. to bfloat16"
+    )
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", default="5GB", help="of one file (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        metavar="DIR",
+        help="copy config and tokenizer files from this directory",
+    )
+    parser.add_argument(
+        "--strip", metavar="PREFIX", default="", help="take this off the beginning of names"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -67,15 +84,23 @@ def run(options: argparse.Namespace) -> None:
         file_operations.remove(temporary)
         raise
     if extra := found.content.get("extra_states"):
-        print(f"zero3: safetensors files hold tensors only, so this was left out: {', '.join(extra)}", file=sys.stderr)
+        print(
+            f"zero3: safetensors files hold tensors only, so this was left out: {', '.join(extra)}",
+            file=sys.stderr,
+        )
     tensors = sum(len(shard) for shard in shards.values())
-    print(f"{options.output}: {tensors} tensors in {len(shards)} file{'s' if len(shards) > 1 else ''}")
+    print(
+        f"{options.output}: {tensors} tensors in {len(shards)} file{'s' if len(shards) > 1 else ''}"
+    )
 
 
 def _check_places(options: argparse.Namespace) -> None:
     output, beside = options.output, options.beside
     if os.path.lexists(output) and not output.is_dir():
-        raise ValueError(f"{output} is there already and no directory: OUT must be a directory that is not there yet, or is empty")
+        raise ValueError(
+            f"{output} is there already and no directory: OUT must be a directory that is not "
+            "there yet, or is empty"
+        )
     if file_operations.names_in(output):
         raise ValueError(f"{output} is not empty")
     parent = next(path for path in output.absolute().parents if os.path.lexists(path))
@@ -93,20 +118,38 @@ def _planned(found: manifest.Manifest, options: argparse.Namespace) -> dict[str,
         raise ValueError(f"--dtype {options.dtype}: {wrong}")
     outputs: dict[str, Output] = {}
     for key, described in found.content["tensors"].items():
-        name, own = own_name(key), dtype_named(described["dtype"])  # early versions saved the names of wrappers too
+        # early versions saved the names of wrappers too
+        name, own = own_name(key), dtype_named(described["dtype"])
         to = dtype if dtype is not None and own.is_floating_point else own
-        output = Output(name.removeprefix(options.strip), to, tuple(described["shape"]), Whole(name, described["shape"]))
+        output = Output(
+            name.removeprefix(options.strip),
+            to,
+            tuple(described["shape"]),
+            Whole(name, described["shape"]),
+        )
         if (other := outputs.setdefault(output.name, output)) is not output:
-            raise ValueError(f"--strip {options.strip} makes one name, {output.name!r}, of {other.index_map.sources[0]!r} and {name!r}")
-    if options.strip and not any(name.startswith(options.strip) for name in map(own_name, found.content["tensors"])):
-        raise ValueError(f"--strip {options.strip}: no name begins with it; the first is {next(iter(outputs), 'none')!r}")
+            raise ValueError(
+                f"--strip {options.strip} makes one name, {output.name!r}, of "
+                f"{other.index_map.sources[0]!r} and {name!r}"
+            )
+    if options.strip and not any(
+        name.startswith(options.strip) for name in map(own_name, found.content["tensors"])
+    ):
+        raise ValueError(
+            f"--strip {options.strip}: no name begins with it; the first is "
+            f"{next(iter(outputs), 'none')!r}"
+        )
     return shards_of(outputs.values(), bytes_in(options.max_shard_size))
 
 
-def _write_all(found: manifest.Manifest, shards: dict[str, list[Output]], directory: Path, beside: Path | None) -> None:
+def _write_all(
+    found: manifest.Manifest, shards: dict[str, list[Output]], directory: Path, beside: Path | None
+) -> None:
     files = SafetensorsFiles(found.data, found.names("model"))
     try:
-        with progress(sum(output.nbytes for shard in shards.values() for output in shard), "writing") as advance:
+        with progress(
+            sum(output.nbytes for shard in shards.values() for output in shard), "writing"
+        ) as advance:
             for file, shard in shards.items():
                 _write(files, directory / file, shard, advance)
     finally:
@@ -114,22 +157,32 @@ def _write_all(found: manifest.Manifest, shards: dict[str, list[Output]], direct
     if len(shards) > 1:
         (directory / "model.safetensors.index.json").write_text(index_of(shards))
     if found.content["config"] is not None:
-        (directory / "config.json").write_text(json.dumps(found.content["config"], indent=2, sort_keys=True) + "\n")
+        (directory / "config.json").write_text(
+            json.dumps(found.content["config"], indent=2, sort_keys=True) + "\n"
+        )
     for path in sorted(beside.iterdir()) if beside is not None else []:
-        if path.is_file() and not path.name.endswith((".safetensors", ".bin", ".index.json", ".pt", ".pth")):
+        if path.is_file() and not path.name.endswith(
+            (".safetensors", ".bin", ".index.json", ".pt", ".pth")
+        ):
             shutil.copyfile(path, directory / path.name)
 
 
-def _write(files: SafetensorsFiles, path: Path, shard: list[Output], advance: Callable[[int], object]) -> None:
+def _write(
+    files: SafetensorsFiles, path: Path, shard: list[Output], advance: Callable[[int], object]
+) -> None:
     ranges, stored = Ranges(files), {own_name(key): tensor for key, tensor in files.tensors.items()}
-    header = header_of(((output.name, output.dtype, output.shape) for output in shard), {"format": "pt"})
+    header = header_of(
+        ((output.name, output.dtype, output.shape) for output in shard), {"format": "pt"}
+    )
     stage = torch.empty(STAGE_BYTES, dtype=torch.uint8)
     with file_operations.create(path) as opened:
         file_operations.write(opened, [memoryview(header)])
         for output in shard:
             step, (source,) = STAGE_BYTES // 8, output.index_map.sources
             for start in range(0, output.numel, step):
-                values = stage[: step * output.dtype.itemsize].view(output.dtype)[: output.numel - start]
+                values = stage[: step * output.dtype.itemsize].view(output.dtype)[
+                    : output.numel - start
+                ]
                 if (whole := stored.get(f"other:0:{source}")) is not None:
                     files.read(whole, start, values)
                 else:

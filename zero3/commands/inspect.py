@@ -1,6 +1,8 @@
-"""Shows what a checkpoint holds: step, number of ranks that wrote it, parameters, bytes, dtypes, the optimizer's groups.
+"""Shows what a checkpoint holds: step, number of ranks that wrote it, parameters, bytes, dtypes,
+the optimizer's groups.
 
-With --verify all files are read, and their hashes compared. The exit code is 1 if there is no checkpoint, or if it was changed.
+With --verify all files are read, and their hashes compared. The exit code is 1 if there is no
+checkpoint, or if it was changed.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _SHARES = 64  # a file is verified in so many steps, to show progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="the directory that save_checkpoint wrote")
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="CKPT", help="the directory that save_checkpoint wrote"
+    )
     parser.add_argument("--verify", action="store_true", help="read everything and compare hashes")
     parser.add_argument("--parameters", action="store_true", help="list every parameter and buffer")
     parser.add_argument("--json", action="store_true", help="print the same as JSON, for programs")
@@ -54,13 +58,19 @@ def _parameters(found: manifest.Manifest) -> list[str]:
     for name, described in found.content["tensors"].items():
         also = f"  also {', '.join(described['also'])}" if "also" in described else ""
         stored = "" if described["stored"] else "  left out"
-        lines.append(f"{name:<60} {described['dtype']:<10} {tuple(described['shape'])}{also}{stored}")
+        lines.append(
+            f"{name:<60} {described['dtype']:<10} {tuple(described['shape'])}{also}{stored}"
+        )
     return lines
 
 
 def facts_of(found: manifest.Manifest) -> dict[str, Any]:
     """Returns the facts to show, in their order."""
-    tensors, optimizer, extra = found.content["tensors"], found.content["optimizer"], found.content["extra"]
+    tensors, optimizer, extra = (
+        found.content["tensors"],
+        found.content["optimizer"],
+        found.content["extra"],
+    )
     numels: Counter[str] = Counter()
     for described in tensors.values():
         numels[described["dtype"]] += math.prod(described["shape"])
@@ -72,16 +82,31 @@ def facts_of(found: manifest.Manifest) -> dict[str, Any]:
     }
     facts |= {"tensors": len(tensors), "elements": sum(numels.values()), "dtypes": dict(numels)}
     facts["left_out"] = sum(not described["stored"] for described in tensors.values())
-    facts["model_bytes"] = sum(math.prod(d["shape"]) * dtype_named(d["dtype"]).itemsize for d in tensors.values())
+    facts["model_bytes"] = sum(
+        math.prod(d["shape"]) * dtype_named(d["dtype"]).itemsize for d in tensors.values()
+    )
     facts["file_bytes"] = sum(written.nbytes for written in found.files.values())
     facts["files"] = len(found.files)
-    facts["extra"] = sorted(extra) if isinstance(extra, dict) else type(extra).__name__ if extra is not None else None
+    facts["extra"] = (
+        sorted(extra)
+        if isinstance(extra, dict)
+        else type(extra).__name__
+        if extra is not None
+        else None
+    )
     if optimizer is not None:
         contents = OptimizerContents.from_json(optimizer)
-        steps = {named.scalars["step"]["$tensor"][1] for named in contents.state.values() if isinstance(named.scalars.get("step"), dict)}
+        steps = {
+            named.scalars["step"]["$tensor"][1]
+            for named in contents.state.values()
+            if isinstance(named.scalars.get("step"), dict)
+        }
         facts["step"] = max(steps) if steps else None
         facts["optimizer"] = optimizer["class"]
-        facts["groups"] = [{"parameters": len(names), "lr": options.get("lr")} for options, names in contents.groups]
+        facts["groups"] = [
+            {"parameters": len(names), "lr": options.get("lr")}
+            for options, names in contents.groups
+        ]
     if isinstance(extra, dict) and isinstance(extra.get("step"), int):
         facts["step"] = extra["step"]
     return facts

@@ -1,8 +1,10 @@
-"""Tells what a training step will hold on each rank, from config.json alone: no weights, no GPU, one process.
+"""Tells what a training step will hold on each rank, from config.json alone: no weights, no GPU,
+one process.
 
     python -m zero3 plan DIR --ranks 8 --memory 24GiB --sequence 4096
 
-The exit code is 0 if it fits into --memory, 1 if it does not, and 2 if that can't be told: without --memory, or after an error.
+The exit code is 0 if it fits into --memory, 1 if it does not, and 2 if that can't be told: without
+--memory, or after an error.
 """
 
 from __future__ import annotations
@@ -33,40 +35,118 @@ SUMMARY = "tell whether a training step will fit, and what takes its memory"
 
 _DTYPES = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32})
 _FORMATS = MappingProxyType({"nf4": NF4, "int8": Int8, "float8": Float8, "mxfp4": MXFP4})
-_OPTIMIZERS = MappingProxyType({name: getattr(torch.optim, name) for name in ("AdamW", "Adam", "SGD", "Adagrad", "RMSprop")})
+_OPTIMIZERS = MappingProxyType(
+    {name: getattr(torch.optim, name) for name in ("AdamW", "Adam", "SGD", "Adagrad", "RMSprop")}
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="DIR", help="a Hugging Face directory; config.json is enough")
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks that share the model, one a GPU")
-    parser.add_argument("--memory", metavar="BYTES", help="what a rank has, such as 24GiB, or 80GB: a card's name")
-    parser.add_argument("--sequence", type=int, default=2048, metavar="N", help="tokens in a sequence (%(default)s)")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences in a rank's micro-batch (%(default)s)")
-    parser.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches in a step (%(default)s)")
-    parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing in each block")
-    parser.add_argument("--lora", type=int, metavar="RANK", help="adapters of this rank, where peft puts them by default")
-    parser.add_argument("--quantize", choices=_FORMATS, help="frozen weights are stored in this format")
-    parser.add_argument("--offload", metavar="WHERE", help="chunks rest in host memory (cpu), or in files of this directory")
-    parser.add_argument("--dtype", choices=_DTYPES, help="param_dtype: what parameters are gathered and computed in")
-    parser.add_argument("--reduce-dtype", choices=_DTYPES, help="reduce_dtype: what gradients are added up in")
-    parser.add_argument("--master-dtype", choices=_DTYPES, help="what parameters are stored in (config.json's)")
-    parser.add_argument("--optimizer", choices=_OPTIMIZERS, default="AdamW", help="of torch.optim (%(default)s)")
-    parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3, help="what is divided, beside optimizer state (%(default)s)")
     parser.add_argument(
-        "--keep", action=argparse.BooleanOptionalAction, default=False, help="reshard_after_forward=False: a layer stays until its backward"
+        "model", type=Path, metavar="DIR", help="a Hugging Face directory; config.json is enough"
     )
     parser.add_argument(
-        "--resident", default="0", metavar="BYTES", help="resident_bytes: frozen parameters that are gathered once, such as 2GiB"
+        "--ranks",
+        type=int,
+        required=True,
+        metavar="N",
+        help="ranks that share the model, one a GPU",
     )
-    parser.add_argument("--prefetch-depth", type=int, default=1, metavar="N", help="layers gathered ahead (%(default)s)")
+    parser.add_argument(
+        "--memory", metavar="BYTES", help="what a rank has, such as 24GiB, or 80GB: a card's name"
+    )
+    parser.add_argument(
+        "--sequence", type=int, default=2048, metavar="N", help="tokens in a sequence (%(default)s)"
+    )
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=1,
+        metavar="N",
+        help="sequences in a rank's micro-batch (%(default)s)",
+    )
+    parser.add_argument(
+        "--accumulation",
+        type=int,
+        default=1,
+        metavar="N",
+        help="micro-batches in a step (%(default)s)",
+    )
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="activation checkpointing in each block"
+    )
+    parser.add_argument(
+        "--lora",
+        type=int,
+        metavar="RANK",
+        help="adapters of this rank, where peft puts them by default",
+    )
+    parser.add_argument(
+        "--quantize", choices=_FORMATS, help="frozen weights are stored in this format"
+    )
+    parser.add_argument(
+        "--offload",
+        metavar="WHERE",
+        help="chunks rest in host memory (cpu), or in files of this directory",
+    )
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, help="param_dtype: what parameters are gathered and computed in"
+    )
+    parser.add_argument(
+        "--reduce-dtype", choices=_DTYPES, help="reduce_dtype: what gradients are added up in"
+    )
+    parser.add_argument(
+        "--master-dtype", choices=_DTYPES, help="what parameters are stored in (config.json's)"
+    )
+    parser.add_argument(
+        "--optimizer", choices=_OPTIMIZERS, default="AdamW", help="of torch.optim (%(default)s)"
+    )
+    parser.add_argument(
+        "--stage",
+        type=int,
+        choices=(1, 2, 3),
+        default=3,
+        help="what is divided, beside optimizer state (%(default)s)",
+    )
+    parser.add_argument(
+        "--keep",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="reshard_after_forward=False: a layer stays until its backward",
+    )
+    parser.add_argument(
+        "--resident",
+        default="0",
+        metavar="BYTES",
+        help="resident_bytes: frozen parameters that are gathered once, such as 2GiB",
+    )
+    parser.add_argument(
+        "--prefetch-depth",
+        type=int,
+        default=1,
+        metavar="N",
+        help="layers gathered ahead (%(default)s)",
+    )
     parser.add_argument("--mesh", metavar="RxS", help="replicas x ranks that share the model")
     parser.add_argument(
-        "--rank", type=int, default=0, metavar="N", help="the rank to plan for (%(default)s); with gloo ranks differ a little"
+        "--rank",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the rank to plan for (%(default)s); with gloo ranks differ a little",
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="GPUs and NCCL, or CPUs and gloo (%(default)s)")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="GPUs and NCCL, or CPUs and gloo (%(default)s)",
+    )
     parser.add_argument("--gpu", metavar="KIND", help="such as h100, for the time of a step")
-    parser.add_argument("--link", metavar="RATE", help="one GPU's bandwidth between nodes, such as 400Gbit")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the memory of a step into this file")
+    parser.add_argument(
+        "--link", metavar="RATE", help="one GPU's bandwidth between nodes, such as 400Gbit"
+    )
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw the memory of a step into this file"
+    )
     parser.add_argument("--json", action="store_true", help="print the same as JSON, for programs")
 
 
@@ -82,8 +162,15 @@ def run(options: argparse.Namespace) -> int:
         if options.picture is not None:
             found.draw(options.picture)
     except Exception as error:  # whatever a model's code raises: 1 would say that it does not fit
-        kind = "" if isinstance(error, OSError | ValueError | NotImplementedError) else f"{type(error).__name__}: "
-        print(f"zero3: {kind}{textwrap.shorten(str(error), 1000, placeholder=' ...')}", file=sys.stderr)
+        kind = (
+            ""
+            if isinstance(error, OSError | ValueError | NotImplementedError)
+            else f"{type(error).__name__}: "
+        )
+        print(
+            f"zero3: {kind}{textwrap.shorten(str(error), 1000, placeholder=' ...')}",
+            file=sys.stderr,
+        )
         return 2
     return 2 if found.fits is None else int(not found.fits)
 
@@ -92,8 +179,13 @@ def _plan(options: argparse.Namespace) -> Plan:
     if (options.gpu is None) is not (options.link is None):
         raise ValueError("--gpu and --link go together: the time of a step needs both")
     if options.quantize is not None and options.lora is None:
-        raise ValueError(f"--quantize {options.quantize} is for frozen weights, and here all train: add --lora RANK, or leave it out")
-    cluster = None if options.gpu is None else cluster_of(options.gpu, parse_rate(options.link, "--link"))
+        raise ValueError(
+            f"--quantize {options.quantize} is for frozen weights, and here all train: add --lora "
+            "RANK, or leave it out"
+        )
+    cluster = (
+        None if options.gpu is None else cluster_of(options.gpu, parse_rate(options.link, "--link"))
+    )
     return plan(
         options.model,
         cluster=cluster,
@@ -116,7 +208,9 @@ def _plan(options: argparse.Namespace) -> Plan:
 def _mesh_of(text: str) -> tuple[int, int]:
     replicas, _, shards = text.partition("x")
     if not (replicas.isdecimal() and shards.isdecimal()):
-        raise ValueError(f"--mesh must be such as 2x4, replicas x ranks that share the model, found {text!r}")
+        raise ValueError(
+            f"--mesh must be such as 2x4, replicas x ranks that share the model, found {text!r}"
+        )
     return int(replicas), int(shards)
 
 
@@ -137,11 +231,15 @@ def _command(options: argparse.Namespace, found: Plan) -> str:
     """The command line with the advice in it."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    advised = parser.parse_args([str(options.model), "--ranks", str(options.ranks), *found.advice], argparse.Namespace(**vars(options)))
+    advised = parser.parse_args(
+        [str(options.model), "--ranks", str(options.ranks), *found.advice],
+        argparse.Namespace(**vars(options)),
+    )
     words: list[Any] = [options.model]
     for action in parser._actions:
         value = getattr(advised, action.dest, None)
-        is_given = value is not False and value != action.default  # 0 is a number, and equal to False
+        # 0 is a number, and equal to False
+        is_given = value is not False and value != action.default
         if is_given and action.option_strings and action.dest not in ("help", "json", "picture"):
             words += [action.option_strings[0], *([] if value is True else [value])]
     return shlex.join(["python", "-m", "zero3", "plan", *map(str, words)])

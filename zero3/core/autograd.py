@@ -1,4 +1,6 @@
-"""The layer's side of torch's autograd: tensors in a call's outputs, the graph nodes behind them, and hooks of the engine."""
+"""The layer's side of torch's autograd: tensors in a call's outputs, the graph nodes behind them,
+and hooks of the engine.
+"""
 
 from __future__ import annotations
 
@@ -23,42 +25,64 @@ _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, 
 
 
 def can_show(parameter: nn.Parameter, values: Tensor) -> bool:
-    """Whether `parameter.data = values` is allowed. torch refuses it between the meta device, or an out-of-tree one, and any other."""
+    """Whether `parameter.data = values` is allowed. torch refuses it between the meta device, or an
+    out-of-tree one, and any other.
+    """
     return bool(torch._has_compatible_shallow_copy_type(parameter, values))
 
 
 def inside_backward() -> bool:
-    """Whether this thread runs a backward. A recomputation under activation checkpointing is inside one."""
+    """Whether this thread runs a backward. A recomputation under activation checkpointing is inside
+    one.
+    """
     return torch._C._current_graph_task_id() != -1
 
 
 def backward_task() -> int:
-    """The number of this thread's backward. A backward inside another one (reentrant checkpointing) has a higher number."""
+    """The number of this thread's backward. A backward inside another one (reentrant checkpointing)
+    has a higher number.
+    """
     return torch._C._current_graph_task_id()
 
 
-# How many of torch.func's transforms (grad, vjp, jvp, vmap, ...) are under way, or None. A function of torch's, since each layer asks it.
+# How many of torch.func's transforms (grad, vjp, jvp, vmap, ...) are under way, or None. A function
+# of torch's, since each layer asks it.
 transforms_under_way: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
 
 def grouped_products() -> tuple[Callable[..., Any], ...]:
-    """The functions that multiply groups of rows by a matrix each, as far as this version of torch has them."""
-    return tuple(f for f in (getattr(torch.nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if f is not None)
+    """The functions that multiply groups of rows by a matrix each, as far as this version of torch
+    has them.
+    """
+    return tuple(
+        f
+        for f in (
+            getattr(torch.nn.functional, "grouped_mm", None),
+            getattr(torch, "_grouped_mm", None),
+        )
+        if f is not None
+    )
 
 
 def leave_untraced() -> None:
-    """Tells torch.compile, if it is in use, that it traces no function of zero3: its graphs end there."""
+    """Tells torch.compile, if it is in use, that it traces no function of zero3: its graphs end
+    there.
+    """
     rules = sys.modules.get("torch._dynamo.trace_rules")
     if rules is not None and not rules.check_file(sys.modules["zero3"].__file__).skipped:
         rules.add("zero3")
 
 
 class OneGraph(RuntimeError, AssertionError):
-    """`fullgraph=True` around what ends graphs. torch.compile puts any RuntimeError into one of its own, but no AssertionError."""
+    """`fullgraph=True` around what ends graphs. torch.compile puts any RuntimeError into one of its
+    own, but no AssertionError.
+    """
 
 
 class Untraced(str):
-    """Why torch.compile does not trace a function, as torch's own errors and logs say it. With `fullgraph=True` it is the error."""
+    """Why torch.compile does not trace a function, as torch's own errors and logs say it. With
+    `fullgraph=True` it is the error.
+    """
 
     __slots__ = ()
 
@@ -69,7 +93,9 @@ class Untraced(str):
 
 
 def end_graph(reason: str) -> None:
-    """Ends the graph that torch.compile is tracing before what has called this. Without such a graph it does nothing."""
+    """Ends the graph that torch.compile is tracing before what has called this. Without such a
+    graph it does nothing.
+    """
     if torch._guards.TracingContext.try_get() is not None:
         _check_one_graph(reason)
         raise sys.modules["torch._dynamo.exc"].Unsupported(reason)
@@ -82,14 +108,18 @@ def _check_one_graph(reason: str) -> None:
 
 
 class EndOfBackward:
-    """Calls a function at the end of a backward. If the backward raises instead, `missed` tells it afterwards."""
+    """Calls a function at the end of a backward. If the backward raises instead, `missed` tells it
+    afterwards.
+    """
 
     def __init__(self) -> None:
-        self._callback: weakref.ref[partial[None]] | None = None  # torch holds the callback, and drops it if the backward raises
+        # torch holds the callback, and drops it if the backward raises
+        self._callback: weakref.ref[partial[None]] | None = None
 
     def wait(self, then: Callable[[], None] | None = None) -> None:
         """Calls `then` when this thread's backward is over."""
-        callback = partial(self._come, then)  # only torch holds it after this returns, so no error's traceback keeps it alive
+        # only torch holds it after this returns, so no error's traceback keeps it alive
+        callback = partial(self._come, then)
         self._callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -112,48 +142,73 @@ class EndOfBackward:
 
 
 def as_plain_tensors() -> AbstractContextManager[object]:
-    """Context in which subclasses of Tensor behave as plain tensors: their `__torch_function__` is not called."""
+    """Context in which subclasses of Tensor behave as plain tensors: their `__torch_function__` is
+    not called.
+    """
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def accumulates_everywhere() -> bool:
-    """Whether the present backward writes the `.grad` of every leaf that it reaches, as a plain `.backward()` does."""
+    """Whether the present backward writes the `.grad` of every leaf that it reaches, as a plain
+    `.backward()` does.
+    """
     return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
 
 
 def restore_versions(tensors: Iterable[Tensor], versions: Iterable[int]) -> None:
-    """Sets the versions of tensors that have their old values again, so that graphs which saved them are valid again."""
+    """Sets the versions of tensors that have their old values again, so that graphs which saved
+    them are valid again.
+    """
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def accumulates_into(parameters: Iterable[Tensor]) -> bool:
-    """Whether the present backward will write the `.grad` of any of `parameters`. (`autograd.grad` does not.)"""
+    """Whether the present backward will write the `.grad` of any of `parameters`. (`autograd.grad`
+    does not.)
+    """
     with as_plain_tensors(), torch.enable_grad():
-        views = (parameter.view_as(parameter) for parameter in parameters if parameter.requires_grad)
-        accumulators = (view.grad_fn.next_functions[0][0] for view in views if view.grad_fn is not None)
-        return any(node is not None and torch._C._will_engine_execute_node(node) for node in accumulators)
+        views = (
+            parameter.view_as(parameter) for parameter in parameters if parameter.requires_grad
+        )
+        accumulators = (
+            view.grad_fn.next_functions[0][0] for view in views if view.grad_fn is not None
+        )
+        return any(
+            node is not None and torch._C._will_engine_execute_node(node) for node in accumulators
+        )
 
 
 def graph_clock() -> int:
-    """A number that grows with every graph node. Nodes that this thread makes from now on have this number or a higher one."""
+    """A number that grows with every graph node. Nodes that this thread makes from now on have this
+    number or a higher one.
+    """
     return torch._C._autograd._get_sequence_nr()
 
 
 def nodes_since(clock: int, tensors: Iterable[Tensor]) -> set[Node]:
-    """The graph nodes behind `tensors` that are not older than `clock`, which is a value of `graph_clock`.
+    """The graph nodes behind `tensors` that are not older than `clock`, which is a value of
+    `graph_clock`.
 
-    The node of a view's base is included: a view that is modified in place gets a new node, but its base's node stays in the graph.
+    The node of a view's base is included: a view that is modified in place gets a new node, but its
+    base's node stays in the graph.
     """
     nodes: set[Node] = set()
     for given in tensors:
         for tensor in (given, given._base):
-            if tensor is not None and tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= clock:
+            if (
+                tensor is not None
+                and tensor.grad_fn is not None
+                and tensor.grad_fn._sequence_nr() >= clock
+            ):
                 nodes.add(tensor.grad_fn)
     return nodes
 
 
-def before_gradient_flows(nodes: Iterable[Node], callback: Callable[[], None], mark: object) -> None:
-    """Calls `callback` before a gradient flows into one of `nodes`, and leaves `mark` on the nodes for `mark_upstream`.
+def before_gradient_flows(
+    nodes: Iterable[Node], callback: Callable[[], None], mark: object
+) -> None:
+    """Calls `callback` before a gradient flows into one of `nodes`, and leaves `mark` on the nodes
+    for `mark_upstream`.
 
     Hooks on tensors can't do this: a view that is modified in place later loses its hooks.
     """
@@ -166,8 +221,12 @@ def before_gradient_flows(nodes: Iterable[Node], callback: Callable[[], None], m
         _notes_on(node)[_MARK] = weakref.ref(mark)
 
 
-def around_accumulation(leaf: Tensor, before: Callable[[], None], after: Callable[[], None]) -> Node | None:
-    """Calls `before` and `after` around each accumulation into `leaf.grad`, as long as the caller keeps the returned node."""
+def around_accumulation(
+    leaf: Tensor, before: Callable[[], None], after: Callable[[], None]
+) -> Node | None:
+    """Calls `before` and `after` around each accumulation into `leaf.grad`, as long as the caller
+    keeps the returned node.
+    """
     with torch.enable_grad():
         view = leaf.view_as(leaf)
     node = view.grad_fn.next_functions[0][0] if view.grad_fn is not None else None
@@ -178,7 +237,9 @@ def around_accumulation(leaf: Tensor, before: Callable[[], None], after: Callabl
 
 
 def mark_upstream(tensors: Iterable[Tensor]) -> object | None:
-    """The nearest mark in the graph of `tensors`: they were computed from the outputs of that layer. Visits at most 1000 nodes."""
+    """The nearest mark in the graph of `tensors`: they were computed from the outputs of that
+    layer. Visits at most 1000 nodes.
+    """
     nodes: deque[Node | None] = deque(tensor.grad_fn for tensor in tensors)
     seen: set[Node] = set()
     while nodes and len(seen) < 1000:
@@ -198,7 +259,8 @@ def _notes_on(node: Node) -> dict[str, Any]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Every tensor in nested lists, tuples, dicts, dataclasses and plain objects (caches, model outputs).
+    """Every tensor in nested lists, tuples, dicts, dataclasses and plain objects (caches, model
+    outputs).
 
     It goes level by level, and visits each object once, so that objects may refer to each other.
     """
@@ -221,20 +283,28 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
-_PARTS = frozenset({bool, int, float, str, dict, OrderedDict, set, type(None)})  # types of a module's ordinary attributes
+_PARTS = frozenset(
+    {bool, int, float, str, dict, OrderedDict, set, type(None)}
+)  # types of a module's ordinary attributes
 
 
 def attributes_of(holder: nn.Module, is_layer: Callable[[nn.Module], bool]) -> list[Any]:
-    """Attributes in which modules may keep tensors of a forward, such as caches and auxiliary losses. Long lists are left out."""
+    """Attributes in which modules may keep tensors of a forward, such as caches and auxiliary
+    losses. Long lists are left out.
+    """
     found: list[Any] = []
     modules = [holder]
     for module in modules:
         for value in module.__dict__.values():
             if type(value) in _PARTS:
                 continue
-            if isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and len(value) < 100):
+            if isinstance(value, torch.Tensor) or (
+                isinstance(value, (list, tuple)) and len(value) < 100
+            ):
                 found.append(value)
-        modules += [child for child in module._modules.values() if child is not None and not is_layer(child)]
+        modules += [
+            child for child in module._modules.values() if child is not None and not is_layer(child)
+        ]
     return found
 
 
@@ -245,16 +315,23 @@ def _held_by(value: Any) -> Iterable[Any]:
         return value.values()
     slots = (kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__)
     names = [name for slot in slots for name in ((slot,) if isinstance(slot, str) else slot)]
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in names)]
+    return [
+        *getattr(value, "__dict__", {}).values(),
+        *(getattr(value, name, None) for name in names),
+    ]
 
 
 def profiler_label(name: str) -> AbstractContextManager[None]:
-    """Context that shows as `name` in torch.profiler's traces. Made once and entered often: 0.1 microseconds without a profiler."""
+    """Context that shows as `name` in torch.profiler's traces. Made once and entered often: 0.1
+    microseconds without a profiler.
+    """
     return torch._C._profiler._RecordFunctionFast(name)
 
 
 class uncached_autocast:
-    """Context in which autocast caches no cast copies of parameters, because the copies would outlive the full parameters."""
+    """Context in which autocast caches no cast copies of parameters, because the copies would
+    outlive the full parameters.
+    """
 
     __slots__ = ("_enabled",)
 

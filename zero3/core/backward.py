@@ -1,7 +1,8 @@
-"""One model's backward. It walks over the traces of forwards from their ends, and fetches, backs up and releases layers.
+"""One model's backward. It walks over the traces of forwards from their ends, and fetches, backs up
+and releases layers.
 
-    backward of layer i    back up and release i+1; wait fetch(i); start fetch(i-1); autograd
-    end of backward        wait for all backups; then no layer is fetched, and no transfer is under way
+    backward of layer i    back up and release i+1; wait fetch(i); start fetch(i-1); autograd end of
+    backward        wait for all backups; then no layer is fetched, and no transfer is under way
 
 The numbers in comments, such as [B1], are those of "a step, call by call" in docs/design.md.
 """
@@ -20,7 +21,13 @@ from torch.autograd.graph import Node
 
 from ..comm.agreement import agree
 from ..comm.communicator import Communicator
-from .autograd import EndOfBackward, accumulates_everywhere, backward_task, before_gradient_flows, inside_backward
+from .autograd import (
+    EndOfBackward,
+    accumulates_everywhere,
+    backward_task,
+    before_gradient_flows,
+    inside_backward,
+)
 from .coordination import Action, Activity, Gate
 from .gradient_reducer import Backup
 from .layer_state import LayerState, Presence, ignored_of, reducers_of
@@ -39,9 +46,15 @@ class Backward:
     """Moves a model's layers through a backward. Hooks on the graph call it, in any order."""
 
     def __init__(
-        self, stack: CallStack[LayerState], communicator: Communicator, backup_communicator: Communicator, device: torch.device, depth: int
+        self,
+        stack: CallStack[LayerState],
+        communicator: Communicator,
+        backup_communicator: Communicator,
+        device: torch.device,
+        depth: int,
     ) -> None:
-        self.order: ForwardOrder[tuple[tuple[LayerState, ...], tuple[str, ...]]] = ForwardOrder()  # layers, and gradients' fates
+        # layers, and gradients' fates
+        self.order: ForwardOrder[tuple[tuple[LayerState, ...], tuple[str, ...]]] = ForwardOrder()
         self._stack = stack
         self._communicator = communicator
         self._backup_communicator = backup_communicator
@@ -49,36 +62,47 @@ class Backward:
         self._depth = depth
         self._touched: list[LayerTrace] = []  # the traces that this backward has reached
         self._backups: deque[Backup] = deque()
-        self._later: deque[Backup] = deque()  # what goes on after a backup: sums over replicas, copies to the host
+        # what goes on after a backup: sums over replicas, copies to the host
+        self._later: deque[Backup] = deque()
         self.offloaded = OffloadedLayers()
         self._ignoring: list[LayerState] = []  # the layers with parameters that are left alone
-        self.only: frozenset[LayerState] | None = None  # the layers whose gradients the present backward is for, if not all
+        # the layers whose gradients the present backward is for, if not all
+        self.only: frozenset[LayerState] | None = None
         self._reduces = False  # whether this backward reduces gradients; `autograd.grad` does not
         self._goes_on = False  # see `going_on`
         self.owes = False  # whether gradients were ever kept for later (`no_sync`, stage 1)
-        self._activity: AbstractContextManager[Any] | None = None  # the gate's context for this backward, entered
+        # the gate's context for this backward, entered
+        self._activity: AbstractContextManager[Any] | None = None
         self.ending = EndOfBackward()  # the end of the present backward
-        self._outer_ending = EndOfBackward()  # the end of a backward that runs others inside (reentrant checkpointing)
+        # the end of a backward that runs others inside (reentrant checkpointing)
+        self._outer_ending = EndOfBackward()
 
     def watch(self, state: LayerState) -> None:
-        """Adds a layer: from now on, any gradient that it gets is reduced by the end of the backward."""
+        """Adds a layer: from now on, any gradient that it gets is reduced by the end of the
+        backward.
+        """
         state.gradients.backward = weakref.ref(self)
         self.offloaded.watch(state)
         if state.gradients.ignored:
             self._ignoring.append(state)
 
-    def follow(self, trace: LayerTrace, call: LayerCall, nodes: Iterable[Node], mark: object) -> None:
+    def follow(
+        self, trace: LayerTrace, call: LayerCall, nodes: Iterable[Node], mark: object
+    ) -> None:
         """From now on, a gradient that flows into `nodes` opens `call` first."""
         before_gradient_flows(nodes, partial(self._before, trace, call), mark)
 
     def forbid(self, state: LayerState, nodes: Iterable[Node]) -> None:
-        """A gradient that flows into `nodes`, which were computed while the layer was resident, is an error."""
+        """A gradient that flows into `nodes`, which were computed while the layer was resident, is
+        an error.
+        """
         label = state.label
 
         def refuse() -> None:
             raise RuntimeError(
-                f"backward through layer {label}, whose forward ran inside zero3.resident(model): ranks may have made different "
-                "forwards there, so gradients can't be reduced. Run what you train outside of it."
+                f"backward through layer {label}, whose forward ran inside zero3.resident(model): "
+                "ranks may have made different forwards there, so gradients can't be reduced. "
+                "Run what you train outside of it."
             )
 
         before_gradient_flows(nodes, refuse, mark=self)
@@ -92,20 +116,26 @@ class Backward:
         return self._stack.layers[0].gate
 
     def reduce(self, state: LayerState) -> None:
-        """Starts to reduce a layer's gradients: zeros, if this rank has no data, or if its micro-batch has failed."""
+        """Starts to reduce a layer's gradients: zeros, if this rank has no data, or if its
+        micro-batch has failed.
+        """
         while len(self._backups) >= max(1, self._depth):
             self._later.extend(self._backups.popleft().wait())
         with state.backup_span:
             prepared = state.gradients.prepare(self._backup_communicator)
             with self.gate.reduce(state):
-                self._backups.extend(state.gradients.back_up(prepared, state.lanes, self._backup_communicator))
+                self._backups.extend(
+                    state.gradients.back_up(prepared, state.lanes, self._backup_communicator)
+                )
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
-        """Context for a `reset` after which this rank makes the rest of a failed backward's transfers.
+        """Context for a `reset` after which this rank makes the rest of a failed backward's
+        transfers.
 
-        Its reductions under way go on, because a wait for them may need the other ranks' waits, which come later. Layers that stay
-        whole stay so, because the other ranks don't gather them again.
+        Its reductions under way go on, because a wait for them may need the other ranks' waits,
+        which come later. Layers that stay whole stay so, because the other ranks don't gather them
+        again.
         """
         under_way = self._backups, self._later
         self._backups, self._later, self._goes_on = deque(), deque(), True
@@ -124,7 +154,9 @@ class Backward:
         return self.ending.missed or self._outer_ending.missed
 
     def is_recomputing(self, state: LayerState) -> bool:
-        """Whether a forward of `state` is now a checkpoint's recomputation of a call on one of this backward's traces."""
+        """Whether a forward of `state` is now a checkpoint's recomputation of a call on one of this
+        backward's traces.
+        """
         return self.running and any(trace.holds(state) for trace in self._touched)
 
     def release(self, state: LayerState) -> None:
@@ -135,7 +167,9 @@ class Backward:
             state.release_or_keep()
 
     def recompute(self) -> None:
-        """Called before a recomputation. Under reentrant checkpointing the recomputed layers get a backward inside this one."""
+        """Called before a recomputation. Under reentrant checkpointing the recomputed layers get a
+        backward inside this one.
+        """
         if not self.ending.awaited and not self._outer_ending.awaited:
             self._outer_ending.wait(then=self._end_recomputing)
         self._tell_gate()
@@ -148,7 +182,9 @@ class Backward:
             self._finish(nested)
 
     def reset(self, *, broken: bool = False) -> None:
-        """Releases all layers. If the last backward raised, all gradients are dropped; in a transaction, only that backward's."""
+        """Releases all layers. If the last backward raised, all gradients are dropped; in a
+        transaction, only that backward's.
+        """
         broken_backward = self.raised
         for reducer in reducers_of(self._stack.layers) if broken_backward else ():
             reducer.drops = True
@@ -181,15 +217,19 @@ class Backward:
         self.forget_zeroed()
 
     def _make_the_rest(self) -> None:
-        """Makes the transfers up to the end of a backward that raised: ranks that leave out different layers were at different ones.
+        """Makes the transfers up to the end of a backward that raised: ranks that leave out
+        different layers were at different ones.
 
-        The log notes it: if the backward has not raised on all ranks, they all raise at the end of the next forward.
+        The log notes it: if the backward has not raised on all ranks, they all raise at the end of
+        the next forward.
         """
         self._finish_all()
         self.layers[0].log.note("dropping", "a backward that raised")
 
     def forget_zeroed(self) -> None:
-        """Drops kept gradients if the caller has zeroed the chunks' since. Chunks of which this rank has no part follow the others."""
+        """Drops kept gradients if the caller has zeroed the chunks' since. Chunks of which this
+        rank has no part follow the others.
+        """
         if not self.owes:
             return
         reducers = reducers_of(self._stack.layers)
@@ -201,7 +241,9 @@ class Backward:
     # -- the walk
 
     def begin(self) -> None:
-        """[B1] Called by the first hook of a backward. This may be the hook of a parameter used outside the layers' calls."""
+        """[B1] Called by the first hook of a backward. This may be the hook of a parameter used
+        outside the layers' calls.
+        """
         if self.running or not inside_backward():
             return
         if self.ending.missed:
@@ -224,8 +266,9 @@ class Backward:
         """[B2] A gradient is about to flow into the graph of `call`."""
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"create_graph=True through layer {call.layer.label}: the graph of the gradients would use the layer's "
-                "weights after they are released. Double backward is not supported; compute such a term on an unsharded model."
+                f"create_graph=True through layer {call.layer.label}: the graph of the gradients "
+                "would use the layer's weights after they are released. Double backward is not "
+                "supported; compute such a term on an unsharded model."
             )
         self.begin()
         self._finish_nested()
@@ -241,13 +284,21 @@ class Backward:
 
     def _touch(self, trace: LayerTrace) -> None:
         signature = trace.signature()
-        reductions = tuple(_reduction_of(state) if self._is_for(state) else "gradients left alone (inputs=)" for state in signature)
+        reductions = tuple(
+            _reduction_of(state) if self._is_for(state) else "gradients left alone (inputs=)"
+            for state in signature
+        )
         if not self.order.advance((signature, reductions)):
-            names = [f"{state.name_among_ranks}, {how}" for state, how in zip(signature, reductions, strict=True)]
+            names = [
+                f"{state.name_among_ranks}, {how}"
+                for state, how in zip(signature, reductions, strict=True)
+            ]
             with self.gate.compare(signature[0], _BACKWARD, names):
                 agree(self._communicator, self._device, _BACKWARD, names)
         # `autograd.grad` may compute no parameter's gradient: then nothing is reduced
-        trace.reduces = accumulates_everywhere() or any(state.gradients.expected() for state in dict.fromkeys(reversed(signature)))
+        trace.reduces = accumulates_everywhere() or any(
+            state.gradients.expected() for state in dict.fromkeys(reversed(signature))
+        )
         self._reduces = self._reduces or trace.reduces
         trace.task = backward_task()
         self._touched.append(trace)
@@ -259,7 +310,8 @@ class Backward:
             for following in trace.upcoming(self._depth):
                 following.start_fetch()
             return
-        state.check_unwritten()  # an optimizer that steps in parameters' hooks would change nothing but the full buffer
+        # an optimizer that steps in parameters' hooks would change nothing but the full buffer
+        state.check_unwritten()
         if step.reduce and trace.reduces and self._is_for(state):
             self._back_up(state)
         state.calls_left = 0 if step.reduce else state.modules - 1
@@ -271,7 +323,9 @@ class Backward:
         self._touched.remove(trace)
 
     def _back_up(self, state: LayerState, *, whole: bool = False) -> None:
-        """[B5] Reduces a layer's gradients, or keeps them if reductions are deferred. `whole`: reduces kept ones even then."""
+        """[B5] Reduces a layer's gradients, or keeps them if reductions are deferred. `whole`:
+        reduces kept ones even then.
+        """
         if state.gradients.deferred and not whole:
             self.owes = True
             state.gradients.keep()
@@ -281,16 +335,25 @@ class Backward:
             self._settle()
 
     def reduce_deferred(self) -> None:
-        """Reduces all kept gradients, on every rank. At stage 1, the first read of a gradient calls it."""
+        """Reduces all kept gradients, on every rank. At stage 1, the first read of a gradient calls
+        it.
+        """
         if inside_backward():
-            raise RuntimeError("with stage=1 gradients are reduced after backward: don't look at them in hooks")
+            raise RuntimeError(
+                "with stage=1 gradients are reduced after backward: don't look at them in hooks"
+            )
         self.forget_zeroed()
-        tokens = [(reducer, reducer.noted_tokens()) for reducer in reducers_of(self._stack.layers) if reducer.owed]
+        tokens = [
+            (reducer, reducer.noted_tokens())
+            for reducer in reducers_of(self._stack.layers)
+            if reducer.owed
+        ]
         for state in self._stack.layers:
             if state.gradients.owed():
                 self._back_up(state, whole=True)
         self._settle()
-        for reducer, total in tokens:  # the reduction adds no new gradients, so the number of tokens stays the same
+        # the reduction adds no new gradients, so the number of tokens stays the same
+        for reducer, total in tokens:
             if total is not None:
                 reducer.note_tokens(total)
 
@@ -312,12 +375,16 @@ class Backward:
         for trace in sorted(self._touched, key=lambda trace: -trace.serial):
             self._finish(trace)
         for state in self._stack.layers:
-            if state.gradients.pending() or (self.owes and self._reduces and state.gradients.due() and self._is_for(state)):
+            if state.gradients.pending() or (
+                self.owes and self._reduces and state.gradients.due() and self._is_for(state)
+            ):
                 self._back_up(state)
         self._settle()
 
     def _end(self) -> None:
-        """[B6] Every layer's gradients are reduced, every layer is released, nothing is in flight."""
+        """[B6] Every layer's gradients are reduced, every layer is released, nothing is in
+        flight.
+        """
         self._finish_all()
         self._reduces = False
         for state in self._stack.layers:
@@ -344,7 +411,9 @@ class Backward:
 
 
 def _reduction_of(state: LayerState) -> str:
-    """What a backward does with the layer's gradients. All ranks have to do the same, so they compare this text."""
+    """What a backward does with the layer's gradients. All ranks have to do the same, so they
+    compare this text.
+    """
     if not any(chunk.shard.requires_grad for chunk in state.chunks):
         return "frozen"
     return "gradients kept (as under no_sync)" if state.gradients.deferred else state.gradients.fate

@@ -18,7 +18,8 @@ __all__: list[str] = []
 
 
 def caller_for(policy: ShardingPolicy) -> Callable[..., Any]:
-    """Returns a function `(module, *args, **kwargs)` that calls the module, and casts its floating inputs and outputs.
+    """Returns a function `(module, *args, **kwargs)` that calls the module, and casts its floating
+    inputs and outputs.
 
     Autograd records the casts, so gradients have the dtypes of the original tensors.
     """
@@ -31,7 +32,14 @@ def dtypes_at_the_edges(policy: ShardingPolicy) -> tuple[torch.dtype | None, tor
     return policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype
 
 
-def _call(inputs: torch.dtype | None, output: torch.dtype | None, module: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _call(
+    inputs: torch.dtype | None,
+    output: torch.dtype | None,
+    module: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     return cast(module(*cast(args, inputs), **cast(kwargs, inputs)), output)
 
 
@@ -45,7 +53,8 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Applies `function` to every tensor in nested lists, tuples, dicts and dataclasses.
 
-    A container without a changed tensor stays the same object. Other objects (caches, configurations) are not copied or changed.
+    A container without a changed tensor stays the same object. Other objects (caches,
+    configurations) are not copied or changed.
     """
     if isinstance(value, Tensor):
         return function(value)
@@ -62,11 +71,17 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
     if is_dataclass(value) and not isinstance(value, type):
         items = {field.name: getattr(value, field.name, None) for field in fields(value)}
-        return _rebuilt(value, {name: (item, map_tensors(function, item)) for name, item in items.items()}, object.__setattr__)
+        return _rebuilt(
+            value,
+            {name: (item, map_tensors(function, item)) for name, item in items.items()},
+            object.__setattr__,
+        )
     return value
 
 
-def _rebuilt(value: Any, items: dict[Any, tuple[Any, Any]], put: Callable[[Any, Any, Any], object]) -> Any:
+def _rebuilt(
+    value: Any, items: dict[Any, tuple[Any, Any]], put: Callable[[Any, Any, Any], object]
+) -> Any:
     changed = {key: new for key, (old, new) in items.items() if new is not old}
     if not changed:
         return value

@@ -1,4 +1,6 @@
-"""Comparisons between ranks: of a layer whose call was not predicted, and of the transfers that they have made."""
+"""Comparisons between ranks: of a layer whose call was not predicted, and of the transfers that
+they have made.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from .module_overrides import Override
 
 __all__: list[str] = []
 
-FOLD_EVERY = 1000  # transfers; if they are not compared, the log is folded this often, so that it stays short
+# transfers; if they are not compared, the log is folded this often, so that it stays short
+FOLD_EVERY = 1000
 
 
 def compare_call(communicator: Communicator, state: LayerState, number: int) -> None:
@@ -31,7 +34,8 @@ def compare_call(communicator: Communicator, state: LayerState, number: int) -> 
 
 
 def compare_logs(communicator: Communicator, first: LayerState, every: int) -> None:
-    """Compares the transfers of all layers so far. If `every` is 1, `ComparingGate` does it before each gather.
+    """Compares the transfers of all layers so far. If `every` is 1, `ComparingGate` does it before
+    each gather.
 
     Raises:
         ValueError: Ranks have made different transfers. Every rank raises it.
@@ -42,9 +46,15 @@ def compare_logs(communicator: Communicator, first: LayerState, every: int) -> N
 
 
 def drop_stale(communicator: Communicator, layers: Sequence[LayerState]) -> None:
-    """Finds full buffers that stay from step to step, but whose chunk has changed on any rank: they are gathered again."""
+    """Finds full buffers that stay from step to step, but whose chunk has changed on any rank: they
+    are gathered again.
+    """
     staying = [
-        (state, chunk) for state in layers if not state.resident for chunk in state.chunks if state.stays(chunk) and not chunk.resident
+        (state, chunk)
+        for state in layers
+        if not state.resident
+        for chunk in state.chunks
+        if state.stays(chunk) and not chunk.resident
     ]
     if not staying:
         return
@@ -60,7 +70,9 @@ def drop_stale(communicator: Communicator, layers: Sequence[LayerState]) -> None
 
 
 def choose_residents(state: LayerState, room: int) -> int:
-    """Chooses the layer's frozen chunks whose full buffers stay from step to step, in `room` bytes. Returns the room that is left."""
+    """Chooses the layer's frozen chunks whose full buffers stay from step to step, in `room` bytes.
+    Returns the room that is left.
+    """
     for chunk in state.chunks:
         nbytes = chunk.layout.padded_numel * chunk.compute_dtype.itemsize
         chunk.stays = not chunk.shard.requires_grad and not chunk.resident and nbytes <= room
@@ -69,8 +81,14 @@ def choose_residents(state: LayerState, room: int) -> int:
 
 
 def states_within(module: nn.Module, layers: Sequence[LayerState]) -> list[LayerState]:
-    """Returns the layers that a call of `module` may call: those in it, and the root's own layer if its `forward` enters that."""
-    found = [state for inner in module.modules() if isinstance(state := vars(inner).get("_state"), LayerState)]
+    """Returns the layers that a call of `module` may call: those in it, and the root's own layer if
+    its `forward` enters that.
+    """
+    found = [
+        state
+        for inner in module.modules()
+        if isinstance(state := vars(inner).get("_state"), LayerState)
+    ]
     forward = vars(module).get("forward")
     state = forward.root() if isinstance(forward, Override) else None
     return [*found, *([] if state is None else [state])] or list(layers)

@@ -1,4 +1,6 @@
-"""torch.compile around sharded modules: its graphs end where layers are fetched and released, so one graph of a model is refused."""
+"""torch.compile around sharded modules: its graphs end where layers are fetched and released, so
+one graph of a model is refused.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,25 @@ __all__: list[str] = []
 F = TypeVar("F", bound=Callable[..., Any])
 
 _INSTEAD = (
-    "layers are fetched and released between graphs. Leave fullgraph out, or compile each block with it before sharding: "
-    "block.compile(fullgraph=True), then zero3.shard(model)"
+    "layers are fetched and released between graphs. Leave fullgraph out, or compile each block "
+    "with it before sharding: block.compile(fullgraph=True), then zero3.shard(model)"
 )
 REASON = f"zero3: {_INSTEAD}"
 
 
 def ends_graphs(function: F) -> F:
-    """Marks a function that torch.compile does not trace. Its error for `fullgraph=True` around any caller then gives the reason."""
-    marks = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": Untraced(REASON)}  # `torch.compiler.disable` costs time
+    """Marks a function that torch.compile does not trace. Its error for `fullgraph=True` around any
+    caller then gives the reason.
+    """
+    # `torch.compiler.disable` costs time
+    marks = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": Untraced(REASON)}
     vars(function).update(marks)
     return function
 
 
-def compile_in_parts(module: nn.Module, compile_it: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
+def compile_in_parts(
+    module: nn.Module, compile_it: Callable[..., None], /, *args: Any, **kwargs: Any
+) -> None:
     """Replaces `module.compile()`: what fetches and releases layers stays outside of the graphs."""
     if kwargs.get("fullgraph"):
         raise _refused("", module)
@@ -41,12 +48,19 @@ def compile_in_parts(module: nn.Module, compile_it: Callable[..., None], /, *arg
 
 
 def check_wrapper_of(module: nn.Module) -> None:
-    """Called when `torch.compile(module)` makes its wrapper. Raises if it is to be one graph, and `module` holds layers."""
+    """Called when `torch.compile(module)` makes its wrapper. Raises if it is to be one graph, and
+    `module` holds layers.
+    """
     leave_untraced()
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and "dynamo_ctx" not in frame.f_locals:  # an argument of the wrapper's constructor
+    # an argument of the wrapper's constructor
+    while frame is not None and "dynamo_ctx" not in frame.f_locals:
         frame = frame.f_back
-    if frame is not None and getattr(frame.f_locals["dynamo_ctx"], "fullgraph", False) and _holds_layers(module):
+    if (
+        frame is not None
+        and getattr(frame.f_locals["dynamo_ctx"], "fullgraph", False)
+        and _holds_layers(module)
+    ):
         raise _refused("", module)
 
 
@@ -55,8 +69,15 @@ def check_compiled(modules: Iterable[tuple[str, nn.Module]]) -> None:
     for name, module in modules:
         call = vars(module).get("_compiled_call_impl")
         code, cells = getattr(call, "__code__", None), getattr(call, "__closure__", None) or ()
-        closed = {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)} if code is not None else {}
-        if any(getattr(context, "fullgraph", False) for context in (vars(module).get("dynamo_ctx"), closed.get("self"))):
+        closed = (
+            {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+            if code is not None
+            else {}
+        )
+        if any(
+            getattr(context, "fullgraph", False)
+            for context in (vars(module).get("dynamo_ctx"), closed.get("self"))
+        ):
             raise _refused(name, module)
 
 
@@ -65,4 +86,7 @@ def _holds_layers(module: nn.Module) -> bool:
 
 
 def _refused(name: str, module: nn.Module) -> RuntimeError:
-    return RuntimeError(f"compile(fullgraph=True) of {f'{name!r}, ' * bool(name)}a {type(module).__name__} in a sharded model: {_INSTEAD}")
+    return RuntimeError(
+        f"compile(fullgraph=True) of {f'{name!r}, ' * bool(name)}a {type(module).__name__} in a "
+        f"sharded model: {_INSTEAD}"
+    )

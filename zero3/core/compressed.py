@@ -1,9 +1,12 @@
-"""Compressed transfers: chunks and gradients that travel in a format of eight bits (`gather_format`, `reduce_format`).
+"""Compressed transfers: chunks and gradients that travel in a format of eight bits
+(`gather_format`, `reduce_format`).
 
-    chunk [S]     encode ->  row of this rank [S]      all-gather   rows of all [W*S]        decode ->  full [W*S]
-    full gradient [W*S]  encode ->  rows to all [W*S]  all-to-all   rows from all [W, S]     decode, add ->  sum [S]
+    chunk [S]     encode ->  row of this rank [S]      all-gather   rows of all [W*S]        decode
+    ->  full [W*S] full gradient [W*S]  encode ->  rows to all [W*S]  all-to-all   rows from all [W,
+    S]     decode, add ->  sum [S]
 
-A row is a slice of `S` elements as bytes: codes, and a scale for each block. Work of the lane stands before and behind each transfer.
+A row is a slice of `S` elements as bytes: codes, and a scale for each block. Work of the lane
+stands before and behind each transfer.
 """
 
 from __future__ import annotations
@@ -29,11 +32,17 @@ from .layout import ChunkLayout
 __all__: list[str] = []
 
 
-def chunk_for(layout: ChunkLayout, shard: nn.Parameter, communicator: Communicator, policy: ShardingPolicy) -> Chunk:
+def chunk_for(
+    layout: ChunkLayout, shard: nn.Parameter, communicator: Communicator, policy: ShardingPolicy
+) -> Chunk:
     """A chunk as the policy has it gathered."""
     dtype = compute_dtype(policy, shard.dtype)
     kind = gather_format(policy, communicator, shard.dtype)
-    return Chunk(layout, shard, communicator, dtype) if kind is None else CompressedChunk(layout, shard, communicator, dtype, kind)
+    return (
+        Chunk(layout, shard, communicator, dtype)
+        if kind is None
+        else CompressedChunk(layout, shard, communicator, dtype, kind)
+    )
 
 
 class _Room(NamedTuple):
@@ -44,10 +53,17 @@ class _Room(NamedTuple):
 
 
 class CompressedChunk(Chunk):
-    """A chunk that travels in a format while it trains. What computes is what the format makes of it, on the rank that owns it too."""
+    """A chunk that travels in a format while it trains. What computes is what the format makes of
+    it, on the rank that owns it too.
+    """
 
     def __init__(
-        self, layout: ChunkLayout, shard: nn.Parameter, communicator: Communicator, compute_dtype: torch.dtype, kind: Format
+        self,
+        layout: ChunkLayout,
+        shard: nn.Parameter,
+        communicator: Communicator,
+        compute_dtype: torch.dtype,
+        kind: Format,
     ) -> None:
         self._rows = Rows(kind, [layout.chunk_numel(rank) for rank in range(layout.world_size)])
         self._room: _Room | None = None
@@ -102,8 +118,12 @@ class CompressedChunk(Chunk):
 
 def sending_for(
     policy: ShardingPolicy, chunk: Chunk, communicator: Communicator, subject: Subject
-) -> tuple[Callable[[list[list[Tensor]] | None, Tensor | None, Tensor, Tensor], Sending], torch.dtype]:
-    """Returns how the gradients of a chunk travel, and the dtype in which they are summed over ranks."""
+) -> tuple[
+    Callable[[list[list[Tensor]] | None, Tensor | None, Tensor, Tensor], Sending], torch.dtype
+]:
+    """Returns how the gradients of a chunk travel, and the dtype in which they are summed over
+    ranks.
+    """
     kind = reduce_format(policy, communicator, chunk.shard.dtype)
     if kind is None:
         return Sending, gradient_dtype(policy, chunk.shard.dtype)
@@ -111,24 +131,34 @@ def sending_for(
 
 
 class CompressedReductions:
-    """The reductions of one chunk: each rank encodes its gradients once, and their owner adds what all have sent, in float32."""
+    """The reductions of one chunk: each rank encodes its gradients once, and their owner adds what
+    all have sent, in float32.
+    """
 
-    def __init__(self, kind: Format, chunk: Chunk, communicator: Communicator, subject: Subject) -> None:
+    def __init__(
+        self, kind: Format, chunk: Chunk, communicator: Communicator, subject: Subject
+    ) -> None:
         layout = chunk.layout
         self.rows = Rows(kind, [layout.chunk_numel(rank) for rank in range(layout.world_size)])
         self.layout = layout
         self.index = chunk.index
         self._subject = subject
         self._seed = kind.seed if isinstance(kind, Int8) and kind.stochastic else None
-        self._origin = crc32(repr((self._seed, communicator.rank, [slot.name for slot in layout.slots])).encode())
+        self._origin = crc32(
+            repr((self._seed, communicator.rank, [slot.name for slot in layout.slots])).encode()
+        )
         self._count = 0
 
-    def __call__(self, pieces: list[list[Tensor]] | None, full: Tensor | None, summed: Tensor, landed: Tensor) -> CompressedSending:
+    def __call__(
+        self, pieces: list[list[Tensor]] | None, full: Tensor | None, summed: Tensor, landed: Tensor
+    ) -> CompressedSending:
         self._count += 1
         return CompressedSending(self, pieces, full, summed, landed)
 
     def key(self, target: int) -> int:
-        """For the random numbers of the present reduction's row to rank `target`: 32 bits with a sign. 0 if there are none."""
+        """For the random numbers of the present reduction's row to rank `target`: 32 bits with a
+        sign. 0 if there are none.
+        """
         if self._seed is None:
             return 0
         number = crc32(f"{self._origin} {self._subject.name} {self._count} {target}".encode())
@@ -141,24 +171,36 @@ class CompressedSending(Sending):
     __slots__ = ("_received", "_reductions", "_sent", "_work")
 
     def __init__(
-        self, reductions: CompressedReductions, pieces: list[list[Tensor]] | None, full: Tensor | None, summed: Tensor, landed: Tensor
+        self,
+        reductions: CompressedReductions,
+        pieces: list[list[Tensor]] | None,
+        full: Tensor | None,
+        summed: Tensor,
+        landed: Tensor,
     ) -> None:
         super().__init__(pieces, full, summed, landed)
         rows, device = reductions.rows, summed.device
         self._reductions = reductions
         self._sent, self._work = rows.empty(device), rows.work(device)
-        self._received = self._sent.new_empty(reductions.layout.world_size * rows[reductions.index].nbytes)
+        self._received = self._sent.new_empty(
+            reductions.layout.world_size * rows[reductions.index].nbytes
+        )
         self.travelling = full, self._sent, self._received, self._work
 
     def start(self, communicator: Communicator, bounds: Bounds) -> Pending:
         reductions, full = self._reductions, self.full
         rows, layout = reductions.rows, reductions.layout
         for rank in range(layout.world_size):
-            slices = [full[slice(*layout.chunk_range(rank))]] if full is not None else self.pieces[rank]  # type: ignore[index]
+            slices = (
+                [full[slice(*layout.chunk_range(rank))]] if full is not None else self.pieces[rank]  # type: ignore[index]
+            )
             rows[rank].encode(slices, rows.of(self._sent, rank), self._work, reductions.key(rank))
         self.pieces = None  # they are not needed any more
         pending = communicator.all_to_all(self._received, self._sent, rows.bounds)
-        return Then(pending, partial(_sum_up, rows[reductions.index], self._received, self.summed, self._work))
+        return Then(
+            pending,
+            partial(_sum_up, rows[reductions.index], self._received, self.summed, self._work),
+        )
 
 
 @torch.no_grad()

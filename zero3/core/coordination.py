@@ -1,4 +1,6 @@
-"""Gates. A model starts each collective inside a context of its gate. `Join` and `step_guard` need that; the usual gate does nothing."""
+"""Gates. A model starts each collective inside a context of its gate. `Join` and `step_guard` need
+that; the usual gate does nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ __all__: list[str] = []
 
 
 class Activity(IntEnum):
-    """A phase of a rank's work with its model. Under `Join`, ranks meet at the first collective of each phase."""
+    """A phase of a rank's work with its model. Under `Join`, ranks meet at the first collective of
+    each phase.
+    """
 
     FORWARD = 0
     BACKWARD = 1
@@ -27,13 +31,16 @@ class Activity(IntEnum):
 
 
 class Action(IntEnum):
-    """A collective that ranks make together. If ranks announce different ones, the highest counts."""
+    """A collective that ranks make together. If ranks announce different ones, the highest
+    counts.
+    """
 
     END = 1  # none: the activity is over
     GATHER = 2  # gather a layer's chunks
     REDUCE = 3  # reduce a layer's gradients
     KEEP = 4  # reduce a layer's gradients in each replica, and keep the sums for a later backward
-    SETTLE = 5  # wait for what goes on after reductions: sums over replicas, which need the waits of all ranks
+    # wait for what goes on after reductions: sums over replicas, which need the waits of all ranks
+    SETTLE = 5
     AGREE = 6  # compare what ranks will do next
     LOOK = 7  # find the layers that stay whole and whose chunks have changed
     TOKENS = 8  # count the tokens of a micro-batch
@@ -45,7 +52,8 @@ class Action(IntEnum):
 class Gate(Protocol):
     """Contexts of a model. Each of its collectives is started inside one of them."""
 
-    compares_at_end: bool  # whether ranks compare their transfers at the end of each activity, and need not do so before
+    # whether ranks compare their transfers at the end of each activity, and need not do so before
+    compares_at_end: bool
 
     def doing(self, activity: Activity) -> AbstractContextManager[Any]:
         """Context for a forward or a backward. Inside another one it does nothing."""
@@ -82,11 +90,18 @@ class OpenGate:
 
 
 class ComparingGate(OpenGate):
-    """A gate for debugging (`compare_every=1`): before each gather, ranks compare all transfers so far."""
+    """A gate for debugging (`compare_every=1`): before each gather, ranks compare all transfers so
+    far.
+    """
 
     def gather(self, layer: Any) -> AbstractContextManager[Any]:  # type: ignore[override]
         if layer.chunks:
-            agree(ungated(layer.communicator), layer.device, "the transfers made so far", [layer.log.summary()])
+            agree(
+                ungated(layer.communicator),
+                layer.device,
+                "the transfers made so far",
+                [layer.log.summary()],
+            )
         return nullcontext()
 
 
@@ -96,7 +111,9 @@ def gate_for(compare_every: int) -> Gate:
 
 
 class GatedCommunicator:
-    """A layer's communicator under `Join`, whose collectives go through the gate. The layer's own gathers and reductions don't use it."""
+    """A layer's communicator under `Join`, whose collectives go through the gate. The layer's own
+    gathers and reductions don't use it.
+    """
 
     def __init__(self, inner: Communicator, gate: Gate) -> None:
         self.inner = inner

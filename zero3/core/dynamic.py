@@ -1,4 +1,6 @@
-"""ShardingPolicy(dynamic=True): ranks may leave out different layers. They still take part in the transfers of these layers."""
+"""ShardingPolicy(dynamic=True): ranks may leave out different layers. They still take part in the
+transfers of these layers.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,11 @@ class Event(NamedTuple, Generic[L]):
 
 
 class StaticOrder(Generic[L]):
-    """The order of layers in the model. A forward may leave out layers, but must call the others in this order.
+    """The order of layers in the model. A forward may leave out layers, but must call the others in
+    this order.
 
-    It tells which calls a forward has passed over, so that the rank can take part in their transfers.
+    It tells which calls a forward has passed over, so that the rank can take part in their
+    transfers.
     """
 
     def __init__(self, nested: Iterable[tuple[L, int]]) -> None:
@@ -45,7 +49,9 @@ class StaticOrder(Generic[L]):
         self._next = 0
 
     def until(self, layer: L, *, begins: bool) -> list[Event[L]] | None:
-        """The events that are passed over before `layer` begins or ends. None if that event is already over."""
+        """The events that are passed over before `layer` begins or ends. None if that event is
+        already over.
+        """
         try:
             at = self._events.index(Event(layer, begins), self._next)
         except ValueError:
@@ -59,7 +65,9 @@ class StaticOrder(Generic[L]):
 
     def upcoming(self, depth: int) -> list[L]:
         """The layers that begin next, at most `depth`."""
-        return list(islice((event.layer for event in self._events[self._next :] if event.begins), depth))
+        return list(
+            islice((event.layer for event in self._events[self._next :] if event.begins), depth)
+        )
 
 
 class DynamicOrder:
@@ -68,10 +76,12 @@ class DynamicOrder:
     counts_every_call = True  # also calls that this rank's backward will not reach
 
     def __init__(self, nested: Iterable[tuple[LayerState, int]], depth: int) -> None:
-        self.calls: ForwardOrder[LayerState | None] = ForwardOrder()  # stays empty: the order is known
+        # stays empty: the order is known
+        self.calls: ForwardOrder[LayerState | None] = ForwardOrder()
         self._order = StaticOrder(nested)
         self._depth = depth
-        self._passed_over: dict[LayerState, int] = {}  # layer that this rank leaves out -> the tick at which its call began
+        # layer that this rank leaves out -> the tick at which its call began
+        self._passed_over: dict[LayerState, int] = {}
 
     def forget_pass(self) -> None:
         self._passed_over.clear()
@@ -83,15 +93,18 @@ class DynamicOrder:
             ValueError: Always.
         """
         raise ValueError(
-            f"layer {state.label} is called by a plain module, after others with ShardingPolicy(dynamic=True): a rank that leaves it "
-            "out could not know of it. Put the layers into one Zero3Sequential, or use zero3.shard(model)."
+            f"layer {state.label} is called by a plain module, after others with "
+            "ShardingPolicy(dynamic=True): a rank that leaves it out could not know of it. Put "
+            "the layers into one Zero3Sequential, or use zero3.shard(model)."
         )
 
     def begin(self, *, continues: bool) -> None:
         self._order.begin()
 
     def enter(self, state: LayerState, passes: Passes) -> list[LayerState]:
-        """Called before a layer's forward: makes the transfers of the layers left out before it. Returns the layers to prefetch."""
+        """Called before a layer's forward: makes the transfers of the layers left out before it.
+        Returns the layers to prefetch.
+        """
         self._pass_over(self._order.until(state, begins=True), passes, state)
         return self._order.upcoming(self._depth)
 
@@ -102,8 +115,9 @@ class DynamicOrder:
             RuntimeError: always.
         """
         raise RuntimeError(
-            f"layer {state.label}: reentrant checkpointing does not go together with ShardingPolicy(dynamic=True), for ranks would "
-            "recompute different layers. Use checkpoint(..., use_reentrant=False)."
+            f"layer {state.label}: reentrant checkpointing does not go together with "
+            "ShardingPolicy(dynamic=True), for ranks would recompute different layers. Use "
+            "checkpoint(..., use_reentrant=False)."
         )
 
     def leave(self, state: LayerState, passes: Passes) -> None:
@@ -112,31 +126,46 @@ class DynamicOrder:
             self._pass_over(self._order.until(state, begins=False), passes, state)
 
     def finish(self, first: LayerState, passes: Passes) -> None:
-        """Called at the end of a pass: makes the transfers of the remaining layers, and compares all transfers between ranks."""
+        """Called at the end of a pass: makes the transfers of the remaining layers, and compares
+        all transfers between ranks.
+        """
         self._pass_over(self._order.rest(), passes)
         agree(first.communicator, first.device, "the end of a forward", [first.log.summary()])
 
     def fail(self, first: LayerState, passes: Passes, error: BaseException) -> None:
-        """Called if a pass raises: makes the other ranks' transfers up to the end of the forward, and then tells them the error."""
+        """Called if a pass raises: makes the other ranks' transfers up to the end of the forward,
+        and then tells them the error.
+        """
         if not isinstance(error, Exception):
             return
         try:
             self._pass_over(self._order.rest(), passes)
             cause = RuntimeError(f"its forward failed with {type(error).__name__}: {error}")
             agree(first.communicator, first.device, "the end of a forward", [], cause)
-        except (RuntimeError, ValueError, TypeError) as told:  # the caller raises this rank's own error
-            told.__traceback__ = None  # its frames would form a cycle and keep the forward's tensors alive
+        # the caller raises this rank's own error
+        except (RuntimeError, ValueError, TypeError) as told:
+            # its frames would form a cycle and keep the forward's tensors alive
+            told.__traceback__ = None
 
-    def _pass_over(self, passed: list[Event[LayerState]] | None, passes: Passes, state: LayerState | None = None) -> None:
-        """Takes part in the transfers of layers that this rank leaves out. They are recorded, so that its backward does the same."""
+    def _pass_over(
+        self,
+        passed: list[Event[LayerState]] | None,
+        passes: Passes,
+        state: LayerState | None = None,
+    ) -> None:
+        """Takes part in the transfers of layers that this rank leaves out. They are recorded, so
+        that its backward does the same.
+        """
         if passed is None:
             label = state.label if state is not None else ""
             raise ValueError(
-                f"layer {label} is called a second time in a forward, or after layers that stand behind it in the model. With "
-                "ShardingPolicy(dynamic=True) layers are called in the order in which they stand, each at most once."
+                f"layer {label} is called a second time in a forward, or after layers that stand "
+                "behind it in the model. With ShardingPolicy(dynamic=True) layers are called in "
+                "the order in which they stand, each at most once."
             )
         for layer, begins in passed:
             if begins:
                 self._passed_over[layer] = passes.begin_call(layer)
-            elif (start := self._passed_over.pop(layer, None)) is not None:  # None: this rank called the layer, and the call raised
+            # None: this rank called the layer, and the call raised
+            elif (start := self._passed_over.pop(layer, None)) is not None:
                 passes.end_call(layer, start)

@@ -18,7 +18,8 @@ def unpack(full: Tensor, layout: ChunkLayout) -> list[Tensor]:
 def view(full: Tensor, layout: ChunkLayout, index: int) -> Tensor:
     """Slot number `index` as a view of `full`, in the slot's shape."""
     slot = layout.slots[index]
-    return full.as_strided(slot.shape, slot.stride, full.storage_offset() + slot.offset)  # faster than a slice and a view
+    # faster than a slice and a view
+    return full.as_strided(slot.shape, slot.stride, full.storage_offset() + slot.offset)
 
 
 def zero_padding(full: Tensor, layout: ChunkLayout) -> Tensor:
@@ -33,7 +34,10 @@ def split(full: Tensor, layout: ChunkLayout) -> list[Tensor]:
 
 
 def not_a_number(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A 0-dim tensor to expand to a released parameter's shape. It is NaN, so that a value used by mistake shows in the results."""
-    if dtype == torch.float4_e2m1fn_x2 or not (dtype.is_floating_point or dtype.is_complex):  # these have no NaN
+    """A 0-dim tensor to expand to a released parameter's shape. It is NaN, so that a value used by
+    mistake shows in the results.
+    """
+    # these have no NaN
+    if dtype == torch.float4_e2m1fn_x2 or not (dtype.is_floating_point or dtype.is_complex):
         return torch.zeros((), dtype=dtype, device=device)
     return torch.full((), float("nan"), dtype=dtype, device=device)

@@ -1,4 +1,6 @@
-"""The gradients of a chunk's parameters: one sum for each slot, and all of them in one flat buffer when it is needed."""
+"""The gradients of a chunk's parameters: one sum for each slot, and all of them in one flat buffer
+when it is needed.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,13 @@ __all__: list[str] = []
 
 
 class GradientBuffer:
-    """Takes any number of gradients for each slot: a slot without a gradient is zero, a slot with several holds their sum.
+    """Takes any number of gradients for each slot: a slot without a gradient is zero, a slot with
+    several holds their sum.
 
-    The flat buffer is allocated as late as possible, when the layers behind have freed theirs. It is needed earlier only for a
-    slot's second gradient, because sums are made in the buffer's dtype. `keep` gives later sums another dtype. The buffer takes that
-    dtype when such a sum comes, so gradients of a single backward never take more memory.
+    The flat buffer is allocated as late as possible, when the layers behind have freed theirs. It
+    is needed earlier only for a slot's second gradient, because sums are made in the buffer's
+    dtype. `keep` gives later sums another dtype. The buffer takes that dtype when such a sum comes,
+    so gradients of a single backward never take more memory.
     """
 
     __slots__ = ("_came", "_device", "_dtype", "_layout", "_written", "full")
@@ -55,9 +59,13 @@ class GradientBuffer:
             self._to_add_to().mul_(factor)
 
     def flat(self) -> Tensor:
-        """Makes the buffer with all gradients so far, and frees these. Slots without a gradient are not written."""
+        """Makes the buffer with all gradients so far, and frees these. Slots without a gradient are
+        not written.
+        """
         if self.full is None:
-            self.full = torch.empty(self._layout.padded_numel, dtype=self._dtype, device=self._device)
+            self.full = torch.empty(
+                self._layout.padded_numel, dtype=self._dtype, device=self._device
+            )
         while self._came:
             self._write(self.full, *self._came.popitem())
         return self.full
@@ -77,19 +85,30 @@ class GradientBuffer:
             return None
         flat = {index: gradient.reshape(-1) for index, gradient in self._came.items()}
         return [
-            [flat[index][start:stop] if index in flat else self._zeros(stop - start) for index, start, stop in cuts]
+            [
+                flat[index][start:stop] if index in flat else self._zeros(stop - start)
+                for index, start, stop in cuts
+            ]
             for cuts in self._layout.cuts
         ]
 
     def _fits(self, gradient: Tensor) -> bool:
-        lazy = gradient.is_conj() or gradient.is_neg()  # then the bytes in memory are not the values
-        return gradient.dtype == self._dtype and gradient.layout == torch.strided and gradient.device == self._device and not lazy
+        # then the bytes in memory are not the values
+        lazy = gradient.is_conj() or gradient.is_neg()
+        return (
+            gradient.dtype == self._dtype
+            and gradient.layout == torch.strided
+            and gradient.device == self._device
+            and not lazy
+        )
 
     def _zeros(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self._dtype, device=self._device)
 
     def complete(self) -> Tensor:
-        """The buffer `[W*S]`, with zeros for slots without a gradient. From now on the buffer is the caller's."""
+        """The buffer `[W*S]`, with zeros for slots without a gradient. From now on the buffer is
+        the caller's.
+        """
         full = self.flat()
         for index in range(len(self._layout.slots)):
             if index not in self._written:
@@ -125,13 +144,18 @@ class Sending:
 
     __slots__ = ("divided", "full", "landed", "pieces", "summed", "travelling")
 
-    def __init__(self, pieces: list[list[Tensor]] | None, full: Tensor | None, summed: Tensor, landed: Tensor) -> None:
-        self.pieces = pieces  # what is sent to each rank, as it lies in autograd's gradients; otherwise it is in `full`
+    def __init__(
+        self, pieces: list[list[Tensor]] | None, full: Tensor | None, summed: Tensor, landed: Tensor
+    ) -> None:
+        # what is sent to each rank, as it lies in autograd's gradients; otherwise it is in `full`
+        self.pieces = pieces
         self.full = full  # 1-D [W*S]
-        self.summed = summed  # 1-D [S], takes the sum over ranks; where there is one shard it is `full`
+        # 1-D [S], takes the sum over ranks; where there is one shard it is `full`
+        self.summed = summed
         self.landed = landed  # 1-D [S], takes the mean in the dtype of the chunk's gradient
         self.divided = False  # whether `full` was divided for the mean already
-        self.travelling: object = full  # what else has to stay in memory until compute has waited for the sum
+        # what else has to stay in memory until compute has waited for the sum
+        self.travelling: object = full
 
     def start(self, communicator: Communicator, bounds: Bounds) -> Pending:
         """[backup 2] Starts to sum over ranks, in the lane that is current."""

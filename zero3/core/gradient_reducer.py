@@ -1,4 +1,6 @@
-"""Reduces gradients: hooks take them from autograd, a reducer for each chunk adds them up, and a backup sums them over ranks."""
+"""Reduces gradients: hooks take them from autograd, a reducer for each chunk adds them up, and a
+backup sums them over ranks.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,21 @@ __all__: list[str] = []
 
 
 class Backup(NamedTuple):
-    """A reduction under way. It holds its buffers until the compute stream has waited for it: then they may be freed."""
+    """A reduction under way. It holds its buffers until the compute stream has waited for it: then
+    they may be freed.
+    """
 
     mark: Mark
     held: tuple[object, ...]
-    into: Sequence[Tensor | None]  # what it adds to: after a backward that raised, users may zero gradients before anybody has waited
+    # what it adds to: after a backward that raised, users may zero gradients before anybody has
+    # waited
+    into: Sequence[Tensor | None]
     naming: NamingFailures
 
     def wait(self) -> Sequence[Backup]:
-        """Waits, and returns what goes on, whose mark holds what it needs. That is waited for at the end of the backward."""
+        """Waits, and returns what goes on, whose mark holds what it needs. That is waited for at
+        the end of the backward.
+        """
         try:
             later = self.mark.wait()
         except RuntimeError as failure:
@@ -45,21 +53,38 @@ class Backup(NamedTuple):
 
 
 class GradientReducer(KeptGradients):
-    """Adds up the gradients of a chunk's parameters. `prepare` and `back_up` reduce the sum over ranks into the chunk's own gradient.
+    """Adds up the gradients of a chunk's parameters. `prepare` and `back_up` reduce the sum over
+    ranks into the chunk's own gradient.
 
-    `keep`, instead of them, leaves the sum for a later reduction. If the chunk's gradient is zeroed before, the sum is dropped.
+    `keep`, instead of them, leaves the sum for a later reduction. If the chunk's gradient is zeroed
+    before, the sum is dropped.
     """
 
-    def __init__(self, chunk: Chunk, communicator: Communicator, policy: ShardingPolicy, naming: NamingFailures) -> None:
+    def __init__(
+        self,
+        chunk: Chunk,
+        communicator: Communicator,
+        policy: ShardingPolicy,
+        naming: NamingFailures,
+    ) -> None:
         self.communicator = communicator
-        self.averaged_over = communicator.world_size  # the number of ranks for the mean: fewer if some have no data left
+        # the number of ranks for the mean: fewer if some have no data left
+        self.averaged_over = communicator.world_size
         self._sending, self._summed_as = sending_for(policy, chunk, communicator, naming.subject)
         self._mean = policy.gradient_reduction == "mean"
         self._lands_as = landed_dtype(policy, chunk.shard.dtype)
         self._narrows = self._summed_as.itemsize > self._lands_as.itemsize
-        super().__init__(chunk, gradient_dtype(policy, chunk.shard.dtype), self._summed_as if self._narrows else self._lands_as)
+        super().__init__(
+            chunk,
+            gradient_dtype(policy, chunk.shard.dtype),
+            self._summed_as if self._narrows else self._lands_as,
+        )
         # fp16 overflows at 65504, so a part of the division for the mean is done before the sum
-        self._divide_first = 1 << (communicator.world_size.bit_length() - 1) // 2 if self._mean and self._summed_as == torch.float16 else 1
+        self._divide_first = (
+            1 << (communicator.world_size.bit_length() - 1) // 2
+            if self._mean and self._summed_as == torch.float16
+            else 1
+        )
         self._naming = naming
 
     def add(self, index: int, gradient: Tensor) -> None:
@@ -68,8 +93,12 @@ class GradientReducer(KeptGradients):
         self._buffer.add(index, gradient)
 
     def prepare(self, communicator: Communicator) -> Sending:
-        """[backup 1] Takes the gradients out, zeros for slots without one, and allocates all that their reduction needs."""
-        pieces = self._buffer.pieces() if communicator.takes_pieces and self._divide_first == 1 else None
+        """[backup 1] Takes the gradients out, zeros for slots without one, and allocates all that
+        their reduction needs.
+        """
+        pieces = (
+            self._buffer.pieces() if communicator.takes_pieces and self._divide_first == 1 else None
+        )
         full = self._buffer.complete() if pieces is None else None
         kept_wider = full is not None and full.dtype != self._dtype
         if full is not None and kept_wider:
@@ -77,10 +106,19 @@ class GradientReducer(KeptGradients):
         summed = (
             full
             if full is not None and self._chunk.layout.world_size == 1
-            else torch.empty(self._chunk.shard.shape, dtype=self._summed_as, device=self._chunk.device)
+            else torch.empty(
+                self._chunk.shard.shape, dtype=self._summed_as, device=self._chunk.device
+            )
         )
-        landed = summed if self._lands_as == self._summed_as else torch.empty_like(summed, dtype=self._lands_as)
-        self._buffer, self._kept = GradientBuffer(self._chunk.layout, self._dtype, self._chunk.device), []
+        landed = (
+            summed
+            if self._lands_as == self._summed_as
+            else torch.empty_like(summed, dtype=self._lands_as)
+        )
+        self._buffer, self._kept = (
+            GradientBuffer(self._chunk.layout, self._dtype, self._chunk.device),
+            [],
+        )
         self.pending = self.owed = False
         sending = self._sending(pieces, full, summed, landed)
         sending.divided = kept_wider
@@ -95,11 +133,16 @@ class GradientReducer(KeptGradients):
             pending = sending.start(communicator, self._chunk.layout.bounds)
             mark = lane.complete(pending, lambda: self._land(summed, landed))
         into = [part.parameter.grad for part in self._chunk.parts]
-        return Backup(self._chunk.way_home(mark), (sending.travelling, summed, landed), into, self._naming)
+        return Backup(
+            self._chunk.way_home(mark), (sending.travelling, summed, landed), into, self._naming
+        )
 
     def _land(self, summed: Tensor, landed: Tensor) -> None:
-        """[backup 3] Adds `summed` `[S]`, the sum over ranks, to the chunk's gradient. `landed` takes the mean in that gradient's dtype."""
-        if torch.is_grad_enabled():  # in a backward it is off already, and entering no_grad costs time
+        """[backup 3] Adds `summed` `[S]`, the sum over ranks, to the chunk's gradient. `landed`
+        takes the mean in that gradient's dtype.
+        """
+        # in a backward it is off already, and entering no_grad costs time
+        if torch.is_grad_enabled():
             with torch.no_grad():
                 return self._land(summed, landed)
         divisor = self.averaged_over / self._divide_first if self._mean else 1
@@ -118,19 +161,30 @@ class GradientReducer(KeptGradients):
                 accumulate(part.parameter, gradient, part.of(summed) if self._narrows else None)
 
     def _typed(self, gradient: Tensor, part: Part) -> Tensor:
-        kind = WholeGradient if part.whole else PieceGradient if self._chunk.divided else ShardGradient
-        return gradient if self._chunk.layout.world_size == 1 else kind.of(gradient, self.communicator)
+        kind = (
+            WholeGradient if part.whole else PieceGradient if self._chunk.divided else ShardGradient
+        )
+        return (
+            gradient if self._chunk.layout.world_size == 1 else kind.of(gradient, self.communicator)
+        )
 
     # -- the end of a backward, also of one that raised
 
-    drops = False  # whether what lands is dropped at once, so that no hook of the caller's sees it: its backward has raised
-    undecided = False  # whether there are gradients that a transaction has neither committed nor rolled back
+    # whether what lands is dropped at once, so that no hook of the caller's sees it: its backward
+    # has raised
+    drops = False
+    # whether there are gradients that a transaction has neither committed nor rolled back
+    undecided = False
 
     def end_backward(self, layer: LayerGradients) -> None:
-        """Called when a backward has ended without an error. `TransactionalReducer` commits here."""
+        """Called when a backward has ended without an error. `TransactionalReducer` commits
+        here.
+        """
 
     def abandon(self) -> None:
-        """Drops the gradients of a backward that did not end. Kept gradients go too, because both are in one sum."""
+        """Drops the gradients of a backward that did not end. Kept gradients go too, because both
+        are in one sum.
+        """
         self.drop()
 
     def give_up(self) -> None:
@@ -147,19 +201,26 @@ class GradientReducer(KeptGradients):
 class LayerGradients:
     """A layer's reducers, one for each chunk, and the hooks that give them autograd's gradients.
 
-    Hooks and deferred gradients refer to this object weakly, and this object refers weakly to the model's `Backward`. So there are
-    no cycles, and a deleted model is freed at once.
+    Hooks and deferred gradients refer to this object weakly, and this object refers weakly to the
+    model's `Backward`. So there are no cycles, and a deleted model is freed at once.
     """
 
-    fate = "gradients reduced"  # what a backward does with them, unless they are deferred: a text that ranks compare
+    # what a backward does with them, unless they are deferred: a text that ranks compare
+    fate = "gradients reduced"
 
     def __init__(
-        self, communicator: Communicator, policy: ShardingPolicy, subject: Subject, reducer: type[GradientReducer] = GradientReducer
+        self,
+        communicator: Communicator,
+        policy: ShardingPolicy,
+        subject: Subject,
+        reducer: type[GradientReducer] = GradientReducer,
     ) -> None:
         self.reducers: dict[Chunk, GradientReducer] = {}
         self.reducer = reducer  # the class of new reducers
-        self.ignored: tuple[IgnoredGradient, ...] = ()  # of the layer's parameters that are left alone
-        self.backward: Callable[[], Any] = lambda: None  # a weak reference to the model's `Backward`
+        # of the layer's parameters that are left alone
+        self.ignored: tuple[IgnoredGradient, ...] = ()
+        # a weak reference to the model's `Backward`
+        self.backward: Callable[[], Any] = lambda: None
         self.log = TransferLog()  # the model's
         self.averaged_over = communicator.world_size  # the number of ranks for the mean
         self.deferrals = 0  # the number of `no_sync` contexts that the layer is in
@@ -174,7 +235,9 @@ class LayerGradients:
         chunk.shard.grad_dtype = landed_dtype(self._policy, chunk.shard.dtype)
         self.reducers[chunk] = self.reducer(chunk, self._communicator, self._policy, self._naming)
 
-    def replace_chunks(self, chunks: Iterable[Chunk], parameters: Iterable[ShardedParameter]) -> None:
+    def replace_chunks(
+        self, chunks: Iterable[Chunk], parameters: Iterable[ShardedParameter]
+    ) -> None:
         """Takes other chunks for the same parameters."""
         before, self.reducers = self.reducers, {}
         for chunk in chunks:
@@ -184,8 +247,14 @@ class LayerGradients:
             self.hook(sharded)
 
     def hook(self, sharded: ShardedParameter) -> None:
-        """From now on, the gradients that autograd accumulates into the parameter go to its chunk's reducer."""
-        parameter, key, layer = sharded.sites.parameter, id(sharded.sites.parameter), weakref.ref(self)
+        """From now on, the gradients that autograd accumulates into the parameter go to its chunk's
+        reducer.
+        """
+        parameter, key, layer = (
+            sharded.sites.parameter,
+            id(sharded.sites.parameter),
+            weakref.ref(self),
+        )
         known = key in self._hooked
         if not sharded.chunk.trains:
             return
@@ -193,7 +262,8 @@ class LayerGradients:
         if known:
             return
 
-        def take(leaf: Tensor) -> None:  # [B4] holds no strong reference, because the cycle collector can't see into hooks
+        # [B4] holds no strong reference, because the cycle collector can't see into hooks
+        def take(leaf: Tensor) -> None:
             with as_plain_tensors():  # the parameter may be released already
                 gradient, leaf.grad = leaf.grad, None
             if gradient is not None and (gradients := layer()) is not None:
@@ -208,12 +278,16 @@ class LayerGradients:
         sharded = self._hooked[key]
         reducer = self.reducers[sharded.chunk]
         if not reducer.pending and (backward := self.backward()) is not None:
-            backward.begin()  # the gradient may come from outside the layer's calls, so no other hook may have begun the backward
+            # the gradient may come from outside the layer's calls, so no other hook may have begun
+            # the backward
+            backward.begin()
         reducer.add(sharded.index, gradient)
 
     @property
     def deferred(self) -> bool:
-        """Whether reductions are left for later: under `no_sync` and at stage 1. On one rank that would only cost memory."""
+        """Whether reductions are left for later: under `no_sync` and at stage 1. On one rank that
+        would only cost memory.
+        """
         return (self.deferrals > 0 or self._stay_whole) and self._communicator.world_size > 1
 
     def pending(self) -> bool:
@@ -229,7 +303,9 @@ class LayerGradients:
         return self.may_reduce and not self._stay_whole and self.owed()
 
     def defer(self, contexts: int, *, replicas_only: bool) -> None:
-        """Enters (1) or leaves (-1) a `no_sync`. Where there are no replicas, `replicas_only` restricts nothing."""
+        """Enters (1) or leaves (-1) a `no_sync`. Where there are no replicas, `replicas_only`
+        restricts nothing.
+        """
         if not replicas_only:
             self.deferrals += contexts
 
@@ -243,14 +319,28 @@ class LayerGradients:
         return accumulates_into(sharded.sites.parameter for sharded in self._hooked.values())
 
     def prepare(self, communicator: Communicator) -> list[tuple[GradientReducer, Sending]]:
-        """Allocates what the reductions of all trainable chunks need, before ranks rely on them: memory may run out on one rank alone."""
-        return [(reducer, reducer.prepare(communicator)) for chunk, reducer in self.reducers.items() if chunk.shard.requires_grad]
+        """Allocates what the reductions of all trainable chunks need, before ranks rely on them:
+        memory may run out on one rank alone.
+        """
+        return [
+            (reducer, reducer.prepare(communicator))
+            for chunk, reducer in self.reducers.items()
+            if chunk.shard.requires_grad
+        ]
 
-    def back_up(self, prepared: list[tuple[GradientReducer, Sending]], lanes: Lanes, communicator: Communicator) -> list[Backup]:
+    def back_up(
+        self,
+        prepared: list[tuple[GradientReducer, Sending]],
+        lanes: Lanes,
+        communicator: Communicator,
+    ) -> list[Backup]:
         """Starts to reduce the gradients of all trainable chunks."""
         self.log.entries.append(self._entry)
         try:
-            return [reducer.back_up(sending, lanes.backup, communicator) for reducer, sending in prepared]
+            return [
+                reducer.back_up(sending, lanes.backup, communicator)
+                for reducer, sending in prepared
+            ]
         except RuntimeError as failure:
             self._naming.explain(failure)
             raise
@@ -261,7 +351,9 @@ class LayerGradients:
                 reducer.keep(self)
 
     def reduce_deferred(self) -> bool:
-        """Reduces all deferred gradients of the model (stage 1). Returns False if that is not allowed yet, under `no_sync`."""
+        """Reduces all deferred gradients of the model (stage 1). Returns False if that is not
+        allowed yet, under `no_sync`.
+        """
         backward = self.backward()
         if not self._stay_whole or not self.may_reduce or backward is None:
             return False
@@ -270,7 +362,11 @@ class LayerGradients:
 
     def begin_backward(self) -> None:
         """Called for layers with parameters that are left alone."""
-        for each in self.ignored if self._policy.transactional or self.averaged_over != self._communicator.world_size else ():
+        for each in (
+            self.ignored
+            if self._policy.transactional or self.averaged_over != self._communicator.world_size
+            else ()
+        ):
             each.stage()
 
     def end_backward(self) -> None:

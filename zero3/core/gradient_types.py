@@ -1,4 +1,6 @@
-"""The types of a chunk's gradient, which refuse operations that need the gradients of all ranks, and how gradients accumulate."""
+"""The types of a chunk's gradient, which refuse operations that need the gradients of all ranks,
+and how gradients accumulate.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,26 @@ from .autograd import around_accumulation, as_plain_tensors
 
 __all__: list[str] = []
 
-_NORMS = frozenset({torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm})
+_NORMS = frozenset(
+    {torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}
+)
 _STILL_A_SLICE = frozenset({Tensor.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 SEEN_WITHOUT_VALUES = frozenset(
-    {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf")}
-    | {Tensor._version.__get__, Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.stride}  # type: ignore[attr-defined]
+    {
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf")
+    }
+    | {
+        Tensor._version.__get__,  # type: ignore[attr-defined]
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.element_size,
+        Tensor.stride,
+    }
     | {Tensor.requires_grad_, Tensor.detach_}
 )
 
@@ -35,10 +49,11 @@ _IS_SPARSE = Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 class ShardGradient(Tensor):
     """The gradient `[S]` of one rank's chunk. It behaves as a plain tensor, with two exceptions.
 
-    * A norm would be the norm of this rank's slice, so `torch.nn.utils.clip_grad_norm_` would clip each rank by another factor.
-      It raises an error that names `zero3.clip_grad_norm_`, also for `.data` and `.detach()`.
-    * `torch.amp.GradScaler` looks for inf and nan in the gradient. If one rank finds any, all ranks must skip the step, so the
-      finding is reduced over ranks (one scalar; every rank unscales).
+    * A norm would be the norm of this rank's slice, so `torch.nn.utils.clip_grad_norm_` would clip
+      each rank by another factor. It raises an error that names `zero3.clip_grad_norm_`, also for
+      `.data` and `.detach()`.
+    * `torch.amp.GradScaler` looks for inf and nan in the gradient. If one rank finds any, all ranks
+      must skip the step, so the finding is reduced over ranks (one scalar; every rank unscales).
     """
 
     communicator: Communicator
@@ -51,56 +66,74 @@ class ShardGradient(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in _NORMS:
             cls._before_norm(sys._getframe(1))
         if func is _UNSCALE:
             cls._before_unscale(args[0])
-            if args[2].is_pinned():  # torch copies the scale to the host without waiting for the copy
+            # torch copies the scale to the host without waiting for the copy
+            if args[2].is_pinned():
                 raise RuntimeError(
-                    "gradients rest in host memory (offload=), where torch.amp.GradScaler would unscale them by a number that "
-                    "may not have come yet: use zero3.GradScaler, which takes the same arguments"
+                    "gradients rest in host memory (offload=), where torch.amp.GradScaler would "
+                    "unscale them by a number that may not have come yet: use zero3.GradScaler, "
+                    "which takes the same arguments"
                 )
         with as_plain_tensors():
             result = func(*args, **(kwargs or {}))
         if func in _STILL_A_SLICE:
             return cls.of(result, args[0].communicator)
         if func is _UNSCALE:
-            next(g for g in args[0] if isinstance(g, cls)).communicator.all_reduce(args[1], maximum=True)
+            next(g for g in args[0] if isinstance(g, cls)).communicator.all_reduce(
+                args[1], maximum=True
+            )
         return result
 
     @classmethod
     def _before_norm(cls, caller: FrameType | None) -> None:
         raise RuntimeError(
-            "a norm of a chunk's gradient is that of one rank's slice, different on every rank: use "
-            "zero3.clip_grad_norm_(model, max_norm) to clip, or zero3.clip_grad_norm_(model, float('inf')) to read "
-            "the global norm; zero3.parameter_norms(model) for those of parameters. (The slice's own norm: "
-            "chunk.grad.as_subclass(torch.Tensor).norm().)"
+            "a norm of a chunk's gradient is that of one rank's slice, different on every rank: "
+            "use zero3.clip_grad_norm_(model, max_norm) to clip, or zero3.clip_grad_norm_(model, "
+            "float('inf')) to read the global norm; zero3.parameter_norms(model) for those of "
+            "parameters. (The slice's own norm: chunk.grad.as_subclass(torch.Tensor).norm().)"
         )
 
     @classmethod
     def _before_unscale(cls, gradients: Sequence[Tensor]) -> None:
-        """Chunks need no check: every rank has the same number of them, so every rank takes part in the all-reduce."""
+        """Chunks need no check: every rank has the same number of them, so every rank takes part in
+        the all-reduce.
+        """
 
 
 class PieceGradient(ShardGradient):
-    """The gradient of a part of a chunk. Some ranks have no part, so they would not take part in GradScaler's all-reduce."""
+    """The gradient of a part of a chunk. Some ranks have no part, so they would not take part in
+    GradScaler's all-reduce.
+    """
 
     @classmethod
     def _before_unscale(cls, gradients: Sequence[Tensor]) -> None:
         raise RuntimeError(
-            "torch.amp.GradScaler looks for inf and nan on each rank by itself, and after zero3.param_groups not every rank has a "
-            "part of every gradient, so ranks would step differently: use zero3.GradScaler, which takes the same arguments"
+            "torch.amp.GradScaler looks for inf and nan on each rank by itself, and after "
+            "zero3.param_groups not every rank has a part of every gradient, so ranks would step "
+            "differently: use zero3.GradScaler, which takes the same arguments"
         )
 
 
 class WholeGradient(PieceGradient):
-    """The gradient of a parameter in its own shape. Its norm is right, but a total over parameters is still one rank's."""
+    """The gradient of a parameter in its own shape. Its norm is right, but a total over parameters
+    is still one rank's.
+    """
 
     @classmethod
     def _before_norm(cls, caller: FrameType | None) -> None:
-        if caller is not None and caller.f_globals.get("__name__") == torch.nn.utils.clip_grad.__name__:
+        if (
+            caller is not None
+            and caller.f_globals.get("__name__") == torch.nn.utils.clip_grad.__name__
+        ):
             super()._before_norm(caller)
 
 
@@ -123,24 +156,35 @@ class DefersReductions(Protocol):
 
 
 class DeferredGradient(Tensor):
-    """A chunk's gradient while a part of it is kept unreduced. It has a shape and no values, and takes no memory.
+    """A chunk's gradient while a part of it is kept unreduced. It has a shape and no values, and
+    takes no memory.
 
-    It may be dropped or zeroed; then the kept gradients are dropped. Any operation that needs its values reduces all deferred
-    gradients first, and the object becomes the reduced gradient. Under `no_sync` this is an error. The error comes before an
-    optimizer changes anything, because optimizers begin with `gradient.is_sparse`. (`zero_grad` reads `is_sparse` too, but
-    detaches the gradient first.)
+    It may be dropped or zeroed; then the kept gradients are dropped. Any operation that needs its
+    values reduces all deferred gradients first, and the object becomes the reduced gradient. Under
+    `no_sync` this is an error. The error comes before an optimizer changes anything, because
+    optimizers begin with `gradient.is_sparse`. (`zero_grad` reads `is_sparse` too, but detaches the
+    gradient first.)
     """
 
     zeroed: bool  # whether it is zeroed, or detached, which `zero_grad` does before it zeroes
-    layer: Callable[[], DefersReductions | None]  # a weak reference, which does not keep a deleted model alive
+    # a weak reference, which does not keep a deleted model alive
+    layer: Callable[[], DefersReductions | None]
     reduced: Tensor | None  # the reduced gradient of earlier backwards
 
     @classmethod
-    def like(cls, parameter: Tensor, layer: Callable[[], DefersReductions | None], nothing: Tensor | None = None) -> DeferredGradient:
-        """A deferred gradient for `parameter`, which may have a gradient already. `nothing`: 0-dim, memory for it, which nobody reads."""
+    def like(
+        cls,
+        parameter: Tensor,
+        layer: Callable[[], DefersReductions | None],
+        nothing: Tensor | None = None,
+    ) -> DeferredGradient:
+        """A deferred gradient for `parameter`, which may have a gradient already. `nothing`: 0-dim,
+        memory for it, which nobody reads.
+        """
         if nothing is None:
             nothing = torch.zeros((), dtype=parameter.grad_dtype, device=parameter.device)
-        deferred = torch.Tensor._make_subclass(cls, nothing.expand(parameter.shape))  # as_subclass would make a view of `nothing`
+        # as_subclass would make a view of `nothing`
+        deferred = torch.Tensor._make_subclass(cls, nothing.expand(parameter.shape))
         deferred.zeroed, deferred.layer = False, layer
         before = parameter.grad
         deferred.reduced = before.earlier if isinstance(before, DeferredGradient) else before
@@ -151,7 +195,8 @@ class DeferredGradient(Tensor):
         return None if self.zeroed else self.reduced
 
     def reduce_now(self) -> None:
-        """Reduces this and all other deferred gradients of the model. This object becomes an ordinary gradient.
+        """Reduces this and all other deferred gradients of the model. This object becomes an
+        ordinary gradient.
 
         Raises:
             NotReducedError: It can't be reduced yet, under `no_sync` or in a `step_guard`.
@@ -159,18 +204,22 @@ class DeferredGradient(Tensor):
         layer = self.layer()
         if layer is not None and layer.holds:
             raise NotReducedError(
-                "an optimizer stepped inside zero3.step_guard, or a gradient was read there (by clipping, or for a log), before the ranks "
-                "agreed on the gradients. Put backwards into the guard; clip and step after it."
+                "an optimizer stepped inside zero3.step_guard, or a gradient was read there (by "
+                "clipping, or for a log), before the ranks agreed on the gradients. Put "
+                "backwards into the guard; clip and step after it."
             )
         if layer is None or not layer.reduce_deferred() or isinstance(self, DeferredGradient):
             raise NotReducedError(
-                "this gradient is not known yet: the backwards since the last step ran inside zero3.no_sync(model), or zero3.step_guard "
-                "has dropped the one that would have reduced. Call zero3.reduce_gradients(model) on every rank, outside of no_sync (or run "
-                "the last micro-batch's backward outside of it); then clip and step."
+                "this gradient is not known yet: the backwards since the last step ran inside "
+                "zero3.no_sync(model), or zero3.step_guard has dropped the one that would have "
+                "reduced. Call zero3.reduce_gradients(model) on every rank, outside of no_sync "
+                "(or run the last micro-batch's backward outside of it); then clip and step."
             )
 
     def become(self, gradient: Tensor) -> None:
-        """Makes this very object the same as `gradient`, because an optimizer may hold a reference to it already."""
+        """Makes this very object the same as `gradient`, because an optimizer may hold a reference
+        to it already.
+        """
         with as_plain_tensors():
             self.data = gradient
         vars(self).clear()
@@ -178,18 +227,25 @@ class DeferredGradient(Tensor):
         self.__class__ = type(gradient)  # type: ignore[assignment]
 
     def leave(self, parameter: Tensor, typed: Callable[[Tensor], Tensor]) -> None:
-        """Ends the deferral, after kept gradients were dropped: the parameter gets its earlier gradient back, or zeros."""
+        """Ends the deferral, after kept gradients were dropped: the parameter gets its earlier
+        gradient back, or zeros.
+        """
         if self.zeroed:
             note = vars(self).get(TOKENS)
             self.become(typed(torch.zeros_like(parameter, dtype=parameter.grad_dtype)))
             if note is not None:
-                setattr(self, TOKENS, (note[0], -1))  # with no tensor's version, so that `zero3.backward` sees that it was zeroed
+                # with no tensor's version, so that `zero3.backward` sees that it was zeroed
+                setattr(self, TOKENS, (note[0], -1))
         else:
             parameter.grad = self.earlier
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in (Tensor.zero_, torch._foreach_zero_):
             for gradient in args[0] if func is torch._foreach_zero_ else args[:1]:
@@ -208,21 +264,27 @@ class DeferredGradient(Tensor):
 
 
 class UsedGradient(DeferredGradient):
-    """Stands for a gradient by which its chunk was stepped inside the backward (`offload_optimizer` with `in_backward=True`)."""
+    """Stands for a gradient by which its chunk was stepped inside the backward (`offload_optimizer`
+    with `in_backward=True`).
+    """
 
 
 def stepped_already(label: str) -> CallersMistake:
     """The error for a layer that is reached a second time."""
     return CallersMistake(
-        f"a chunk of layer {label} got a second gradient before optimizer.step(), and was stepped by the first one already "
-        "(offload_optimizer with in_backward=True). Run the backwards of all micro-batches but the last inside "
-        "zero3.no_sync(model), add no penalty over chunks, and call each layer in one forward a step; or leave in_backward out. "
-        "This training has to go on from a checkpoint"
+        f"a chunk of layer {label} got a second gradient before optimizer.step(), and was stepped "
+        "by the first one already (offload_optimizer with in_backward=True). Run the backwards "
+        "of all micro-batches but the last inside zero3.no_sync(model), add no penalty over "
+        "chunks, and call each layer in one forward a step; or leave in_backward out. This "
+        "training has to go on from a checkpoint"
     )
 
 
-def accumulate_beside(parameter: nn.Parameter, layer: Callable[[], DefersReductions | None]) -> Node | None:
-    """Lets autograd add to `parameter.grad` while it is deferred, as a penalty over chunks does: it adds to the reduced part.
+def accumulate_beside(
+    parameter: nn.Parameter, layer: Callable[[], DefersReductions | None]
+) -> Node | None:
+    """Lets autograd add to `parameter.grad` while it is deferred, as a penalty over chunks does: it
+    adds to the reduced part.
 
     This works as long as the caller keeps the returned node.
     """
@@ -233,8 +295,9 @@ def accumulate_beside(parameter: nn.Parameter, layer: Callable[[], DefersReducti
         gradients = layer()
         if gradients is not None and gradients.holds:
             raise NotReducedError(
-                "a gradient flows straight into a chunk inside zero3.step_guard, as that of a penalty over model.parameters() does, "
-                "and the guard could not take it back: run that backward after the guard"
+                "a gradient flows straight into a chunk inside zero3.step_guard, as that of a "
+                "penalty over model.parameters() does, and the guard could not take it back: run "
+                "that backward after the guard"
             )
         if leaf is not None and isinstance(leaf.grad, DeferredGradient):
             if not leaf.grad.zeroed:  # zeroed gradients are not added to
@@ -252,7 +315,8 @@ def accumulate_beside(parameter: nn.Parameter, layer: Callable[[], DefersReducti
 
 
 def reduce_deferred(gradients: Iterable[Tensor | None]) -> None:
-    """Reduces those of `gradients` that are deferred, so that their values can be read. All ranks call it.
+    """Reduces those of `gradients` that are deferred, so that their values can be read. All ranks
+    call it.
 
     Raises:
         NotReducedError: They can't be reduced yet, under `no_sync`.
@@ -264,20 +328,28 @@ def reduce_deferred(gradients: Iterable[Tensor | None]) -> None:
 
 def each_in(values: Any) -> list[Any]:
     """The arguments of an operation, and those in lists of them."""
-    return [inner for value in values for inner in (each_in(value) if isinstance(value, (list, tuple)) else [value])]
+    return [
+        inner
+        for value in values
+        for inner in (each_in(value) if isinstance(value, (list, tuple)) else [value])
+    ]
 
 
 # -- accumulation
 
-TOKENS = "_zero3_tokens"  # attribute of a gradient: (the number of tokens it is the mean over, 0-dim; its version then)
-_EXACT = "_zero3_exact"  # attribute of a gradient: (the wider tensor that it was rounded from; its version then)
+# attribute of a gradient: (the number of tokens it is the mean over, 0-dim; its version then)
+TOKENS = "_zero3_tokens"
+# attribute of a gradient: (the wider tensor that it was rounded from; its version then)
+_EXACT = "_zero3_exact"
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None) -> None:
-    """[backup 4] Adds `gradient` to the parameter's gradient, and calls the parameter's hooks, as autograd would.
+    """[backup 4] Adds `gradient` to the parameter's gradient, and calls the parameter's hooks, as
+    autograd would.
 
-    `exact` is the gradient in a wider dtype. It stays with the parameter's gradient, and later micro-batches are added to it, so
-    that the sum is rounded only once. It is freed with that gradient. If the caller changes the gradient, it is not used again.
+    `exact` is the gradient in a wider dtype. It stays with the parameter's gradient, and later
+    micro-batches are added to it, so that the sum is rounded only once. It is freed with that
+    gradient. If the caller changes the gradient, it is not used again.
     """
     for hook in (parameter._backward_hooks or {}).values():
         changed = hook(gradient)
@@ -291,8 +363,13 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None) 
         parameter.grad.add_(gradient)
     else:
         earlier, version = getattr(parameter.grad, _EXACT, (exact, -1))
-        # The sum is made in the older tensor, because the newer one belongs to a backup that is still waited for.
-        exact = earlier.add_(exact) if version == parameter.grad._version else exact.add_(parameter.grad)
+        # The sum is made in the older tensor, because the newer one belongs to a backup that is
+        # still waited for.
+        exact = (
+            earlier.add_(exact)
+            if version == parameter.grad._version
+            else exact.add_(parameter.grad)
+        )
         parameter.grad.copy_(exact)
     if deferred is not None:
         deferred.become(parameter.grad)
@@ -305,7 +382,9 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None) 
 
 
 def scale_gradient(gradient: Tensor, factor: Tensor) -> None:
-    """Multiplies a gradient, and the wider tensor that it was rounded from, by the 0-dim `factor`."""
+    """Multiplies a gradient, and the wider tensor that it was rounded from, by the 0-dim
+    `factor`.
+    """
     exact, version = getattr(gradient, _EXACT, (None, -1))
     factor = factor.to(gradient.device)  # the host waits for it where the gradient rests there
     if exact is not None and version == gradient._version:

@@ -1,4 +1,6 @@
-"""Parameters that the policy leaves alone. They are in no chunk, but what is done to gradients is done to theirs too."""
+"""Parameters that the policy leaves alone. They are in no chunk, but what is done to gradients is
+done to theirs too.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from .parameters import ParameterSites
 __all__: list[str] = []
 
 
-def without_ignored(parameters: Sequence[ParameterSites], policy: ShardingPolicy, prefix: str = "") -> list[ParameterSites]:
+def without_ignored(
+    parameters: Sequence[ParameterSites], policy: ShardingPolicy, prefix: str = ""
+) -> list[ParameterSites]:
     """The parameters that are sharded. `prefix`: what stands before their names in the model.
 
     Raises:
@@ -29,9 +33,11 @@ def _is_ignored(sites: ParameterSites, policy: ShardingPolicy, name: str) -> boo
 
 
 class IgnoredGradient:
-    """The gradient of a parameter that is left alone. It is one rank's own, and its mean over ranks is the model's gradient.
+    """The gradient of a parameter that is left alone. It is one rank's own, and its mean over ranks
+    is the model's gradient.
 
-    While it is staged, new gradients are kept apart from those of earlier backwards, until `commit` or `roll_back`.
+    While it is staged, new gradients are kept apart from those of earlier backwards, until `commit`
+    or `roll_back`.
     """
 
     def __init__(self, parameter: nn.Parameter, *, transactional: bool) -> None:
@@ -49,11 +55,16 @@ class IgnoredGradient:
 
     @torch.no_grad()
     def end_backward(self, weight: float) -> None:
-        """Multiplies the gradient of a staged backward by `weight`, and commits it unless a `step_guard` is open."""
+        """Multiplies the gradient of a staged backward by `weight`, and commits it unless a
+        `step_guard` is open.
+        """
         came = self.parameter.grad if self._staged else None
         if came is not None:
             came = came if weight == 1 else came.mul_(weight)
-            self._new, self.parameter.grad = came if self._new is None else self._new.add_(came), None
+            self._new, self.parameter.grad = (
+                came if self._new is None else self._new.add_(came),
+                None,
+            )
         if not self.held:
             self.commit()
 
@@ -78,7 +89,9 @@ class IgnoredGradient:
             self._staged, self._earlier, self._new, self._factor = False, None, None, None
 
     def give_up(self) -> None:
-        """Drops the gradient of a backward that raised, and what it was added to, unless that is kept apart. It may be called twice."""
+        """Drops the gradient of a backward that raised, and what it was added to, unless that is
+        kept apart. It may be called twice.
+        """
         self.roll_back()
         if not (self.held or self._transactional):
             self.parameter.grad = None

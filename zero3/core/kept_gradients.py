@@ -11,7 +11,13 @@ from torch.autograd.graph import Node
 
 from .chunk import Chunk, Part
 from .gradient_buffer import GradientBuffer
-from .gradient_types import TOKENS, DeferredGradient, DefersReductions, accumulate_beside, scale_gradient
+from .gradient_types import (
+    TOKENS,
+    DeferredGradient,
+    DefersReductions,
+    accumulate_beside,
+    scale_gradient,
+)
 
 __all__: list[str] = []
 
@@ -26,21 +32,31 @@ class KeptGradients:
         self._dtype = dtype  # the dtype of sums within a backward
         self.added_as = added_as  # the dtype in which backwards are added up
         self._buffer = self._new_buffer()
-        self.partial: Tensor | None = None  # 1-D [S], where chunks have replicas: the sum of one replica, not yet summed over all
-        self._kept: list[tuple[Part, Tensor]] = []  # parts, and the gradients that the last `keep` left with them
-        self._accumulators: dict[int, Node | None] = {}  # by id of the part's parameter, if its gradient was ever deferred
+        # 1-D [S], where chunks have replicas: the sum of one replica, not yet summed over all
+        self.partial: Tensor | None = None
+        # parts, and the gradients that the last `keep` left with them
+        self._kept: list[tuple[Part, Tensor]] = []
+        # by id of the part's parameter, if its gradient was ever deferred
+        self._accumulators: dict[int, Node | None] = {}
 
     def _new_buffer(self) -> GradientBuffer:
         return GradientBuffer(self._chunk.layout, self._dtype, self._chunk.device)
 
     def watch(self, layer: DefersReductions) -> None:
-        """From now on this chunk sees gradients that flow straight into it, as those of a penalty over parameters do."""
+        """From now on this chunk sees gradients that flow straight into it, as those of a penalty
+        over parameters do.
+        """
         for part in self._chunk.parts:
-            if part.parameter.requires_grad and id(part.parameter) not in self._accumulators:  # each call adds hooks
-                self._accumulators[id(part.parameter)] = accumulate_beside(part.parameter, weakref.ref(layer))
+            # each call adds hooks
+            if part.parameter.requires_grad and id(part.parameter) not in self._accumulators:
+                self._accumulators[id(part.parameter)] = accumulate_beside(
+                    part.parameter, weakref.ref(layer)
+                )
 
     def keep(self, layer: DefersReductions) -> None:
-        """Keeps the gradients for a later reduction. Until then the chunk's gradient is a `DeferredGradient`, which has no values."""
+        """Keeps the gradients for a later reduction. Until then the chunk's gradient is a
+        `DeferredGradient`, which has no values.
+        """
         self._buffer.keep(self.added_as)
         self.pending, self.owed = False, True
         self.watch(layer)
@@ -55,13 +71,19 @@ class KeptGradients:
 
     @property
     def unseen(self) -> bool:
-        """Whether gradients are kept, but this rank has no part of the chunk that the caller could zero."""
+        """Whether gradients are kept, but this rank has no part of the chunk that the caller could
+        zero.
+        """
         return self.owed and not self._kept
 
     def forget_zeroed(self) -> bool:
-        """Drops kept gradients if the caller has zeroed the chunk's gradient since. Returns whether it did. For between backwards."""
+        """Drops kept gradients if the caller has zeroed the chunk's gradient since. Returns whether
+        it did. For between backwards.
+        """
         for part, left in self._kept:  # another gradient in its place came after it was dropped
-            if part.parameter.grad is not left or (isinstance(left, DeferredGradient) and left.zeroed):
+            if part.parameter.grad is not left or (
+                isinstance(left, DeferredGradient) and left.zeroed
+            ):
                 self.drop()
                 return True
         return False
@@ -73,7 +95,8 @@ class KeptGradients:
 
     def _scale_partial(self, factor: Tensor) -> None:
         if self.partial is not None:
-            self.partial = self.partial * factor  # another tensor: a transaction may go back to this one
+            # another tensor: a transaction may go back to this one
+            self.partial = self.partial * factor
 
     def _scale(self, factor: Tensor, kept: GradientBuffer | None) -> None:
         if kept is not None:
@@ -87,10 +110,14 @@ class KeptGradients:
     @property
     def earlier(self) -> list[Tensor]:
         """The gradients that the next backward adds to."""
-        return [part.parameter.grad for part in self._chunk.parts if part.parameter.grad is not None]
+        return [
+            part.parameter.grad for part in self._chunk.parts if part.parameter.grad is not None
+        ]
 
     def noted_tokens(self) -> Tensor | None:
-        """The number of tokens that the chunk's gradient is the mean over, 0-dim. None if `note_tokens` has not set it."""
+        """The number of tokens that the chunk's gradient is the mean over, 0-dim. None if
+        `note_tokens` has not set it.
+        """
         notes = (getattr(part.parameter.grad, TOKENS, None) for part in self._chunk.parts)
         return next((note[0] for note in notes if note is not None), None)
 

@@ -34,7 +34,8 @@ class Presence(Enum):
     RELEASED = "released"  # chunks only
     FETCHING = "fetching"  # the gather is under way, parameters are still hidden
     FETCHED = "fetched"  # parameters shown
-    KEPT = "kept"  # full buffer filled, parameters hidden: the forward is over, and its backward may begin at once
+    # full buffer filled, parameters hidden: the forward is over, and its backward may begin at once
+    KEPT = "kept"
 
 
 class Saves:
@@ -67,12 +68,21 @@ class LayerState:
     fetching  | hidden                           | being written  | finish_fetch
     fetched   | shown, views of the full buffer  | all values     | release or keep
     kept      | hidden                           | all values     | release or finish_fetch
-                                                   * but for chunks that stay filled from step to step: `stays`
+                                                   * but for chunks that stay filled from step to
+                                                     step: `stays`
     """
 
-    def __init__(self, label: str, communicator: Communicator, device: torch.device, policy: ShardingPolicy, modules: int = 1) -> None:
+    def __init__(
+        self,
+        label: str,
+        communicator: Communicator,
+        device: torch.device,
+        policy: ShardingPolicy,
+        modules: int = 1,
+    ) -> None:
         self.subject = Subject(f"layer {label}")
-        self.identity = communicator.channel  # a random number, the same on all ranks; labels may differ between ranks
+        # a random number, the same on all ranks; labels may differ between ranks
+        self.identity = communicator.channel
         self.communicator = communicator
         self.device = device
         self.policy = policy
@@ -82,26 +92,37 @@ class LayerState:
         self.gradients = gradients_for(communicator, policy, self.subject)
         self.gate: Gate = gate_for(policy.compare_every)
         self.presence = Presence.RELEASED
-        self.stays_whole = not shards_parameters(policy)  # stages 1 and 2: full buffers stay filled from step to step
+        # stages 1 and 2: full buffers stay filled from step to step
+        self.stays_whole = not shards_parameters(policy)
         self.keeps_until_backward = keeps_until_backward(policy)
-        self.modules, self.calls_left = modules, 0  # of a layer of several modules: for how many calls of this pass it stays fetched
-        self.toggled = False  # whether a parameter's `requires_grad` may differ from its chunk's: see `requires_grad`
-        self.lent_to: LayerState | None = None  # the root's own layer, if it owns parameters inside this layer
+        # of a layer of several modules: for how many calls of this pass it stays fetched
+        self.modules, self.calls_left = modules, 0
+        # whether a parameter's `requires_grad` may differ from its chunk's: see `requires_grad`
+        self.toggled = False
+        # the root's own layer, if it owns parameters inside this layer
+        self.lent_to: LayerState | None = None
         self.resident = 0  # the number of `resident` contexts that the layer is in
-        self.registry: dict[str, nn.Parameter | None] = {}  # the `_parameters` of the module that lists the chunks
-        self.meta_buffers: list[tuple[nn.Module, str, str]] = []  # (owner, attribute, name) of buffers without values
+        # the `_parameters` of the module that lists the chunks
+        self.registry: dict[str, nn.Parameter | None] = {}
+        # (owner, attribute, name) of buffers without values
+        self.meta_buffers: list[tuple[nn.Module, str, str]] = []
         self.saves = Saves()
         self._lanes: Lanes | None = None
         self._gathering = NamingFailures(communicator, "gathering", self.subject)
         self._entry = Transfer("gathering", self.subject, 2 * self.identity + 1)
         self.pins = 0
-        self.as_stored = False  # while pinned: whether parameters are shown in the chunks' dtype and not in the compute dtype
-        self.versions: list[int] = []  # the parameters' versions while the layer was fetched; graphs save these
+        # while pinned: whether parameters are shown in the chunks' dtype and not in the compute
+        # dtype
+        self.as_stored = False
+        # the parameters' versions while the layer was fetched; graphs save these
+        self.versions: list[int] = []
         self.log = TransferLog()
         self.label = label
 
     def add_chunk(self, chunk: Chunk, parameters: list[ParameterSites]) -> None:
-        """Adds a chunk and its parameters, which are in the order of its slots. They are hidden from now on."""
+        """Adds a chunk and its parameters, which are in the order of its slots. They are hidden
+        from now on.
+        """
         self.chunks.append(chunk)
         mark(chunk.shard, self)
         self.gradients.add_chunk(chunk)
@@ -111,7 +132,8 @@ class LayerState:
             stand_in = sites.stand_in(blank)
             if not can_show(old := sites.parameter, stand_in):
                 sites.replace(nn.Parameter(stand_in, old.requires_grad))
-                mark_sharded(old, f"{sites.name!r} of {self.subject.name}", self)  # whoever kept it, such as an optimizer, is told
+                # whoever kept it, such as an optimizer, is told
+                mark_sharded(old, f"{sites.name!r} of {self.subject.name}", self)
                 old.__class__ = ReleasedParameter
             self.parameters.append(ShardedParameter(sites, chunk, index, stand_in))
             self.gradients.hook(self.parameters[-1])
@@ -125,8 +147,13 @@ class LayerState:
     @label.setter
     def label(self, label: str) -> None:
         self.subject.name = f"layer {label}"
-        spans = (profiler_label(f"zero3::{name} layer {label}") for name in ("fetch", "wait", "forward", "backup", "release"))
-        self.fetch_span, self.wait_span, self.forward_span, self.backup_span, self.release_span = spans
+        spans = (
+            profiler_label(f"zero3::{name} layer {label}")
+            for name in ("fetch", "wait", "forward", "backup", "release")
+        )
+        self.fetch_span, self.wait_span, self.forward_span, self.backup_span, self.release_span = (
+            spans
+        )
 
     @property
     def log(self) -> TransferLog:
@@ -143,7 +170,9 @@ class LayerState:
 
     @property
     def lanes(self) -> Lanes:
-        """The lanes, which all layers of a runtime share. A layer that is fetched before it has a runtime makes its own."""
+        """The lanes, which all layers of a runtime share. A layer that is fetched before it has a
+        runtime makes its own.
+        """
         self._lanes = self._lanes or self.communicator.lanes(self.device)
         return self._lanes
 
@@ -153,19 +182,27 @@ class LayerState:
 
     def trainable(self) -> list[nn.Parameter]:
         """The parameters for an optimizer: the trainable chunks, or their parts."""
-        return [part.parameter for chunk in self.chunks for part in chunk.parts if part.parameter.requires_grad]
+        return [
+            part.parameter
+            for chunk in self.chunks
+            for part in chunk.parts
+            if part.parameter.requires_grad
+        ]
 
     def full_nbytes(self) -> int:
         """The bytes of the layer's full buffers while it is fetched."""
-        return sum(chunk.layout.padded_numel * chunk.compute_dtype.itemsize for chunk in self.chunks)
+        return sum(
+            chunk.layout.padded_numel * chunk.compute_dtype.itemsize for chunk in self.chunks
+        )
 
     # -- fetch and release
 
     def fetch(self) -> None:
         if self.as_stored:
             raise RuntimeError(
-                f"rank {self.communicator.rank}: layer {self.label} was to compute inside zero3.full_params(), where its parameters are "
-                f"as they are stored, not in {rounding(self.policy)}. Use `with zero3.resident(model):` to compute."
+                f"rank {self.communicator.rank}: layer {self.label} was to compute inside "
+                "zero3.full_params(), where its parameters are as they are stored, not in "
+                f"{rounding(self.policy)}. Use `with zero3.resident(model):` to compute."
             )
         self.start_fetch()
         self.finish_fetch()
@@ -200,7 +237,9 @@ class LayerState:
             chunk.take_part_in_fetch()
 
     def finish_fetch(self) -> None:
-        """[fetch 4] Waits for the gather, and shows the parameters. Then the current stream may compute with them."""
+        """[fetch 4] Waits for the gather, and shows the parameters. Then the current stream may
+        compute with them.
+        """
         if self.presence in (Presence.FETCHING, Presence.KEPT):
             with self.wait_span:
                 try:
@@ -209,20 +248,34 @@ class LayerState:
                 except RuntimeError as failure:
                     self._gathering.explain(failure)
                     raise
-            self.presence = Presence.FETCHED  # set first: after an interrupt in between, release must hide every parameter
+            # set first: after an interrupt in between, release must hide every parameter
+            self.presence = Presence.FETCHED
             for chunk in self.chunks:
                 if chunk.trains != chunk.shard.requires_grad:
                     self._follow_requires_grad(chunk)
             show_all(self.parameters, self.versions)
         for chunk in self.chunks:
-            if chunk.changed():  # [S2] older graphs hold old values: with a new version, torch's own check raises for them
-                if any(isinstance(part.parameter.grad, UsedGradient) for part in chunk.parts) and inside_backward():
+            # [S2] older graphs hold old values: with a new version, torch's own check raises for
+            # them
+            if chunk.changed():
+                if (
+                    any(isinstance(part.parameter.grad, UsedGradient) for part in chunk.parts)
+                    and inside_backward()
+                ):
                     raise stepped_already(self.label)
-                increment_version([sharded.sites.parameter for sharded in self.parameters if sharded.chunk is chunk])
+                increment_version(
+                    [
+                        sharded.sites.parameter
+                        for sharded in self.parameters
+                        if sharded.chunk is chunk
+                    ]
+                )
         self.versions = [sharded.sites.parameter._version for sharded in self.parameters]
 
     def _follow_requires_grad(self, chunk: Chunk) -> None:
-        """Gives the chunk's parameters the chunk's `requires_grad`, after the caller has changed that."""
+        """Gives the chunk's parameters the chunk's `requires_grad`, after the caller has changed
+        that.
+        """
         chunk.trains = chunk.shard.requires_grad
         for sharded in self.parameters:
             if sharded.chunk is chunk:
@@ -231,8 +284,11 @@ class LayerState:
                 self.gradients.hook(sharded)
 
     def keep(self) -> None:
-        """Hides the parameters as `release` does, but keeps the full buffer, so that a backward need not gather the layer again."""
-        if any(chunk.left for chunk in self.chunks):  # views of the buffer are in use, so the layer can't keep it
+        """Hides the parameters as `release` does, but keeps the full buffer, so that a backward
+        need not gather the layer again.
+        """
+        # views of the buffer are in use, so the layer can't keep it
+        if any(chunk.left for chunk in self.chunks):
             self.release(everything=False)
         elif self.presence is Presence.FETCHED and not self.pins:
             self._hide()
@@ -240,45 +296,69 @@ class LayerState:
             self._invalidate_saved()
 
     def release_or_keep(self) -> None:
-        """Releases the layer, except for what stays: for its other modules' calls, or from step to step (stages 1, 2, `resident_bytes`)."""
+        """Releases the layer, except for what stays: for its other modules' calls, or from step to
+        step (stages 1, 2, `resident_bytes`).
+        """
         if self.calls_left and self.presence is not Presence.FETCHING:
             self.keep()
         else:
             self.release(everything=False)
 
     def stays(self, chunk: Chunk) -> bool:
-        """Whether the chunk's full buffer stays filled from step to step, and is gathered again only after a change."""
+        """Whether the chunk's full buffer stays filled from step to step, and is gathered again
+        only after a change.
+        """
         return self.stays_whole or chunk.stays
 
     def release(self, *, everything: bool = True) -> None:
         """Releases the layer. `everything`: also the full buffers that stay from step to step."""
-        if self.pins or (self.presence is Presence.RELEASED and not (everything and any(chunk.filled for chunk in self.chunks))):
+        if self.pins or (
+            self.presence is Presence.RELEASED
+            and not (everything and any(chunk.filled for chunk in self.chunks))
+        ):
             return
         with self.release_span:
             if self.presence is Presence.FETCHED:
                 self._hide()
             for chunk in self.chunks:
-                if everything or chunk.left or not (chunk.filled and (self.stays_whole or chunk.stays)):
+                if (
+                    everything
+                    or chunk.left
+                    or not (chunk.filled and (self.stays_whole or chunk.stays))
+                ):
                     chunk.release()
             self.presence = Presence.RELEASED
             self._invalidate_saved()
 
     def let_escape(self, tensors: Iterable[Tensor]) -> None:
-        """Keeps the memory of those `tensors` that are views of parameters. A parameter itself is hidden wherever it is."""
+        """Keeps the memory of those `tensors` that are views of parameters. A parameter itself is
+        hidden wherever it is.
+        """
         for tensor in tensors:
             if not isinstance(tensor, nn.Parameter):
                 for chunk in self.chunks:
                     chunk.let_escape(tensor)
 
     def check_unwritten(self) -> None:
-        """Raises if a parameter was changed in place since it was shown, because a release would lose the change."""
-        for sharded, version in zip(self.parameters, self.versions, strict=True) if self.presence is Presence.FETCHED else ():
-            if sharded.sites.parameter._version != version and not self.pins and not sharded.chunk.resident:
+        """Raises if a parameter was changed in place since it was shown, because a release would
+        lose the change.
+        """
+        for sharded, version in (
+            zip(self.parameters, self.versions, strict=True)
+            if self.presence is Presence.FETCHED
+            else ()
+        ):
+            if (
+                sharded.sites.parameter._version != version
+                and not self.pins
+                and not sharded.chunk.resident
+            ):
                 sharded.chunk.filled = False
                 raise RuntimeError(
-                    f"rank {self.communicator.rank}: while layer {self.label} computed, parameter {sharded.sites.name!r} was changed "
-                    "in place, which the ranks' chunks can't follow. Change it between steps, inside "
-                    "`with zero3.full_params(module, writeback=True):`, or make it a buffer."
+                    f"rank {self.communicator.rank}: while layer {self.label} computed, parameter "
+                    f"{sharded.sites.name!r} was changed in place, which the ranks' chunks can't "
+                    "follow. Change it between steps, inside `with zero3.full_params(module, "
+                    "writeback=True):`, or make it a buffer."
                 )
 
     def _hide(self) -> None:
@@ -287,11 +367,21 @@ class LayerState:
             sharded.sites.hide(sharded.value if sharded.chunk.resident else sharded.stand_in)
 
     def _invalidate_saved(self) -> None:
-        """Gives hidden parameters a new version, so that torch raises its own error if a backward would read one."""
-        increment_version([sharded.sites.parameter for sharded in self.parameters if sharded.chunk.tracks_versions])
+        """Gives hidden parameters a new version, so that torch raises its own error if a backward
+        would read one.
+        """
+        increment_version(
+            [
+                sharded.sites.parameter
+                for sharded in self.parameters
+                if sharded.chunk.tracks_versions
+            ]
+        )
 
     def reset(self, *, broken: bool = True) -> None:
-        """Drops all that was under way. It waits for transfers first, because they write into the buffers."""
+        """Drops all that was under way. It waits for transfers first, because they write into the
+        buffers.
+        """
         for reducer in (reducer for reducer in self.gradients.reducers.values() if reducer.pending):
             reducer.abandon()
         self.calls_left = 0
@@ -312,13 +402,22 @@ class LayerState:
 
     def _check_loaded(self) -> None:
         if self.meta_buffers:
-            self.meta_buffers = [b for b in self.meta_buffers if (held := b[0]._buffers.get(b[1])) is not None and held.is_meta]
+            self.meta_buffers = [
+                b
+                for b in self.meta_buffers
+                if (held := b[0]._buffers.get(b[1])) is not None and held.is_meta
+            ]
         if self.meta_buffers or any(chunk.unloaded for chunk in self.chunks):
-            missing = [f"parameter {each.sites.name}" for each in self.parameters if each.index in each.chunk.unloaded]
+            missing = [
+                f"parameter {each.sites.name}"
+                for each in self.parameters
+                if each.index in each.chunk.unloaded
+            ]
             missing += [f"buffer {name}" for _, _, name in self.meta_buffers]
             raise RuntimeError(
-                f"rank {self.communicator.rank}: layer {self.label} has no values yet for: {', '.join(missing)}. They were on the meta "
-                "device when it was wrapped. Load them (zero3.load_pretrained, zero3.load_full_state_dict) or draw them "
+                f"rank {self.communicator.rank}: layer {self.label} has no values yet for: "
+                f"{', '.join(missing)}. They were on the meta device when it was wrapped. Load "
+                "them (zero3.load_pretrained, zero3.load_full_state_dict) or draw them "
                 "(zero3.materialize); give a buffer that no checkpoint holds to its module."
             )
 

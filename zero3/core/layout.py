@@ -9,8 +9,9 @@ from functools import cached_property
 
 __all__: list[str] = []
 
-# Slots whose length is a multiple of this come first, so that each of them starts on a boundary that vectorised kernels need
-# (64 bytes for fp32). Slots of other lengths follow, so no padding is needed between slots.
+# Slots whose length is a multiple of this come first, so that each of them starts on a boundary
+# that vectorised kernels need (64 bytes for fp32). Slots of other lengths follow, so no padding is
+# needed between slots.
 ALIGNMENT_NUMEL = 16
 
 
@@ -43,7 +44,9 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of a slot that one rank's chunk holds: elements `[start, stop)` of the slot, at `offset` in the chunk."""
+    """The part of a slot that one rank's chunk holds: elements `[start, stop)` of the slot, at
+    `offset` in the chunk.
+    """
 
     slot: Slot
     start: int
@@ -58,13 +61,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """Slots side by side in a buffer of `world_size * shard_numel` elements, cut into `world_size` equal chunks.
+    """Slots side by side in a buffer of `world_size * shard_numel` elements, cut into `world_size`
+    equal chunks.
 
      rank 0's chunk      rank 1's chunk      rank 2's chunk
     |-------- S --------|-------- S --------|-------- S --------|
-    | slot a | slot b        | slot c   | slot d           |pad|      pad < world_size elements, always zero
+    | slot a | slot b        | slot c   | slot d           |pad|    pad < W elements, always 0
 
-    `bounds`, if given, are `world_size + 1` positions at which the buffer is cut instead; then there is no padding. See `dealt`.
+    `bounds`, if given, are `world_size + 1` positions at which the buffer is cut instead; then
+    there is no padding. See `dealt`.
     """
 
     slots: tuple[Slot, ...]
@@ -74,7 +79,8 @@ class ChunkLayout:
     @classmethod
     def build(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], world_size: int) -> ChunkLayout:
         named = list(shapes)
-        ordered = sorted(named, key=lambda item: math.prod(item[1]) % ALIGNMENT_NUMEL != 0)  # stable
+        # stable
+        ordered = sorted(named, key=lambda item: math.prod(item[1]) % ALIGNMENT_NUMEL != 0)
         slots, offset = [], 0
         for name, shape in ordered:
             slots.append(Slot(name, tuple(shape), offset))
@@ -82,16 +88,25 @@ class ChunkLayout:
         return cls(tuple(slots), world_size)
 
     @classmethod
-    def dealt(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], owners: Sequence[int], world_size: int) -> ChunkLayout:
-        """A layout in which each slot is whole in the chunk of one rank, its owner. A rank that owns nothing has an empty chunk."""
+    def dealt(
+        cls, shapes: Iterable[tuple[str, tuple[int, ...]]], owners: Sequence[int], world_size: int
+    ) -> ChunkLayout:
+        """A layout in which each slot is whole in the chunk of one rank, its owner. A rank that
+        owns nothing has an empty chunk.
+        """
         named = list(zip(shapes, owners, strict=True))
-        sizes = [sum(math.prod(shape) for (_, shape), owner in named if owner == rank) for rank in range(world_size)]
+        sizes = [
+            sum(math.prod(shape) for (_, shape), owner in named if owner == rank)
+            for rank in range(world_size)
+        ]
         ordered = [item for rank in range(world_size) for item, owner in named if owner == rank]
         slots, offset = [], 0
         for name, shape in ordered:
             slots.append(Slot(name, tuple(shape), offset))
             offset = slots[-1].stop
-        return cls(tuple(slots), world_size, tuple(sum(sizes[:rank]) for rank in range(world_size + 1)))
+        return cls(
+            tuple(slots), world_size, tuple(sum(sizes[:rank]) for rank in range(world_size + 1))
+        )
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -99,13 +114,22 @@ class ChunkLayout:
         end = 0
         for slot in self.slots:
             if slot.offset != end:
-                raise ValueError(f"slot {slot.name!r} starts at {slot.offset}, expected {end}: slots must not overlap or leave gaps")
+                raise ValueError(
+                    f"slot {slot.name!r} starts at {slot.offset}, expected {end}: slots must not "
+                    "overlap or leave gaps"
+                )
             end = slot.stop
         if len({slot.name for slot in self.slots}) != len(self.slots):
             raise ValueError("two slots share a name")
         cuts = self.bounds
-        if cuts is not None and (len(cuts) != self.world_size + 1 or sorted(cuts) != list(cuts) or (cuts[0], cuts[-1]) != (0, end)):
-            raise ValueError(f"bounds must rise from 0 to {end} in {self.world_size} steps, found {cuts}")
+        if cuts is not None and (
+            len(cuts) != self.world_size + 1
+            or sorted(cuts) != list(cuts)
+            or (cuts[0], cuts[-1]) != (0, end)
+        ):
+            raise ValueError(
+                f"bounds must rise from 0 to {end} in {self.world_size} steps, found {cuts}"
+            )
 
     @cached_property
     def numel(self) -> int:
@@ -114,7 +138,9 @@ class ChunkLayout:
 
     @cached_property
     def shard_numel(self) -> int:
-        """S, the length of each rank's chunk if all have the same length. See `chunk_numel` otherwise."""
+        """S, the length of each rank's chunk if all have the same length. See `chunk_numel`
+        otherwise.
+        """
         return -(-self.numel // self.world_size)
 
     @cached_property
@@ -124,7 +150,9 @@ class ChunkLayout:
 
     @property
     def first_holder(self) -> int:
-        """The first rank with a chunk that is not empty. Empty parameters, which are in no chunk, belong to it."""
+        """The first rank with a chunk that is not empty. Empty parameters, which are in no chunk,
+        belong to it.
+        """
         return next((rank for rank in range(self.world_size) if self.pieces(rank)), 0)
 
     def chunk_range(self, rank: int) -> tuple[int, int]:
@@ -140,11 +168,15 @@ class ChunkLayout:
 
     @cached_property
     def cuts(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        """For each rank the pieces of its chunk, as (slot number, start, stop). Padding has the number after the last slot's."""
+        """For each rank the pieces of its chunk, as (slot number, start, stop). Padding has the
+        number after the last slot's.
+        """
         index = {slot.name: number for number, slot in enumerate(self.slots)}
         found = []
         for rank in range(self.world_size):
-            cuts = [(index[piece.slot.name], piece.start, piece.stop) for piece in self.pieces(rank)]
+            cuts = [
+                (index[piece.slot.name], piece.start, piece.stop) for piece in self.pieces(rank)
+            ]
             padding = self.chunk_numel(rank) - sum(stop - start for _, start, stop in cuts)
             found.append((*cuts, (len(self.slots), 0, padding)) if padding else tuple(cuts))
         return tuple(found)
@@ -161,10 +193,13 @@ class ChunkLayout:
 
 
 def deal(sizes: Sequence[int], world_size: int) -> list[int]:
-    """Chooses an owner for each of `sizes` so that ranks own about the same. The largest comes first; the rank with least gets it."""
+    """Chooses an owner for each of `sizes` so that ranks own about the same. The largest comes
+    first; the rank with least gets it.
+    """
     owned = [0] * world_size
     owners = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):  # a stable sort, so the result is the same on all ranks
+    # a stable sort, so the result is the same on all ranks
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         owners[index] = owned.index(min(owned))
         owned[owners[index]] += sizes[index]
     return owners

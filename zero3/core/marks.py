@@ -1,4 +1,6 @@
-"""Attributes of the chunks and parameters of a sharded model: a reference to the layer, and refusals for tools that misread them."""
+"""Attributes of the chunks and parameters of a sharded model: a reference to the layer, and
+refusals for tools that misread them.
+"""
 
 from __future__ import annotations
 
@@ -32,21 +34,28 @@ class Owner(StaysBehind, weakref.ref[Any]):
 
 
 def state_of(parameter: object) -> Any:
-    """The state of the layer that a chunk, a part of one, or a parameter belongs to. None: it belongs to none that is there."""
+    """The state of the layer that a chunk, a part of one, or a parameter belongs to. None: it
+    belongs to none that is there.
+    """
     owner = getattr(parameter, "zero3_state", None)
     return owner() if isinstance(owner, Owner) else None
 
 
 def _refuse_distributed_checkpoint(*_: object) -> NoReturn:
-    """Replaces methods by which torch.distributed.checkpoint asks a tensor which part of a whole it is."""
+    """Replaces methods by which torch.distributed.checkpoint asks a tensor which part of a whole it
+    is.
+    """
     raise RuntimeError(
-        "torch.distributed.checkpoint over a sharded model's chunks: every rank's slice has the same name, so one rank's would stand for "
-        "all. Use zero3.save_checkpoint and zero3.load_checkpoint, or give it what zero3.full_state_dict(model) returns."
+        "torch.distributed.checkpoint over a sharded model's chunks: every rank's slice has the "
+        "same name, so one rank's would stand for all. Use zero3.save_checkpoint and "
+        "zero3.load_checkpoint, or give it what zero3.full_state_dict(model) returns."
     )
 
 
 def mark(parameter: nn.Parameter, state: Any) -> nn.Parameter:
-    """Marks a chunk or a part of one, so that it leads to its layer, and is not mistaken for a whole tensor."""
+    """Marks a chunk or a part of one, so that it leads to its layer, and is not mistaken for a
+    whole tensor.
+    """
     parameter.zero3_state = Owner(state)  # type: ignore[attr-defined]
     for question in ("__create_write_items__", "__create_chunk_list__"):
         setattr(parameter, question, _refuse_distributed_checkpoint)
@@ -54,10 +63,14 @@ def mark(parameter: nn.Parameter, state: Any) -> nn.Parameter:
 
 
 def mark_ignored(parameter: nn.Parameter, state: object) -> bool:
-    """Marks a parameter that is left alone, so that it leads to its layer. Returns False if it is another layer's already."""
+    """Marks a parameter that is left alone, so that it leads to its layer. Returns False if it is
+    another layer's already.
+    """
     if ignored_by(parameter) is not None:
         return False
-    parameter.__dict__.update({"zero3_ignored_by": Owner(state), "__getstate__": _Method(_own_attributes, parameter)})
+    parameter.__dict__.update(
+        {"zero3_ignored_by": Owner(state), "__getstate__": _Method(_own_attributes, parameter)}
+    )
     return True
 
 
@@ -81,17 +94,23 @@ class _Method:
 
 
 def mark_sharded(parameter: nn.Parameter, name: str, state: object) -> None:
-    """Gives a sharded parameter its name for errors, a weak reference to its layer, and two methods of its own."""
+    """Gives a sharded parameter its name for errors, a weak reference to its layer, and two methods
+    of its own.
+    """
     attributes = {"zero3_name": name, "zero3_state": Owner(state)}
-    attributes |= {"set_": _Method(_set_unless_itself, parameter), "__getstate__": _Method(_own_attributes, parameter)}
+    attributes |= {
+        "set_": _Method(_set_unless_itself, parameter),
+        "__getstate__": _Method(_own_attributes, parameter),
+    }
     parameter.__dict__.update(attributes)
 
 
 def _set_unless_itself(parameter: nn.Parameter, /, *source: Any, **options: Any) -> Tensor:
     """`parameter.set_(parameter)` changes nothing, and so it must not count as a write.
 
-    torch's `register_parametrization` does it, and peft registers one in every forward of fused experts. (A released parameter is
-    asked here because torch does not send this operation through `__torch_function__`.)
+    torch's `register_parametrization` does it, and peft registers one in every forward of fused
+    experts. (A released parameter is asked here because torch does not send this operation through
+    `__torch_function__`.)
     """
     if isinstance(parameter, ReleasedParameter):
         refuse_values(parameter, "set_")
@@ -100,6 +119,8 @@ def _set_unless_itself(parameter: nn.Parameter, /, *source: Any, **options: Any)
 
 
 def _own_attributes(parameter: nn.Parameter) -> dict[str, Any]:
-    """Returns the attributes that a pickle of the parameter keeps: those that the caller has set."""
+    """Returns the attributes that a pickle of the parameter keeps: those that the caller has
+    set.
+    """
     ours = ("zero3_name", "zero3_state", "zero3_ignored_by", "zero3_recipe", "set_", "__getstate__")
     return {name: value for name, value in vars(parameter).items() if name not in ours}

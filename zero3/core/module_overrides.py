@@ -1,4 +1,6 @@
-"""Replaces methods of modules that would silently leave out released parameters: these methods raise instead."""
+"""Replaces methods of modules that would silently leave out released parameters: these methods
+raise instead.
+"""
 
 from __future__ import annotations
 
@@ -14,52 +16,83 @@ from torch import nn
 
 from .autograd import leave_untraced
 from .compiled import check_wrapper_of, compile_in_parts, ends_graphs
-from .parameters import IN_MODEL, WRAPPED, dotted, named, own_modules, parameters_of, plain_modules, released_in
+from .parameters import (
+    IN_MODEL,
+    WRAPPED,
+    dotted,
+    named,
+    own_modules,
+    parameters_of,
+    plain_modules,
+    released_in,
+)
 from .wrappers import refuse_wrappers
 
 __all__: list[str] = []
 
 IsLayer = Callable[[nn.Module], bool]
 
-_OR_WHOLE = "or `with zero3.full_params(model, writeback=True):` around what reads and loads one, as peft's load_adapter does"
+_OR_WHOLE = (
+    "or `with zero3.full_params(model, writeback=True):` around what reads and loads one, as "
+    "peft's load_adapter does"
+)
 _GUARDED = "_zero3_guarded"  # in a module's __dict__: it belongs to a sharded model
 
 
 class Override:
-    """Replaces the method `name` of one module: a call runs `around(module, method, *args, **kwargs)`.
+    """Replaces the method `name` of one module: a call runs `around(module, method, *args,
+    **kwargs)`.
 
-    It refers to the module weakly, because a cycle would keep a deleted model's memory. A copy of the module has the plain method.
-    `default` is the plain method of classes that have none.
+    It refers to the module weakly, because a cycle would keep a deleted model's memory. A copy of
+    the module has the plain method. `default` is the plain method of classes that have none.
     """
 
-    root: Callable[[], Any] = staticmethod(lambda: None)  # the state of the root's own layer, if the method enters that
+    # the state of the root's own layer, if the method enters that
+    root: Callable[[], Any] = staticmethod(lambda: None)
 
-    def __init__(self, module: nn.Module, name: str, around: Callable[..., Any], *, default: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        around: Callable[..., Any],
+        *,
+        default: Callable[..., Any] | None = None,
+    ) -> None:
         self._own: Callable[..., Any] | None = vars(module).get(name)
-        self._plain: Callable[..., Any] = getattr(type(module), name, default) if default else getattr(type(module), name)
+        self._plain: Callable[..., Any] = (
+            getattr(type(module), name, default) if default else getattr(type(module), name)
+        )
         self._name = name
         self._module = weakref.ref(module)
         self._around = around
-        outside = isinstance(self._own, Override)  # whose attributes are its own; a function's are what others have noted on it
-        functools.update_wrapper(self, self._own or self._plain, updated=() if outside else functools.WRAPPER_UPDATES)
+        # whose attributes are its own; a function's are what others have noted on it
+        outside = isinstance(self._own, Override)
+        functools.update_wrapper(
+            self, self._own or self._plain, updated=() if outside else functools.WRAPPER_UPDATES
+        )
         module.__dict__[name] = self
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._own or functools.partial(self._plain, None))  # leaves out `self`
+        # leaves out `self`
+        return inspect.signature(self._own or functools.partial(self._plain, None))
 
     @ends_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         if module is None:
             raise RuntimeError(f"the model that this {self._plain.__qualname__} belongs to is gone")
-        return self._around(module, self._own or functools.partial(self._plain, module), *args, **kwargs)
+        return self._around(
+            module, self._own or functools.partial(self._plain, module), *args, **kwargs
+        )
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """An attribute of bound methods: a function that takes the module first. Tools that wrap methods read it.
+        """An attribute of bound methods: a function that takes the module first. Tools that wrap
+        methods read it.
 
-        torch.compile reads it too: it takes parameters' addresses as fixed only if `named_parameters` is torch's own function.
+        torch.compile reads it too: it takes parameters' addresses as fixed only if
+        `named_parameters` is torch's own function.
         """
         return lambda module, /, *args, **kwargs: self(*args, **kwargs)
 
@@ -72,7 +105,8 @@ class Override:
 
 
 def guard(module: nn.Module, is_layer: IsLayer, *, lists_chunks: bool = False) -> None:
-    """Replaces methods of `module` that would silently leave out released parameters, and refuses parameters that are new.
+    """Replaces methods of `module` that would silently leave out released parameters, and refuses
+    parameters that are new.
 
     `lists_chunks`: the module's `parameters()` are the chunks, and stay as they are.
     """
@@ -89,29 +123,44 @@ def guard(module: nn.Module, is_layer: IsLayer, *, lists_chunks: bool = False) -
 
 
 def _no_modifiers(module: nn.Module | None = None) -> dict[str, Any]:
-    """Stands for `_fqn_modifiers` in a class without it. In an unpickled module it is called as a function, without `module`."""
+    """Stands for `_fqn_modifiers` in a class without it. In an unpickled module it is called as a
+    function, without `module`.
+    """
     return {}
 
 
 def guard_layer(module: nn.Module) -> None:
-    """Makes a layer refuse parameters that are not sharded (see `_check_new_module`), and compile around the layers in it."""
+    """Makes a layer refuse parameters that are not sharded (see `_check_new_module`), and compile
+    around the layers in it.
+    """
     module.__dict__[_GUARDED] = True
     leave_untraced()  # it may have been compiled before
     Override(module, "compile", compile_in_parts)
 
 
 def refuse_merges(model: nn.Module) -> None:
-    """Makes peft's modules around a quantised weight refuse to merge into it, because it would have to be quantised again."""
+    """Makes peft's modules around a quantised weight refuse to merge into it, because it would have
+    to be quantised again.
+    """
     for module in plain_modules(model):
-        base = module.get_base_layer() if callable(getattr(type(module), "get_base_layer", None)) else None  # type: ignore[operator]
-        if isinstance(base, nn.Module) and any(hasattr(parameter, "zero3_recipe") for _, parameter in parameters_of(base)):
+        base = (
+            module.get_base_layer()  # type: ignore[operator]
+            if callable(getattr(type(module), "get_base_layer", None))
+            else None
+        )
+        if isinstance(base, nn.Module) and any(
+            hasattr(parameter, "zero3_recipe") for _, parameter in parameters_of(base)
+        ):
             Override(module, "merge", _refuse_merge)
 
 
-def _refuse_merge(module: nn.Module, merge: Callable[..., None], /, *args: Any, **kwargs: Any) -> NoReturn:
+def _refuse_merge(
+    module: nn.Module, merge: Callable[..., None], /, *args: Any, **kwargs: Any
+) -> NoReturn:
     refuse(
         "merging adapters",
-        f"the base of this {type(module).__name__} is quantised, and would have to be quantised again",
+        f"the base of this {type(module).__name__} is quantised, and would have to be quantised "
+        "again",
         "zero3.save_merged(model, directory), which writes the merged model",
     )
 
@@ -120,27 +169,42 @@ def refuse(what: str, why: str, instead: str) -> NoReturn:
     raise RuntimeError(f"{what} of a sharded model: {why}. Use {instead}.")
 
 
-def check_conversion(probe: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor], what: str) -> None:
-    """Raises if `fn`, an argument of `nn.Module._apply`, would change the dtype or the device of `what`. `probe` has both."""
+def check_conversion(
+    probe: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor], what: str
+) -> None:
+    """Raises if `fn`, an argument of `nn.Module._apply`, would change the dtype or the device of
+    `what`. `probe` has both.
+    """
     result = fn(probe)
     moved = result.is_shared() != result.is_cuda  # type: ignore[no-untyped-call]
     if moved or (result.dtype, result.device) != (probe.dtype, probe.device):
         refuse(
-            f"converting {what} from {probe.dtype} on {probe.device} to {result.dtype} on {result.device}",
+            f"converting {what} from {probe.dtype} on {probe.device} to {result.dtype} on "
+            f"{result.device}",
             "its chunks, gradients and optimizer state would no longer fit together",
             "device= and the module's dtype before wrapping",
         )
 
 
-def _guarded_apply(module: nn.Module, apply: Callable[..., nn.Module], fn: Any, recurse: bool = True) -> nn.Module:
+def _guarded_apply(
+    module: nn.Module, apply: Callable[..., nn.Module], fn: Any, recurse: bool = True
+) -> nn.Module:
     for inner in plain_modules(module):  # check all before the first is converted
         for _, parameter in released_in(inner):
-            check_conversion(torch.empty(1, dtype=parameter.dtype, device=parameter.device), fn, parameter.zero3_name)
+            check_conversion(
+                torch.empty(1, dtype=parameter.dtype, device=parameter.device),
+                fn,
+                parameter.zero3_name,
+            )
     return apply(fn, recurse)
 
 
-def _named_modules(module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Refuses wrappers here too, because one that visits modules in turn would change the root's chunks before it finds a layer."""
+def _named_modules(
+    module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Refuses wrappers here too, because one that visits modules in turn would change the root's
+    chunks before it finds a layer.
+    """
     refuse_wrappers(lambda: f"the root ({type(module).__name__})")
     return method(*args, **kwargs)
 
@@ -153,8 +217,14 @@ def _named_parameters(
     recurse: bool = True,
     remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields released parameters first, then the others. So a loop that freezes parameters raises with a name, and is not empty."""
-    refuse_wrappers(lambda: next((parameter.zero3_name for _, parameter in released_in(module)), type(module).__name__))
+    """Yields released parameters first, then the others. So a loop that freezes parameters raises
+    with a name, and is not empty.
+    """
+    refuse_wrappers(
+        lambda: next(
+            (parameter.zero3_name for _, parameter in released_in(module)), type(module).__name__
+        )
+    )
     seen: set[int] = set()
     for name, inner in own_modules(module, is_layer, prefix) if recurse else [(prefix, module)]:
         for attribute, parameter in released_in(inner):
@@ -166,7 +236,11 @@ def _named_parameters(
 
 def refuse_state_dict() -> NoReturn:
     instead = f"zero3.full_state_dict(model), {_OR_WHOLE}"
-    refuse("state_dict()", "a state dict of chunks has neither the names nor the shapes of the model", instead)
+    refuse(
+        "state_dict()",
+        "a state dict of chunks has neither the names nor the shapes of the model",
+        instead,
+    )
 
 
 def refuse_load_state_dict() -> NoReturn:
@@ -179,13 +253,19 @@ def _before_state_dict(module: nn.Module, *_: object) -> None:
         refuse_state_dict()
 
 
-def _before_distributed_state_dict(module: nn.Module, method: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """Refuses torch's distributed state dicts, which would take each rank's slice for a replica of the whole."""
+def _before_distributed_state_dict(
+    module: nn.Module, method: Callable[[], dict[str, str]]
+) -> dict[str, str]:
+    """Refuses torch's distributed state dicts, which would take each rank's slice for a replica of
+    the whole.
+    """
     if any(released_in(inner) for inner in plain_modules(module)):
         refuse(
-            "get_optimizer_state_dict, set_optimizer_state_dict, get_state_dict and the like (torch.distributed.checkpoint.state_dict)",
+            "get_optimizer_state_dict, set_optimizer_state_dict, get_state_dict and the like "
+            "(torch.distributed.checkpoint.state_dict)",
             "every rank's chunk has the same name, so one rank's values would stand for all",
-            "zero3.full_optimizer_state_dict(model, optimizer) and zero3.full_state_dict(model), their load_ twins, or save_checkpoint",
+            "zero3.full_optimizer_state_dict(model, optimizer) and zero3.full_state_dict(model), "
+            "their load_ twins, or save_checkpoint",
         )
     return method()
 
@@ -196,17 +276,27 @@ def _before_load_state_dict(module: nn.Module, *_: object) -> None:
 
 
 def _check_new_module(module: nn.Module, name: str, new: nn.Module | None) -> None:
-    """Raises if a new module in a sharded model has parameters of its own: they would be neither sharded, nor reduced, nor loaded."""
+    """Raises if a new module in a sharded model has parameters of its own: they would be neither
+    sharded, nor reduced, nor loaded.
+    """
     if name == "_orig_mod" and new is not None:
         check_wrapper_of(new)
     if isinstance(new, nn.Module) and WRAPPED in vars(new):
         vars(new)[IN_MODEL] = True
     if _GUARDED in vars(module) and isinstance(new, nn.Module):
-        _check_strangers(module, [f"{name}.{inner}" for inner, parameter in new.named_parameters() if not _is_sharded(parameter)])
+        _check_strangers(
+            module,
+            [
+                f"{name}.{inner}"
+                for inner, parameter in new.named_parameters()
+                if not _is_sharded(parameter)
+            ],
+        )
 
 
 def _check_new_parameter(module: nn.Module, name: str, new: nn.Parameter | None) -> None:
-    # a new object under a known name is an error too, which is raised when the layer's parameters are shown
+    # a new object under a known name is an error too, which is raised when the layer's parameters
+    # are shown
     known = {known for known, _ in parameters_of(module)} if _GUARDED in vars(module) else set()
     if _GUARDED in vars(module) and new is not None and name not in known and not _is_sharded(new):
         _check_strangers(module, [name])
@@ -215,8 +305,9 @@ def _check_new_parameter(module: nn.Module, name: str, new: nn.Parameter | None)
 def _check_strangers(module: nn.Module, names: list[str]) -> None:
     if names:
         raise RuntimeError(
-            f"this {type(module).__name__} belongs to a sharded model, and was to get parameters that are not: {named(names)}. Each rank "
-            "would train them alone, and no checkpoint would hold them. Change the model, or add adapters (peft's get_peft_model, "
+            f"this {type(module).__name__} belongs to a sharded model, and was to get parameters "
+            f"that are not: {named(names)}. Each rank would train them alone, and no checkpoint "
+            "would hold them. Change the model, or add adapters (peft's get_peft_model, "
             "add_adapter, load_adapter), before it is sharded."
         )
 

@@ -1,10 +1,13 @@
-"""A chunk that rests on the host, with its gradient, if its layer computes elsewhere, or if it rests in files.
+"""A chunk that rests on the host, with its gradient, if its layer computes elsewhere, or if it
+rests in files.
 
-fetch      the chunk is copied into its slice of the full buffer, on the fetch lane, and gathered from there
-backup     the gradient's slice is copied to the host, on the backup lane
-landing    the host waits for that copy, and makes it the chunk's gradient, or adds it to that
-writing    the host waits for the copy of the fetch: at the end of a backward, or of a forward without gradients. Between a forward with
-           gradients and its backward the host goes on, and whoever asks for a chunk's values there waits (`WatchedParameter`)
+fetch      the chunk is copied into its slice of the full buffer, on the fetch lane, and gathered
+from there backup     the gradient's slice is copied to the host, on the backup lane landing    the
+host waits for that copy, and makes it the chunk's gradient, or adds it to that writing    the host
+waits for the copy of the fetch: at the end of a backward, or of a forward without gradients.
+Between a forward with
+           gradients and its backward the host goes on, and whoever asks for a chunk's values there
+           waits (`WatchedParameter`)
 """
 
 from __future__ import annotations
@@ -49,16 +52,22 @@ def _leave_to_parent(chunk: _Whom) -> None:
 
 
 class WatchedParameter(nn.Parameter):
-    """A parameter on the host whose values somebody else uses now. Whoever asks for them calls `first`: he may be about to write.
+    """A parameter on the host whose values somebody else uses now. Whoever asks for them calls
+    `first`: he may be about to write.
 
-    It is made by switching a parameter's class. It is an ordinary one again when `first` has returned, and when the model goes on.
+    It is made by switching a parameter's class. It is an ordinary one again when `first` has
+    returned, and when the model goes on.
     """
 
     first: Callable[[], object]
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func not in _ASKS_NO_VALUES:
             for each in each_in([*args, *(kwargs or {}).values()]):
@@ -84,24 +93,38 @@ class WatchedParameter(nn.Parameter):
         return self.ask().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-_ASKS_NO_VALUES = SEEN_WITHOUT_VALUES | {getattr(Tensor.grad, name) for name in ("__get__", "__set__", "__delete__")}
+_ASKS_NO_VALUES = SEEN_WITHOUT_VALUES | {
+    getattr(Tensor.grad, name) for name in ("__get__", "__set__", "__delete__")
+}
 
 
 class OffloadedChunk(Chunk):
-    """`shard`, the parameter that the optimizer sees, is on the host, and so is its gradient. `full` is where the layer computes."""
+    """`shard`, the parameter that the optimizer sees, is on the host, and so is its gradient.
+    `full` is where the layer computes.
+    """
 
     def __init__(
-        self, residence: Residence, device: torch.device, layout: ChunkLayout, shard: nn.Parameter, communicator: Communicator, kind: Any
+        self,
+        residence: Residence,
+        device: torch.device,
+        layout: ChunkLayout,
+        shard: nn.Parameter,
+        communicator: Communicator,
+        kind: Any,
     ) -> None:
         """`kind`: the dtype of full buffers, or the quantised parameters."""
         self.residence, self.rests, self.far = residence, residence.name, residence.far
-        self._passing = self._nothing = torch.empty(0)  # on the device, in the chunk's dtype, on its way to a full buffer of another dtype
+        # on the device, in the chunk's dtype, on its way to a full buffer of another dtype
+        self._passing = self._nothing = torch.empty(0)
         self._read: Moment | None = None  # the end of the last copy to the device
         self._leaving: list[_Leaving] = []  # gradients on their way to the host
-        self.norm_order: float | None = None  # of the norms to take of gradients when they land, since clipping will ask for them
-        self._additions: dict[int, Node] = {}  # by id of a parameter: what adds straight to its gradient, if that was left unscaled
+        # of the norms to take of gradients when they land, since clipping will ask for them
+        self.norm_order: float | None = None
+        # by id of a parameter: what adds straight to its gradient, if that was left unscaled
+        self._additions: dict[int, Node] = {}
         self.recent: list[_Whom] = [_nobody] * 3  # the last chunks of the model that were fetched
-        self.followers: dict[tuple[_Whom, _Whom], _Whom] = {}  # the two that were fetched before this one -> the one fetched next
+        # the two that were fetched before this one -> the one fetched next
+        self.followers: dict[tuple[_Whom, _Whom], _Whom] = {}
         super().__init__(layout, shard, communicator, kind, device)
         if residence.is_shared_by_forks:  # Python keeps the function for ever; it is small
             os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self)))
@@ -116,7 +139,9 @@ class OffloadedChunk(Chunk):
         super().start_fetch(lane)
 
     def _read_ahead(self) -> None:
-        """The chunk that was fetched next, when this one was last fetched after the same two, is most likely fetched next again."""
+        """The chunk that was fetched next, when this one was last fetched after the same two, is
+        most likely fetched next again.
+        """
         (first, second, third), own = self.recent, weakref.ref(self)
         self.recent[:] = second, third, own
         if (previous := third()) is not None:
@@ -131,14 +156,20 @@ class OffloadedChunk(Chunk):
             self._prepare_cast(self.full.tensor)
 
     def take_part_in_fetch(self) -> None:
-        self._prepare_cast(self.shard if self._as_stored else torch.empty(0, dtype=self.compute_dtype))
+        self._prepare_cast(
+            self.shard if self._as_stored else torch.empty(0, dtype=self.compute_dtype)
+        )
         super().take_part_in_fetch()
         self._passed()
 
     def _prepare_cast(self, full: Tensor) -> None:
-        """Memory of the device is allocated on the compute stream, so before the lane's work is issued."""
+        """Memory of the device is allocated on the compute stream, so before the lane's work is
+        issued.
+        """
         if self.far and full.dtype != self.shard.dtype:
-            self._passing = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
+            self._passing = torch.empty(
+                self.shard.shape, dtype=self.shard.dtype, device=self.device
+            )
 
     def _gather(self, full: Tensor) -> Pending:
         if not self.far:
@@ -174,11 +205,15 @@ class OffloadedChunk(Chunk):
             read.synchronize()
 
     def settle_when_asked(self) -> list[nn.Parameter]:
-        """Instead of the host, whoever asks for the values of the chunk's parameters waits. Returns these parameters."""
+        """Instead of the host, whoever asks for the values of the chunk's parameters waits. Returns
+        these parameters.
+        """
         return self._watch(self._read.synchronize) if self._read is not None else []
 
     def _watch(self, first: Callable[[], object]) -> list[nn.Parameter]:
-        parameters = {id(each): each for each in (self.shard, *(part.parameter for part in self.parts))}
+        parameters = {
+            id(each): each for each in (self.shard, *(part.parameter for part in self.parts))
+        }
         for parameter in parameters.values():
             parameter.first = first  # type: ignore[attr-defined]
             parameter.__class__ = WatchedParameter
@@ -204,11 +239,23 @@ class OffloadedChunk(Chunk):
             self._land(take, landed, summed)
             return
         both = (landed, summed) if summed.dtype.itemsize > landed.dtype.itemsize else (landed,)
-        self._leaving.append((take, [OnHost(each, self.residence.to_copy_into(each.numel(), each.dtype)) for each in both]))
+        self._leaving.append(
+            (
+                take,
+                [
+                    OnHost(each, self.residence.to_copy_into(each.numel(), each.dtype))
+                    for each in both
+                ],
+            )
+        )
 
     def way_home(self, mark: Mark) -> Mark:
         leaving, self._leaving = self._leaving, []
-        return _WayHome(mark, partial(self._arrive, leaving), at_once=self.residence.at_once) if self.far else mark
+        return (
+            _WayHome(mark, partial(self._arrive, leaving), at_once=self.residence.at_once)
+            if self.far
+            else mark
+        )
 
     def _arrive(self, leaving: list[_Leaving]) -> None:
         """The host waits for the copies."""
@@ -220,7 +267,12 @@ class OffloadedChunk(Chunk):
     def _land(self, take: Take, landed: Tensor, summed: Tensor) -> None:
         if self.begins:
             kept = self.residence.keep(landed)
-            landed, summed = kept, self.residence.keep(summed) if summed.dtype.itemsize > landed.dtype.itemsize else kept
+            landed, summed = (
+                kept,
+                self.residence.keep(summed)
+                if summed.dtype.itemsize > landed.dtype.itemsize
+                else kept,
+            )
         ours = [part for part in self.parts if isinstance(_earlier(part), UntouchedGradient | None)]
         take(landed, summed)
         if self.norm_order is not None:
@@ -229,7 +281,9 @@ class OffloadedChunk(Chunk):
         self.residence.rest_gradients()
 
     def scale_later(self, part: Part, factor: Tensor) -> bool:
-        """Leaves the multiplication of a gradient for later. Returns False if it has to be now: see `untouched`."""
+        """Leaves the multiplication of a gradient for later. Returns False if it has to be now: see
+        `untouched`.
+        """
         parameter, key = part.parameter, id(part.parameter)
         if parameter.grad is None or not scale_later(parameter.grad, factor):
             return False
@@ -243,10 +297,16 @@ class OffloadedChunk(Chunk):
         return all(_earlier(part) is None for part in self.parts)
 
     def spans(self, part: Part) -> list[Span]:
-        """The elements of a part's gradient of which clipping takes norms: a single rank's by parameters, as torch does."""
+        """The elements of a part's gradient of which clipping takes norms: a single rank's by
+        parameters, as torch does.
+        """
         if self._communicator.world_size > 1:
             return [(0, part.stop - part.start)]
-        slots = (slot for slot in self.layout.slots if slot.numel and part.start <= slot.offset and slot.stop <= part.stop)
+        slots = (
+            slot
+            for slot in self.layout.slots
+            if slot.numel and part.start <= slot.offset and slot.stop <= part.stop
+        )
         return [(slot.offset - part.start, slot.stop - part.start) for slot in slots]
 
 
@@ -273,7 +333,9 @@ class OffloadedLayers(list[LayerState]):
             self.append(state)
 
     def settle(self, *, before_backward: bool = False) -> None:
-        """The host waits until no device copies from a chunk that it may write now. Before a backward, whoever looks at a chunk waits."""
+        """The host waits until no device copies from a chunk that it may write now. Before a
+        backward, whoever looks at a chunk waits.
+        """
         for chunk in (chunk for state in self for chunk in _offloaded(state)):
             chunk.recent = self._recent
             if before_backward:
@@ -297,9 +359,12 @@ def _offloaded(state: LayerState) -> list[OffloadedChunk]:
 def check_process(states: Iterable[LayerState]) -> None:
     """
     Raises:
-        RuntimeError: This is a forked child, and chunks of these layers rest in files, which are its parent's.
+        RuntimeError: This is a forked child, and chunks of these layers rest in files, which are
+            its parent's.
     """
-    offloaded = (chunk for state in states if state.policy.offload is not None for chunk in _offloaded(state))
+    offloaded = (
+        chunk for state in states if state.policy.offload is not None for chunk in _offloaded(state)
+    )
     if (chunk := next(offloaded, None)) is not None:  # all were made in one process
         chunk.residence.check_process()
 
@@ -321,11 +386,17 @@ def chunk_of(
     """A new chunk, of parameters that are not quantised."""
     if residence is None:
         return chunk_for(layout, shard, communicator, policy)
-    return OffloadedChunk(residence, device, layout, shard, communicator, compute_dtype(policy, shard.dtype))
+    return OffloadedChunk(
+        residence, device, layout, shard, communicator, compute_dtype(policy, shard.dtype)
+    )
 
 
 def quantized_chunk_of(residence: Residence | None, device: torch.device, *others: Any) -> Chunk:
-    return QuantizedChunk(*others) if residence is None else OffloadedQuantizedChunk(residence, device, *others)
+    return (
+        QuantizedChunk(*others)
+        if residence is None
+        else OffloadedQuantizedChunk(residence, device, *others)
+    )
 
 
 class _WayHome(NamedTuple):

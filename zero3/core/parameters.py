@@ -1,4 +1,6 @@
-"""A layer's parameters in its modules. They are found, checked, shown while the layer is fetched, and hidden while it is not."""
+"""A layer's parameters in its modules. They are found, checked, shown while the layer is fetched,
+and hidden while it is not.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,23 @@ from .released import ReleasedParameter
 
 __all__: list[str] = []
 
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # hold, but are never called
+# hold, but are never called
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _ORDER = "_zero3_order"  # in a module's __dict__: the names of its parameters
 WRAPPED = "_zero3_module"  # in a layer's __dict__: the module that it wraps
 IN_MODEL = "_zero3_in_model"  # in a layer's __dict__, if the layer has a place in another module
-# Under which torch's wrappers hold the module that they wrap: those of activation checkpointing and offloading, and of torch.compile.
+# Under which torch's wrappers hold the module that they wrap: those of activation checkpointing and
+# offloading, and of torch.compile.
 _WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
-_PREFIX = re.compile(rf"(?<![^.:])(?:{'|'.join(_WRAPPED)})\.")  # in a name, or in a key of a file (`parameter:0.weight[0:4]`)
+# in a name, or in a key of a file (`parameter:0.weight[0:4]`)
+_PREFIX = re.compile(rf"(?<![^.:])(?:{'|'.join(_WRAPPED)})\.")
 
 
 @dataclass(eq=False)
 class ParameterSites:
-    """One parameter, and all places in the layer's modules that have it. A tied parameter has several places."""
+    """One parameter, and all places in the layer's modules that have it. A tied parameter has
+    several places.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -43,7 +50,9 @@ class ParameterSites:
         return self.parameter.dtype
 
     def to_store(self, device: torch.device) -> Tensor:
-        """What is written into the slot, before the parameter is hidden for the first time. The chunk is on `device`."""
+        """What is written into the slot, before the parameter is hidden for the first time. The
+        chunk is on `device`.
+        """
         return self.parameter
 
     def values_in(self, slot: Tensor) -> Tensor:
@@ -64,19 +73,23 @@ class ParameterSites:
         return self.parameter.data
 
     def show(self, value: Tensor) -> None:
-        """Makes the parameter an ordinary one whose data is `value`, its slot of the full buffer. Nothing is copied."""
+        """Makes the parameter an ordinary one whose data is `value`, its slot of the full buffer.
+        Nothing is copied.
+        """
         self.parameter.__class__ = nn.Parameter
         self.parameter.data = value
         for module, attribute in self.places:
             if module.__dict__.pop(attribute, None) is not self.parameter:
                 raise RuntimeError(
-                    f"{self.name}: the module's attribute {attribute!r} was replaced after wrapping. A wrapped parameter "
-                    "stays one object; change its values inside `with zero3.full_params(module, writeback=True):`."
+                    f"{self.name}: the module's attribute {attribute!r} was replaced after "
+                    "wrapping. A wrapped parameter stays one object; change its values inside "
+                    "`with zero3.full_params(module, writeback=True):`."
                 )
             module._parameters[attribute] = self.parameter
 
     def hide(self, stand_in: Tensor) -> None:
-        """[release 1] Makes the parameter a released one: metadata can be read, values raise, `model.parameters()` leaves it out.
+        """[release 1] Makes the parameter a released one: metadata can be read, values raise,
+        `model.parameters()` leaves it out.
 
         It may be called again on a hidden parameter.
         """
@@ -89,20 +102,31 @@ class ParameterSites:
         self.parameter.__class__ = ReleasedParameter
 
     def replaced(self) -> bool:
-        """Whether a module has another object in the place of this parameter. Only for a shown parameter."""
-        return any(module._parameters.get(attribute) is not self.parameter for module, attribute in self.places)
+        """Whether a module has another object in the place of this parameter. Only for a shown
+        parameter.
+        """
+        return any(
+            module._parameters.get(attribute) is not self.parameter
+            for module, attribute in self.places
+        )
 
     def replace(self, parameter: nn.Parameter) -> None:
-        """Puts a new object into all places. A parameter that can't be given other data needs it: see `autograd.can_show`."""
-        parameter.__dict__.update(self.parameter.__dict__)  # attributes that users set, such as no_weight_decay
+        """Puts a new object into all places. A parameter that can't be given other data needs it:
+        see `autograd.can_show`.
+        """
+        # attributes that users set, such as no_weight_decay
+        parameter.__dict__.update(self.parameter.__dict__)
         for module, attribute in self.places:
-            setattr(module, attribute, parameter)  # not into _parameters: some modules keep lists of their own (LSTM)
+            # not into _parameters: some modules keep lists of their own (LSTM)
+            setattr(module, attribute, parameter)
         self.parameter = parameter
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedParameter:
-    """A layer's parameter: its places in the modules, its chunk, and the number of its slot there."""
+    """A layer's parameter: its places in the modules, its chunk, and the number of its slot
+    there.
+    """
 
     sites: ParameterSites
     chunk: Chunk
@@ -115,7 +139,9 @@ class ShardedParameter:
 
 
 def show_all(sharded: Iterable[ShardedParameter], versions: Iterable[int]) -> None:
-    """[fetch 5] Shows each parameter, and sets its version: graphs that saved the parameter at this version stay valid."""
+    """[fetch 5] Shows each parameter, and sets its version: graphs that saved the parameter at this
+    version stay valid.
+    """
     saved, saved_at = [], []
     for each, version in zip(sharded, versions, strict=True):
         each.sites.show(each.chunk.full.views[each.index])
@@ -126,7 +152,9 @@ def show_all(sharded: Iterable[ShardedParameter], versions: Iterable[int]) -> No
 
 
 def own_name(name: str) -> str:
-    """The name that a tensor has in the model without torch's wrappers: they come and go, files and options stay."""
+    """The name that a tensor has in the model without torch's wrappers: they come and go, files and
+    options stay.
+    """
     return _PREFIX.sub("", name)
 
 
@@ -137,7 +165,9 @@ def own_module_name(name: str) -> str:
 
 def wrapped_in(module: nn.Module) -> nn.Module | None:
     """Returns the module inside one of torch's wrappers, or None if `module` is no such wrapper."""
-    return next((child for name in _WRAPPED if (child := module._modules.get(name)) is not None), None)
+    return next(
+        (child for name in _WRAPPED if (child := module._modules.get(name)) is not None), None
+    )
 
 
 def named(names: Sequence[str], most: int = 6) -> str:
@@ -146,7 +176,9 @@ def named(names: Sequence[str], most: int = 6) -> str:
 
 
 def is_callable(module: nn.Module) -> bool:
-    """Whether it has a forward. Lists and dicts of modules or parameters have none, nor has a bare `nn.Module()`."""
+    """Whether it has a forward. Lists and dicts of modules or parameters have none, nor has a bare
+    `nn.Module()`.
+    """
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -155,9 +187,13 @@ def dotted(prefix: str, name: str) -> str:
 
 
 def own_modules(
-    module: nn.Module, is_layer: Callable[[nn.Module], bool], prefix: str = "", seen: set[nn.Module] | None = None
+    module: nn.Module,
+    is_layer: Callable[[nn.Module], bool],
+    prefix: str = "",
+    seen: set[nn.Module] | None = None,
 ) -> Iterator[tuple[str, nn.Module]]:
-    """`module` and the modules inside it, in order, each once. Layers inside it are left out, with their modules.
+    """`module` and the modules inside it, in order, each once. Layers inside it are left out, with
+    their modules.
 
     Names are those of the model without torch's wrappers.
     """
@@ -168,7 +204,9 @@ def own_modules(
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None:
-            yield from own_modules(child, is_layer, prefix if name in _WRAPPED else dotted(prefix, name), seen)
+            yield from own_modules(
+                child, is_layer, prefix if name in _WRAPPED else dotted(prefix, name), seen
+            )
 
 
 def find_parameters(
@@ -177,31 +215,46 @@ def find_parameters(
     elsewhere: Container[int] = (),
     borrowed: Iterable[ParameterSites] = (),
 ) -> list[ParameterSites]:
-    """The parameters that belong to `module`'s own layer, in order. A tied parameter comes once, under its first name.
+    """The parameters that belong to `module`'s own layer, in order. A tied parameter comes once,
+    under its first name.
 
-    Parameters with their ids in `elsewhere` are left out. `borrowed` parameters, which are inside other layers, come first.
+    Parameters with their ids in `elsewhere` are left out. `borrowed` parameters, which are inside
+    other layers, come first.
     """
-    found = {id(sites.parameter): ParameterSites(sites.name, sites.parameter, list(sites.places)) for sites in borrowed}
+    found = {
+        id(sites.parameter): ParameterSites(sites.name, sites.parameter, list(sites.places))
+        for sites in borrowed
+    }
     for prefix, owner in own_modules(module, is_layer):
         for attribute, parameter in [*owner._parameters.items(), *released_in(owner)]:
             if parameter is None or id(parameter) in elsewhere:
                 continue
-            sites = found.setdefault(id(parameter), ParameterSites(dotted(prefix, attribute), parameter))
+            sites = found.setdefault(
+                id(parameter), ParameterSites(dotted(prefix, attribute), parameter)
+            )
             if (owner, attribute) not in sites.places:
                 sites.places.append((owner, attribute))
     return list(found.values())
 
 
 def remember_order(parameters: Iterable[ParameterSites]) -> None:
-    """Stores the order of each module's parameters, before any of them is hidden. Chunks may show them again in another order."""
+    """Stores the order of each module's parameters, before any of them is hidden. Chunks may show
+    them again in another order.
+    """
     for module in {module for sites in parameters for module, _ in sites.places}:
         module.__dict__.setdefault(_ORDER, tuple(module._parameters))
 
 
 def restore_order(parameters: Iterable[ParameterSites]) -> None:
-    """Puts shown parameters into the order that they had before wrapping, because a state dict has this order."""
+    """Puts shown parameters into the order that they had before wrapping, because a state dict has
+    this order.
+    """
     for module in {module for sites in parameters for module, _ in sites.places}:
-        ordered = {name: parameter for name, parameter in parameters_of(module) if name in module._parameters}
+        ordered = {
+            name: parameter
+            for name, parameter in parameters_of(module)
+            if name in module._parameters
+        }
         if list(ordered) != list(module._parameters):
             module._parameters.clear()
             module._parameters.update(ordered)
@@ -227,34 +280,49 @@ def parameters_of(module: nn.Module) -> list[tuple[str, nn.Parameter | None]]:
 
 def released_in(module: nn.Module) -> list[tuple[str, ReleasedParameter]]:
     """The released parameters that `module` itself has."""
-    return [(name, value) for name, value in vars(module).items() if isinstance(value, ReleasedParameter)]
+    return [
+        (name, value)
+        for name, value in vars(module).items()
+        if isinstance(value, ReleasedParameter)
+    ]
 
 
-def check_parameters(parameters: list[ParameterSites], dtype: torch.dtype | None, label: str) -> None:
-    """Raises ValueError, with the parameter's name, if one of `parameters` can't be sharded. Changes nothing."""
+def check_parameters(
+    parameters: list[ParameterSites], dtype: torch.dtype | None, label: str
+) -> None:
+    """Raises ValueError, with the parameter's name, if one of `parameters` can't be sharded.
+    Changes nothing.
+    """
     for sites in parameters:
         parameter = sites.parameter
         if isinstance(parameter, ReleasedParameter):
             raise ValueError(
-                f"parameter {sites.name!r} of {label} is already sharded, as {parameter.zero3_name}. Wrap a module once; if the "
-                "parameter is tied across layers, put both into one Zero3Layer, or use zero3.shard(model)."
+                f"parameter {sites.name!r} of {label} is already sharded, as "
+                f"{parameter.zero3_name}. Wrap a module once; if the parameter is tied across "
+                "layers, put both into one Zero3Layer, or use zero3.shard(model)."
             )
         if hasattr(parameter, "ds_id"):
             raise ValueError(
-                f"parameter {sites.name!r} of {label} has been partitioned by DeepSpeed (zero.Init), which keeps its values: build the "
+                f"parameter {sites.name!r} of {label} has been partitioned by DeepSpeed "
+                "(zero.Init), which keeps its values: build the "
                 'model without it, on torch.device("meta") if it does not fit'
             )
         if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:
             raise ValueError(
-                f"parameter {sites.name!r} is a {type(parameter).__name__} (data: {type(parameter.data).__name__}), expected a "
-                "plain torch.nn.Parameter: subclasses hold more than flat values. Convert it before wrapping, or leave it out."
+                f"parameter {sites.name!r} is a {type(parameter).__name__} (data: "
+                f"{type(parameter.data).__name__}), expected a plain torch.nn.Parameter: "
+                "subclasses hold more than flat values. Convert it before wrapping, or leave it "
+                "out."
             )
         if dtype is not None and parameter.requires_grad and parameter.dtype != dtype:
             raise ValueError(
-                f"trainable parameter {sites.name!r} is {parameter.dtype}, expected dtype={dtype}: dtype checks what the "
-                "optimizer updates, it converts nothing. Convert the module before wrapping, or drop the argument."
+                f"trainable parameter {sites.name!r} is {parameter.dtype}, expected "
+                f"dtype={dtype}: dtype checks what the optimizer updates, it converts nothing. "
+                "Convert the module before wrapping, or drop the argument."
             )
-    _check_overlap([sites for sites in parameters if not sites.parameter.is_meta and sites.parameter.numel()])
+    _check_overlap(
+        [sites for sites in parameters if not sites.parameter.is_meta and sites.parameter.numel()]
+    )
 
 
 def _check_overlap(parameters: list[ParameterSites]) -> None:
@@ -263,20 +331,32 @@ def _check_overlap(parameters: list[ParameterSites]) -> None:
         parameter = sites.parameter
         if _overlaps_itself(parameter):
             raise ValueError(
-                f"parameter {sites.name!r} overlaps itself (shape {tuple(parameter.shape)}, stride {parameter.stride()}): "
-                "a tensor with several names for one element can't be trained. Use .clone() before wrapping."
+                f"parameter {sites.name!r} overlaps itself (shape {tuple(parameter.shape)}, "
+                f"stride {parameter.stride()}): a tensor with several names for one element can't "
+                "be trained. Use .clone() before wrapping."
             )
-        last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-        spans.append((parameter.data_ptr(), parameter.data_ptr() + (last + 1) * parameter.element_size(), sites))
-    reached: list[tuple[int, ParameterSites]] = []  # spans that end behind the start of the present one
+        last = sum(
+            (size - 1) * stride
+            for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+        )
+        spans.append(
+            (
+                parameter.data_ptr(),
+                parameter.data_ptr() + (last + 1) * parameter.element_size(),
+                sites,
+            )
+        )
+    # spans that end behind the start of the present one
+    reached: list[tuple[int, ParameterSites]] = []
     for start, stop, sites in sorted(spans, key=lambda span: span[:2]):
         reached = [(end, other) for end, other in reached if end > start]
         for _, other in reached:
-            # every element is compared, because ranges may overlap without a shared one (interleaved columns of one buffer)
+            # every element is compared, because ranges may overlap without a shared one
+            # (interleaved columns of one buffer)
             if torch.isin(_addresses(other.parameter), _addresses(sites.parameter)).any():
                 raise ValueError(
-                    f"parameters {other.name!r} and {sites.name!r} overlap in memory but are two objects. Make them one "
-                    "Parameter if they are tied, or .clone() one of them."
+                    f"parameters {other.name!r} and {sites.name!r} overlap in memory but are two "
+                    "objects. Make them one Parameter if they are tied, or .clone() one of them."
                 )
         reached.append((stop, sites))
 

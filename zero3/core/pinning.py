@@ -1,4 +1,6 @@
-"""Changes of a layer's state outside forward and backward: pin it (keep it fetched), write values back, replace its chunks."""
+"""Changes of a layer's state outside forward and backward: pin it (keep it fetched), write values
+back, replace its chunks.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,19 @@ __all__: list[str] = []
 
 
 def pin(state: LayerState, *, to_compute: bool = False) -> None:
-    """Fetches a layer until it is unpinned. `parameters()` yields its parameters, and not its chunks.
+    """Fetches a layer until it is unpinned. `parameters()` yields its parameters, and not its
+    chunks.
 
-    `to_compute`: parameters are in the compute dtype, as in a forward. Otherwise they are in the chunks' dtype.
+    `to_compute`: parameters are in the compute dtype, as in a forward. Otherwise they are in the
+    chunks' dtype.
     """
     state.release()  # the values of a kept layer may be older than the last optimizer step
     stored = not to_compute and any(chunk.casts for chunk in state.chunks)
     if state.pins and stored != state.as_stored:
         raise RuntimeError(
-            f"rank {state.communicator.rank}: zero3.full_params shows layer {state.label} as it is stored, zero3.resident in "
-            f"{rounding(state.policy)}: leave one before you enter the other"
+            f"rank {state.communicator.rank}: zero3.full_params shows layer {state.label} as it "
+            f"is stored, zero3.resident in {rounding(state.policy)}: leave one before you enter "
+            "the other"
         )
     state.as_stored = stored
     try:
@@ -64,10 +69,21 @@ def unpin(state: LayerState) -> None:
 
 
 def replace_chunks(state: LayerState, chunks: list[Chunk]) -> None:
-    """Puts a released layer's parameters into other chunks. A backward through older graphs is an error."""
-    places = {slot.name: (chunk, index) for chunk in chunks for index, slot in enumerate(chunk.layout.slots)}
-    moved = [ShardedParameter(sharded.sites, *places[sharded.sites.name], sharded.stand_in) for sharded in state.parameters]
-    state.parameters = sorted(moved, key=lambda sharded: (chunks.index(sharded.chunk), sharded.index))
+    """Puts a released layer's parameters into other chunks. A backward through older graphs is an
+    error.
+    """
+    places = {
+        slot.name: (chunk, index)
+        for chunk in chunks
+        for index, slot in enumerate(chunk.layout.slots)
+    }
+    moved = [
+        ShardedParameter(sharded.sites, *places[sharded.sites.name], sharded.stand_in)
+        for sharded in state.parameters
+    ]
+    state.parameters = sorted(
+        moved, key=lambda sharded: (chunks.index(sharded.chunk), sharded.index)
+    )
     state.chunks = chunks
     state.versions = [sharded.sites.parameter._version for sharded in state.parameters]
     state.gradients.replace_chunks(chunks, state.parameters)
@@ -76,7 +92,8 @@ def replace_chunks(state: LayerState, chunks: list[Chunk]) -> None:
 def write_back(state: LayerState) -> None:
     """Scatters rank 0's values of the fetched parameters into the chunks of all ranks."""
     for sharded in state.parameters:
-        if sharded.sites.parameter.data_ptr() != sharded.value.data_ptr():  # the caller has set parameter.data
+        # the caller has set parameter.data
+        if sharded.sites.parameter.data_ptr() != sharded.value.data_ptr():
             sharded.value.copy_(sharded.sites.parameter.data)
     for chunk in state.chunks:
         chunk.scatter()
@@ -89,12 +106,16 @@ def write_back(state: LayerState) -> None:
 def refuse_to_write(states: Iterable[LayerState]) -> None:
     """Raises on every rank, since all have the same parameters, if a layer has quantised ones."""
     found = [
-        f"{p.sites.name!r} of layer {state.label} ({p.chunk.stored_as})" for state in states for p in state.parameters if p.chunk.read_only
+        f"{p.sites.name!r} of layer {state.label} ({p.chunk.stored_as})"
+        for state in states
+        for p in state.parameters
+        if p.chunk.read_only
     ]
     if found:
         raise RuntimeError(
-            f"full_params(writeback=True): {named(found)} would have to be quantised again, which loses more. Quantised parameters are "
-            "read-only: call it for modules without them, load other values (zero3.load_full_state_dict), or merge adapters with "
+            f"full_params(writeback=True): {named(found)} would have to be quantised again, which "
+            "loses more. Quantised parameters are read-only: call it for modules without them, "
+            "load other values (zero3.load_full_state_dict), or merge adapters with "
             "zero3.save_merged."
         )
 
@@ -107,23 +128,35 @@ class Pin:
         self.state = state
         self._trained = [sharded.sites.parameter.requires_grad for sharded in state.parameters]
         self._written = [chunk.shard._version for chunk in state.chunks]
-        self._samples = [_sample(sharded.sites.data()) for sharded in state.parameters] if undone else []
+        self._samples = (
+            [_sample(sharded.sites.data()) for sharded in state.parameters] if undone else []
+        )
 
     def undo_toggles(self) -> list[str]:
         """The parameters whose `requires_grad` was changed meanwhile; it is again what it was."""
         before = zip(self.state.parameters, self._trained, strict=True)
-        toggled = [sharded for sharded, trained in before if sharded.sites.parameter.requires_grad != trained]
+        toggled = [
+            sharded
+            for sharded, trained in before
+            if sharded.sites.parameter.requires_grad != trained
+        ]
         for sharded in toggled:
             sharded.sites.parameter.requires_grad_(not sharded.sites.parameter.requires_grad)
         return [self._name(sharded) for sharded in toggled]
 
     def written(self) -> list[str]:
-        """The parameters that were given other values, and will lose them; not those that were changed back, but for rounding."""
+        """The parameters that were given other values, and will lose them; not those that were
+        changed back, but for rounding.
+        """
         changed: list[str] = []
-        if self._written != [chunk.shard._version for chunk in self.state.chunks]:  # an inner context has written into the chunks
+        # an inner context has written into the chunks
+        if self._written != [chunk.shard._version for chunk in self.state.chunks]:
             return changed
-        for sharded, before in zip(self.state.parameters, self._samples, strict=bool(self._samples)):
-            stays = _sample(sharded.value) if sharded.chunk.resident else before  # on one rank the chunk itself may have been written
+        for sharded, before in zip(
+            self.state.parameters, self._samples, strict=bool(self._samples)
+        ):
+            # on one rank the chunk itself may have been written
+            stays = _sample(sharded.value) if sharded.chunk.resident else before
             if not _but_for_rounding(_sample(sharded.sites.data()), stays):
                 changed.append(self._name(sharded))
         return changed
@@ -133,13 +166,17 @@ class Pin:
 
 
 def _sample(values: Tensor) -> Tensor:
-    """Some of a parameter's values, the same on all ranks: writes by `.data` leave no other trace."""
+    """Some of a parameter's values, the same on all ranks: writes by `.data` leave no other
+    trace.
+    """
     flat = values.flatten()
     return flat[:: max(1, flat.numel() // 256)].clone()
 
 
 def _but_for_rounding(found: Tensor, expected: Tensor) -> bool:
-    """Whether they are equal, or as far apart as something added and taken away again leaves them."""
+    """Whether they are equal, or as far apart as something added and taken away again leaves
+    them.
+    """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     if torch.equal(found, expected) or not expected.numel():

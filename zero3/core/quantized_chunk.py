@@ -1,4 +1,6 @@
-"""The chunk of a layer's quantised parameters: bytes, of which each parameter has a slot for its codes and scales."""
+"""The chunk of a layer's quantised parameters: bytes, of which each parameter has a slot for its
+codes and scales.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,18 @@ __all__: list[str] = []
 
 
 class QuantizedSites(ParameterSites):
-    """A quantised parameter in its modules: with codes while the layer computes, with values in `full_params`."""
+    """A quantised parameter in its modules: with codes while the layer computes, with values in
+    `full_params`.
+    """
 
-    def __init__(self, sites: ParameterSites, kind: Format, codec: Codec, policy: ShardingPolicy, device: torch.device) -> None:
+    def __init__(
+        self,
+        sites: ParameterSites,
+        kind: Format,
+        codec: Codec,
+        policy: ShardingPolicy,
+        device: torch.device,
+    ) -> None:
         super().__init__(sites.name, sites.parameter, sites.places)
         dtype = compute_dtype(policy, sites.parameter.dtype)
         self.format = kind
@@ -53,7 +64,9 @@ class QuantizedSites(ParameterSites):
         return self.weight.codec.dequantize(self.format.seen(slot, self.weight.shape), self.dtype)
 
     def write(self, values: Tensor, slot: Tensor) -> None:
-        """Values that the slot stands for already are left as they are, because quantising them again may change them."""
+        """Values that the slot stands for already are left as they are, because quantising them
+        again may change them.
+        """
         if not torch.equal(self.values_in(slot), values):
             self.format.store(self.weight.codec.quantize(values), slot)
 
@@ -125,7 +138,8 @@ class QuantizedChunk(Chunk):
 
     def release(self) -> None:
         super().release()
-        if self.full is not self._seen:  # a buffer of values, which nobody needs any more, or one that is left to its users
+        # a buffer of values, which nobody needs any more, or one that is left to its users
+        if self.full is not self._seen:
             self._seen = None
             for sites in self._sites:
                 sites.weight.stored = None
@@ -136,12 +150,18 @@ class QuantizedChunk(Chunk):
         if self._as_stored and self.full.views[0] is self._sites[0].stretched:
             slots = unpack(self.full.tensor, self.layout)
             with torch.inference_mode(False):
-                self.full.views = [sites.values_in(slot) for sites, slot in zip(self._sites, slots, strict=True)]
+                self.full.views = [
+                    sites.values_in(slot) for sites, slot in zip(self._sites, slots, strict=True)
+                ]
 
     @torch.no_grad()
     def scatter(self) -> None:
-        """Quantises the values that have changed on rank 0, and cuts the bytes into the chunks of all ranks."""
-        for sites, slot, values in zip(self._sites, unpack(self.full.tensor, self.layout), self.full.views, strict=True):
+        """Quantises the values that have changed on rank 0, and cuts the bytes into the chunks of
+        all ranks.
+        """
+        for sites, slot, values in zip(
+            self._sites, unpack(self.full.tensor, self.layout), self.full.views, strict=True
+        ):
             sites.write(values, slot)
         torch.autograd.graph.increment_version(self.shard)
         super().scatter()

@@ -1,4 +1,6 @@
-"""How the values of a quantised parameter, or of a view of it, are made: when an operation needs them, and again for its backward."""
+"""How the values of a quantised parameter, or of a view of it, are made: when an operation needs
+them, and again for its backward.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,14 @@ class QuantizedWeight:
         return getattr(self.parameter(), "zero3_name", "a parameter")
 
     def decoded(self, dtype: torch.dtype, matrix: int | None = None) -> Tensor:
-        """The values, or those of one matrix of several, such as an expert's: then nothing else is decoded."""
+        """The values, or those of one matrix of several, such as an expert's: then nothing else is
+        decoded.
+        """
         if self.stored is None or not self.shown:
-            raise RuntimeError(f"{self.name} is released: what was made of it while its layer computed can't be used any more")
+            raise RuntimeError(
+                f"{self.name} is released: what was made of it while its layer computed can't be "
+                "used any more"
+            )
         return self.codec.dequantize(self.stored, dtype, matrix)
 
 
@@ -69,13 +76,21 @@ class Recipe:
     def one_matrix(self, index: int) -> Recipe | None:
         """The recipe of `tensor[index]`, if that is a matrix of the weight as it is."""
         count = self.weight.shape[0]
-        plain = len(self.weight.shape) == 3 and self.matrix is None and not self.steps and -count <= index < count
+        plain = (
+            len(self.weight.shape) == 3
+            and self.matrix is None
+            and not self.steps
+            and -count <= index < count
+        )
         return replace(self, matrix=index % count) if plain else None
 
     def values(self) -> Tensor:
         stored, wanted = self.weight.dtype, self.dtype or self.weight.dtype
-        # Numbers are decoded in float32. If that is the weight's dtype, they may be rounded to the other one at once.
-        made = self.weight.decoded(wanted if stored == torch.float32 and not self.steps else stored, self.matrix)
+        # Numbers are decoded in float32. If that is the weight's dtype, they may be rounded to the
+        # other one at once.
+        made = self.weight.decoded(
+            wanted if stored == torch.float32 and not self.steps else stored, self.matrix
+        )
         for step in self.steps:
             made = step(made)
         return made if self.dtype is None else made.to(self.dtype)
@@ -93,18 +108,26 @@ class Saved:
 
     @classmethod
     def of(cls, tensor: Tensor, recipe: Recipe) -> Saved:
-        return cls(recipe, _version(recipe.weight), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        return cls(
+            recipe,
+            _version(recipe.weight),
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+        )
 
     def restored(self) -> Tensor:
         """
         Raises:
-            RuntimeError: The weight was released or changed meanwhile. Torch raises the same for a tensor that it has saved.
+            RuntimeError: The weight was released or changed meanwhile. Torch raises the same for a
+                tensor that it has saved.
         """
         weight = self.recipe.weight
         if (version := _version(weight)) != self.version:
             raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation, or released: "
-                f"{weight.name} is at version {version}; expected version {self.version} instead"
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation, or released: {weight.name} is at version {version}; expected "
+                f"version {self.version} instead"
             )
         with torch.no_grad():
             return self.recipe.values().as_strided(self.size, self.stride, self.offset)
@@ -117,7 +140,9 @@ def _version(weight: QuantizedWeight) -> int:
 
 @dataclass(eq=False)
 class InUse:
-    """The values that one operation computes with, and how they were made. It is emptied when the operation has computed."""
+    """The values that one operation computes with, and how they were made. It is emptied when the
+    operation has computed.
+    """
 
     made: list[tuple[Tensor, Recipe]] = field(default_factory=list)
 

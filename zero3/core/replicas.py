@@ -1,11 +1,13 @@
-"""Gradients of chunks that have replicas: each reduction goes on with a sum over these, on a lane of its own.
+"""Gradients of chunks that have replicas: each reduction goes on with a sum over these, on a lane
+of its own.
 
     backup lane     reduce layer 2    reduce layer 1    reduce layer 0
     replicas' lane                    sum layer 2       sum layer 1       sum layer 0
 
-On the host a sum begins just before a later reduction, or at the end of the backward: all ranks begin the transfers of both groups
-in one order, also a rank that only takes part in them. The sums are waited for at the end of the backward, together: over three
-replicas or more a sum needs every rank's wait. Each holds `S` elements, which become the chunk's gradient.
+On the host a sum begins just before a later reduction, or at the end of the backward: all ranks
+begin the transfers of both groups in one order, also a rank that only takes part in them. The sums
+are waited for at the end of the backward, together: over three replicas or more a sum needs every
+rank's wait. Each holds `S` elements, which become the chunk's gradient.
 """
 
 from __future__ import annotations
@@ -30,16 +32,26 @@ __all__: list[str] = []
 Prepared = tuple[GradientReducer, Sending]
 
 
-def gradients_for(communicator: Communicator, policy: ShardingPolicy, subject: Subject) -> LayerGradients:
+def gradients_for(
+    communicator: Communicator, policy: ShardingPolicy, subject: Subject
+) -> LayerGradients:
     """The reducers of a new layer, as its communicator and its policy ask for."""
     kind = ReplicatedGradients if communicator.shards < communicator.world_size else LayerGradients
-    return kind(communicator, policy, subject, TransactionalReducer if policy.transactional else GradientReducer)
+    return kind(
+        communicator,
+        policy,
+        subject,
+        TransactionalReducer if policy.transactional else GradientReducer,
+    )
 
 
 class ReplicatedGradients(LayerGradients):
-    """A layer's reducers on a mesh. Under `no_sync(replicas_only=True)` they keep the replica's sums `[S]` for a later backward."""
+    """A layer's reducers on a mesh. Under `no_sync(replicas_only=True)` they keep the replica's
+    sums `[S]` for a later backward.
+    """
 
-    _replica_deferrals = 0  # the number of `no_sync(replicas_only=True)` contexts that the layer is in
+    # the number of `no_sync(replicas_only=True)` contexts that the layer is in
+    _replica_deferrals = 0
 
     def defer(self, contexts: int, *, replicas_only: bool) -> None:
         if replicas_only:
@@ -54,14 +66,22 @@ class ReplicatedGradients(LayerGradients):
     @property
     def fate(self) -> str:  # type: ignore[override]
         return (
-            "gradients reduced in each replica (as under no_sync(replicas_only=True))" if self._replica_deferrals else "gradients reduced"
+            "gradients reduced in each replica (as under no_sync(replicas_only=True))"
+            if self._replica_deferrals
+            else "gradients reduced"
         )
 
-    def back_up(self, prepared: list[Prepared], lanes: Lanes, communicator: Communicator) -> list[Backup]:
+    def back_up(
+        self, prepared: list[Prepared], lanes: Lanes, communicator: Communicator
+    ) -> list[Backup]:
         with self._naming:
             cast(Lane, lanes.replicas).begin_deferred()
-        onward = _Onward(lanes, cast(MeshCommunicator, communicator), iter(prepared), keeps=not self.may_reduce)
-        backups = super().back_up(prepared, Lanes(lanes.fetch, onward, lanes.replicas), communicator)
+        onward = _Onward(
+            lanes, cast(MeshCommunicator, communicator), iter(prepared), keeps=not self.may_reduce
+        )
+        backups = super().back_up(
+            prepared, Lanes(lanes.fetch, onward, lanes.replicas), communicator
+        )
         if not self.may_reduce:
             for reducer, _ in prepared:
                 reducer.keep(self)
@@ -73,7 +93,14 @@ class ReplicatedGradients(LayerGradients):
 class _Onward:
     """The backup lane of one layer's reductions, which go on to the replicas' lane."""
 
-    def __init__(self, lanes: Lanes, communicator: MeshCommunicator, prepared: Iterator[Prepared], *, keeps: bool) -> None:
+    def __init__(
+        self,
+        lanes: Lanes,
+        communicator: MeshCommunicator,
+        prepared: Iterator[Prepared],
+        *,
+        keeps: bool,
+    ) -> None:
         self._lanes, self._communicator = lanes, communicator
         self._prepared = prepared  # one for each `complete`
         self._keeps = keeps
@@ -83,7 +110,11 @@ class _Onward:
 
     def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Mark:
         reducer, sending = next(self._prepared)
-        lane, communicator, reduced = cast(Lane, self._lanes.replicas), self._communicator, _Reduced()
+        lane, communicator, reduced = (
+            cast(Lane, self._lanes.replicas),
+            self._communicator,
+            _Reduced(),
+        )
 
         summed, landed = sending.summed, sending.landed
 
@@ -127,7 +158,9 @@ class _Later(NamedTuple):
 
 
 class _Reduced:
-    """The end of a reduction in one replica. It holds the sum that earlier micro-batches left, because the lane reads it."""
+    """The end of a reduction in one replica. It holds the sum that earlier micro-batches left,
+    because the lane reads it.
+    """
 
     mark: Mark
     earlier: Tensor | None = None

@@ -1,4 +1,6 @@
-"""Where chunks and their gradients rest, if it is not where layers compute: in pinned memory of the host, or in mapped files."""
+"""Where chunks and their gradients rest, if it is not where layers compute: in pinned memory of the
+host, or in mapped files.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,20 @@ __all__: list[str] = []
 
 
 class Residence(Protocol):
-    """One chunk's place on the host. The memory of a gradient that is gone is that of the next one."""
+    """One chunk's place on the host. The memory of a gradient that is gone is that of the
+    next one.
+    """
 
     name: str  # in reports
     far: bool  # whether layers compute in other memory, to and from which values are copied
-    at_once: bool  # whether gradients of an accelerator land one by one, so that few of them pass through memory at any time
-    used_at_once: Callable[[], bool]  # whether a gradient is used up as soon as it has landed, so that it need not rest anywhere
-    is_short: bool  # of memory, as the optimizer's thread has found: gradients had been dropped. So they are written early
+    # whether gradients of an accelerator land one by one, so that few of them pass through memory
+    # at any time
+    at_once: bool
+    # whether a gradient is used up as soon as it has landed, so that it need not rest anywhere
+    used_at_once: Callable[[], bool]
+    # of memory, as the optimizer's thread has found: gradients had been dropped. So they are
+    # written early
+    is_short: bool
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """1-D memory for values."""
@@ -48,11 +57,15 @@ class Residence(Protocol):
         ...
 
     def keep(self, gradient: Tensor) -> Tensor:
-        """A gradient, or one from `to_copy_into`, where it rests. It is called while other ranks wait, so it does not raise."""
+        """A gradient, or one from `to_copy_into`, where it rests. It is called while other ranks
+        wait, so it does not raise.
+        """
         ...
 
     def bring(self, tensor: Tensor, *, to_write: bool) -> None:
-        """Brings values, or a gradient, into memory, and returns when they are there: for a thread beside compute."""
+        """Brings values, or a gradient, into memory, and returns when they are there: for a thread
+        beside compute.
+        """
         ...
 
     def is_away(self, tensor: Tensor) -> bool:
@@ -60,7 +73,9 @@ class Residence(Protocol):
         ...
 
     def write(self, values: Tensor) -> None:
-        """Values that have changed go where they rest. Returns when they are there: for a thread beside compute."""
+        """Values that have changed go where they rest. Returns when they are there: for a thread
+        beside compute.
+        """
         ...
 
     def rest(self, values: Tensor) -> None:
@@ -137,7 +152,10 @@ class InFiles:
         self.used_at_once: Callable[[], bool] = _never
         self.is_short = False
         file = GrowingFile(directory)
-        values, self._gradients = self._files = MappedFiles(directory, file), MappedFiles(directory, file)
+        values, self._gradients = self._files = (
+            MappedFiles(directory, file),
+            MappedFiles(directory, file),
+        )
         self._values = values
         self.empty, self.rest = values.empty, values.rest
         self.rest_gradients, self.check_process = self._gradients.rest_all, values.check_process
@@ -179,7 +197,9 @@ class InFiles:
 
 
 class Host:
-    """What layers use of a machine, beside tensors on their device. A communicator whose ranks are on no machine is a host itself."""
+    """What layers use of a machine, beside tensors on their device. A communicator whose ranks are
+    on no machine is a host itself.
+    """
 
     on_paper = False  # whether layers may compute on the meta device
 
@@ -197,7 +217,10 @@ class Host:
         if (directory := directory_of(policy)) is None:
             return
         if device.type != "cpu" and not has_streams(device):
-            raise ValueError(f"offload={directory!r}: files are for layers on the CPU, or on CUDA and its like, found a layer on {device}")
+            raise ValueError(
+                f"offload={directory!r}: files are for layers on the CPU, or on CUDA and its "
+                f"like, found a layer on {device}"
+            )
         nameless_file(directory).close()
 
     def room_on_disk(self, directory: str, nbytes: int) -> AbstractContextManager[object]:
@@ -210,11 +233,20 @@ def host_of(group: object) -> Host:
     return group if isinstance(group, Host) else Host()
 
 
-def memory_for(residence: Residence | None, numel: int, stored: torch.dtype, device: torch.device, trains: ShardingPolicy | None) -> Tensor:
-    """Memory for a chunk's values. If it `trains`, by that policy, also makes sure of the memory of its gradient."""
+def memory_for(
+    residence: Residence | None,
+    numel: int,
+    stored: torch.dtype,
+    device: torch.device,
+    trains: ShardingPolicy | None,
+) -> Tensor:
+    """Memory for a chunk's values. If it `trains`, by that policy, also makes sure of the memory of
+    its gradient.
+    """
     if residence is None:
         return torch.empty(numel, dtype=stored, device=device)
     values = residence.empty(numel, stored)
     if trains is not None:
-        residence.reserve(numel, list({landed_dtype(trains, stored), added_dtype(trains, stored)}))  # a wider sum stays beside it
+        # a wider sum stays beside it
+        residence.reserve(numel, list({landed_dtype(trains, stored), added_dtype(trains, stored)}))
     return values

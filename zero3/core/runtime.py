@@ -1,9 +1,11 @@
-"""The runtime of one model. It decides when layers are fetched and released in forward, and records calls for backward.
+"""The runtime of one model. It decides when layers are fetched and released in forward, and records
+calls for backward.
 
     forward of layer i     release layer i-1; wait fetch(i); start fetch(i+1); module(x)
 
-Every rank makes the same collectives in the same order, whatever its data is. In forward it is the order of calls, which ranks have
-compared. In backward it is the trace of the forward, from its end. [F1] and the like: "a step, call by call" in docs/design.md.
+Every rank makes the same collectives in the same order, whatever its data is. In forward it is the
+order of calls, which ranks have compared. In backward it is the trace of the forward, from its end.
+[F1] and the like: "a step, call by call" in docs/design.md.
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ from ..comm.communicator import Communicator
 from ..policy import ShardingPolicy, unlike
 from .autograd import graph_clock, inside_backward, nodes_since, tensors_in, transforms_under_way
 from .backward import Backward, LayerCall, LayerTrace
-from .comparison import FOLD_EVERY, choose_residents, compare_call, compare_logs, drop_stale, states_within
+from .comparison import (
+    FOLD_EVERY,
+    choose_residents,
+    compare_call,
+    compare_logs,
+    drop_stale,
+    states_within,
+)
 from .coordination import Activity
 from .dynamic import DynamicOrder
 from .layer_state import LayerState, Presence
@@ -32,8 +41,17 @@ __all__: list[str] = []
 
 
 class Runtime:
-    def __init__(self, layers: Sequence[LayerState], policy: ShardingPolicy, *, ordered: bool, depths: Sequence[int]) -> None:
-        """`ordered`: the layers are called in this order. `depths`: for each, how many it is inside of. Each module has its place."""
+    def __init__(
+        self,
+        layers: Sequence[LayerState],
+        policy: ShardingPolicy,
+        *,
+        ordered: bool,
+        depths: Sequence[int],
+    ) -> None:
+        """`ordered`: the layers are called in this order. `depths`: for each, how many it is inside
+        of. Each module has its place.
+        """
         first = layers[0]
         check_alike(layers)
         self.communicator = first.communicator
@@ -43,20 +61,36 @@ class Runtime:
         self._order: LearnedOrder[LayerState] | DynamicOrder = (
             DynamicOrder(zip(layers, depths, strict=True), policy.prefetch_depth)
             if policy.dynamic
-            else LearnedOrder(layers if ordered else (), policy.prefetch_depth, partial(compare_call, first.communicator))
+            else LearnedOrder(
+                layers if ordered else (),
+                policy.prefetch_depth,
+                partial(compare_call, first.communicator),
+            )
         )
-        self._tells = not policy.dynamic and policy.compare_every > 1 and not first.communicator.tags_messages
+        self._tells = (
+            not policy.dynamic and policy.compare_every > 1 and not first.communicator.tags_messages
+        )
         self._compare_every = 0 if policy.dynamic else policy.compare_every
-        self._due = self._compare_every or FOLD_EVERY  # the number of transfers at which the log is folded or compared
-        backups = first.communicator.duplicate() if policy.separate_backup_group else first.communicator
-        self.backward = Backward(self._stack, first.communicator, backups, first.device, policy.prefetch_depth)
+        # the number of transfers at which the log is folded or compared
+        self._due = self._compare_every or FOLD_EVERY
+        backups = (
+            first.communicator.duplicate() if policy.separate_backup_group else first.communicator
+        )
+        self.backward = Backward(
+            self._stack, first.communicator, backups, first.device, policy.prefetch_depth
+        )
         self._trace: LayerTrace | None = None  # the trace of the forward under way
-        self._open_trace: LayerTrace | None = None  # the trace of the last pass, which another outermost module may continue
-        self._pass_is_over = False  # whether no module may continue that pass, because ranks ran inside `resident` since
+        # the trace of the last pass, which another outermost module may continue
+        self._open_trace: LayerTrace | None = None
+        # whether no module may continue that pass, because ranks ran inside `resident` since
+        self._pass_is_over = False
         self.any_stays, self._room = False, policy.resident_bytes
-        self._own_pace, self._passes = False, 0  # own pace: the forward under way is inside `resident`
-        self._lingering: list[LayerState] = []  # layers whose call is over and that are not released yet
-        self._called: set[int] = set()  # ids of the outermost modules called in this pass; references would keep them alive
+        # own pace: the forward under way is inside `resident`
+        self._own_pace, self._passes = False, 0
+        # layers whose call is over and that are not released yet
+        self._lingering: list[LayerState] = []
+        # ids of the outermost modules called in this pass; references would keep them alive
+        self._called: set[int] = set()
         for state in self.layers:
             self._watch(state)
         first.lanes.end_before(self)
@@ -73,10 +107,16 @@ class Runtime:
     @property
     def awaits_backward(self) -> bool:
         """Whether the last pass has calls that no backward has reached."""
-        return self._open_trace is not None and bool(self._open_trace.calls) and not self._open_trace.walked
+        return (
+            self._open_trace is not None
+            and bool(self._open_trace.calls)
+            and not self._open_trace.walked
+        )
 
     def _is_at_own_pace(self, module: nn.Module) -> bool:
-        """Whether all layers that `module` calls are resident: then ranks may call it at different points, or not at all."""
+        """Whether all layers that `module` calls are resident: then ranks may call it at different
+        points, or not at all.
+        """
         some = any(state.resident for state in self.layers)
         return some and all(state.resident for state in states_within(module, self.layers))
 
@@ -121,10 +161,12 @@ class Runtime:
         del self._stack.frames[depth:]
 
     def begin_pass(self, module: nn.Module) -> AbstractContextManager[Any] | None:
-        """[F1] An outermost module is called. Returns the gate's context, which is entered, or None in a recomputation.
+        """[F1] An outermost module is called. Returns the gate's context, which is entered, or None
+        in a recomputation.
 
-        The module continues the last pass, because a plain container may call one layer after another. A new pass begins if the
-        module was called in the last pass already, or if a backward has ended since.
+        The module continues the last pass, because a plain container may call one layer after
+        another. A new pass begins if the module was called in the last pass already, or if a
+        backward has ended since.
         """
         if inside_backward():
             self.backward.recompute()
@@ -147,7 +189,9 @@ class Runtime:
 
     def _meet_for_pass(self, module: nn.Module) -> None:
         before = self._open_trace
-        continues = not (before is None or before.walked or self._pass_is_over or id(module) in self._called)
+        continues = not (
+            before is None or before.walked or self._pass_is_over or id(module) in self._called
+        )
         if not continues:
             self.reset(broken=False)
         if self.any_stays:
@@ -160,7 +204,9 @@ class Runtime:
         self._called.add(id(module))
 
     def _compare_transfers(self, first: LayerState) -> None:
-        """Compares the ranks' transfers: at every forward if messages carry no layer's tag, and otherwise after `compare_every`."""
+        """Compares the ranks' transfers: at every forward if messages carry no layer's tag, and
+        otherwise after `compare_every`.
+        """
         log = first.log
         if self._tells:
             log.look()
@@ -172,7 +218,9 @@ class Runtime:
                 self._due = log.folded + (self._compare_every or FOLD_EVERY)
                 compare_logs(self.communicator, first, self._compare_every)
 
-    def end_pass(self, activity: AbstractContextManager[Any] | None, error: BaseException | None) -> None:
+    def end_pass(
+        self, activity: AbstractContextManager[Any] | None, error: BaseException | None
+    ) -> None:
         """[F5] The outermost module's forward is over, or has raised `error`."""
         try:
             if error is None:
@@ -214,7 +262,9 @@ class Runtime:
         return CallTrace(serial=self._passes)
 
     def end_continuation(self) -> None:
-        """The next outermost module begins a new pass. Every rank calls it before ranks go their own ways."""
+        """The next outermost module begins a new pass. Every rank calls it before ranks go their
+        own ways.
+        """
         self._pass_is_over = True
 
     def reset(self, *, broken: bool = True) -> None:
@@ -232,17 +282,26 @@ class Runtime:
     # -- the call of a layer
 
     def pre_forward(self, state: LayerState) -> None:
-        """[F2] Releases the layer of the last call, waits for this layer's parameters, and starts to fetch the next layers."""
-        if state.resident or transforms_under_way() or self.backward.is_recomputing(state):  # ranks do not compare: they may differ here
+        """[F2] Releases the layer of the last call, waits for this layer's parameters, and starts
+        to fetch the next layers.
+        """
+        # ranks do not compare: they may differ here
+        if state.resident or transforms_under_way() or self.backward.is_recomputing(state):
             refuse_transforms(state)
             gone = state.presence not in (Presence.FETCHED, Presence.KEPT) and not state.resident
             state.fetch()
             start = self._trace.begin() if self._trace is not None else 0
-            self._stack.frames.append(Frame(state, start, graph_clock(), recomputes=True, fetched_here=gone))
+            self._stack.frames.append(
+                Frame(state, start, graph_clock(), recomputes=True, fetched_here=gone)
+            )
             return
         if self._trace is None:
-            raise RuntimeError(f"layer {state.label} was called outside a forward pass of its model")
-        ahead = self._order.recompute(state) if inside_backward() else self._order.enter(state, self)
+            raise RuntimeError(
+                f"layer {state.label} was called outside a forward pass of its model"
+            )
+        ahead = (
+            self._order.recompute(state) if inside_backward() else self._order.enter(state, self)
+        )
         self._release_lingering(keep=[state, *ahead])
         state.fetch()
         if state.toggled:
@@ -252,9 +311,11 @@ class Runtime:
         self._stack.frames.append(Frame(state, self._trace.begin(), graph_clock()))
 
     def post_forward(self, state: LayerState, output: Any, kept: Any) -> Any:
-        """[F4] Puts hooks on the graph, by which backward finds the layer. The layer is released at the next call.
+        """[F4] Puts hooks on the graph, by which backward finds the layer. The layer is released at
+        the next call.
 
-        `kept`: other places where the layer may have left tensors, such as its arguments and its modules' attributes.
+        `kept`: other places where the layer may have left tensors, such as its arguments and its
+        modules' attributes.
         """
         frame = self._stack.frames.pop()
         if state.resident:
@@ -267,15 +328,24 @@ class Runtime:
         state.let_escape(seen)
         nodes = nodes_since(frame.clock, seen)
         if frame.recomputes:
-            if self._trace is not None and nodes:  # a reentrant checkpoint walks this graph itself; others drop it
-                self.backward.follow(self._trace, self._trace.record(state, frame.start), nodes, mark=self)
+            # a reentrant checkpoint walks this graph itself; others drop it
+            if self._trace is not None and nodes:
+                self.backward.follow(
+                    self._trace, self._trace.record(state, frame.start), nodes, mark=self
+                )
             if frame.fetched_here:
                 self.backward.release(state)
             return output
         self._order.leave(state, self)
         state.calls_left = (state.calls_left or state.modules) - 1
-        # All ranks must record the same calls. A layer's output may be its input on one rank only, so `nodes` can't decide alone.
-        takes_part = nodes or self._order.counts_every_call or may_get_gradients(state) or any(t.requires_grad for t in outputs)
+        # All ranks must record the same calls. A layer's output may be its input on one rank only,
+        # so `nodes` can't decide alone.
+        takes_part = (
+            nodes
+            or self._order.counts_every_call
+            or may_get_gradients(state)
+            or any(t.requires_grad for t in outputs)
+        )
         if not takes_part:
             self.backward.release(state)
         elif (call := self.end_call(state, frame.start)) is not None and self._trace is not None:
@@ -290,7 +360,9 @@ class Runtime:
         return self._trace.begin() if self._trace is not None else 0
 
     def end_call(self, state: LayerState, start: int) -> LayerCall | None:
-        """Records a call for the backward. Without gradients it releases the layer and returns None."""
+        """Records a call for the backward. Without gradients it releases the layer and returns
+        None.
+        """
         if self._trace is None or not torch.is_grad_enabled():
             self.backward.release(state)
             return None
@@ -302,15 +374,21 @@ class Runtime:
         for state in self._lingering:
             if state not in kept and not state.keeps_until_backward:
                 self.backward.release(state)
-            elif state not in kept and not self._stack.is_under_way(state) and not inside_backward():
-                state.keep()  # hidden, so that another layer's use of its parameters is an error here too
-        self._lingering = [state for state in self._lingering if state.presence is not Presence.RELEASED]
+            elif (
+                state not in kept and not self._stack.is_under_way(state) and not inside_backward()
+            ):
+                # hidden, so that another layer's use of its parameters is an error here too
+                state.keep()
+        self._lingering = [
+            state for state in self._lingering if state.presence is not Presence.RELEASED
+        ]
 
 
 def check_alike(layers: Sequence[LayerState]) -> None:
     """
     Raises:
-        ValueError: Layers that share a runtime, because a plain module calls one after another, differ in a field of the whole model.
+        ValueError: Layers that share a runtime, because a plain module calls one after another,
+            differ in a field of the whole model.
     """
     if (error := unlike((f"layer {state.label}", state.policy) for state in layers)) is not None:
         raise error

@@ -1,4 +1,6 @@
-"""The order of layers in forward, and the order in which a backward opens and closes the calls of its forward. No torch."""
+"""The order of layers in forward, and the order in which a backward opens and closes the calls of
+its forward. No torch.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,21 @@ L = TypeVar("L", bound=Hashable)
 
 
 class ForwardOrder(Generic[L]):
-    """Learns the orders in which forwards call their layers, and predicts the next layers from them.
+    """Learns the orders in which forwards call their layers, and predicts the next layers from
+    them.
 
-    All ranks learn the same orders, and all follow the same one. So ranks need not compare a call that this order predicts. They
-    compare any other call, even if another known order begins like this pass, because a rank's choice of order may depend on its
-    data. After the comparison this pass follows that known order. If there is none, nothing is predicted for the rest of the pass.
+    All ranks learn the same orders, and all follow the same one. So ranks need not compare a call
+    that this order predicts. They compare any other call, even if another known order begins like
+    this pass, because a rank's choice of order may depend on its data. After the comparison this
+    pass follows that known order. If there is none, nothing is predicted for the rest of the pass.
     """
 
     MAX_KNOWN = 8  # training, evaluation, generation with and without a cache, ...
 
     def __init__(self, expected: Iterable[L] = ()) -> None:
         self._first = tuple(expected)
-        self._known: list[tuple[L, ...]] = [self._first] if self._first else []  # the last one used comes first
+        # the last one used comes first
+        self._known: list[tuple[L, ...]] = [self._first] if self._first else []
         self._seen: list[L] = []
         self._follows: tuple[L, ...] | None = None
 
@@ -39,7 +44,9 @@ class ForwardOrder(Generic[L]):
         self._follows = self._known[0] if self._known else None
 
     def advance(self, layer: L) -> bool:
-        """Notes that `layer` is called now. Returns whether the order that this pass follows predicted it."""
+        """Notes that `layer` is called now. Returns whether the order that this pass follows
+        predicted it.
+        """
         position = len(self._seen)
         self._seen.append(layer)
         order = self._follows
@@ -48,7 +55,9 @@ class ForwardOrder(Generic[L]):
         if position < len(order) and order[position] == layer:
             return True
         seen = tuple(self._seen)
-        self._follows = next((known for known in self._known if known[: position + 1] == seen), None)
+        self._follows = next(
+            (known for known in self._known if known[: position + 1] == seen), None
+        )
         return False
 
     @property
@@ -57,8 +66,12 @@ class ForwardOrder(Generic[L]):
         return tuple(self._known)
 
     def expect(self, known: Sequence[tuple[L, ...]]) -> None:
-        """Restores the orders that `known` returned earlier. Orders that were learned since come after them."""
-        self._known = [*known, *(order for order in self._known if order not in known)][: self.MAX_KNOWN]
+        """Restores the orders that `known` returned earlier. Orders that were learned since come
+        after them.
+        """
+        self._known = [*known, *(order for order in self._known if order not in known)][
+            : self.MAX_KNOWN
+        ]
 
     def upcoming(self, depth: int) -> Sequence[L]:
         """The next predicted layers, at most `depth`."""
@@ -66,12 +79,16 @@ class ForwardOrder(Generic[L]):
         return self._follows[position : position + depth] if self._follows is not None else ()
 
     def forget(self) -> None:
-        """Forgets all learned orders. This is needed if ranks ran different forwards, and so learned different orders."""
+        """Forgets all learned orders. This is needed if ranks ran different forwards, and so
+        learned different orders.
+        """
         self._known = [self._first] if self._first else []
         self._follows = None
 
     def learn(self) -> None:
-        """Called when a pass is over. Its order is known from now on, and the next pass follows it first."""
+        """Called when a pass is over. Its order is known from now on, and the next pass follows it
+        first.
+        """
         if not self._seen:
             return
         order = self._follows if self._follows is not None else tuple(self._seen)
@@ -93,13 +110,18 @@ class Passes(Protocol):
 
 
 class LearnedOrder(Generic[L]):
-    """Calls in any order. The order is learned from forwards. Ranks compare each call that the order does not predict."""
+    """Calls in any order. The order is learned from forwards. Ranks compare each call that the
+    order does not predict.
+    """
 
     counts_every_call = False
 
-    def __init__(self, expected: Iterable[L], depth: int, compare: Callable[[L, int], None]) -> None:
+    def __init__(
+        self, expected: Iterable[L], depth: int, compare: Callable[[L, int], None]
+    ) -> None:
         """`compare`: of a layer, and its number in the forward, between ranks."""
-        self.calls: ForwardOrder[L | None] = ForwardOrder(expected)  # None: the next outermost module begins
+        # None: the next outermost module begins
+        self.calls: ForwardOrder[L | None] = ForwardOrder(expected)
         self._depth = depth
         self._compare = compare
 
@@ -117,12 +139,17 @@ class LearnedOrder(Generic[L]):
     def enter(self, layer: L, passes: Passes) -> list[L]:
         """Called before a layer's forward. Returns the layers to prefetch.
 
-        Layers after the present outermost module are not prefetched, because an optimizer may step before them.
+        Layers after the present outermost module are not prefetched, because an optimizer may step
+        before them.
         """
         if not self.calls.advance(layer):
             self._compare(layer, self.calls.position)
         upcoming = self.calls.upcoming(self._depth)
-        return [each for each in upcoming[: upcoming.index(None) if None in upcoming else None] if each is not None]
+        return [
+            each
+            for each in upcoming[: upcoming.index(None) if None in upcoming else None]
+            if each is not None
+        ]
 
     def recompute(self, layer: L) -> list[L]:
         """Called in place of `enter` inside a backward, which knows its order itself."""
@@ -143,12 +170,15 @@ class Frame(Generic[L]):
     layer: L
     start: int  # tick of the trace's clock
     clock: int  # value of `graph_clock` at the start: this forward's nodes are not older
-    recomputes: bool = False  # whether the call is not recorded: a recomputation, or inside `resident`
+    # whether the call is not recorded: a recomputation, or inside `resident`
+    recomputes: bool = False
     fetched_here: bool = True  # whether this forward has fetched the layer
 
 
 class CallStack(Generic[L]):
-    """A model's layers, and the frames of forwards under way, outer before inner. Inside a backward these are recomputations."""
+    """A model's layers, and the frames of forwards under way, outer before inner. Inside a backward
+    these are recomputations.
+    """
 
     def __init__(self, layers: Iterable[L]) -> None:
         self.layers = list(layers)
@@ -166,7 +196,9 @@ class CallPhase(Enum):
 
 @dataclass(eq=False, slots=True)
 class Call(Generic[L]):
-    """One call of a layer in a forward with gradients. `start` and `end` are ticks of the trace's clock."""
+    """One call of a layer in a forward with gradients. `start` and `end` are ticks of the trace's
+    clock.
+    """
 
     layer: L
     start: int
@@ -176,7 +208,9 @@ class Call(Generic[L]):
 
 
 class Step(NamedTuple, Generic[L]):
-    """A step of backward: it opens or closes a call. `reduce`: the layer's gradient is complete and can be reduced."""
+    """A step of backward: it opens or closes a call. `reduce`: the layer's gradient is complete and
+    can be reduced.
+    """
 
     call: Call[L]
     opens: bool
@@ -185,15 +219,16 @@ class Step(NamedTuple, Generic[L]):
 
 @dataclass(eq=False)
 class CallTrace(Generic[L]):
-    """The calls of one forward, in the order in which they ended. Backward walks over them from the last to the first.
+    """The calls of one forward, in the order in which they ended. Backward walks over them from the
+    last to the first.
 
-    A backward's collectives must not depend on the path of gradients on this rank. So when a gradient reaches a call, the walk
-    opens all later calls first, and closes the calls that are over. A call is over when the walk opens another one that ended
-    before this call began:
+    A backward's collectives must not depend on the path of gradients on this rank. So when a
+    gradient reaches a call, the walk opens all later calls first, and closes the calls that are
+    over. A call is over when the walk opens another one that ended before this call began:
 
-        outer  |--------------------------------|        opening a closes b, because a ended before b began;
-        inner      |---- a ----|  |---- b ----|          outer began before a ended: it closes only at the end
-        clock  1   2           3  4           5  6
+        outer  |--------------------------------|        opening a closes b, because a ended before
+        b began; inner      |---- a ----|  |---- b ----|          outer began before a ended: it
+        closes only at the end clock  1   2           3  4           5  6
     """
 
     calls: list[Call[L]] = field(default_factory=list)
@@ -204,7 +239,8 @@ class CallTrace(Generic[L]):
     _clock: int = 0
     _cursor: int = -1  # the index of the call that is opened next
     _open: list[Call[L]] = field(default_factory=list)
-    _first: dict[L, Call[L]] = field(default_factory=dict)  # layer -> its call that began first, and that backward closes last
+    # layer -> its call that began first, and that backward closes last
+    _first: dict[L, Call[L]] = field(default_factory=dict)
 
     def begin(self) -> int:
         self._clock += 1
@@ -212,7 +248,8 @@ class CallTrace(Generic[L]):
 
     def record(self, layer: L, start: int) -> Call[L]:
         call = Call(layer, start, self.begin(), len(self.calls))
-        if layer not in self._first or start < self._first[layer].start:  # the layer may have called itself
+        # the layer may have called itself
+        if layer not in self._first or start < self._first[layer].start:
             self._first[layer] = call
         self.calls.append(call)
         self._cursor = call.index
@@ -229,14 +266,18 @@ class CallTrace(Generic[L]):
         while self._cursor >= call.index:
             following = self.calls[self._cursor]
             self._cursor -= 1
-            opening = self._opened(following)  # before others close, so that a layer called twice in a row stays fetched
+            # before others close, so that a layer called twice in a row stays fetched
+            opening = self._opened(following)
             yield from self._close_those_after(following.end)
             yield opening
-        if call.phase is CallPhase.CLOSED:  # the gradient came later than the order of the forward implies
+        # the gradient came later than the order of the forward implies
+        if call.phase is CallPhase.CLOSED:
             yield self._opened(call)
 
     def finish(self, *, complete: bool) -> Iterator[Step[L]]:
-        """The steps that end a backward. `complete`: calls that no gradient reached are opened and closed too."""
+        """The steps that end a backward. `complete`: calls that no gradient reached are opened and
+        closed too.
+        """
         if complete and self.calls:
             yield from self.advance(self.calls[0])
         yield from self._close_those_after(0)
@@ -263,7 +304,9 @@ class CallTrace(Generic[L]):
         return Step(call, opens=True)
 
     def _close_those_after(self, end: int) -> Iterator[Step[L]]:
-        over = sorted((call for call in self._open if call.start > end), key=lambda call: -call.start)
+        over = sorted(
+            (call for call in self._open if call.start > end), key=lambda call: -call.start
+        )
         for call in over:
             self._open.remove(call)
             call.phase = CallPhase.CLOSED
@@ -271,7 +314,9 @@ class CallTrace(Generic[L]):
 
 
 class ForwardPass:
-    """Context around the forward of a zero3 module. At its end the runtime has the same frames as before, also after an exception."""
+    """Context around the forward of a zero3 module. At its end the runtime has the same frames as
+    before, also after an exception.
+    """
 
     __slots__ = ("_activity", "_depth", "_module", "_outermost", "_runtime")
 
@@ -284,7 +329,12 @@ class ForwardPass:
         self._activity = self._runtime.begin_pass(self._module) if self._outermost else None
         self._depth = self._runtime.depth
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._runtime.unwind(self._depth)
         if self._outermost:
             self._runtime.end_pass(self._activity, error)

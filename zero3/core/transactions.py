@@ -1,4 +1,6 @@
-"""Backwards that can be rolled back: their gradients are staged, and join the chunk's gradient at a commit."""
+"""Backwards that can be rolled back: their gradients are staged, and join the chunk's gradient at a
+commit.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ __all__: list[str] = []
 
 @dataclass(slots=True)
 class _Before:
-    """The state before a transaction, for a rollback. The transaction does not write into these tensors."""
+    """The state before a transaction, for a rollback. The transaction does not write into these
+    tensors.
+    """
 
     buffer: GradientBuffer
     kept: list[tuple[Part, Tensor]]
@@ -32,29 +36,37 @@ class _Before:
 
 
 class TransactionalReducer(GradientReducer):
-    """A reducer with transactions. The first gradient after a commit begins one, and `commit` or `roll_back` ends it.
+    """A reducer with transactions. The first gradient after a commit begins one, and `commit` or
+    `roll_back` ends it.
 
-    Until the commit, the chunk's gradient and the kept gradients of earlier backwards do not change. A `step_guard` begins the
-    transaction, and puts deferred gradients in the place of the chunk's. So nobody can use those before the commit; and if they are
-    zeroed, this is seen (`disturbed`), and the ones of before are still there.
+    Until the commit, the chunk's gradient and the kept gradients of earlier backwards do not
+    change. A `step_guard` begins the transaction, and puts deferred gradients in the place of the
+    chunk's. So nobody can use those before the commit; and if they are zeroed, this is seen
+    (`disturbed`), and the ones of before are still there.
     """
 
     _before: _Before | None = None  # the state before the present transaction
     _staged: tuple[tuple[Tensor, Tensor], ...] = ()  # the arguments of `_take`, for the commit
-    _placed: tuple[tuple[Part, Tensor], ...] | None = None  # in a `step_guard`: what stands for the parts' gradients until the commit
+    # in a `step_guard`: what stands for the parts' gradients until the commit
+    _placed: tuple[tuple[Part, Tensor], ...] | None = None
     _disturbed = False
-    _nothing: Tensor | None = None  # kept, so that a later `step_guard` begins without an allocation, which may fail on one rank alone
+    # kept, so that a later `step_guard` begins without an allocation, which may fail on one rank
+    # alone
+    _nothing: Tensor | None = None
 
     @property
     def undecided(self) -> bool:  # type: ignore[override]
         before = self._before
-        return before is not None and (bool(self._staged) or before.factor is not None or self._kept is not before.kept)
+        return before is not None and (
+            bool(self._staged) or before.factor is not None or self._kept is not before.kept
+        )
 
     @property
     def disturbed(self) -> bool:
         """Whether the caller has zeroed or replaced the chunk's gradient inside a `step_guard`."""
         self._disturbed = self._disturbed or any(
-            part.parameter.grad is not placed or (isinstance(placed, DeferredGradient) and placed.zeroed)
+            part.parameter.grad is not placed
+            or (isinstance(placed, DeferredGradient) and placed.zeroed)
             for part, placed in self._placed or ()
         )
         return self._disturbed
@@ -68,14 +80,22 @@ class TransactionalReducer(GradientReducer):
         """Until the commit, deferred gradients stand for the chunk's."""
         self._begin()
         for part in self._chunk.parts if not self.disturbed else ():
-            if part.parameter.requires_grad and not isinstance(part.parameter.grad, DeferredGradient):
+            if part.parameter.requires_grad and not isinstance(
+                part.parameter.grad, DeferredGradient
+            ):
                 if self._nothing is None:
-                    self._nothing = torch.zeros((), dtype=part.parameter.grad_dtype, device=part.parameter.device)
-                part.parameter.grad = DeferredGradient.like(part.parameter, weakref.ref(layer), self._nothing)
+                    self._nothing = torch.zeros(
+                        (), dtype=part.parameter.grad_dtype, device=part.parameter.device
+                    )
+                part.parameter.grad = DeferredGradient.like(
+                    part.parameter, weakref.ref(layer), self._nothing
+                )
         self._note_placed()
 
     def _note_placed(self) -> None:
-        placed = [(part, part.parameter.grad) for part in self._chunk.parts if part.start < part.stop]
+        placed = [
+            (part, part.parameter.grad) for part in self._chunk.parts if part.start < part.stop
+        ]
         self._placed = tuple((part, gradient) for part, gradient in placed if gradient is not None)
 
     def forget_zeroed(self) -> bool:
@@ -114,7 +134,9 @@ class TransactionalReducer(GradientReducer):
         self._begin()
         self._scale_partial(factor)
         if self._before is not None:
-            self._before.factor = factor if self._before.factor is None else self._before.factor * factor
+            self._before.factor = (
+                factor if self._before.factor is None else self._before.factor * factor
+            )
 
     def note_tokens(self, total: Tensor) -> None:
         if self._before is not None:
@@ -153,7 +175,8 @@ class TransactionalReducer(GradientReducer):
         for landed, summed in staged:
             super()._take(landed, summed)
         for part in self._chunk.parts if not self.owed else ():
-            if isinstance(part.parameter.grad, DeferredGradient):  # no backward has reached this chunk
+            # no backward has reached this chunk
+            if isinstance(part.parameter.grad, DeferredGradient):
                 part.parameter.grad = part.parameter.grad.earlier
         if before.total is not None:
             self.note_tokens(before.total)
@@ -165,21 +188,30 @@ class TransactionalReducer(GradientReducer):
             self.commit()
 
     def roll_back(self) -> None:
-        """Restores the state before the transaction, and ends it. What the caller has zeroed since stays so, unless a guard is open."""
+        """Restores the state before the transaction, and ends it. What the caller has zeroed since
+        stays so, unless a guard is open.
+        """
         before, guarded, disturbed = self._before, self._placed is not None, self.disturbed
         self._end()
         self._disturbed = disturbed
         if before is None:
             return
         self.pending = False
-        self._buffer, self._kept, self.owed, self.partial = before.buffer, before.kept, before.owed, before.partial
+        self._buffer, self._kept, self.owed, self.partial = (
+            before.buffer,
+            before.kept,
+            before.owed,
+            before.partial,
+        )
         for part, gradient in zip(self._chunk.parts, before.gradients, strict=True):
             found = part.parameter.grad
             zeroed = isinstance(found, DeferredGradient) and found.zeroed and not guarded
             if isinstance(gradient, DeferredGradient):
                 gradient.zeroed = zeroed
             if guarded or isinstance(found, DeferredGradient):
-                part.parameter.grad = None if zeroed and not isinstance(gradient, DeferredGradient) else gradient
+                part.parameter.grad = (
+                    None if zeroed and not isinstance(gradient, DeferredGradient) else gradient
+                )
 
 
 def hold(gradients: LayerGradients) -> None:
@@ -195,7 +227,9 @@ def hold(gradients: LayerGradients) -> None:
 
 
 def let_go(gradients: LayerGradients, *, keep: bool) -> None:
-    """Called when the `step_guard` is over: its gradients are committed, or rolled back if not `keep`."""
+    """Called when the `step_guard` is over: its gradients are committed, or rolled back if not
+    `keep`.
+    """
     for reducer in gradients.reducers.values() if not keep else ():
         if isinstance(reducer, TransactionalReducer):
             reducer.roll_back()
@@ -210,7 +244,9 @@ def let_go(gradients: LayerGradients, *, keep: bool) -> None:
 
 
 def _exchange(gradients: LayerGradients, kind: type[GradientReducer]) -> None:
-    """Replaces the reducers by reducers of class `kind` with the same state. For between backwards."""
+    """Replaces the reducers by reducers of class `kind` with the same state. For between
+    backwards.
+    """
     for chunk, before in gradients.reducers.items():
         if type(before) is not kind:
             after = kind.__new__(kind)

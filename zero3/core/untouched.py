@@ -1,7 +1,8 @@
 """A gradient in files, as long as nobody has asked for its values since it landed.
 
-Nobody can have changed it, or have a view of it. So the norm that was taken when it landed still holds, and if clipping scales it, that
-can wait for the optimizer, which has to bring it into memory anyway.
+Nobody can have changed it, or have a view of it. So the norm that was taken when it landed still
+holds, and if clipping scales it, that can wait for the optimizer, which has to bring it into memory
+anyway.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from .gradient_types import SEEN_WITHOUT_VALUES, DeferredGradient, WholeGradient
 __all__: list[str] = []
 
 _T = TypeVar("_T", bound=Tensor)
-_SEEN = SEEN_WITHOUT_VALUES - {Tensor.stride}  # of what stands for the values while they are to be scaled
+# of what stands for the values while they are to be scaled
+_SEEN = SEEN_WITHOUT_VALUES - {Tensor.stride}
 Span = tuple[int, int]  # elements of a gradient, flat
 
 
@@ -32,23 +34,30 @@ class Landed:
     kind: type[Tensor]  # what it was, and will be when it is touched
     order: float
     norms: Mapping[Span, Tensor]
-    version: int  # autograd's own accumulation, as that of a penalty over chunks, shows in this alone
+    # autograd's own accumulation, as that of a penalty over chunks, shows in this alone
+    version: int
     values: Tensor  # the same memory
     factor: Tensor | None = None  # 0-dim: what the values are still to be multiplied by
 
 
 class UntouchedGradient(WholeGradient):
-    """It is made by switching a gradient's class. If anything asks for its values, it is that gradient again, scaled.
+    """It is made by switching a gradient's class. If anything asks for its values, it is that
+    gradient again, scaled.
 
-    While it is to be scaled, its memory shows nan, for what reads memory without asking. It is the last of the classes of gradients,
-    because of an operation's arguments torch asks a subclass first: the others would take its memory for its values.
+    While it is to be scaled, its memory shows nan, for what reads memory without asking. It is the
+    last of the classes of gradients, because of an operation's arguments torch asks a subclass
+    first: the others would take its memory for its values.
     """
 
     landed: Landed
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in _SEEN:
             with as_plain_tensors():
@@ -63,9 +72,15 @@ class UntouchedGradient(WholeGradient):
 
 
 def watch(parameter: nn.Parameter, order: float, spans: Iterable[Span]) -> None:
-    """Begins to watch a gradient that has just landed, and takes the norms of its `spans`. (A hook may hold it already.)"""
+    """Begins to watch a gradient that has just landed, and takes the norms of its `spans`. (A hook
+    may hold it already.)
+    """
     gradient = parameter.grad
-    if gradient is None or isinstance(gradient, DeferredGradient | UntouchedGradient) or not gradient.numel():
+    if (
+        gradient is None
+        or isinstance(gradient, DeferredGradient | UntouchedGradient)
+        or not gradient.numel()
+    ):
         return
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return
@@ -93,7 +108,8 @@ def known_norm(gradient: Tensor, span: Span, order: float) -> Tensor | None:
 
 
 def scale_later(gradient: Tensor, factor: Tensor) -> bool:
-    """Leaves the multiplication by `factor`, 0-dim, for later. Returns False if somebody may have a view of the gradient.
+    """Leaves the multiplication by `factor`, 0-dim, for later. Returns False if somebody may have a
+    view of the gradient.
 
     For gradients whose norm is known: others are touched when it is taken.
     """
@@ -107,7 +123,8 @@ def scale_later(gradient: Tensor, factor: Tensor) -> bool:
 
 
 def touch_before_additions(parameter: nn.Parameter) -> Node | None:
-    """Autograd's own accumulation, as that of a penalty over chunks, does not ask a gradient before it adds to its memory.
+    """Autograd's own accumulation, as that of a penalty over chunks, does not ask a gradient before
+    it adds to its memory.
 
     It does from now on, as long as the caller keeps the returned node.
     """

@@ -1,7 +1,9 @@
-"""Refuses wrappers of other libraries, which would broadcast, reduce or shard a sharded model a second time.
+"""Refuses wrappers of other libraries, which would broadcast, reduce or shard a sharded model a
+second time.
 
-Before a wrapper changes anything, it asks the model for its modules or parameters. These methods are replaced, and look at their
-caller in the call stack. So nothing in torch is patched, and a sharded model is also found inside another model.
+Before a wrapper changes anything, it asks the model for its modules or parameters. These methods
+are replaced, and look at their caller in the call stack. So nothing in torch is patched, and a
+sharded model is also found inside another model.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from torch import nn
 
 __all__: list[str] = []
 
-# Name of the Python module, or its beginning, that calls these methods or defines the wrapper's class -> the wrapper's name.
+# Name of the Python module, or its beginning, that calls these methods or defines the wrapper's
+# class -> the wrapper's name.
 _WRAPPERS = MappingProxyType(
     {
         "torch.nn.parallel.distributed": "DistributedDataParallel",
@@ -25,7 +28,7 @@ _WRAPPERS = MappingProxyType(
         "torch.distributed.fsdp._init_utils": "FullyShardedDataParallel (FSDP1)",
         "torch.distributed.fsdp._wrap_utils": "FullyShardedDataParallel (FSDP1)",
         "torch.distributed.fsdp.fully_sharded_data_parallel": "FullyShardedDataParallel (FSDP1)",
-        "torch.distributed._composable.replicate": "replicate (the composable DistributedDataParallel)",
+        "torch.distributed._composable.replicate": "replicate (composable DistributedDataParallel)",
         "torch.distributed.tensor._api": "distribute_module (tensor parallelism)",
         "torch.distributed.tensor.parallel.": "parallelize_module (tensor parallelism)",
         "deepspeed.runtime.": "DeepSpeed",
@@ -35,7 +38,16 @@ _WRAPPERS = MappingProxyType(
 )
 _BEGINNINGS = tuple(_WRAPPERS)
 _ASKING = frozenset(
-    {"named_modules", "modules", "named_parameters", "parameters", "named_buffers", "buffers", "_named_members", "<listcomp>"}
+    {
+        "named_modules",
+        "modules",
+        "named_parameters",
+        "parameters",
+        "named_buffers",
+        "buffers",
+        "_named_members",
+        "<listcomp>",
+    }
     | {"<dictcomp>", "<setcomp>", "<genexpr>", "_named_parameters", "_named_modules", "__call__"}
 )  # functions that pass the call on; the caller is the first frame that is none of these
 
@@ -47,7 +59,8 @@ def refuse_wrappers(name_of: Callable[[], str]) -> None:
         name_of: Returns the name of the sharded model or layer, for the error.
 
     Raises:
-        RuntimeError: A wrapper asks for modules or parameters. Every rank that wraps raises it, and nothing has changed.
+        RuntimeError: A wrapper asks for modules or parameters. Every rank that wraps raises it, and
+            nothing has changed.
     """
     if torch.compiler.is_compiling():  # torch.compile can't trace frames, and traces no wrapper
         return
@@ -58,15 +71,19 @@ def refuse_wrappers(name_of: Callable[[], str]) -> None:
     if asking.startswith(_BEGINNINGS):
         wrapper = _named(asking)
         raise RuntimeError(
-            f"{wrapper} around a sharded model ({name_of()}): zero3 gathers the parameters and reduces the gradients of its layers "
-            f"itself, and {wrapper} would take each rank's slice for whole parameters. Train the model without the wrapper; wrap only "
-            "modules that hold no sharded layer. For Accelerator, Trainer and TRL's trainers there are others in zero3.integrations "
-            "(docs/integrations.md); any other tool that wraps what it is given gets the optimizer and the data loader without the model."
+            f"{wrapper} around a sharded model ({name_of()}): zero3 gathers the parameters and "
+            f"reduces the gradients of its layers itself, and {wrapper} would take each rank's "
+            "slice for whole parameters. Train the model without the wrapper; wrap only modules "
+            "that hold no sharded layer. For Accelerator, Trainer and TRL's trainers there are "
+            "others in zero3.integrations (docs/integrations.md); any other tool that wraps what "
+            "it is given gets the optimizer and the data loader without the model."
         )
 
 
 def wrapper_in(modules: Iterable[tuple[str, nn.Module]]) -> str | None:
-    """The first wrapper among named modules, as a text with its place in the model. None if there is none."""
+    """The first wrapper among named modules, as a text with its place in the model. None if there
+    is none.
+    """
     for name, module in modules:
         for kind in type(module).__mro__:
             if kind.__module__.startswith(_BEGINNINGS):

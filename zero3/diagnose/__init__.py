@@ -1,1 +1,3 @@
-"""Tells how much memory a sharded model takes, what it waits for, and whether its results are right."""
+"""Tells how much memory a sharded model takes, what it waits for, and whether its results are
+right.
+"""

@@ -23,7 +23,8 @@ from ..shard import shard
 
 __all__: list[str] = []
 
-_OF_DOUBLE, _OF_SINGLE, _OF_HALF = 1e-9, 1e-3, 5e-2  # tolerances for float64, float32 and narrower dtypes
+# tolerances for float64, float32 and narrower dtypes
+_OF_DOUBLE, _OF_SINGLE, _OF_HALF = 1e-9, 1e-3, 5e-2
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Difference:
     Attributes:
         name: The parameter's name in the unwrapped model; "" for the loss.
         what: "loss", "gradient" or "value after the step".
-        largest: The largest difference of an element; nan where one of the two is nan and the other is not.
+        largest: The largest difference of an element; nan where one of the two is nan and the other
+            is not.
         scale: The largest absolute value of the unsharded tensor.
     """
 
@@ -45,10 +47,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `check` found. It is the same on every rank, except for the loss. `str(report)` tells it in words.
+    """What `check` found. It is the same on every rank, except for the loss. `str(report)` tells it
+    in words.
 
     Attributes:
-        differences: The differences beyond the tolerance: the loss first, then in the order of the model's parameters.
+        differences: The differences beyond the tolerance: the loss first, then in the order of the
+            model's parameters.
         compared: How many tensors were compared.
         worst: The largest difference of a tensor, relative to its scale.
     """
@@ -64,10 +68,20 @@ class CheckReport:
 
     def __str__(self) -> str:
         if not self.differences:
-            return f"sharded and unsharded agree: {self.compared} tensors, at most {self.worst:.1e} of each one's largest value apart"
-        lines = [f"  {d.what} {d.name}: off by {d.largest:.3g}, largest value {d.scale:.3g}" for d in self.differences[:10]]
+            return (
+                f"sharded and unsharded agree: {self.compared} tensors, at most "
+                f"{self.worst:.1e} of each one's largest value apart"
+            )
+        lines = [
+            f"  {d.what} {d.name}: off by {d.largest:.3g}, largest value {d.scale:.3g}"
+            for d in self.differences[:10]
+        ]
         more = f"\n  and {len(self.differences) - 10} more" if len(self.differences) > 10 else ""
-        return f"sharded and unsharded differ in {len(self.differences)} of {self.compared} tensors:\n" + "\n".join(lines) + more
+        return (
+            f"sharded and unsharded differ in {len(self.differences)} of {self.compared} tensors:\n"
+            + "\n".join(lines)
+            + more
+        )
 
 
 def check(
@@ -80,29 +94,34 @@ def check(
     process_group: Any = None,
     tolerance: float | None = None,
 ) -> CheckReport:
-    """Runs one step of SGD on two copies of a model, one sharded and one not, and names the first parameter that differs.
+    """Runs one step of SGD on two copies of a model, one sharded and one not, and names the first
+    parameter that differs.
 
-    The unsharded copy's gradients are averaged over ranks by plain all-reduces. Both copies begin with rank 0's values and the
-    same random numbers. Where policies cast parameters, inputs, outputs or gradients, the unsharded copy casts them alike. Every
-    rank calls it, with its own batch, and holds the whole model several times: use a small one.
+    The unsharded copy's gradients are averaged over ranks by plain all-reduces. Both copies begin
+    with rank 0's values and the same random numbers. Where policies cast parameters, inputs,
+    outputs or gradients, the unsharded copy casts them alike. Every rank calls it, with its own
+    batch, and holds the whole model several times: use a small one.
 
     Args:
         model: Not sharded; it stays as it is.
         batch: The second argument of `loss`.
-        loss: A function of a model and a batch. None: the `.loss` of `model(**batch)` or `model(batch)` or, if there is none, the
-            sum of its squares.
-        wrap: A function that shards a model. None: `zero3.shard(model, policy=policy, process_group=process_group)`.
+        loss: A function of a model and a batch. None: the `.loss` of `model(**batch)` or
+            `model(batch)` or, if there is none, the sum of its squares.
+        wrap: A function that shards a model. None: `zero3.shard(model, policy=policy,
+            process_group=process_group)`.
         policy: For `zero3.shard`.
         process_group: For `zero3.shard`.
-        tolerance: The largest difference that counts as equal, relative to the largest absolute value of each tensor. None: 1e-9,
-            1e-3 and 5e-2 for float64, float32 and narrower dtypes; the narrowest of parameters and policies counts.
+        tolerance: The largest difference that counts as equal, relative to the largest absolute
+            value of each tensor. None: 1e-9, 1e-3 and 5e-2 for float64, float32 and narrower
+            dtypes; the narrowest of parameters and policies counts.
 
     Returns:
         A `CheckReport`.
 
     Raises:
         ValueError: `model` is sharded already, or can't be sharded, as for `shard`.
-        RuntimeError: The unsharded step raised on a rank. Every rank raises it (a ValueError, TypeError or OSError as such).
+        RuntimeError: The unsharded step raised on a rank. Every rank raises it (a ValueError,
+            TypeError or OSError as such).
 
     Example::
 
@@ -113,35 +132,72 @@ def check(
     loss = _default_loss if loss is None else loss
     if layers := layers_of(model):
         raise ValueError(
-            f"check shards a copy of the model, and this {type(model).__name__} is sharded already (layer {layers[0]._state.label}): "
-            "call zero3.check before zero3.shard, with shard's policy=, or wrap= a function that shards. zero3.report and zero3.profile "
+            f"check shards a copy of the model, and this {type(model).__name__} is sharded "
+            f"already (layer {layers[0]._state.label}): call zero3.check before zero3.shard, with "
+            "shard's policy=, or wrap= a function that shards. zero3.report and zero3.profile "
             "take sharded models"
         )
     sharded = copy.deepcopy(model)
-    sharded = shard(sharded, policy=policy, process_group=process_group) if wrap is None else wrap(sharded)
+    sharded = (
+        shard(sharded, policy=policy, process_group=process_group)
+        if wrap is None
+        else wrap(sharded)
+    )
     communicator, plain = states_of(sharded)[0].communicator, copy.deepcopy(model)
     for tensor in [*plain.parameters(), *plain.buffers()]:
         if communicator.world_size > 1:
             communicator.broadcast(tensor.detach())
     places = _places(sharded)
-    expected = {"loss": {"": _plain_step(plain, sharded, places, lambda model: _step(model, [*model.parameters()], batch, loss))}}
+    expected = {
+        "loss": {
+            "": _plain_step(
+                plain,
+                sharded,
+                places,
+                lambda model: _step(model, [*model.parameters()], batch, loss),
+            )
+        }
+    }
     found = {"loss": {"": _step(sharded, get_trainable_chunk(sharded), batch, loss)}}
-    expected["gradient"] = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in plain.named_parameters() if p.requires_grad}
+    expected["gradient"] = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad
+        for n, p in plain.named_parameters()
+        if p.requires_grad
+    }
     with full_gradients(sharded) as gathered:
-        found["gradient"] = {name: gathered.get(name, torch.zeros_like(value)) for name, value in expected["gradient"].items()}
+        found["gradient"] = {
+            name: gathered.get(name, torch.zeros_like(value))
+            for name, value in expected["gradient"].items()
+        }
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     torch.optim.SGD(get_trainable_chunk(sharded), lr=0.1).step()
     expected["value after the step"] = {name: p.detach() for name, p in plain.named_parameters()}
     with full_params(sharded):
-        found["value after the step"] = {name: p.detach().clone() for name, p in sharded.named_parameters()}
-    return _compared(expected, found, max(map(_tolerance, places.values())) if tolerance is None else tolerance)
+        found["value after the step"] = {
+            name: p.detach().clone() for name, p in sharded.named_parameters()
+        }
+    return _compared(
+        expected, found, max(map(_tolerance, places.values())) if tolerance is None else tolerance
+    )
 
 
-def _compared(expected: dict[str, dict[str, Tensor]], found: dict[str, dict[str, Tensor]], tolerance: float) -> CheckReport:
-    """Compares tensors by kind and name. The last kind has all names, in the order of the report."""
-    pairs = [(name, what, found[what][name], value) for what, values in expected.items() for name, value in values.items()]
+def _compared(
+    expected: dict[str, dict[str, Tensor]], found: dict[str, dict[str, Tensor]], tolerance: float
+) -> CheckReport:
+    """Compares tensors by kind and name. The last kind has all names, in the order of the
+    report.
+    """
+    pairs = [
+        (name, what, found[what][name], value)
+        for what, values in expected.items()
+        for name, value in values.items()
+    ]
     differences = [_difference(*pair) for pair in pairs]
-    beyond = [d for d in differences if not d.largest <= tolerance * d.scale + torch.finfo(torch.float64).tiny]
+    beyond = [
+        d
+        for d in differences
+        if not d.largest <= tolerance * d.scale + torch.finfo(torch.float64).tiny
+    ]
     order = {name: number for number, name in enumerate(["", *expected["value after the step"]])}
     worst = max(d.largest / d.scale if d.scale else d.largest for d in differences)
     return CheckReport(sorted(beyond, key=lambda d: order[d.name]), len(pairs), worst)
@@ -158,7 +214,11 @@ def _places(model: nn.Module) -> dict[str, _Place]:
     """Returns each parameter's place by its own name. All ranks call it."""
     with full_params(model):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {names[id(each.sites.parameter)]: _Place(state, each) for state in states_of(model) for each in state.parameters}
+    return {
+        names[id(each.sites.parameter)]: _Place(state, each)
+        for state in states_of(model)
+        for each in state.parameters
+    }
 
 
 def _default_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -170,26 +230,44 @@ def _default_loss(model: nn.Module, batch: Any) -> Tensor:
 
 def _tolerance(place: _Place) -> float:
     stored = place.sharded.chunk.shard.dtype
-    computed, reduced = compute_dtype(place.state.policy, stored), gradient_dtype(place.state.policy, stored)
+    computed, reduced = (
+        compute_dtype(place.state.policy, stored),
+        gradient_dtype(place.state.policy, stored),
+    )
     narrowest = min(dtype.itemsize for dtype in (stored, computed, reduced))
     return _OF_HALF if narrowest < 4 else _OF_SINGLE if narrowest < 8 else _OF_DOUBLE
 
 
-def _step(model: nn.Module, parameters: list[nn.Parameter], batch: Any, loss: Callable[[nn.Module, Any], Tensor]) -> Tensor:
-    with random_state_kept(next((p.device for p in parameters if p.device.type != "cpu"), torch.device("cpu"))):
+def _step(
+    model: nn.Module,
+    parameters: list[nn.Parameter],
+    batch: Any,
+    loss: Callable[[nn.Module, Any], Tensor],
+) -> Tensor:
+    with random_state_kept(
+        next((p.device for p in parameters if p.device.type != "cpu"), torch.device("cpu"))
+    ):
         torch.manual_seed(0)
         value = loss(model, batch)
         value.backward()  # type: ignore[no-untyped-call]
     return value.detach()
 
 
-def _plain_step(plain: nn.Module, sharded: nn.Module, places: dict[str, _Place], step: Callable[[nn.Module], Tensor]) -> Tensor:
-    """`step` of what `plain` is when it is cast as `sharded` is; the gradients go to `plain`, in its own dtypes."""
+def _plain_step(
+    plain: nn.Module,
+    sharded: nn.Module,
+    places: dict[str, _Place],
+    step: Callable[[nn.Module], Tensor],
+) -> Tensor:
+    """`step` of what `plain` is when it is cast as `sharded` is; the gradients go to `plain`, in
+    its own dtypes.
+    """
     computing = _cast_alike(plain, sharded, places)
     first, value, error = states_of(sharded)[0], torch.zeros(()), None
     try:
         value = step(computing)
-    except Exception as caught:  # whatever the caller's loss raises: the other ranks wait to hear of it
+    # whatever the caller's loss raises: the other ranks wait to hear of it
+    except Exception as caught:
         error = caught
     agree(first.communicator, first.device, "check", [], error)
     gradients = {name: parameter.grad for name, parameter in computing.named_parameters()}
@@ -200,7 +278,9 @@ def _plain_step(plain: nn.Module, sharded: nn.Module, places: dict[str, _Place],
         found = gradients[name]
         if found is None and state.communicator.world_size == 1:
             continue
-        gradient = (torch.zeros_like(parameter) if found is None else found).to(gradient_dtype(state.policy, chunk.shard.dtype))
+        gradient = (torch.zeros_like(parameter) if found is None else found).to(
+            gradient_dtype(state.policy, chunk.shard.dtype)
+        )
         if state.communicator.world_size > 1:
             state.communicator.all_reduce(gradient)
             if state.policy.gradient_reduction == "mean":
@@ -210,7 +290,9 @@ def _plain_step(plain: nn.Module, sharded: nn.Module, places: dict[str, _Place],
 
 
 def _cast_alike(plain: nn.Module, sharded: nn.Module, places: dict[str, _Place]) -> nn.Module:
-    """A copy whose parameters have the dtypes that they are computed with, and whose modules cast what the layers cast."""
+    """A copy whose parameters have the dtypes that they are computed with, and whose modules cast
+    what the layers cast.
+    """
     computing = copy.deepcopy(plain)
     for name, parameter in computing.named_parameters():
         parameter.data = parameter.data.to(places[name].sharded.chunk.compute_dtype)

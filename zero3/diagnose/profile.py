@@ -1,7 +1,7 @@
 """profile(): how long each layer computes, and how long the computation waits for its transfers.
 
-A step outside the context pays nothing. Inside the context, the methods that start and await transfers are replaced on the model's
-own objects.
+A step outside the context pays nothing. Inside the context, the methods that start and await
+transfers are replaced on the model's own objects.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ __all__: list[str] = []
 
 @contextmanager
 def profile(model: nn.Module) -> Iterator[Profile]:
-    """Context that times the steps of a model: how long each layer computed, and how long it was waited for.
+    """Context that times the steps of a model: how long each layer computed, and how long it was
+    waited for.
 
-    Every rank may enter it by itself: no collectives are added. On CUDA times are those of the streams, by events, and the host
-    waits at the end only. On the CPU the end of a transfer is seen when somebody waits for it. (torch.profiler needs no context:
-    every fetch, wait, forward, backup and release has a name in its traces, such as "zero3::fetch layer 'h.3' (Block)".)
+    Every rank may enter it by itself: no collectives are added. On CUDA times are those of the
+    streams, by events, and the host waits at the end only. On the CPU the end of a transfer is seen
+    when somebody waits for it. (torch.profiler needs no context: every fetch, wait, forward, backup
+    and release has a name in its traces, such as "zero3::fetch layer 'h.3' (Block)".)
 
     Args:
         model: A sharded model, or a part of one.
@@ -80,7 +82,9 @@ class _Timed:
 class _TimedLane:
     """A lane that records when the transfers of one layer begin and end."""
 
-    def __init__(self, lane: Lane, recorder: _Recorder, state: LayerState, kind: Kind, sizes: Iterator[int]) -> None:
+    def __init__(
+        self, lane: Lane, recorder: _Recorder, state: LayerState, kind: Kind, sizes: Iterator[int]
+    ) -> None:
         self._lane = lane
         self._recorder = recorder
         self._state = state
@@ -91,7 +95,9 @@ class _TimedLane:
     def issue(self) -> Iterator[None]:
         with self._lane.issue():
             phase, begin = _phase(), self._recorder.clock.now()
-            self._timed = _Timed(self._state.subject.name, self._kind, phase, next(self._sizes), begin)
+            self._timed = _Timed(
+                self._state.subject.name, self._kind, phase, next(self._sizes), begin
+            )
             yield
 
     def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Mark:
@@ -127,14 +133,17 @@ class _TimedMark:
 
 
 class _Recorder:
-    """Records computation and transfers. Computation counts for the layer that was fetched last, until that layer's call is over."""
+    """Records computation and transfers. Computation counts for the layer that was fetched last,
+    until that layer's call is over.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.transfers: list[_Timed] = []
         self._spans: list[tuple[str, Phase, object, object]] = []
         self._running: tuple[str, Phase, object] | None = None
-        self._forwards: list[str] = []  # the layers whose forwards are under way, outer before inner
+        # the layers whose forwards are under way, outer before inner
+        self._forwards: list[str] = []
         self._undo: list[Callable[[], object]] = []
         self._start: object = None
         self._stop: object = None
@@ -144,10 +153,18 @@ class _Recorder:
     def attach(self, model: nn.Module, states: list[LayerState]) -> None:
         for state in states:
             self._replace(state, "fetch", partial(self._fetch, state, state.fetch))
-            self._replace(state.gradients, "prepare", partial(self._prepare, state.gradients.prepare))
-            self._replace(state.gradients, "back_up", partial(self._back_up, state, state.gradients.back_up))
+            self._replace(
+                state.gradients, "prepare", partial(self._prepare, state.gradients.prepare)
+            )
+            self._replace(
+                state.gradients, "back_up", partial(self._back_up, state, state.gradients.back_up)
+            )
             for chunk in state.chunks:
-                self._replace(chunk, "start_fetch", partial(self._start_fetch, state, chunk, chunk.start_fetch))
+                self._replace(
+                    chunk,
+                    "start_fetch",
+                    partial(self._start_fetch, state, chunk, chunk.start_fetch),
+                )
         for layer in layers_of(model):
             self._undo.append(layer.register_forward_hook(self._leave, always_call=True).remove)
         self._undo.append(model.register_forward_hook(self._forward_over, always_call=True).remove)
@@ -155,7 +172,9 @@ class _Recorder:
 
     def _replace(self, owner: object, method: str, replacement: Callable[..., Any]) -> None:
         if method in vars(owner):
-            raise RuntimeError("this model is being profiled already: leave the other zero3.profile first")
+            raise RuntimeError(
+                "this model is being profiled already: leave the other zero3.profile first"
+            )
         vars(owner)[method] = replacement
         self._undo.append(partial(vars(owner).pop, method))
 
@@ -171,7 +190,17 @@ class _Recorder:
 
         spans = [Span(layer, phase, at(begin), at(end)) for layer, phase, begin, end in self._spans]
         transfers = [
-            Transfer(t.layer, t.kind, t.phase, t.nbytes, at(t.begin), at(t.end), at(t.stopped), at(t.resumed)) for t in self.transfers
+            Transfer(
+                t.layer,
+                t.kind,
+                t.phase,
+                t.nbytes,
+                at(t.begin),
+                at(t.end),
+                at(t.stopped),
+                at(t.resumed),
+            )
+            for t in self.transfers
         ]
         result._finish(at(self._stop), spans, transfers, prefetch_depth)
 
@@ -185,7 +214,9 @@ class _Recorder:
             self._forwards.append(name)
         self._open(name, phase)
 
-    def _start_fetch(self, state: LayerState, chunk: Chunk, start_fetch: Callable[[Lane], None], lane: Lane) -> None:
+    def _start_fetch(
+        self, state: LayerState, chunk: Chunk, start_fetch: Callable[[Lane], None], lane: Lane
+    ) -> None:
         nbytes = _received(chunk, chunk.compute_dtype.itemsize)
         start_fetch(_TimedLane(lane, self, state, "fetch", iter([nbytes])))
 
@@ -193,15 +224,27 @@ class _Recorder:
         self._close()
         return prepare(communicator)
 
-    def _back_up(self, state: LayerState, back_up: Callable[..., Any], prepared: Any, lanes: Lanes, communicator: object) -> Any:
+    def _back_up(
+        self,
+        state: LayerState,
+        back_up: Callable[..., Any],
+        prepared: Any,
+        lanes: Lanes,
+        communicator: object,
+    ) -> Any:
         trained = [chunk for chunk in state.chunks if chunk.shard.requires_grad]
         widths = [gradient_dtype(state.policy, chunk.shard.dtype).itemsize for chunk in trained]
         sizes = [_received(chunk, width) for chunk, width in zip(trained, widths, strict=True)]
         timed = lanes._replace(backup=_TimedLane(lanes.backup, self, state, "backup", iter(sizes)))
         if lanes.replicas is not None:
             replicas = state.communicator.world_size // state.communicator.shards
-            sums = [2 * chunk.shard.numel() * width * (replicas - 1) // replicas for chunk, width in zip(trained, widths, strict=True)]
-            timed = timed._replace(replicas=_TimedLane(lanes.replicas, self, state, "backup", iter(sums)))
+            sums = [
+                2 * chunk.shard.numel() * width * (replicas - 1) // replicas
+                for chunk, width in zip(trained, widths, strict=True)
+            ]
+            timed = timed._replace(
+                replicas=_TimedLane(lanes.replicas, self, state, "backup", iter(sums))
+            )
         return back_up(prepared, timed, communicator)
 
     # -- forward hooks
@@ -235,5 +278,7 @@ def _phase() -> Phase:
 
 
 def _received(chunk: Chunk, itemsize: int) -> int:
-    """The bytes that a rank receives in a gather or a reduction: the full buffer without the rank's own slice."""
+    """The bytes that a rank receives in a gather or a reduction: the full buffer without the rank's
+    own slice.
+    """
     return (chunk.layout.padded_numel - chunk.shard.numel()) * itemsize

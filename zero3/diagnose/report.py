@@ -11,7 +11,15 @@ from torch import nn
 from ..access import states_of
 from ..core.layer_state import LayerState
 from ..core.layout import megabytes
-from ..policy import ShardingPolicy, gather_format, gradient_dtype, landed_dtype, reduce_format, shards_gradients, shards_parameters
+from ..policy import (
+    ShardingPolicy,
+    gather_format,
+    gradient_dtype,
+    landed_dtype,
+    reduce_format,
+    shards_gradients,
+    shards_parameters,
+)
 from ..quantized.wire import is_stochastic
 
 __all__: list[str] = []
@@ -19,27 +27,34 @@ __all__: list[str] = []
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The memory that one rank holds for a model, in bytes, without the optimizer's state. `str(report)` is one line to print.
+    """The memory that one rank holds for a model, in bytes, without the optimizer's state.
+    `str(report)` is one line to print.
 
     Attributes:
         rank: The rank that made the report.
         world_size: The number of ranks.
-        shards: The number of ranks over which a chunk is cut: on a mesh with replicas fewer than `world_size`.
+        shards: The number of ranks over which a chunk is cut: on a mesh with replicas fewer than
+            `world_size`.
         layers: The number of layers, the root's own included.
         parameters: Elements of the whole model, trainable and frozen.
-        chunks: Bytes by kind and dtype or format, such as `"trainable float32"` and `"frozen nf4(64, double)"`.
+        chunks: Bytes by kind and dtype or format, such as `"trainable float32"` and `"frozen
+            nf4(64, double)"`.
         gradients: Bytes of the trainable chunks' gradients.
-        rests: Where chunks and gradients rest: `"memory"` of the device that computes, `"host memory"` beside an accelerator, `"files"`.
-        gathered: Bytes of all layers' full buffers by dtype or format. A step holds only `full_parameters` of them at once.
-        full_parameters: The most bytes of full buffers that a step may hold at once. It assumes that the largest layers follow
-            each other.
+        rests: Where chunks and gradients rest: `"memory"` of the device that computes, `"host
+            memory"` beside an accelerator, `"files"`.
+        gathered: Bytes of all layers' full buffers by dtype or format. A step holds only
+            `full_parameters` of them at once.
+        full_parameters: The most bytes of full buffers that a step may hold at once. It assumes
+            that the largest layers follow each other.
         full_gradients: The most bytes of full gradients that a step may hold at once.
-        transfers: What travels rounded to a format, and whether that is a bias: a text for each kind of transfer. Empty if all is exact.
+        transfers: What travels rounded to a format, and whether that is a bias: a text for each
+            kind of transfer. Empty if all is exact.
         policies: The distinct policies, as text.
-        largest_layer: The name of the largest layer; of those beside the root's own, where there are any.
+        largest_layer: The name of the largest layer; of those beside the root's own, where there
+            are any.
         largest_layer_bytes: Bytes of its full parameters.
-        root_bytes: Bytes of the root's own layer's full parameters, which stay from forward to the end of backward. None without
-            `shard`.
+        root_bytes: Bytes of the root's own layer's full parameters, which stay from forward to the
+            end of backward. None without `shard`.
     """
 
     rank: int
@@ -60,21 +75,32 @@ class Report:
     root_bytes: int | None
 
     def __str__(self) -> str:
-        root = f", the root's own holds {megabytes(self.root_bytes)}" if self.root_bytes is not None else ""
-        mesh = f" ({self.world_size // self.shards} replicas of {self.shards} shards)" if self.shards < self.world_size else ""
+        root = (
+            f", the root's own holds {megabytes(self.root_bytes)}"
+            if self.root_bytes is not None
+            else ""
+        )
+        mesh = (
+            f" ({self.world_size // self.shards} replicas of {self.shards} shards)"
+            if self.shards < self.world_size
+            else ""
+        )
         rests = f" in {' and '.join(self.rests)}" if self.rests != ("memory",) else ""
         stored = ", ".join(f"{kind} {megabytes(nbytes)}" for kind, nbytes in self.chunks.items())
         return (
-            f"zero3: rank {self.rank} of {self.world_size}{mesh}, {self.parameters / 1e6:.1f} M parameters in {self.layers} layers. "
-            f"Chunks{rests}: {stored or 'none'}; gradients: {megabytes(self.gradients)}. "
-            f"Computes in {', '.join(self.gathered) or 'nothing'}; a step holds up to {megabytes(self.full_parameters)} of full parameters "
-            f"and {megabytes(self.full_gradients)} of full gradients. The largest layer is {self.largest_layer} with "
-            f"{megabytes(self.largest_layer_bytes)}{root}. {''.join(f'{text}. ' for text in self.transfers)}{'; '.join(self.policies)}"
+            f"zero3: rank {self.rank} of {self.world_size}{mesh}, {self.parameters / 1e6:.1f} M "
+            f"parameters in {self.layers} layers. Chunks{rests}: {stored or 'none'}; gradients: "
+            f"{megabytes(self.gradients)}. Computes in {', '.join(self.gathered) or 'nothing'}; a "
+            f"step holds up to {megabytes(self.full_parameters)} of full parameters and "
+            f"{megabytes(self.full_gradients)} of full gradients. The largest layer is "
+            f"{self.largest_layer} with {megabytes(self.largest_layer_bytes)}{root}. "
+            f"{''.join(f'{text}. ' for text in self.transfers)}{'; '.join(self.policies)}"
         )
 
 
 def report(model: nn.Module) -> Report:
-    """Tells how much memory this rank holds for a model, and how much a step adds. It makes no collective.
+    """Tells how much memory this rank holds for a model, and how much a step adds. It makes no
+    collective.
 
     Args:
         model: Any model that contains zero3 layers.
@@ -91,7 +117,11 @@ def report(model: nn.Module) -> Report:
     """
     states = states_of(model)
     first = states[0]
-    roots = {id(root) for module in model.modules() if (root := vars(module).get("_zero3_root")) is not None}
+    roots = {
+        id(root)
+        for module in model.modules()
+        if (root := vars(module).get("_zero3_root")) is not None
+    }
     largest = max(states, key=lambda state: (id(state) not in roots, state.full_nbytes()))
     chunks: dict[str, int] = {}
     gathered: dict[str, int] = {}
@@ -106,25 +136,36 @@ def report(model: nn.Module) -> Report:
         world_size=first.communicator.world_size,
         shards=first.communicator.shards,
         layers=len(states),
-        parameters=sum(sharded.stand_in.numel() for state in states for sharded in state.parameters),
+        parameters=sum(
+            sharded.stand_in.numel() for state in states for sharded in state.parameters
+        ),
         chunks=chunks,
         gradients=sum(
-            chunk.taken(chunk.shard.numel() * landed_dtype(state.policy, chunk.shard.dtype).itemsize)
+            chunk.taken(
+                chunk.shard.numel() * landed_dtype(state.policy, chunk.shard.dtype).itemsize
+            )
             for state in states
             for chunk in state.chunks
             if chunk.shard.requires_grad
         ),
-        rests=tuple(dict.fromkeys(chunk.rests for state in states for chunk in state.chunks)) or ("memory",),
+        rests=tuple(dict.fromkeys(chunk.rests for state in states for chunk in state.chunks))
+        or ("memory",),
         gathered=gathered,
         full_parameters=_at_once(
-            states, [state.full_nbytes() * (not all(c.resident for c in state.chunks)) for state in states], shards_parameters
+            states,
+            [state.full_nbytes() * (not all(c.resident for c in state.chunks)) for state in states],
+            shards_parameters,
         ),
-        full_gradients=_at_once(states, [_gradient_nbytes(state) for state in states], shards_gradients),
+        full_gradients=_at_once(
+            states, [_gradient_nbytes(state) for state in states], shards_gradients
+        ),
         transfers=_rounded(states),
         policies=tuple(dict.fromkeys(repr(state.policy) for state in states)),
         largest_layer=largest.label,
         largest_layer_bytes=largest.full_nbytes(),
-        root_bytes=sum(state.full_nbytes() for state in states if id(state) in roots) if roots else None,
+        root_bytes=sum(state.full_nbytes() for state in states if id(state) in roots)
+        if roots
+        else None,
     )
 
 
@@ -133,9 +174,16 @@ def _rounded(states: list[LayerState]) -> tuple[str, ...]:
     for state in states:
         for dtype in {chunk.shard.dtype for chunk in state.chunks if chunk.shard.requires_grad}:
             if (kind := gather_format(state.policy, state.communicator, dtype)) is not None:
-                found[f"Weights travel as {kind.name}, and what computes is rounded to it: that is a bias"] = None
+                found[
+                    f"Weights travel as {kind.name}, and what computes is rounded to it: that is "
+                    "a bias"
+                ] = None
             if (kind := reduce_format(state.policy, state.communicator, dtype)) is not None:
-                how = "at random, without a bias" if is_stochastic(kind) else "to the nearest code: that is a bias"
+                how = (
+                    "at random, without a bias"
+                    if is_stochastic(kind)
+                    else "to the nearest code: that is a bias"
+                )
                 found[f"Gradients travel as {kind.name}, rounded {how}"] = None
     return tuple(found)
 
@@ -148,9 +196,12 @@ def _gradient_nbytes(state: LayerState) -> int:
     )
 
 
-def _at_once(states: list[LayerState], sizes: list[int], sharded: Callable[[ShardingPolicy], bool]) -> int:
-    """The sizes of the largest layers that are held at once (one more than the prefetch depth), and of all layers that stay whole, or
-    stay for the calls of several modules."""
+def _at_once(
+    states: list[LayerState], sizes: list[int], sharded: Callable[[ShardingPolicy], bool]
+) -> int:
+    """The sizes of the largest layers that are held at once (one more than the prefetch depth), and
+    of all layers that stay whole, or stay for the calls of several modules.
+    """
     whole = [not sharded(state.policy) or state.modules > 1 for state in states]
     moving = sorted(size for size, stays in zip(sizes, whole, strict=True) if not stays)
     return sum(moving[-(states[0].policy.prefetch_depth + 1) :]) + sum(compress(sizes, whole))

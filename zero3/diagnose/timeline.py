@@ -1,4 +1,6 @@
-"""The result of a profile: spans of computation, transfers and waits, with totals, advice and a picture. No torch."""
+"""The result of a profile: spans of computation, transfers and waits, with totals, advice and a
+picture. No torch.
+"""
 
 from __future__ import annotations
 
@@ -109,18 +111,30 @@ class Profile:
         self.transfers: list[Transfer] = []
         self._prefetch_depth = 1
 
-    def _finish(self, seconds: float, spans: Iterable[Span], transfers: Iterable[Transfer], prefetch_depth: int) -> None:
+    def _finish(
+        self,
+        seconds: float,
+        spans: Iterable[Span],
+        transfers: Iterable[Transfer],
+        prefetch_depth: int,
+    ) -> None:
         self.seconds, self._prefetch_depth = seconds, prefetch_depth
         self.spans = sorted(spans, key=lambda span: span.begin)
         self.transfers = sorted(transfers, key=lambda transfer: transfer.begin)
-        labels = dict.fromkeys([transfer.layer for transfer in self.transfers] + [span.layer for span in self.spans])
+        labels = dict.fromkeys(
+            [transfer.layer for transfer in self.transfers] + [span.layer for span in self.spans]
+        )
         self.layers = [self._layer(label) for label in labels]
 
     def _layer(self, label: str) -> LayerProfile:
-        fetches, backups = ([t for t in self.transfers if t.layer == label and t.kind == kind] for kind in ("fetch", "backup"))
+        fetches, backups = (
+            [t for t in self.transfers if t.layer == label and t.kind == kind]
+            for kind in ("fetch", "backup")
+        )
         return LayerProfile(
             label=label,
-            compute_ms=1e3 * sum(span.end - span.begin for span in self.spans if span.layer == label),
+            compute_ms=1e3
+            * sum(span.end - span.begin for span in self.spans if span.layer == label),
             fetches=len(fetches),
             fetch_wait_ms=1e3 * sum(fetch.exposed for fetch in fetches),
             backups=len(backups),
@@ -140,49 +154,72 @@ class Profile:
 
     @property
     def bytes_per_second(self) -> float:
-        """The speed of the transfers that the computation waited for, since only their ends are exact. Without any, of all transfers."""
-        seen = [transfer for transfer in self.transfers if transfer.exposed >= SEEN] or self.transfers
-        return sum(t.nbytes for t in seen) / busy if (busy := _union((t.begin, t.end) for t in seen)) else 0.0
+        """The speed of the transfers that the computation waited for, since only their ends are
+        exact. Without any, of all transfers.
+        """
+        seen = [
+            transfer for transfer in self.transfers if transfer.exposed >= SEEN
+        ] or self.transfers
+        return (
+            sum(t.nbytes for t in seen) / busy
+            if (busy := _union((t.begin, t.end) for t in seen))
+            else 0.0
+        )
 
     @property
     def advice(self) -> list[str]:
-        """Changes that would make the waits shorter, the most effective first. `[]` if the waits are short already."""
+        """Changes that would make the waits shorter, the most effective first. `[]` if the waits
+        are short already.
+        """
         exposed, seconds = self.exposed_ms / 1e3, self.seconds
         if not seconds or exposed < 0.05 * seconds:
             return []
         found = []
         worst = max(self.layers, key=lambda layer: layer.exposed_ms)
         if len(self.layers) > 2 and worst.exposed_ms > 0.5 * self.exposed_ms:
-            found.append(f"layer {worst.label} alone is waited for {worst.exposed_ms:.0f} ms: split it into several layers.")
+            found.append(
+                f"layer {worst.label} alone is waited for {worst.exposed_ms:.0f} ms: split it "
+                "into several layers."
+            )
         moving = _union((transfer.begin, transfer.end) for transfer in self.transfers)
         computing = max(seconds - exposed, 1e-9)
         if moving < computing and self._prefetch_depth < 4:
             found.append(
-                f"transfers take {moving / seconds:.0%} of the time and could hide behind computation: try "
-                f"ShardingPolicy(prefetch_depth={self._prefetch_depth + 1}), for the memory of one more layer."
+                f"transfers take {moving / seconds:.0%} of the time and could hide behind "
+                f"computation: try ShardingPolicy(prefetch_depth={self._prefetch_depth + 1}), for "
+                "the memory of one more layer."
             )
         else:
             found.append(
-                "the link is the limit: larger batches, or several micro-batches a step inside zero3.no_sync, make more of each byte."
+                "the link is the limit: larger batches, or several micro-batches a step inside "
+                "zero3.no_sync, make more of each byte."
             )
         found.append(
-            "ShardingPolicy(param_dtype=torch.bfloat16) halves the bytes of fp32 gathers; reshard_after_forward=False saves "
-            "the second gather, for the memory of a whole layer each."
+            "ShardingPolicy(param_dtype=torch.bfloat16) halves the bytes of fp32 gathers; "
+            "reshard_after_forward=False saves the second gather, for the memory of a whole "
+            "layer each."
         )
         return found
 
     def __str__(self) -> str:
         width = max([len(layer.label) for layer in self.layers] + [5])
-        lines = [f"{'layer':<{width}} {'compute':>9} {'fetches':>7} {'exposed':>8} {'backups':>7} {'exposed':>8} {'MB':>9}"]
+        lines = [
+            f"{'layer':<{width}} {'compute':>9} {'fetches':>7} {'exposed':>8} {'backups':>7} "
+            f"{'exposed':>8} {'MB':>9}"
+        ]
         lines += [
-            f"{layer.label:<{width}} {layer.compute_ms:>7.1f}ms {layer.fetches:>7} {layer.fetch_wait_ms:>6.1f}ms {layer.backups:>7} "
-            f"{layer.backup_wait_ms:>6.1f}ms {layer.nbytes / 1e6:>9.1f}"
+            (
+                f"{layer.label:<{width}} {layer.compute_ms:>7.1f}ms {layer.fetches:>7} "
+                f"{layer.fetch_wait_ms:>6.1f}ms {layer.backups:>7} {layer.backup_wait_ms:>6.1f}ms "
+                f"{layer.nbytes / 1e6:>9.1f}"
+            )
             for layer in self.layers
         ]
         share = self.exposed_ms / 1e3 / self.seconds if self.seconds else 0.0
         lines.append(
-            f"{self.seconds:.3f} s, of which computation stood still for transfers {self.exposed_ms:.1f} ms ({share:.1%}); "
-            f"received {self.nbytes / 1e6:.1f} MB, at {self.bytes_per_second / 1e6:.0f} MB/s"
+            f"{self.seconds:.3f} s, of which computation stood still for transfers "
+            f"{self.exposed_ms:.1f} ms ({share:.1%}); received {self.nbytes / 1e6:.1f} MB, at "
+            f"{self.bytes_per_second / 1e6:.0f} MB/s"
         )
         return "\n".join([*lines, *self.advice])
 
@@ -205,7 +242,13 @@ class Profile:
 
 
 _COLORS = MappingProxyType(
-    {"forward": "tab:blue", "backward": "tab:orange", "fetch": "tab:green", "backup": "tab:purple", "waits": "tab:red"}
+    {
+        "forward": "tab:blue",
+        "backward": "tab:orange",
+        "fetch": "tab:green",
+        "backup": "tab:purple",
+        "waits": "tab:red",
+    }
 )
 _LANES = ("backup", "compute", "fetch")
 
@@ -217,9 +260,24 @@ def _draw(axes: Any, profile: Profile, begin: float, end: float) -> None:
         if last < begin or first > end:
             return
         place, color = _LANES.index(lane), _COLORS[kind]
-        axes.broken_barh([(1e3 * first, 1e3 * (last - first))], (place - 0.4, 0.8), facecolor=color, edgecolor="white", linewidth=0.5)
+        axes.broken_barh(
+            [(1e3 * first, 1e3 * (last - first))],
+            (place - 0.4, 0.8),
+            facecolor=color,
+            edgecolor="white",
+            linewidth=0.5,
+        )
         if last - first > (end - begin) / 60:
-            axes.text(1e3 * (first + last) / 2, place, text, ha="center", va="center", fontsize=7, color="white", clip_on=True)
+            axes.text(
+                1e3 * (first + last) / 2,
+                place,
+                text,
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white",
+                clip_on=True,
+            )
 
     for span in profile.spans:
         bar("compute", span.phase, span.begin, span.end, numbers[span.layer])
@@ -232,7 +290,13 @@ def _draw(axes: Any, profile: Profile, begin: float, end: float) -> None:
     axes.set_xlabel("ms")
     for kind, color in _COLORS.items():
         axes.broken_barh([], (0, 0), facecolor=color, label=kind)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.18), ncols=len(_COLORS), fontsize=8, frameon=False)
+    axes.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, 1.18),
+        ncols=len(_COLORS),
+        fontsize=8,
+        frameon=False,
+    )
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> float:

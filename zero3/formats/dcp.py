@@ -1,7 +1,8 @@
 """torch.distributed.checkpoint's directories, as FSDP2 users save them.
 
 .metadata        a pickle: names, shapes, the blocks that ranks had, and where each lies
-__0_0.distcp     what a rank wrote: a small file of torch's for each block or value, one after another
+__0_0.distcp     what a rank wrote: a small file of torch's for each block or value, one after
+another
 """
 
 from __future__ import annotations
@@ -41,9 +42,15 @@ def read(path: Path, files: ExitStack, _: Callable[[int], object]) -> Run:
     metadata = path / _METADATA
     found = _state(pickled.read(metadata.read_bytes(), str(metadata), _make))
     reader = _Reader(path, files, found)
-    leaves = {key: reader.value(key, described) for key, described in found["state_dict_metadata"].items()}
+    leaves = {
+        key: reader.value(key, described) for key, described in found["state_dict_metadata"].items()
+    }
     paths = found.get("planner_data") or {}
-    tree = _unfolded({tuple(paths.get(key, (key,))): value for key, value in leaves.items()}) if paths else _split(leaves)
+    tree = (
+        _unfolded({tuple(paths.get(key, (key,))): value for key, value in leaves.items()})
+        if paths
+        else _split(leaves)
+    )
     return run_of(tree, "dcp", str(path))
 
 
@@ -53,7 +60,9 @@ def _make(name: str, arguments: tuple[Any, ...]) -> Any:
 
 def _state(made: Any) -> dict[str, Any]:
     if not isinstance(made, Made) or not isinstance(made.state, dict):
-        raise ValueError(f"the metadata of torch.distributed.checkpoint has {made!r:.80} where an object belongs")
+        raise ValueError(
+            f"the metadata of torch.distributed.checkpoint has {made!r:.80} where an object belongs"
+        )
     return made.state
 
 
@@ -77,13 +86,20 @@ class _Reader:
         dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
         blocks = []
         for chunk in map(_state, facts["chunks"]):
-            blocks.append(Block(chunk["offsets"], self._block(key, chunk["offsets"], chunk["sizes"], dtype)))
+            blocks.append(
+                Block(chunk["offsets"], self._block(key, chunk["offsets"], chunk["sizes"], dtype))
+            )
         shape = tuple(facts["size"])
         if sum(block.values.numel for block in blocks) != Lazy(dtype, shape, print).numel:
-            raise ValueError(f"{self._directory}: {key} has {shape}, and its blocks are {[block.values.shape for block in blocks]}")
+            raise ValueError(
+                f"{self._directory}: {key} has {shape}, and its blocks are "
+                f"{[block.values.shape for block in blocks]}"
+            )
         return assembled(dtype_named(dtype.name.removeprefix("torch.")), shape, blocks)
 
-    def _block(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: Global) -> Lazy:
+    def _block(
+        self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: Global
+    ) -> Lazy:
         expected = dtype_named(dtype.name.removeprefix("torch."))
 
         opened: list[Lazy] = []  # when it is first read: there may be many
@@ -91,8 +107,15 @@ class _Reader:
         def read(start: int, into: Tensor) -> None:
             if not opened:
                 found = self._item(key, tuple(offsets)).value
-                if not isinstance(found, Lazy) or found.shape != tuple(sizes) or found.dtype != expected:
-                    raise ValueError(f"{self._directory}: {key} has {found!r:.80}, expected {tuple(sizes)} of {expected}")
+                if (
+                    not isinstance(found, Lazy)
+                    or found.shape != tuple(sizes)
+                    or found.dtype != expected
+                ):
+                    raise ValueError(
+                        f"{self._directory}: {key} has {found!r:.80}, expected {tuple(sizes)} of "
+                        f"{expected}"
+                    )
                 opened.append(found)
             opened[0].read(start, into)
 
@@ -101,15 +124,29 @@ class _Reader:
     def _item(self, key: str, offsets: tuple[int, ...] | None) -> torch_files.TorchFile:
         where = self._where.get((key, offsets)) or self._where.get((key, None))
         if where is None:
-            raise ValueError(f"{self._directory / _METADATA} does not say where {key} from {offsets} on lies")
+            raise ValueError(
+                f"{self._directory / _METADATA} does not say where {key} from {offsets} on lies"
+            )
         if where.get("transform_descriptors"):
-            raise ValueError(f"{self._directory}: {key} is stored by way of {where['transform_descriptors']}, which can't be read")
+            raise ValueError(
+                f"{self._directory}: {key} is stored by way of {where['transform_descriptors']}, "
+                "which can't be read"
+            )
         name = where["relative_path"]
         if not isinstance(name, str) or os.path.basename(name) != name:
-            raise ValueError(f"{self._directory / _METADATA} names the file {name!r:.80}, expected one beside it")
+            raise ValueError(
+                f"{self._directory / _METADATA} names the file {name!r:.80}, expected one beside it"
+            )
         if name not in self._files:
-            self._files[name] = self._opened.enter_context(FileIO(os.fspath(self._directory / name)))
-        return torch_files.TorchFile(self._files[name], f"{key} in {self._directory / name}", where["offset"], where["length"])
+            self._files[name] = self._opened.enter_context(
+                FileIO(os.fspath(self._directory / name))
+            )
+        return torch_files.TorchFile(
+            self._files[name],
+            f"{key} in {self._directory / name}",
+            where["offset"],
+            where["length"],
+        )
 
 
 def _unfolded(leaves: dict[_Path, Any]) -> Any:
@@ -125,10 +162,21 @@ def _unfolded(leaves: dict[_Path, Any]) -> Any:
 
 
 def _split(leaves: dict[str, Any]) -> dict[str, Any]:
-    """Names without paths: what begins with `model.` or `optimizer.` belongs there, if anything does."""
-    paths = {key: tuple(key.split(".", 1)) if key.startswith(("model.", "optimizer.", "optim.")) else (key,) for key in leaves}
-    whole = not any(isinstance(value, Lazy) and len(paths[key]) == 1 for key, value in leaves.items())
-    found: dict[str, Any] = _unfolded({paths[key] if whole else (key,): value for key, value in leaves.items()})
+    """Names without paths: what begins with `model.` or `optimizer.` belongs there, if anything
+    does.
+    """
+    paths = {
+        key: tuple(key.split(".", 1))
+        if key.startswith(("model.", "optimizer.", "optim."))
+        else (key,)
+        for key in leaves
+    }
+    whole = not any(
+        isinstance(value, Lazy) and len(paths[key]) == 1 for key, value in leaves.items()
+    )
+    found: dict[str, Any] = _unfolded(
+        {paths[key] if whole else (key,): value for key, value in leaves.items()}
+    )
     return found
 
 
@@ -144,18 +192,33 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
         for parts, value in leaves.items():
             key = ".".join(map(str, parts))
             if key in described:
-                raise ValueError(f"two values would have the name {key!r} in torch.distributed.checkpoint")
+                raise ValueError(
+                    f"two values would have the name {key!r} in torch.distributed.checkpoint"
+                )
             is_tensor = isinstance(value, Tensor | Lazy)
             lazy = as_lazy(value) if is_tensor else value
-            described[key] = _description(lazy) if is_tensor else Made(f"{_MODULE}.BytesStorageMetadata", state={}, new=True)
+            described[key] = (
+                _description(lazy)
+                if is_tensor
+                else Made(f"{_MODULE}.BytesStorageMetadata", state={}, new=True)
+            )
             length = torch_files.write(file, offset, value, advance)
-            index = {"fqn": key, "offset": _size([0] * len(lazy.shape)) if is_tensor else None, "index": 0 if is_tensor else None}
+            index = {
+                "fqn": key,
+                "offset": _size([0] * len(lazy.shape)) if is_tensor else None,
+                "index": 0 if is_tensor else None,
+            }
             place = {"relative_path": _FILE, "offset": offset, "length": length}
-            info = Made("torch.distributed.checkpoint.filesystem._StorageInfo", state=place, new=True)
+            info = Made(
+                "torch.distributed.checkpoint.filesystem._StorageInfo", state=place, new=True
+            )
             where[Made(f"{_MODULE}.MetadataIndex", state=index, new=True)] = info
             offset += length
         file_operations.sync(file)
-    metadata.state = {"state_dict_metadata": described, "planner_data": {".".join(map(str, parts)): parts for parts in leaves}}
+    metadata.state = {
+        "state_dict_metadata": described,
+        "planner_data": {".".join(map(str, parts)): parts for parts in leaves},
+    }
     metadata.state |= {"storage_data": where, "storage_meta": None, "version": "1.0.0"}
     with file_operations.create(path / _METADATA) as file:
         file_operations.write(file, [memoryview(pickled.write(metadata, lambda value: None))])
@@ -170,7 +233,11 @@ def _size(numbers: Any) -> Made:
 def _description(lazy: Lazy) -> Made:
     layout = Made("torch.serialization._get_layout", ("torch.strided",))
     memory_format = Made(f"{_MODULE}._MEM_FORMAT_ENCODING", (0,))
-    properties = Made(f"{_MODULE}.TensorProperties", state=(Global(str(lazy.dtype)), layout, False, memory_format, False), new=True)
+    properties = Made(
+        f"{_MODULE}.TensorProperties",
+        state=(Global(str(lazy.dtype)), layout, False, memory_format, False),
+        new=True,
+    )
     chunk = {"offsets": _size([0] * len(lazy.shape)), "sizes": _size(lazy.shape)}
     chunks = [Made(f"{_MODULE}.ChunkStorageMetadata", state=chunk, new=True)]
     facts = {"properties": properties, "size": _size(lazy.shape), "chunks": chunks}
@@ -178,7 +245,9 @@ def _description(lazy: Lazy) -> Made:
 
 
 def _leaves(value: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
-    """As torch takes state dicts apart: dicts (here: with strings for keys), and lists that hold tensors or such lists."""
+    """As torch takes state dicts apart: dicts (here: with strings for keys), and lists that hold
+    tensors or such lists.
+    """
     if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
         for key, held in value.items():
             yield from _leaves(held, (*path, key))
@@ -190,4 +259,6 @@ def _leaves(value: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
 
 
 def _has_leaves(value: Any) -> bool:
-    return isinstance(value, list) and any(isinstance(item, Tensor | Lazy | dict) or _has_leaves(item) for item in value)
+    return isinstance(value, list) and any(
+        isinstance(item, Tensor | Lazy | dict) or _has_leaves(item) for item in value
+    )

@@ -1,11 +1,13 @@
 """DeepSpeed's ZeRO-3 checkpoints, as `save_checkpoint` of its engine lays them out.
 
 latest                                           the name of the newest step's directory
-global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt   names, shapes and buffers, a rank's pieces of frozen parameters
-global_step2/zero_pp_rank_0_mp_rank_00_optim_states.pt   a rank's pieces of what trains, and of its state
+global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt   names, shapes and buffers, a rank's pieces
+of frozen parameters global_step2/zero_pp_rank_0_mp_rank_00_optim_states.pt   a rank's pieces of
+what trains, and of its state
 
-A parameter is cut into equal pieces, one a rank, the last one padded. A rank's pieces of the parameters of one sub-group lie
-one after another in one flat tensor, a parameter of the optimizer; `param_shapes` says which, in which order.
+A parameter is cut into equal pieces, one a rank, the last one padded. A rank's pieces of the
+parameters of one sub-group lie one after another in one flat tensor, a parameter of the optimizer;
+`param_shapes` says which, in which order.
 """
 
 from __future__ import annotations
@@ -35,18 +37,22 @@ __all__: list[str] = []
 HOLDS = Holds(nested=False, empty=False)
 _FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
 _MANAGED = (
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments",
 )  # fmt: skip
 _HEADER = (
-    "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "checkpoint_parallel_dimensions",
+    "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples",
+    "checkpoint_parallel_dimensions",
     "ds_config", "ds_version", "sparse_tensor_module_names", "dp_world_size", "mp_world_size",
 )  # fmt: skip
 _OPTIMIZER = (
-    "zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow", "partition_count", "optimizer_state_dict", "fp32_flat_groups",
+    "zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow", "partition_count",
+    "optimizer_state_dict", "fp32_flat_groups",
 )  # fmt: skip
 _OURS = "converted_by_zero3"  # its value is `extra`, where that did not come from DeepSpeed
 _KEY = "deepspeed"  # in `extra`: what of the header a run needs to go on
-_SET, _DTYPE = "builtins.set", "torch.dtype"  # in it: dicts of one such key stand for what `extra` can't hold
+# in it: dicts of one such key stand for what `extra` can't hold
+_SET, _DTYPE = "builtins.set", "torch.dtype"
 _SUB_GROUP = 1_000_000_000  # elements of a rank, DeepSpeed's default
 _SCALER = "deepspeed.runtime.fp16.loss_scaler.LossScaler"
 
@@ -68,23 +74,41 @@ def read(path: Path, opened: ExitStack, _: Callable[[int], object]) -> Run:
     for name in file_operations.names_in(step):
         if (match := _FILE.fullmatch(name)) is not None:
             if int(match[2]):
-                raise ValueError(f"{step / name}: models that are cut by tensor parallelism can't be converted")
+                raise ValueError(
+                    f"{step / name}: models that are cut by tensor parallelism can't be converted"
+                )
             file = opened.enter_context(FileIO(os.fspath(step / name)))
             files[match[3], int(match[1])] = torch_files.TorchFile(file, str(step / name)).value
     ranks = range(max(rank for _, rank in files) + 1)
-    if missing := [f"{kind} of rank {rank}" for rank in ranks for kind in ("model", "optim") if (kind, rank) not in files]:
+    if missing := [
+        f"{kind} of rank {rank}"
+        for rank in ranks
+        for kind in ("model", "optim")
+        if (kind, rank) not in files
+    ]:
         raise ValueError(f"{step} lacks files: {', '.join(missing[:6])}")
     run = Run("deepspeed", {}, ranks=len(ranks))
     optimizers = [files["optim", rank]["optimizer_state_dict"] for rank in ranks]
     models = [files["model", rank] for rank in ranks]
     _Reader(step, run, models, optimizers).fill()
-    run.left_out += [f"the file {name}" for name in file_operations.names_in(step) if name.endswith(".pt") and not _FILE.fullmatch(name)]
-    run.left_out += _not_read("optim_states.pt", files["optim", 0], ("optimizer_state_dict", "ds_config", "ds_version"))
+    run.left_out += [
+        f"the file {name}"
+        for name in file_operations.names_in(step)
+        if name.endswith(".pt") and not _FILE.fullmatch(name)
+    ]
+    run.left_out += _not_read(
+        "optim_states.pt", files["optim", 0], ("optimizer_state_dict", "ds_config", "ds_version")
+    )
     run.left_out += _not_read("optimizer_state_dict", optimizers[0], _OPTIMIZER)
-    run.left_out += _not_read("optimizer", optimizers[0]["optimizer_state_dict"], ("state", "param_groups"))
+    run.left_out += _not_read(
+        "optimizer", optimizers[0]["optimizer_state_dict"], ("state", "param_groups")
+    )
     run.left_out += [] if models[0].get("optimizer") is None else ["'optimizer' of model_states.pt"]
     for rank in ranks[1:]:
-        run.left_out += [f"{key} of rank {rank}, which differs from rank 0's" for key in _differing(models[0], models[rank])]
+        run.left_out += [
+            f"{key} of rank {rank}, which differs from rank 0's"
+            for key in _differing(models[0], models[rank])
+        ]
     return run
 
 
@@ -95,9 +119,21 @@ def _not_read(what: str, found: dict[str, Any], known: tuple[str, ...]) -> list[
 def _differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Of what each rank has, and not a piece of."""
     keys = [key for key in {**first, **other} if key not in _MANAGED]
-    own = {key for key in first["module"] if key in first["buffer_names"] or key.rpartition(".")[2] == "_extra_state"}
-    found = [repr(key) for key in keys if key not in first or key not in other or not same(first[key], other[key])]
-    return found + [key for key in first["module"] if key in own and not same(first["module"][key], other["module"].get(key))]
+    own = {
+        key
+        for key in first["module"]
+        if key in first["buffer_names"] or key.rpartition(".")[2] == "_extra_state"
+    }
+    found = [
+        repr(key)
+        for key in keys
+        if key not in first or key not in other or not same(first[key], other[key])
+    ]
+    return found + [
+        key
+        for key in first["module"]
+        if key in own and not same(first["module"][key], other["module"].get(key))
+    ]
 
 
 class _Reader:
@@ -107,8 +143,13 @@ class _Reader:
     def fill(self) -> None:
         run, model, optimizer = self._run, self._models[0], self._optimizers[0]
         stage = optimizer["zero_stage"]
-        if (stage.arguments[0] if isinstance(stage, Made) else stage) != 3 or int(model["dp_world_size"]) != run.ranks:
-            raise ValueError(f"{self._step} is of stage {stage!r:.80} and {model['dp_world_size']} ranks, expected 3 and {run.ranks}")
+        if (stage.arguments[0] if isinstance(stage, Made) else stage) != 3 or int(
+            model["dp_world_size"]
+        ) != run.ranks:
+            raise ValueError(
+                f"{self._step} is of stage {stage!r:.80} and {model['dp_world_size']} ranks, "
+                f"expected 3 and {run.ranks}"
+            )
         trained, names = self._trained()
         for name, shape in (model["frozen_param_shapes"] or {}).items():
             parts = [each["frozen_param_fragments"][name] for each in self._models]
@@ -121,14 +162,24 @@ class _Reader:
             elif name in shared:
                 run.also.setdefault(own_name(shared[name]), []).append(own_name(name))
             else:
-                run.tensors[own_name(name)] = value if name in model["buffer_names"] else trained.pop(name)
+                run.tensors[own_name(name)] = (
+                    value if name in model["buffer_names"] else trained.pop(name)
+                )
         if trained:
-            raise ValueError(f"{self._step}: the model has no {', '.join(list(trained)[:6])}, which the optimizer has")
+            raise ValueError(
+                f"{self._step}: the model has no {', '.join(list(trained)[:6])}, which the "
+                "optimizer has"
+            )
         inner = optimizer["optimizer_state_dict"]
         run.groups = []
         for group in inner["param_groups"]:
             listed = [own_name(name) for number in group["params"] for name in names[number]]
-            run.groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": listed})
+            run.groups.append(
+                {
+                    **{key: value for key, value in group.items() if key != "params"},
+                    "params": listed,
+                }
+            )
         run.extra = self._extra(model, optimizer)
 
     def _trained(self) -> tuple[dict[str, Lazy], list[list[str]]]:
@@ -138,19 +189,34 @@ class _Reader:
         flats = [each["fp32_flat_groups"] for each in self._optimizers]
         states = [each["optimizer_state_dict"]["state"] for each in self._optimizers]
         if any(len(each) != len(shapes) for each in flats):
-            raise ValueError(f"{self._step}: {len(shapes)} lists of names for {[len(each) for each in flats]} flat tensors of the ranks")
+            raise ValueError(
+                f"{self._step}: {len(shapes)} lists of names for {[len(each) for each in flats]} "
+                "flat tensors of the ranks"
+            )
         for number, named in enumerate(shapes):
             offset = 0
             for name, shape in named.items():
                 length = -(-Lazy(torch.float32, tuple(shape), print).numel // self._run.ranks)
 
-                def whole(parts: list[Lazy], begin: int = offset, end: int = offset + length, shape: Any = shape) -> Lazy:
+                def whole(
+                    parts: list[Lazy],
+                    begin: int = offset,
+                    end: int = offset + length,
+                    shape: Any = shape,
+                ) -> Lazy:
                     if any(part.numel < end for part in parts):
-                        raise ValueError(f"{self._step}: flat tensors of {[part.numel for part in parts]} elements, {end} expected")
-                    return joined(parts[0].dtype, tuple(shape), [part.part(begin, end) for part in parts])
+                        raise ValueError(
+                            f"{self._step}: flat tensors of {[part.numel for part in parts]} "
+                            f"elements, {end} expected"
+                        )
+                    return joined(
+                        parts[0].dtype, tuple(shape), [part.part(begin, end) for part in parts]
+                    )
 
                 trained[name] = whole([flats[rank][number] for rank in ranks])
-                state = self._run.state.setdefault(own_name(name), {}) if number in states[0] else {}
+                state = (
+                    self._run.state.setdefault(own_name(name), {}) if number in states[0] else {}
+                )
                 for key, value in states[0].get(number, {}).items():
                     if isinstance(value, Lazy) and value.shape:
                         value = whole([states[rank][number][key] for rank in ranks])
@@ -159,18 +225,27 @@ class _Reader:
         return trained, [list(named) for named in shapes]
 
     def _extra(self, model: dict[str, Any], optimizer: dict[str, Any]) -> Any:
-        if _OURS in model and "ds_version" not in model:  # else DeepSpeed has saved it again, with a header of its own
+        # else DeepSpeed has saved it again, with a header of its own
+        if _OURS in model and "ds_version" not in model:
             return model[_OURS]
         scaler = optimizer["loss_scaler"]
-        header = mapped({key: model[key] for key in _HEADER if key in model} | {"loss_scaler": [scaler.name, scaler.state]}, _told)
-        return {key: value for key, value in model.items() if key not in (*_MANAGED, *_HEADER)} | {_KEY: header}
+        header = mapped(
+            {key: model[key] for key in _HEADER if key in model}
+            | {"loss_scaler": [scaler.name, scaler.state]},
+            _told,
+        )
+        return {key: value for key, value in model.items() if key not in (*_MANAGED, *_HEADER)} | {
+            _KEY: header
+        }
 
 
 def _told(leaf: Any) -> Any:
     """Sets and dtypes, which each header of DeepSpeed has, as `extra` can hold them."""
     if isinstance(leaf, set):
         return {_SET: sorted(leaf, key=repr)}
-    if isinstance(leaf, Global) and isinstance(getattr(torch, leaf.name.removeprefix("torch."), None), torch.dtype):
+    if isinstance(leaf, Global) and isinstance(
+        getattr(torch, leaf.name.removeprefix("torch."), None), torch.dtype
+    ):
         return {_DTYPE: leaf.name}
     return leaf
 
@@ -183,7 +258,11 @@ def _as_told(value: Any) -> Any:
         return value
     if [*value] == [_SET]:
         return Made(_SET, (value[_SET],))
-    return Global(value[_DTYPE]) if [*value] == [_DTYPE] else {key: _as_told(held) for key, held in value.items()}
+    return (
+        Global(value[_DTYPE])
+        if [*value] == [_DTYPE]
+        else {key: _as_told(held) for key, held in value.items()}
+    )
 
 
 class _SubGroup(NamedTuple):
@@ -192,25 +271,42 @@ class _SubGroup(NamedTuple):
 
 
 def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
-    """For as many ranks as were asked for, or as there were: DeepSpeed loads at the number of ranks that saved."""
+    """For as many ranks as were asked for, or as there were: DeepSpeed loads at the number of ranks
+    that saved.
+    """
     if run.groups is None:
-        raise ValueError("DeepSpeed ZeRO-3 keeps what trains in the optimizer's files, and this checkpoint has no optimizer")
+        raise ValueError(
+            "DeepSpeed ZeRO-3 keeps what trains in the optimizer's files, and this checkpoint "
+            "has no optimizer"
+        )
     known = run.extra.get(_KEY) if isinstance(run.extra, dict) else None
     header = known if isinstance(known, dict) else {}
-    if not {*header} <= {*_HEADER, "loss_scaler"} or (header and {*run.extra} & {*_MANAGED, *_HEADER}):
-        header = {}  # it is not DeepSpeed's, or what stands beside it would stand in the place of DeepSpeed's own
+    if not {*header} <= {*_HEADER, "loss_scaler"} or (
+        header and {*run.extra} & {*_MANAGED, *_HEADER}
+    ):
+        # it is not DeepSpeed's, or what stands beside it would stand in the place of DeepSpeed's
+        # own
+        header = {}
     run.ranks = run.ranks_asked_for or int(header.get("dp_world_size", run.ranks))
     subs = list(_sub_groups(run, header))
     trained = {name for sub in subs for name in sub.names}
     if other := [name for name in trained if run.tensors[name].dtype != torch.float32]:
-        raise ValueError(f"DeepSpeed's masters are float32, and {min(other)} is {run.tensors[min(other)].dtype}")
-    steps = [int(values["step"]) for values in run.state.values() if isinstance(values.get("step"), Tensor | int | float)]
+        raise ValueError(
+            f"DeepSpeed's masters are float32, and {min(other)} is {run.tensors[min(other)].dtype}"
+        )
+    steps = [
+        int(values["step"])
+        for values in run.state.values()
+        if isinstance(values.get("step"), Tensor | int | float)
+    ]
     tag = f"global_step{header.get('global_steps', max(steps, default=0))}"
     writer = _Writer(run, subs, trained, header, int(max(steps, default=0)))
     file_operations.make_directory(path / tag)
     for rank in range(run.ranks):
         for kind, content in (("model", writer.model(rank)), ("optim", writer.optimizer(rank))):
-            with file_operations.create(path / tag / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt") as file:
+            with file_operations.create(
+                path / tag / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
+            ) as file:
                 torch_files.write(file, 0, content, advance)
                 file_operations.sync(file)
     with file_operations.create(path / "latest") as file:
@@ -221,7 +317,9 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
 
 
 def _sub_groups(run: Run, header: dict[str, Any]) -> Iterator[_SubGroup]:
-    """As DeepSpeed cuts the optimizer's groups: a sub-group ends with the parameter that fills it."""
+    """As DeepSpeed cuts the optimizer's groups: a sub-group ends with the parameter that
+    fills it.
+    """
     zero = (header.get("ds_config") or {}).get("zero_optimization") or {}
     most = int(zero.get("sub_group_size", _SUB_GROUP))
     for number, group in enumerate(run.groups or ()):
@@ -237,12 +335,23 @@ def _sub_groups(run: Run, header: dict[str, Any]) -> Iterator[_SubGroup]:
 
 
 class _Writer:
-    def __init__(self, run: Run, subs: list[_SubGroup], trained: set[str], header: dict[str, Any], steps: int) -> None:
+    def __init__(
+        self, run: Run, subs: list[_SubGroup], trained: set[str], header: dict[str, Any], steps: int
+    ) -> None:
         self._run, self._subs, self._header, self._steps = run, subs, header, steps
-        self._named = sorted_out(run.state, {name: lazy.shape for name, lazy in run.tensors.items()}, Tensor | Lazy)
-        tells = run.kind in ("zero3", "deepspeed")  # the others don't know buffers from frozen parameters: those are taken for buffers
-        self._frozen = [name for name in run.tensors if tells and name not in trained and name not in run.buffers]
-        self._buffers = [name for name in run.tensors if name not in trained and name not in self._frozen]
+        self._named = sorted_out(
+            run.state, {name: lazy.shape for name, lazy in run.tensors.items()}, Tensor | Lazy
+        )
+        # the others don't know buffers from frozen parameters: those are taken for buffers
+        tells = run.kind in ("zero3", "deepspeed")
+        self._frozen = [
+            name
+            for name in run.tensors
+            if tells and name not in trained and name not in run.buffers
+        ]
+        self._buffers = [
+            name for name in run.tensors if name not in trained and name not in self._frozen
+        ]
 
     def _piece(self, lazy: Lazy, rank: int) -> Lazy:
         length = -(-lazy.numel // self._run.ranks)
@@ -254,12 +363,28 @@ class _Writer:
         for name, lazy in run.tensors.items():
             shown = lazy if name in self._buffers else torch.empty(0, dtype=lazy.dtype)
             module |= dict.fromkeys([name, *run.also.get(name, ())], shown)
-        content: dict[str, Any] = {"module": module | run.extra_states, "buffer_names": self._buffers, "optimizer": None}
-        content["param_shapes"] = [{name: self._size(name) for name in sub.names} for sub in self._subs]
+        content: dict[str, Any] = {
+            "module": module | run.extra_states,
+            "buffer_names": self._buffers,
+            "optimizer": None,
+        }
+        content["param_shapes"] = [
+            {name: self._size(name) for name in sub.names} for sub in self._subs
+        ]
         content["frozen_param_shapes"] = {name: self._size(name) for name in self._frozen}
-        content["frozen_param_fragments"] = {name: self._piece(run.tensors[name], rank) for name in self._frozen}
-        content["shared_params"] = {alias: name for name, aliases in run.also.items() for alias in aliases}
-        content |= {"lr_scheduler": None, "data_sampler": None, "random_ltd": None, "skipped_steps": 0, "global_steps": self._steps}
+        content["frozen_param_fragments"] = {
+            name: self._piece(run.tensors[name], rank) for name in self._frozen
+        }
+        content["shared_params"] = {
+            alias: name for name, aliases in run.also.items() for alias in aliases
+        }
+        content |= {
+            "lr_scheduler": None,
+            "data_sampler": None,
+            "random_ltd": None,
+            "skipped_steps": 0,
+            "global_steps": self._steps,
+        }
         content |= {key: _as_told(value) for key, value in self._header.items() if key in _HEADER}
         content |= {"dp_world_size": run.ranks, "mp_world_size": 1}
         if self._header:
@@ -270,13 +395,25 @@ class _Writer:
         return Made("torch.Size", (self._run.tensors[name].shape,))
 
     def optimizer(self, rank: int) -> dict[str, Any]:
-        scaler, scale = self._header.get("loss_scaler", (_SCALER, {"cur_scale": 1.0, "dynamic": False}))
+        scaler, scale = self._header.get(
+            "loss_scaler", (_SCALER, {"cur_scale": 1.0, "dynamic": False})
+        )
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in self._run.groups or ()]
         for number, sub in enumerate(self._subs):
             groups[sub.group]["params"].append(number)
-        state = {number: found for number, sub in enumerate(self._subs) if (found := self._state(sub, rank))}
-        flats = [self._flat([self._run.tensors[name] for name in sub.names], rank) for sub in self._subs]
-        content: dict[str, Any] = {"partition_count": self._run.ranks, "overflow": False, "dynamic_loss_scale": bool(scale.get("dynamic"))}
+        state = {
+            number: found
+            for number, sub in enumerate(self._subs)
+            if (found := self._state(sub, rank))
+        }
+        flats = [
+            self._flat([self._run.tensors[name] for name in sub.names], rank) for sub in self._subs
+        ]
+        content: dict[str, Any] = {
+            "partition_count": self._run.ranks,
+            "overflow": False,
+            "dynamic_loss_scale": bool(scale.get("dynamic")),
+        }
         content["zero_stage"] = Made("deepspeed.runtime.zero.config.ZeroStageEnum", (3,))
         content["loss_scaler"] = Made(scaler, (), _as_told(scale), new=True)
         content["optimizer_state_dict"] = {"state": state, "param_groups": groups}
@@ -286,17 +423,25 @@ class _Writer:
     def _flat(self, lazies: list[Lazy], rank: int) -> Lazy:
         pieces = [self._piece(lazy, rank) for lazy in lazies]
         if len({piece.dtype for piece in pieces}) > 1:
-            raise ValueError("the state of parameters that DeepSpeed keeps in one tensor has several dtypes")
+            raise ValueError(
+                "the state of parameters that DeepSpeed keeps in one tensor has several dtypes"
+            )
         return joined(pieces[0].dtype, (sum(piece.numel for piece in pieces),), pieces)
 
     def _state(self, sub: _SubGroup, rank: int) -> dict[str, Any]:
         """Of one parameter of DeepSpeed's optimizer: it has one step."""
         states = [self._run.state.get(name, {}) for name in sub.names]
         described = [self._named.get(name, NamedState()) for name in sub.names]
-        if other := next((at for at, each in enumerate(described) if each != described[0] or each.whole), None):
+        if other := next(
+            (at for at, each in enumerate(described) if each != described[0] or each.whole), None
+        ):
             raise ValueError(
-                f"DeepSpeed keeps one state for {sub.names[0]} to {sub.names[-1]}, and here that is {described[0]} for {sub.names[0]} "
-                f"and {described[other]} for {sub.names[other]}"
+                f"DeepSpeed keeps one state for {sub.names[0]} to {sub.names[-1]}, and here that "
+                f"is {described[0]} for {sub.names[0]} and {described[other]} for "
+                f"{sub.names[other]}"
             )
         found = {key: states[0][key] for key in described[0].scalars}
-        return found | {key: self._flat([as_lazy(state[key]) for state in states], rank) for key in described[0].elements}
+        return found | {
+            key: self._flat([as_lazy(state[key]) for state in states], rank)
+            for key in described[0].elements
+        }

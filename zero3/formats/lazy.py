@@ -1,4 +1,6 @@
-"""A tensor that lies in files until somebody asks for some of its elements: what a conversion moves."""
+"""A tensor that lies in files until somebody asks for some of its elements: what a conversion
+moves.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ __all__: list[str] = []
 
 @dataclass(frozen=True, eq=False)
 class Lazy:
-    """`read(start, into)` fills `into` `[n]`, of this dtype, with elements `[start, start + n)` of the flattened tensor."""
+    """`read(start, into)` fills `into` `[n]`, of this dtype, with elements `[start, start + n)` of
+    the flattened tensor.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -67,11 +71,17 @@ def as_lazy(value: Lazy | Tensor) -> Lazy:
 def held(tensor: Tensor) -> Lazy:
     """One that is in memory already."""
     flat = tensor.detach().reshape(-1)
-    return Lazy(tensor.dtype, tuple(tensor.shape), lambda start, into: into.copy_(flat[start : start + into.numel()]))
+    return Lazy(
+        tensor.dtype,
+        tuple(tensor.shape),
+        lambda start, into: into.copy_(flat[start : start + into.numel()]),
+    )
 
 
 def joined(dtype: torch.dtype, shape: tuple[int, ...], parts: Sequence[Lazy]) -> Lazy:
-    """The elements of one after another, from the first; what of the last lies beyond the whole is padding."""
+    """The elements of one after another, from the first; what of the last lies beyond the whole is
+    padding.
+    """
     ends = [0]
     for part in parts:
         ends.append(ends[-1] + part.numel)
@@ -106,16 +116,23 @@ def assembled(dtype: torch.dtype, shape: tuple[int, ...], blocks: Iterable[Block
 
 
 class _Runs:
-    """A block as it lies in the flattened tensor: runs of equal length, in order, which are the flattened block one after another."""
+    """A block as it lies in the flattened tensor: runs of equal length, in order, which are the
+    flattened block one after another.
+    """
 
     def __init__(self, shape: tuple[int, ...], block: Block) -> None:
         sizes = block.values.shape
-        split = max((at for at, (own, all_) in enumerate(zip(sizes, shape, strict=True)) if own != all_), default=0)
+        split = max(
+            (at for at, (own, all_) in enumerate(zip(sizes, shape, strict=True)) if own != all_),
+            default=0,
+        )
         self._strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
         self._outer = sizes[:split]
         self._length = math.prod(sizes[split:])
         self._count = math.prod(self._outer) if block.values.numel else 0
-        self._first = sum(offset * stride for offset, stride in zip(block.offsets, self._strides, strict=True))
+        self._first = sum(
+            offset * stride for offset, stride in zip(block.offsets, self._strides, strict=True)
+        )
         self._values = block.values
 
     def _begin(self, number: int) -> int:
@@ -127,7 +144,10 @@ class _Runs:
 
     def read(self, start: int, into: Tensor) -> None:
         stop = start + into.numel()
-        for number in range(bisect.bisect_left(range(self._count), start - self._length + 1, key=self._begin), self._count):
+        for number in range(
+            bisect.bisect_left(range(self._count), start - self._length + 1, key=self._begin),
+            self._count,
+        ):
             begin = self._begin(number)
             if begin >= stop:
                 return
@@ -148,7 +168,9 @@ def same(one: Any, other: Any) -> bool:
     """Whether two values from files say the same, tensors bit by bit."""
     if isinstance(one, Lazy):
         alike = isinstance(other, Lazy) and (one.dtype, one.shape) == (other.dtype, other.shape)
-        return alike and all(mine == theirs for mine, theirs in zip(one.pieces(), other.pieces(), strict=True))
+        return alike and all(
+            mine == theirs for mine, theirs in zip(one.pieces(), other.pieces(), strict=True)
+        )
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
@@ -156,7 +178,9 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, Made):
-        return same([one.name, one.arguments, one.state], [other.name, other.arguments, other.state])
+        return same(
+            [one.name, one.arguments, one.state], [other.name, other.arguments, other.state]
+        )
     return bool(one == other or one != one)
 
 

@@ -68,33 +68,51 @@ class _Reader:
                 run.also[name] = list(map(own_name, described["also"]))
         run.extra = decode(content["extra"], lambda number: self._stored[f"extra:{number}"])
         extra_states = content.get("extra_states") or {}
-        run.extra_states = {name: decode(value, lambda number: self._stored[f"extra:{number}"]) for name, value in extra_states.items()}
+        run.extra_states = {
+            name: decode(value, lambda number: self._stored[f"extra:{number}"])
+            for name, value in extra_states.items()
+        }
         if content["optimizer"] is not None:
             self._add_optimizer(run, OptimizerContents.from_json(content["optimizer"]))
         if any(name.startswith("random:") for name in self._stored):
             run.left_out.append("random generators")
-        if any(name.startswith("other:") and not name.startswith("other:0:") for name in self._stored):
+        if any(
+            name.startswith("other:") and not name.startswith("other:0:") for name in self._stored
+        ):
             run.left_out.append("buffers in which other ranks differ from rank 0")
         return run
 
     def _add_optimizer(self, run: Run, contents: OptimizerContents) -> None:
         run.classes = contents.kinds
         run.groups = [
-            {**{key: decode_scalar(value, _CPU) for key, value in options.items()}, "params": names} for options, names in contents.groups
+            {**{key: decode_scalar(value, _CPU) for key, value in options.items()}, "params": names}
+            for options, names in contents.groups
         ]
         for name, named in contents.state.items():
-            values: dict[str, Any] = {key: decode_scalar(value, _CPU) for key, value in named.scalars.items()}
+            values: dict[str, Any] = {
+                key: decode_scalar(value, _CPU) for key, value in named.scalars.items()
+            }
             for key, dtype in named.elements.items():
-                values[key] = small(self._by_ranges(f"state:{key}", name, dtype, run.tensors[name].shape))
-            run.state[name] = values | {key: self._stored[f"whole:{key}:{name}"] for key in named.whole}
+                values[key] = small(
+                    self._by_ranges(f"state:{key}", name, dtype, run.tensors[name].shape)
+                )
+            run.state[name] = values | {
+                key: self._stored[f"whole:{key}:{name}"] for key in named.whole
+            }
 
     def _by_ranges(self, kind: str, name: str, dtype: str, shape: tuple[int, ...]) -> Lazy:
         self._ranges.check(kind, name, math.prod(shape), dtype)
-        return Lazy(dtype_named(dtype), shape, lambda start, into: self._ranges.read(kind, name, start, into))
+        return Lazy(
+            dtype_named(dtype),
+            shape,
+            lambda start, into: self._ranges.read(kind, name, start, into),
+        )
 
     def _whole(self, name: str) -> Lazy:
         stored = self._files.tensors[name]
-        return Lazy(stored.dtype, stored.shape, lambda start, into: self._files.read(stored, start, into))
+        return Lazy(
+            stored.dtype, stored.shape, lambda start, into: self._files.read(stored, start, into)
+        )
 
 
 class _Entry(NamedTuple):
@@ -109,12 +127,16 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
     content: dict[str, Any] = {"world_size": 1, "optimizer": None, "config": run.config}
     content["tensors"] = {name: _described(run, name) for name in run.tensors}
     entries = [
-        _Entry(f"other:0:{name}", lazy) if name in run.buffers else _Entry(f"parameter:{name}[0:{lazy.numel}]", lazy, flat=True)
+        _Entry(f"other:0:{name}", lazy)
+        if name in run.buffers
+        else _Entry(f"parameter:{name}[0:{lazy.numel}]", lazy, flat=True)
         for name, lazy in run.tensors.items()
         if lazy.numel or name in run.buffers
     ]
     content["extra"] = _encoded(run.extra, "extra", entries)
-    content["extra_states"] = {name: _encoded(value, name, entries) for name, value in run.extra_states.items()}
+    content["extra_states"] = {
+        name: _encoded(value, name, entries) for name, value in run.extra_states.items()
+    }
     files = {"model": entries}
     if run.groups is not None:
         content["optimizer"], files["optimizer"] = _optimizer(run)
@@ -157,14 +179,23 @@ def _encoded(value: Any, what: str, entries: list[_Entry]) -> Any:
 
 
 def _optimizer(run: Run) -> tuple[dict[str, Any], list[_Entry]]:
-    groups = [(options_of(group, f"param_groups[{number}]"), group["params"]) for number, group in enumerate(run.groups or ())]
+    groups = [
+        (options_of(group, f"param_groups[{number}]"), group["params"])
+        for number, group in enumerate(run.groups or ())
+    ]
     shapes = {name: lazy.shape for name, lazy in run.tensors.items()}
     contents = OptimizerContents(groups, sorted_out(run.state, shapes, Tensor | Lazy), run.classes)
     entries = []
     for name, named in contents.state.items():
-        lazies = {key: as_lazy(value) for key, value in run.state[name].items() if key not in named.scalars}
+        lazies = {
+            key: as_lazy(value)
+            for key, value in run.state[name].items()
+            if key not in named.scalars
+        }
         entries += [
-            _Entry(f"state:{key}:{name}[0:{lazies[key].numel}]", lazies[key], flat=True) for key in named.elements if lazies[key].numel
+            _Entry(f"state:{key}:{name}[0:{lazies[key].numel}]", lazies[key], flat=True)
+            for key in named.elements
+            if lazies[key].numel
         ]
         entries += [_Entry(f"whole:{key}:{name}", lazies[key]) for key in named.whole]
     kinds = " and ".join(dict.fromkeys(run.classes))
@@ -172,7 +203,10 @@ def _optimizer(run: Run) -> tuple[dict[str, Any], list[_Entry]]:
 
 
 def _views(entries: list[_Entry], advance: Callable[[int], object]) -> Iterator[memoryview]:
-    shapes = ((entry.name, entry.lazy.dtype, (entry.lazy.numel,) if entry.flat else entry.lazy.shape) for entry in entries)
+    shapes = (
+        (entry.name, entry.lazy.dtype, (entry.lazy.numel,) if entry.flat else entry.lazy.shape)
+        for entry in entries
+    )
     yield memoryview(header_of(shapes, {}, ours=True))
     for entry in entries:
         for piece in entry.lazy.pieces():

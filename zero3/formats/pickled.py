@@ -1,7 +1,9 @@
-"""Pickles read, and written, as the data that they are: nothing is imported, and nothing that a pickle names is called.
+"""Pickles read, and written, as the data that they are: nothing is imported, and nothing that a
+pickle names is called.
 
-`pickletools` takes a pickle apart into its operations. What they build of numbers, strings and containers is built; what
-they would call stays a `Made`, with the name and the arguments, but for the few names that `make` knows.
+`pickletools` takes a pickle apart into its operations. What they build of numbers, strings and
+containers is built; what they would call stays a `Made`, with the name and the arguments, but for
+the few names that `make` knows.
 """
 
 from __future__ import annotations
@@ -17,14 +19,19 @@ from typing import Any
 __all__: list[str] = []
 
 _CONSTANTS = (
-    "INT", "LONG", "LONG1", "LONG4", "BININT", "BININT1", "BININT2", "FLOAT", "BINFLOAT", "STRING", "BINSTRING", "SHORT_BINSTRING",
-    "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
+    "INT", "LONG", "LONG1", "LONG4", "BININT", "BININT1", "BININT2", "FLOAT", "BINFLOAT", "STRING",
+    "BINSTRING", "SHORT_BINSTRING",
+    "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES",
+    "BINBYTES8", "BYTEARRAY8",
 )  # fmt: skip
 _PLAIN = MappingProxyType({"NONE": None, "NEWTRUE": True, "NEWFALSE": False})
-_NEW = MappingProxyType({"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_TUPLE": tuple, "EMPTY_SET": set})
+_NEW = MappingProxyType(
+    {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_TUPLE": tuple, "EMPTY_SET": set}
+)
 _LENGTHS = MappingProxyType({"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3})
 _CONTAINERS = (
-    "LIST", "TUPLE", "DICT", "FROZENSET", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "POP", "POP_MARK", "DUP",
+    "LIST", "TUPLE", "DICT", "FROZENSET", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS",
+    "POP", "POP_MARK", "DUP",
 )  # fmt: skip
 _WITHOUT_EFFECT = ("PROTO", "FRAME")
 
@@ -50,7 +57,8 @@ Make = Callable[[str, tuple[Any, ...]], Any]
 
 
 def read(text: bytes, what: str, make: Make, storage: Callable[[Any], Any] | None = None) -> Any:
-    """The value of a pickle. `make` says what a call of a name with arguments becomes, `storage` what a persistent id stands for.
+    """The value of a pickle. `make` says what a call of a name with arguments becomes, `storage`
+    what a persistent id stands for.
 
     Raises:
         ValueError: it is malformed, or does what pickles of checkpoints don't. `what` names it.
@@ -64,8 +72,18 @@ def read(text: bytes, what: str, make: Make, storage: Callable[[Any], Any] | Non
                     (value,) = machine.stack
                     return value
                 machine.take(operation.name, argument)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, UnicodeDecodeError) as error:
-        raise ValueError(f"{what} is no pickle that can be read: {type(error).__name__}: {error}") from None
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        UnicodeDecodeError,
+    ) as error:
+        raise ValueError(
+            f"{what} is no pickle that can be read: {type(error).__name__}: {error}"
+        ) from None
     raise ValueError(f"{what} is no pickle that can be read: it has no end")
 
 
@@ -108,7 +126,9 @@ class _Machine:
     def _container(self, name: str, _: Any) -> None:
         if name in ("LIST", "TUPLE", "FROZENSET"):
             items = self._since_mark()
-            self.stack.append(items if name == "LIST" else tuple(items) if name == "TUPLE" else frozenset(items))
+            self.stack.append(
+                items if name == "LIST" else tuple(items) if name == "TUPLE" else frozenset(items)
+            )
         elif name == "DICT":
             items = self._since_mark()
             self.stack.append(dict(zip(items[::2], items[1::2], strict=True)))
@@ -129,14 +149,19 @@ class _Machine:
             self._since_mark()
 
     def _filled(self, kind: type) -> Any:
-        """What is on top, if it may be filled like this. (A subclass of list or dict that nobody knows can't be.)"""
+        """What is on top, if it may be filled like this. (A subclass of list or dict that nobody
+        knows can't be.)
+        """
         if not isinstance(self.stack[-1], kind):
             raise TypeError(f"{self.stack[-1]!r:.80} is filled like a {kind.__name__}")
         return self.stack[-1]
 
     def _object(self, name: str, argument: Any) -> None:
         if name == "GLOBAL":
-            self.stack.append(Global(argument.replace(" ", ".", 1).replace("__builtin__.", "builtins.")))  # as Python 2 said
+            # as Python 2 said
+            self.stack.append(
+                Global(argument.replace(" ", ".", 1).replace("__builtin__.", "builtins."))
+            )
         elif name == "STACK_GLOBAL":
             self.stack.append(Global(".".join(self._pop(2))))
         elif name in ("REDUCE", "NEWOBJ"):
@@ -157,11 +182,16 @@ class _Machine:
     def _call(self, called: Any, arguments: Any) -> Any:
         if not isinstance(called, Global | Made) or not isinstance(arguments, tuple):
             raise TypeError(f"{called!r:.80} is called")
-        return self._make(called.name, arguments) if isinstance(called, Global) else Made(f"{called.name}()", arguments)
+        return (
+            self._make(called.name, arguments)
+            if isinstance(called, Global)
+            else Made(f"{called.name}()", arguments)
+        )
 
 
 def write(value: Any, tensor: Callable[[Any], Made | None]) -> bytes:
-    """A pickle (protocol 2) of plain values, `Global` and `Made`. `tensor` says how to make what is neither, None if it can't.
+    """A pickle (protocol 2) of plain values, `Global` and `Made`. `tensor` says how to make what is
+    neither, None if it can't.
 
     Raises:
         TypeError: a value that is not among them.
@@ -190,8 +220,16 @@ def _write(value: Any, tensor: Callable[[Any], Made | None], out: bytearray) -> 
         text = value.encode("utf-8", "surrogatepass")
         out += b"X" + struct.pack("<I", len(text)) + text
     elif type(value) in (list, tuple, dict):
-        items = value if type(value) is not dict else (each for item in value.items() for each in item)
-        opened, closed = (b"](", b"e") if type(value) is list else (b"(", b"t") if type(value) is tuple else (b"}(", b"u")
+        items = (
+            value if type(value) is not dict else (each for item in value.items() for each in item)
+        )
+        opened, closed = (
+            (b"](", b"e")
+            if type(value) is list
+            else (b"(", b"t")
+            if type(value) is tuple
+            else (b"}(", b"u")
+        )
         out += opened
         for item in items:
             _write(item, tensor, out)

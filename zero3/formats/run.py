@@ -1,4 +1,6 @@
-"""A training run as any of the formats holds it: what a conversion takes out of one and puts into another."""
+"""A training run as any of the formats holds it: what a conversion takes out of one and puts into
+another.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _NOTHING = object()
 
 @dataclass(frozen=True)
 class Holds:
-    """What a format has a place for, beside numbers, text, lists, tuples, dicts and tensors in them."""
+    """What a format has a place for, beside numbers, text, lists, tuples, dicts and tensors in
+    them.
+    """
 
     nested: bool = True  # tensors inside of an optimizer's options and of lists in its state
     empty: bool = True  # parameters without elements in an optimizer
@@ -27,19 +31,25 @@ class Holds:
 
 @dataclass
 class Run:
-    """Names are the unwrapped model's. A tied tensor stands under its first name, and its other names in `also`.
+    """Names are the unwrapped model's. A tied tensor stands under its first name, and its other
+    names in `also`.
 
-    State holds a `Lazy` for what has dimensions, and numbers and 0-dim tensors as they are. Nothing in it is a `Made`.
+    State holds a `Lazy` for what has dimensions, and numbers and 0-dim tensors as they are. Nothing
+    in it is a `Made`.
     """
 
     kind: str
     tensors: dict[str, Lazy]
     also: dict[str, list[str]] = field(default_factory=dict)
-    buffers: set[str] = field(default_factory=set)  # of the tensors; those of formats that don't tell are not among them
-    extra_states: dict[str, Any] = field(default_factory=dict)  # of modules, by the names of state dicts
-    groups: list[dict[str, Any]] | None = None  # options, and names in "params"; None: there is no optimizer
+    # of the tensors; those of formats that don't tell are not among them
+    buffers: set[str] = field(default_factory=set)
+    # of modules, by the names of state dicts
+    extra_states: dict[str, Any] = field(default_factory=dict)
+    # options, and names in "params"; None: there is no optimizer
+    groups: list[dict[str, Any]] | None = None
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
-    classes: list[str] = field(default_factory=list)  # of each group's optimizer, where they are known
+    # of each group's optimizer, where they are known
+    classes: list[str] = field(default_factory=list)
     extra: Any = None
     config: Any = None  # of a Hugging Face model
     ranks: int = 1  # that wrote it
@@ -61,14 +71,23 @@ class Run:
         listed = [name for group in self.groups or () for name in group["params"]]
         known = {*self.tensors, *(alias for names in self.also.values() for alias in names)}
         if unknown := [name for name in [*listed, *self.state] if name not in known]:
-            raise ValueError(f"the optimizer has parameters that the model has not: {', '.join(map(str, unknown[:6]))}")
+            raise ValueError(
+                "the optimizer has parameters that the model has not: "
+                f"{', '.join(map(str, unknown[:6]))}"
+            )
         if len(listed) != len(set(listed)):
-            raise ValueError(f"param_groups name {next(name for name in listed if listed.count(name) > 1)} twice")
+            raise ValueError(
+                f"param_groups name {next(name for name in listed if listed.count(name) > 1)} twice"
+            )
         if missing := [name for name in self.state if name not in set(listed)]:
-            raise ValueError(f"there is state of parameters that are in no group: {', '.join(missing[:6])}")
+            raise ValueError(
+                f"there is state of parameters that are in no group: {', '.join(missing[:6])}"
+            )
 
     def leave_out(self, holds: Holds) -> None:
-        """Takes out what the format to be written can't hold, key by key, and names it in `left_out`."""
+        """Takes out what the format to be written can't hold, key by key, and names it in
+        `left_out`.
+        """
 
         def number(tensor: Tensor | Lazy) -> bool:
             return holds.nested or (isinstance(tensor, Tensor) and not tensor.dtype.is_complex)
@@ -79,20 +98,31 @@ class Run:
         self.groups = _kept(self.groups, "param_groups", self.left_out, number)
         for name, values in self.state.items():
             found = {
-                key: _kept(value, f"state[{name!r}][{key!r}]", self.left_out, None if isinstance(value, Lazy) else number)
+                key: _kept(
+                    value,
+                    f"state[{name!r}][{key!r}]",
+                    self.left_out,
+                    None if isinstance(value, Lazy) else number,
+                )
                 for key, value in values.items()
             }
             self.state[name] = {key: value for key, value in found.items() if value is not _NOTHING}
         if self.config is not None and not holds.config:
             self.left_out.append("config (of the Hugging Face model)")
         for at, group in enumerate(self.groups or ()) if not holds.empty else ():
-            for name in [name for name in group["params"] if name in self.tensors and not self.tensors[name].numel]:
+            for name in [
+                name
+                for name in group["params"]
+                if name in self.tensors and not self.tensors[name].numel
+            ]:
                 self.left_out.append(f"{name} of param_groups[{at}] (a parameter without elements)")
                 group["params"].remove(name)
                 self.state.pop(name, None)
 
 
-def _kept(value: Any, path: str, left_out: list[str], fits: Callable[[Tensor | Lazy], bool] | None = None) -> Any:
+def _kept(
+    value: Any, path: str, left_out: list[str], fits: Callable[[Tensor | Lazy], bool] | None = None
+) -> Any:
     """What of `value` is plain, or a tensor that `fits` (None: any does).
 
     Of a dict the rest goes along; in a list None stands for what is left out. Paths name that.
@@ -106,7 +136,9 @@ def _kept(value: Any, path: str, left_out: list[str], fits: Callable[[Tensor | L
                 items[key] = found
         return type(value)(items)
     if type(value) in (list, tuple):
-        each = [_kept(item, f"{path}[{number}]", left_out, fits) for number, item in enumerate(value)]
+        each = [
+            _kept(item, f"{path}[{number}]", left_out, fits) for number, item in enumerate(value)
+        ]
         return type(value)(None if item is _NOTHING else item for item in each)
     if _is_key(value) or (isinstance(value, Tensor | Lazy) and (fits is None or fits(value))):
         return value
@@ -115,7 +147,11 @@ def _kept(value: Any, path: str, left_out: list[str], fits: Callable[[Tensor | L
 
 
 def _is_key(value: Any) -> bool:
-    return value is None or type(value) in (bool, int, float, str) or (type(value) is tuple and all(map(_is_key, value)))
+    return (
+        value is None
+        or type(value) in (bool, int, float, str)
+        or (type(value) is tuple and all(map(_is_key, value)))
+    )
 
 
 def kind_of(value: Any) -> str:

@@ -1,7 +1,8 @@
-"""torch's own files, the zip that `torch.save` writes: looked into without torch.load, and written as a stream.
+"""torch's own files, the zip that `torch.save` writes: looked into without torch.load, and written
+as a stream.
 
-archive/data.pkl        a pickle; where a tensor is, it says which storage, from where on, and of what shape
-archive/data/0, 1, ...  the storages, uncompressed
+archive/data.pkl        a pickle; where a tensor is, it says which storage, from where on, and of
+what shape archive/data/0, 1, ...  the storages, uncompressed
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ __all__: list[str] = []
 _ALIGNMENT = 64  # of a storage in the file, so that it can be mapped
 _HEADER = 30  # bytes of a zip's local header before the name
 _OLD_STORAGES = (
-    "Double:float64 Float:float32 Half:float16 BFloat16:bfloat16 Long:int64 Int:int32 Short:int16 Char:int8 Byte:uint8 Bool:bool "
-    "ComplexFloat:complex64 ComplexDouble:complex128"
+    "Double:float64 Float:float32 Half:float16 BFloat16:bfloat16 Long:int64 Int:int32 "
+    "Short:int16 Char:int8 Byte:uint8 Bool:bool ComplexFloat:complex64 ComplexDouble:complex128"
 )
 _PLAIN_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 
@@ -53,7 +54,9 @@ class _Window(RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.length}[whence]
+        self._at = (
+            offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.length}[whence]
+        )
         return self._at
 
     def tell(self) -> int:
@@ -74,9 +77,11 @@ class _Window(RawIOBase):
 
 
 class TorchFile:
-    """What a file of `torch.save` holds, in `value`: plain values, a `Lazy` for each tensor, a `Made` for what nobody here knows.
+    """What a file of `torch.save` holds, in `value`: plain values, a `Lazy` for each tensor, a
+    `Made` for what nobody here knows.
 
-    The file may be a part of an open one. Tensors that share memory are one `Lazy`, if they are the same in it.
+    The file may be a part of an open one. Tensors that share memory are one `Lazy`, if they are the
+    same in it.
 
     Raises:
         ValueError: it is no such file, or says what can't be.
@@ -89,14 +94,32 @@ class TorchFile:
         length = os.fstat(file.fileno()).st_size - offset if length is None else length
         try:
             with zipfile.ZipFile(_Window(file, offset, length)) as archive:
-                self._records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-                order = archive.read(self._records["byteorder"]) if "byteorder" in self._records else b"little"
+                self._records = {
+                    info.filename.partition("/")[2]: info for info in archive.infolist()
+                }
+                order = (
+                    archive.read(self._records["byteorder"])
+                    if "byteorder" in self._records
+                    else b"little"
+                )
                 text = archive.read(self._records["data.pkl"])
-        except (zipfile.BadZipFile, zipfile.LargeZipFile, KeyError, EOFError, NotImplementedError, RuntimeError) as error:
+        except (
+            zipfile.BadZipFile,
+            zipfile.LargeZipFile,
+            KeyError,
+            EOFError,
+            NotImplementedError,
+            RuntimeError,
+        ) as error:
             remedy = "expected what torch.save writes since torch 1.6"
-            raise ValueError(f"{what} is no file of torch's, or is cut off: {type(error).__name__}: {error}; {remedy}") from None
+            raise ValueError(
+                f"{what} is no file of torch's, or is cut off: {type(error).__name__}: {error}; "
+                f"{remedy}"
+            ) from None
         if order != b"little":
-            raise ValueError(f"{what} is {order.decode(errors='replace')}-endian, this machine is not")
+            raise ValueError(
+                f"{what} is {order.decode(errors='replace')}-endian, this machine is not"
+            )
         self._positions: dict[str, int] = {}
         self._tensors: dict[tuple[Any, ...], Lazy] = {}
         self.value = pickled.read(text, what, self._make, self._storage)
@@ -111,32 +134,73 @@ class TorchFile:
 
     def _make(self, name: str, arguments: tuple[Any, ...]) -> Any:
         """The few names that are understood."""
-        if name in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3", "torch._utils._rebuild_tensor"):
+        if name in (
+            "torch._utils._rebuild_tensor_v2",
+            "torch._utils._rebuild_tensor_v3",
+            "torch._utils._rebuild_tensor",
+        ):
             storage, offset, shape, strides, *more = arguments
-            dtype = dtype_named(more[2].name.removeprefix("torch.")) if name.endswith("v3") else storage.dtype
+            dtype = (
+                dtype_named(more[2].name.removeprefix("torch."))
+                if name.endswith("v3")
+                else storage.dtype
+            )
             return self._tensor(storage.record, dtype, offset, tuple(shape), tuple(strides))
-        if name in ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"):
+        if name in (
+            "torch._utils._rebuild_parameter",
+            "torch._utils._rebuild_parameter_with_state",
+        ):
             return arguments[0]
-        if name == "torch._tensor._rebuild_from_type_v2" and arguments[1].name in _PLAIN_TYPES:  # one that has attributes
+        # one that has attributes
+        if name == "torch._tensor._rebuild_from_type_v2" and arguments[1].name in _PLAIN_TYPES:
             return self._make(arguments[0].name, arguments[2])
         if name == "torch.Size":
             return tuple(*arguments)
         return plain(name, arguments)
 
-    def _tensor(self, record: str, dtype: torch.dtype, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Lazy:
+    def _tensor(
+        self,
+        record: str,
+        dtype: torch.dtype,
+        offset: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+    ) -> Lazy:
         place = record, dtype, offset, shape, strides
         if place not in self._tensors:
-            if not all(type(number) is int and number >= 0 for number in (offset, *shape, *strides)) or len(shape) != len(strides):
-                raise ValueError(f"a tensor of shape {shape!r:.80} and strides {strides!r:.80} from element {offset!r:.20} on")
-            span = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1 if 0 not in shape else 0
-            if (info := self._records.get(record)) is None or (offset + span) * dtype.itemsize > info.file_size:
-                raise ValueError(f"a tensor of shape {shape} lies beyond {record}, or that is missing")
+            if not all(
+                type(number) is int and number >= 0 for number in (offset, *shape, *strides)
+            ) or len(shape) != len(strides):
+                raise ValueError(
+                    f"a tensor of shape {shape!r:.80} and strides {strides!r:.80} from element "
+                    f"{offset!r:.20} on"
+                )
+            span = (
+                sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+                if 0 not in shape
+                else 0
+            )
+            if (info := self._records.get(record)) is None or (
+                offset + span
+            ) * dtype.itemsize > info.file_size:
+                raise ValueError(
+                    f"a tensor of shape {shape} lies beyond {record}, or that is missing"
+                )
             if info.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"{record} is compressed")
-            whole = Lazy(dtype, shape, lambda start, into: self._read(record, (offset + start) * dtype.itemsize, into))
+            whole = Lazy(
+                dtype,
+                shape,
+                lambda start, into: self._read(record, (offset + start) * dtype.itemsize, into),
+            )
             dense = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
-            in_order = all(size == 1 or own == expected for size, own, expected in zip(shape, strides, dense, strict=True))
-            self._tensors[place] = whole if in_order or not span else _in_order(whole, span, strides)
+            in_order = all(
+                size == 1 or own == expected
+                for size, own, expected in zip(shape, strides, dense, strict=True)
+            )
+            self._tensors[place] = (
+                whole if in_order or not span else _in_order(whole, span, strides)
+            )
         return self._tensors[place]
 
     def _read(self, record: str, start: int, into: Tensor) -> None:
@@ -144,7 +208,9 @@ class TorchFile:
             header = bytearray(_HEADER)
             begin = self._offset + self._records[record].header_offset
             read_bytes(self._file, begin, memoryview(header))
-            lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+            lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(
+                header[28:30], "little"
+            )
             self._positions[record] = begin + _HEADER + lengths
         view, offset = bytes_of(into), self._positions[record] + start
         while view:
@@ -154,7 +220,9 @@ class TorchFile:
 
 
 def _in_order(stored: Lazy, span: int, strides: tuple[int, ...]) -> Lazy:
-    """A tensor that does not lie in the order of its elements (transposed, expanded): it is read as a whole."""
+    """A tensor that does not lie in the order of its elements (transposed, expanded): it is read as
+    a whole.
+    """
     found: list[Tensor] = []  # while its pieces are read one after another
 
     def read(start: int, into: Tensor) -> None:
@@ -179,13 +247,15 @@ def plain(name: str, arguments: tuple[Any, ...]) -> Any:
         return Counter(*arguments)
     if name == "builtins.set":
         return set(*arguments)
-    if name == "_codecs.encode" and arguments[1:] == ("latin1",) and isinstance(arguments[0], str):  # as old protocols write bytes
+    # as old protocols write bytes
+    if name == "_codecs.encode" and arguments[1:] == ("latin1",) and isinstance(arguments[0], str):
         return arguments[0].encode("latin1")
     return Made(name, arguments)
 
 
 def write(file: FileIO, offset: int, value: Any, advance: Callable[[int], object]) -> int:
-    """Writes plain values, `Lazy`s and tensors as `torch.load(weights_only=True)` reads them; what stands there twice, once. Returns bytes.
+    """Writes plain values, `Lazy`s and tensors as `torch.load(weights_only=True)` reads them; what
+    stands there twice, once. Returns bytes.
 
     Raises:
         TypeError: a value that only its own class could pickle.
@@ -201,9 +271,14 @@ def write(file: FileIO, offset: int, value: Any, advance: Callable[[int], object
         lazy = as_lazy(found)
         key, _ = storages.setdefault(id(found), (str(len(storages)), lazy))
         strides = tuple(math.prod(lazy.shape[at + 1 :]) for at in range(len(lazy.shape)))
-        storage = Persistent(("storage", Global("torch.storage.UntypedStorage"), key, "cpu", lazy.nbytes))
+        storage = Persistent(
+            ("storage", Global("torch.storage.UntypedStorage"), key, "cpu", lazy.nbytes)
+        )
         hooks = Made("collections.OrderedDict")
-        return Made("torch._utils._rebuild_tensor_v3", (storage, 0, lazy.shape, strides, False, hooks, Global(str(lazy.dtype))))
+        return Made(
+            "torch._utils._rebuild_tensor_v3",
+            (storage, 0, lazy.shape, strides, False, hooks, Global(str(lazy.dtype))),
+        )
 
     text = pickled.write(value, tensor)
     window = _Window(file, offset)
@@ -216,7 +291,13 @@ def write(file: FileIO, offset: int, value: Any, advance: Callable[[int], object
     return window.length
 
 
-def _write_storage(archive: zipfile.ZipFile, window: _Window, name: str, lazy: Lazy, advance: Callable[[int], object]) -> None:
+def _write_storage(
+    archive: zipfile.ZipFile,
+    window: _Window,
+    name: str,
+    lazy: Lazy,
+    advance: Callable[[int], object],
+) -> None:
     info = zipfile.ZipInfo(name)
     large = lazy.nbytes >= zipfile.ZIP64_LIMIT
     begin = window.length + _HEADER + len(name) + 4 + 20 * large

@@ -1,4 +1,6 @@
-"""One file of torch's: `{"model": state dict, "optimizer": {"state": by name, "param_groups": [...]}}`."""
+"""One file of torch's: `{"model": state dict, "optimizer": {"state": by name, "param_groups":
+[...]}}`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A run as one dict, `{"model": ..., "optimizer": ..., ...}`: how torch's files and torch.distributed.checkpoint hold it."""
+"""A run as one dict, `{"model": ..., "optimizer": ..., ...}`: how torch's files and
+torch.distributed.checkpoint hold it.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,16 @@ _MODEL = ("model", "model_state_dict", "state_dict", "module")
 _OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
 _EXTRA = "extra"
 _NAMED = (
-    "save torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict="
-    "True, cpu_offload=True)), or make the optimizer from model.named_parameters()"
+    "save torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer, "
+    "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), or make the optimizer "
+    "from model.named_parameters()"
 )
 
 
 def tree_of(run: Run) -> dict[str, Any]:
-    """`extra` stands beside the model if it is a dict with names of its own, and under "extra" otherwise."""
+    """`extra` stands beside the model if it is a dict with names of its own, and under "extra"
+    otherwise.
+    """
     model: dict[str, Any] = {}
     for name, lazy in run.tensors.items():
         model |= dict.fromkeys([name, *run.also.get(name, ())], lazy)
@@ -30,13 +35,18 @@ def tree_of(run: Run) -> dict[str, Any]:
     if run.groups is not None:
         tree["optimizer"] = {"state": run.state, "param_groups": run.groups}
     names = set(run.extra) if isinstance(run.extra, dict) else set()
-    if names and not names & {*_MODEL, *_OPTIMIZER, _EXTRA} and all(isinstance(name, str) for name in names):
+    if (
+        names
+        and not names & {*_MODEL, *_OPTIMIZER, _EXTRA}
+        and all(isinstance(name, str) for name in names)
+    ):
         return {**tree, **run.extra}
     return tree | ({_EXTRA: run.extra} if run.extra is not None else {})
 
 
 def run_of(tree: Any, kind: str, what: str) -> Run:
-    """What `tree_of` made, and the ways in which people save: a bare state dict, one more dict around, flat optimizer state.
+    """What `tree_of` made, and the ways in which people save: a bare state dict, one more dict
+    around, flat optimizer state.
 
     Raises:
         ValueError: there is no model in it, or an optimizer by numbers.
@@ -48,14 +58,21 @@ def run_of(tree: Any, kind: str, what: str) -> Run:
             break
         level = inner
     if not isinstance(level, dict):
-        raise ValueError(f"{what} holds a {kind_of(level)}, expected a dict with a state dict in 'model'")
+        raise ValueError(
+            f"{what} holds a {kind_of(level)}, expected a dict with a state dict in 'model'"
+        )
     key = next((key for key in _MODEL if isinstance(level.get(key), dict)), None)
     bare = key is None and any(isinstance(value, Lazy) for value in level.values())
     if key is None and not bare:
-        raise ValueError(f"{what} holds no model: expected one of {', '.join(_MODEL)}, or a state dict, found {list(level)[:8]}")
+        raise ValueError(
+            f"{what} holds no model: expected one of {', '.join(_MODEL)}, or a state dict, found "
+            f"{list(level)[:8]}"
+        )
     run = _model(level if key is None else level[key], kind, what)
     rest = {} if bare else {other: value for other, value in level.items() if other != key}
-    if (key := next((key for key in _OPTIMIZER if isinstance(rest.get(key), dict)), None)) is not None:
+    if (
+        key := next((key for key in _OPTIMIZER if isinstance(rest.get(key), dict)), None)
+    ) is not None:
         _add_optimizer(run, rest.pop(key), what)
     run.extra = None if not rest else rest[_EXTRA] if {*rest} == {_EXTRA} else rest
     return run
@@ -70,7 +87,10 @@ def _model(found: Mapping[Any, Any], kind: str, what: str) -> Run:
             run.extra_states[name] = value
         elif not isinstance(name, str) or not isinstance(value, Lazy):
             shown = getattr(value, "name", type(value).__name__)
-            raise ValueError(f"{what}: {key!r} of the model is a {shown}, expected a plain tensor under a parameter's name")
+            raise ValueError(
+                f"{what}: {key!r} of the model is a {shown}, expected a plain tensor under a "
+                "parameter's name"
+            )
         elif name in run.tensors:
             raise ValueError(f"{what} has {name!r} twice, with and without the prefix of a wrapper")
         elif value.numel and id(value) in first:
@@ -85,37 +105,66 @@ def _add_optimizer(run: Run, found: Mapping[str, Any], what: str) -> None:
     if not {"state", "param_groups"} <= {*found}:
         found = _unflattened(run, found, what)
     state, groups = found["state"], found["param_groups"]
-    if not isinstance(state, dict) or not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise ValueError(f"{what}: an optimizer's 'state' must be a dict, and its 'param_groups' a list of dicts")
-    run.left_out += [f"{key!r} of the optimizer (neither state nor groups)" for key in found if key not in ("state", "param_groups")]
+    if (
+        not isinstance(state, dict)
+        or not isinstance(groups, list)
+        or not all(isinstance(group, dict) for group in groups)
+    ):
+        raise ValueError(
+            f"{what}: an optimizer's 'state' must be a dict, and its 'param_groups' a list of dicts"
+        )
+    run.left_out += [
+        f"{key!r} of the optimizer (neither state nor groups)"
+        for key in found
+        if key not in ("state", "param_groups")
+    ]
     names: dict[str, str] = {}
     run.groups = []
     for group in groups:
         listed = list(group.get("params", ()))
         if not all(isinstance(name, str) for name in listed):
             if len(group.get("param_names", ())) != len(listed):
-                raise ValueError(f"{what}: the optimizer's state is by numbers, and nothing says which parameter is which: {_NAMED}")
-            names |= {str(number): own_name(name) for number, name in zip(listed, group["param_names"], strict=True)}
+                raise ValueError(
+                    f"{what}: the optimizer's state is by numbers, and nothing says which "
+                    f"parameter is which: {_NAMED}"
+                )
+            names |= {
+                str(number): own_name(name)
+                for number, name in zip(listed, group["param_names"], strict=True)
+            }
             listed = group["param_names"]
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        options = {
+            key: value for key, value in group.items() if key not in ("params", "param_names")
+        }
         run.groups.append(mapped(options, small) | {"params": [own_name(name) for name in listed]})
     run.state = {
-        names.get(str(key), own_name(str(key))): {each: small(value) for each, value in values.items()} for key, values in state.items()
+        names.get(str(key), own_name(str(key))): {
+            each: small(value) for each, value in values.items()
+        }
+        for key, values in state.items()
     }
 
 
 def _unflattened(run: Run, found: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Of `flatten_optimizer_state_dict=True`: keys such as `state.layers.0.weight.exp_avg` and `param_groups.layers.0.weight.lr`."""
+    """Of `flatten_optimizer_state_dict=True`: keys such as `state.layers.0.weight.exp_avg` and
+    `param_groups.layers.0.weight.lr`.
+    """
     state: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
     for key, value in found.items():
         kind, _, rest = key.partition(".")
         name, _, last = rest.rpartition(".")
         if kind not in ("state", "param_groups") or not name:
-            raise ValueError(f"{what}: {key!r} of the optimizer is neither state nor an option of a parameter")
+            raise ValueError(
+                f"{what}: {key!r} of the optimizer is neither state nor an option of a parameter"
+            )
         (state if kind == "state" else options).setdefault(name, {})[last] = small(value)
     alike: dict[str, dict[str, Any]] = {}
-    for name in [name for name in run.tensors if name in options] + [name for name in options if name not in run.tensors]:
-        group = alike.setdefault(json.dumps(options[name], sort_keys=True, default=repr), {**options[name], "params": []})
+    for name in [name for name in run.tensors if name in options] + [
+        name for name in options if name not in run.tensors
+    ]:
+        group = alike.setdefault(
+            json.dumps(options[name], sort_keys=True, default=repr), {**options[name], "params": []}
+        )
         group["params"].append(name)
     return {"state": state, "param_groups": list(alike.values())}

@@ -1,7 +1,8 @@
 """`backward(inputs=...)` with chunks: their gradients alone are computed and reduced.
 
-No graph leads to a chunk: it leads to the parameters whose values are cut into chunks. So torch's backward would find nothing to do for
-the chunk, and no hook could see it. It is given the parameters instead. This is the one function of torch that zero3 replaces.
+No graph leads to a chunk: it leads to the parameters whose values are cut into chunks. So torch's
+backward would find nothing to do for the chunk, and no hook could see it. It is given the
+parameters instead. This is the one function of torch that zero3 replaces.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def _knowing(backward: Callable[..., None]) -> Callable[..., None]:
             given = list(inputs.values()) if isinstance(inputs, Mapping) else inputs
             chunks = {id(each): state for each in given if (state := _layer_of(each)) is not None}
         if not chunks:
-            return backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+            return backward(
+                tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
+            )
         states = list(dict.fromkeys(chunks.values()))
         inputs = [each for each in given if id(each) not in chunks]
         inputs += [edge for state in states for edge in _edges_of(state, chunks)]
@@ -66,30 +69,43 @@ def _layer_of(given: object) -> LayerState | None:
     state = state_of(given)
     if not isinstance(state, LayerState):
         return None
-    return state if any(part.parameter is given for chunk in state.chunks for part in chunk.parts) else None
+    return (
+        state
+        if any(part.parameter is given for chunk in state.chunks for part in chunk.parts)
+        else None
+    )
 
 
 def _edges_of(state: LayerState, given: dict[int, LayerState]) -> list[GradientEdge]:
     trained = [chunk for chunk in state.chunks if chunk.shard.requires_grad]
     if any(chunk.parts[0].parameter is not chunk.shard for chunk in trained):
         raise ValueError(
-            f"rank {state.communicator.rank}: backward(inputs=...) with parts of chunks of layer {state.label}, which zero3.param_groups "
-            "made: ranks have parts of different parameters, and would compute different gradients. Leave inputs out, and drop what you "
-            "don't want (parameter.grad = None)."
+            f"rank {state.communicator.rank}: backward(inputs=...) with parts of chunks of layer "
+            f"{state.label}, which zero3.param_groups made: ranks have parts of different "
+            "parameters, and would compute different gradients. Leave inputs out, and drop what "
+            "you don't want (parameter.grad = None)."
         )
     missing = [chunk for chunk in trained if id(chunk.shard) not in given]
     if missing:
         raise ValueError(
-            f"rank {state.communicator.rank}: backward(inputs=...) with {len(trained) - len(missing)} of the {len(trained)} trainable "
-            f"chunks of layer {state.label}: a layer's chunks are reduced together. Pass all that layer.get_trainable_chunk() returns."
+            f"rank {state.communicator.rank}: backward(inputs=...) with "
+            f"{len(trained) - len(missing)} of the {len(trained)} trainable chunks of layer "
+            f"{state.label}: a layer's chunks are reduced together. Pass all that "
+            "layer.get_trainable_chunk() returns."
         )
     with as_plain_tensors():  # the parameters are released
-        return [get_gradient_edge(sharded.sites.parameter) for sharded in state.parameters if sharded.chunk in trained]
+        return [
+            get_gradient_edge(sharded.sites.parameter)
+            for sharded in state.parameters
+            if sharded.chunk in trained
+        ]
 
 
 @contextmanager
 def _reaching_only(states: Sequence[LayerState]) -> Iterator[None]:
-    backwards = {backward for state in states if isinstance(backward := state.gradients.backward(), Backward)}
+    backwards = {
+        backward for state in states if isinstance(backward := state.gradients.backward(), Backward)
+    }
     with ExitStack() as left:
         for backward in backwards:
             backward.only = frozenset(states)

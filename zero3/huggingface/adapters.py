@@ -20,12 +20,22 @@ from .outputs import Computed, outputs_of_adapter
 __all__: list[str] = []
 
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
-_MATTERS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")  # for the results
+# for the results
+_MATTERS = (
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "fan_in_fan_out",
+)
 
 
 def places_of_adapters(model: nn.Module, path: Path) -> dict[str, Path]:
-    """Maps each adapter of a peft model to the directory that has its files. Empty: `path` has the files of a whole model, or the
-    model has no adapters.
+    """Maps each adapter of a peft model to the directory that has its files. Empty: `path` has the
+    files of a whole model, or the model has no adapters.
 
     Raises:
         ValueError: There are files for some of the adapters only.
@@ -35,12 +45,16 @@ def places_of_adapters(model: nn.Module, path: Path) -> dict[str, Path]:
         return {}
     places = dict(_places(list(adapters), path))
     if places and (missing := [adapter for adapter in adapters if adapter not in places]):
-        raise ValueError(f"{path} has files of the adapters {', '.join(places)}, and none of {', '.join(missing)}; nothing was loaded")
+        raise ValueError(
+            f"{path} has files of the adapters {', '.join(places)}, and none of "
+            f"{', '.join(missing)}; nothing was loaded"
+        )
     return places
 
 
 def _places(adapters: list[str], path: Path) -> Iterator[tuple[str, Path]]:
-    for adapter in adapters:  # peft writes the adapter "default" into the directory, others into directories of their names
+    # peft writes the adapter "default" into the directory, others into directories of their names
+    for adapter in adapters:
         if (path / adapter / FILE).is_file():
             yield adapter, path / adapter
         elif (path / FILE).is_file() and (adapter == "default" or len(adapters) == 1):
@@ -51,25 +65,48 @@ def fit_adapter(model: nn.Module, adapter: str, place: Path, stored: dict[str, A
     """Matches the files of an adapter with the model.
 
     Raises:
-        ValueError: Names, shapes or kinds of values differ, or the adapter's configuration does, or the files hold prompts and not what
-            computes them. One error names all problems.
+        ValueError: Names, shapes or kinds of values differ, or the adapter's configuration does, or
+            the files hold prompts and not what computes them. One error names all problems.
     """
     model, contents = innermost(model), Contents(model, "load_pretrained")
     outputs = {output.name: output for output in outputs_of_adapter(model, adapter, contents, None)}
     problems = names_apart(outputs, stored)
     both = [(output, stored[name]) for name, output in outputs.items() if name in stored]
-    shapes = [f"{output.name} has {file.shape}, expected {output.shape}" for output, file in both if file.shape != output.shape]
-    kinds = [f"{output.name} is {file.dtype}" for output, file in both if kind_of(file.dtype) != kind_of(output.dtype)]
+    shapes = [
+        f"{output.name} has {file.shape}, expected {output.shape}"
+        for output, file in both
+        if file.shape != output.shape
+    ]
+    kinds = [
+        f"{output.name} is {file.dtype}"
+        for output, file in both
+        if kind_of(file.dtype) != kind_of(output.dtype)
+    ]
     computed = [
-        f"{output.name} was computed by a prompt encoder, and training goes on from zero3.save_checkpoint"
+        (
+            f"{output.name} was computed by a prompt encoder, and training goes on from "
+            "zero3.save_checkpoint"
+        )
         for output, _ in both
         if isinstance(output.index_map, Computed)
     ]
     options = _other_options(model, adapter, place)
-    problems += listed({"other shapes": shapes, "other kinds": kinds, "other options": options, "not the trained values": computed})
+    problems += listed(
+        {
+            "other shapes": shapes,
+            "other kinds": kinds,
+            "other options": options,
+            "not the trained values": computed,
+        }
+    )
     if problems:
-        raise ValueError(f"{place} does not fit the adapter {adapter!r} of this model; nothing was loaded. {'. '.join(problems)}")
-    by_name = {name: contents.parameters[name].sites.parameter for name in contents.parameters} | contents.others
+        raise ValueError(
+            f"{place} does not fit the adapter {adapter!r} of this model; nothing was loaded. "
+            f"{'. '.join(problems)}"
+        )
+    by_name = {
+        name: contents.parameters[name].sites.parameter for name in contents.parameters
+    } | contents.others
     fit = Fit(model, {}, {})
     for output, file in both:
         tensor = by_name[output.index_map.sources[0]]

@@ -1,4 +1,6 @@
-"""Asks transformers how it converts names and tensors between the files of a model and the model."""
+"""Asks transformers how it converts names and tensors between the files of a model and the
+model.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 class Unwrapped:
-    """A view of a model for transformers' conversions: names without torch's wrappers, and parameters that may be released."""
+    """A view of a model for transformers' conversions: names without torch's wrappers, and
+    parameters that may be released.
+    """
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         self._model = model
@@ -32,7 +36,8 @@ class Unwrapped:
         return getattr(self._model, name)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type[Any]:  # transformers before 5.4 chooses renamings by the names of the model's classes
+    # transformers before 5.4 chooses renamings by the names of the model's classes
+    def __class__(self) -> type[Any]:
         return type(self._model)
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -44,18 +49,24 @@ class Unwrapped:
 
 
 class Conversions:
-    """Maps the keys of a file to the names of a model. It follows transformers, if the model is one of its, and the base prefix."""
+    """Maps the keys of a file to the names of a model. It follows transformers, if the model is one
+    of its, and the base prefix.
+    """
 
-    def __init__(self, model: nn.Module, expected: Mapping[str, Tensor], more: Iterable[str] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, expected: Mapping[str, Tensor], more: Iterable[str] = ()
+    ) -> None:
         self._expected = {*expected, *more}
         self._prefix = getattr(model, "base_model_prefix", "") or ""
         self._model = Unwrapped(model, expected)
-        self._loading: Any = None  # transformers' module for loading; None: files have the model's own names
+        # transformers' module for loading; None: files have the model's own names
+        self._loading: Any = None
         self._transforms: list[Any] = []
         self._renamings: list[Any] = []
         self._converters: list[Any] = []
         ignored = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-        for name, _ in model.named_buffers():  # early files store these buffers, which models compute now
+        # early files store these buffers, which models compute now
+        for name, _ in model.named_buffers():
             if name.endswith("rotary_emb.inv_freq"):
                 ignored.append(r"rotary_emb\.inv_freq")
             if name.endswith("position_ids"):
@@ -71,30 +82,51 @@ class Conversions:
         except ImportError:  # before transformers 5 files and models had the same names
             return
         self._transforms = conversion_mapping.get_model_conversion_mapping(self._model)
-        self._renamings = [t for t in self._transforms if isinstance(t, self._loading.WeightRenaming)]
-        self._converters = [t for t in self._transforms if isinstance(t, self._loading.WeightConverter)]
+        self._renamings = [
+            t for t in self._transforms if isinstance(t, self._loading.WeightRenaming)
+        ]
+        self._converters = [
+            t for t in self._transforms if isinstance(t, self._loading.WeightConverter)
+        ]
 
     def __call__(self, key: str) -> tuple[str, Any, str]:
-        """Returns the name in the model, or the key if none fits; the tensor's converter, or None; and the key's pattern in it."""
+        """Returns the name in the model, or the key if none fits; the tensor's converter, or None;
+        and the key's pattern in it.
+        """
         key = own_name(key)
         if self._loading is not None:
-            renamed, pattern = self._loading.rename_source_key(key, self._renamings, self._converters)
+            renamed, pattern = self._loading.rename_source_key(
+                key, self._renamings, self._converters
+            )
             name = self._with_prefix(renamed)
             if name in self._expected or self._with_prefix(key) not in self._expected:
                 return name, self._converter_of(pattern), pattern or ""
         return self._with_prefix(key), None, ""
 
     def _converter_of(self, pattern: str | None) -> Any:
-        return next((converter for converter in reversed(self._converters) if pattern in converter.source_patterns), None)
+        return next(
+            (
+                converter
+                for converter in reversed(self._converters)
+                if pattern in converter.source_patterns
+            ),
+            None,
+        )
 
-    def convert(self, converter: Any, name: str, collected: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-        """Runs `converter` on tensors by its patterns. Returns the results by names of the model, of which `name` is the first."""
+    def convert(
+        self, converter: Any, name: str, collected: Mapping[str, Sequence[Tensor]]
+    ) -> dict[str, Tensor]:
+        """Runs `converter` on tensors by its patterns. Returns the results by names of the model,
+        of which `name` is the first.
+        """
         own = copy.deepcopy(converter)
         for pattern, tensors in collected.items():
             for tensor in tensors:
                 own.add_tensor(name, name, pattern, tensor)
         made = own.convert(name, model=self._model, config=self._model.config)
-        return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
+        return {
+            target: value[0] if isinstance(value, list) else value for target, value in made.items()
+        }
 
     def sorted(self, keys: Iterable[str]) -> list[str]:
         """Sorts keys as transformers does. The order of experts depends on it."""
@@ -102,7 +134,9 @@ class Conversions:
 
     @property
     def used(self) -> list[Any] | None:
-        """The conversions that were made. transformers notes them on a model, to save the same names again. None: it notes nothing."""
+        """The conversions that were made. transformers notes them on a model, to save the same
+        names again. None: it notes nothing.
+        """
         if self._loading is None:
             return None
         return [
@@ -119,7 +153,8 @@ class Conversions:
 
 
 def reverted(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns `tensors` as transformers writes them into files, or None if it writes them as they are.
+    """Returns `tensors` as transformers writes them into files, or None if it writes them as they
+    are.
 
     Raises:
         Exception: A conversion can't be reversed. The error is one of transformers or of a tensor.

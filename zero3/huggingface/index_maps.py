@@ -1,7 +1,8 @@
-"""Index maps tell which element of which source each element of a tensor is, after cuts, joins, reshapes and transpositions.
+"""Index maps tell which element of which source each element of a tensor is, after cuts, joins,
+reshapes and transpositions.
 
-They hold integers and no values. With a map a rank finds the elements that its slice needs, although a checkpoint's tensors are
-rearranged in the model, and no tensor has to be whole for that.
+They hold integers and no values. With a map a rank finds the elements that its slice needs,
+although a checkpoint's tensors are rearranged in the model, and no tensor has to be whole for that.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ __all__: list[str] = []
 
 Key = TypeVar("Key")
 _AT_ONCE = 1 << 18  # grains are looked up together, so that tables of indices stay small
-LONG_RUN = 1 << 10  # elements; if runs are shorter, looking up single elements is faster than reading ranges
+# elements; if runs are shorter, looking up single elements is faster than reading ranges
+LONG_RUN = 1 << 10
 
 
 class Run(NamedTuple, Generic[Key]):
-    """Elements `[start, start + length)` of the flattened tensor are elements `[at, at + length)` of `source`."""
+    """Elements `[start, start + length)` of the flattened tensor are elements `[at, at + length)`
+    of `source`.
+    """
 
     start: int
     source: Key
@@ -33,8 +37,8 @@ class Run(NamedTuple, Generic[Key]):
 class IndexMap(Generic[Key]):
     """The map of a tensor of `shape`, made of `sources`.
 
-    The elements from each multiple of `grain` to the next lie side by side in one source. `grain` is large if whole matrices are
-    stacked, and 1 if a matrix is transposed.
+    The elements from each multiple of `grain` to the next lie side by side in one source. `grain`
+    is large if whole matrices are stacked, and 1 if a matrix is transposed.
     """
 
     def __init__(self, shape: Sequence[int], sources: Sequence[Key], grain: int) -> None:
@@ -44,7 +48,9 @@ class IndexMap(Generic[Key]):
         self.grain = max(1, grain)
 
     def locate(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Maps int64 indices `[n]` into the flattened tensor to numbers of sources `[n]` and indices into the flattened sources `[n]`."""
+        """Maps int64 indices `[n]` into the flattened tensor to numbers of sources `[n]` and
+        indices into the flattened sources `[n]`.
+        """
         raise NotImplementedError
 
     @property
@@ -53,7 +59,9 @@ class IndexMap(Generic[Key]):
         return self.grain >= min(LONG_RUN, self.numel)
 
     def runs(self, start: int, stop: int) -> Iterator[Run[Key]]:
-        """Yields the runs that make up elements `[start, stop)`, in order. Neighbours are one run."""
+        """Yields the runs that make up elements `[start, stop)`, in order. Neighbours are one
+        run.
+        """
         first, last = start // self.grain, -(-stop // self.grain)
         for low in range(first, last, _AT_ONCE):
             begins = torch.arange(low, min(low + _AT_ONCE, last), dtype=torch.int64) * self.grain
@@ -64,7 +72,12 @@ class IndexMap(Generic[Key]):
             for left, right in pairwise(edges):
                 begin, end = int(begins[left]), min(int(begins[right - 1]) + self.grain, stop)
                 skipped = max(0, start - begin)
-                yield Run(begin + skipped, self.sources[int(numbers[left])], int(at[left]) + skipped, end - begin - skipped)
+                yield Run(
+                    begin + skipped,
+                    self.sources[int(numbers[left])],
+                    int(at[left]) + skipped,
+                    end - begin - skipped,
+                )
 
     # -- maps that are made from this one
 
@@ -72,7 +85,9 @@ class IndexMap(Generic[Key]):
         """One size may be -1, as in torch."""
         sizes = list(shape)
         if -1 in sizes:
-            sizes[sizes.index(-1)] = self.numel // max(1, math.prod(size for size in sizes if size != -1))
+            sizes[sizes.index(-1)] = self.numel // max(
+                1, math.prod(size for size in sizes if size != -1)
+            )
         if math.prod(sizes) != self.numel:
             raise ValueError(f"a tensor {self.shape} can't be reshaped to {tuple(sizes)}")
         return _Reshaped(self, sizes)
@@ -80,7 +95,9 @@ class IndexMap(Generic[Key]):
     def narrowed(self, dim: int, start: int, length: int) -> IndexMap[Key]:
         dim = self._dim(dim)
         if not 0 <= start <= start + length <= self.shape[dim]:
-            raise ValueError(f"{start} to {start + length} are not in dimension {dim} of {self.shape}")
+            raise ValueError(
+                f"{start} to {start + length} are not in dimension {dim} of {self.shape}"
+            )
         return _Narrowed(self, dim, start, length)
 
     def permuted(self, order: Sequence[int]) -> IndexMap[Key]:
@@ -123,9 +140,15 @@ class _Narrowed(IndexMap[Key]):
     def __init__(self, inner: IndexMap[Key], dim: int, start: int, length: int) -> None:
         self._inner = inner
         below = math.prod(inner.shape[dim + 1 :])
-        self._own, self._all, self._skipped = length * below, inner.shape[dim] * below, start * below
+        self._own, self._all, self._skipped = (
+            length * below,
+            inner.shape[dim] * below,
+            start * below,
+        )
         grain = math.gcd(inner.grain, self._own, self._all, self._skipped)
-        super().__init__([*inner.shape[:dim], length, *inner.shape[dim + 1 :]], inner.sources, grain)
+        super().__init__(
+            [*inner.shape[:dim], length, *inner.shape[dim + 1 :]], inner.sources, grain
+        )
 
     def locate(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         outer = flat.div(self._own, rounding_mode="floor")
@@ -139,8 +162,12 @@ class _Permuted(IndexMap[Key]):
         moved = [place for place, dim in enumerate(order) if place != dim]
         kept = math.prod(shape[moved[-1] + 1 :]) if moved else inner.numel
         strides = [math.prod(inner.shape[dim + 1 :]) for dim in order]
-        # for each dimension: its size, its stride in the permuted tensor, and its stride in the inner one
-        self._steps = [(shape[place], math.prod(shape[place + 1 :]), strides[place]) for place in range(len(shape))]
+        # for each dimension: its size, its stride in the permuted tensor, and its stride in the
+        # inner one
+        self._steps = [
+            (shape[place], math.prod(shape[place + 1 :]), strides[place])
+            for place in range(len(shape))
+        ]
         super().__init__(shape, inner.sources, math.gcd(inner.grain, kept))
 
     def locate(self, flat: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,7 +184,9 @@ class _Joined(IndexMap[Key]):
         below = math.prod(shape[dim + 1 :])
         self._own = [part.shape[dim] * below for part in parts]
         self._ends = torch.tensor(self._own).cumsum(0)
-        self._firsts = [sum(len(part.sources) for part in parts[:number]) for number in range(len(parts))]
+        self._firsts = [
+            sum(len(part.sources) for part in parts[:number]) for number in range(len(parts))
+        ]
         size = sum(part.shape[dim] for part in parts)
         sources = [source for part in parts for source in part.sources]
         grain = math.gcd(*(part.grain for part in parts), *self._own)
@@ -188,7 +217,10 @@ def joined(parts: Sequence[IndexMap[Key]], dim: int) -> IndexMap[Key]:
     dim = parts[0]._dim(dim)
     others = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
     if len(others) > 1 or len({len(part.shape) for part in parts}) > 1:
-        raise ValueError(f"tensors {', '.join(str(part.shape) for part in parts[:4])} can't be joined along dimension {dim}")
+        raise ValueError(
+            f"tensors {', '.join(str(part.shape) for part in parts[:4])} can't be joined along "
+            f"dimension {dim}"
+        )
     return _Joined(parts, dim)
 
 

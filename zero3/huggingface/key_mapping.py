@@ -1,4 +1,6 @@
-"""Matches the tensors of a checkpoint with those of a model, by names, shapes and kinds, before any value is read."""
+"""Matches the tensors of a checkpoint with those of a model, by names, shapes and kinds, before any
+value is read.
+"""
 
 from __future__ import annotations
 
@@ -22,52 +24,81 @@ __all__: list[str] = []
 
 
 T = TypeVar("T")
-_PROBLEMS = ("missing", "unexpected", "stored twice", "other shapes", "other kinds", "not to be converted here")
+_PROBLEMS = (
+    "missing",
+    "unexpected",
+    "stored twice",
+    "other shapes",
+    "other kinds",
+    "not to be converted here",
+)
 
 
 @dataclass
 class Fit:
-    """The match. Keys are ids of the model's tensors. A tied tensor is one tensor with several names."""
+    """The match. Keys are ids of the model's tensors. A tied tensor is one tensor with several
+    names.
+    """
 
     owner: nn.Module  # the model that the files belong to; for a peft model, its base
     names: dict[int, list[str]]
     tensors: dict[int, Tensor]
     maps: dict[int, IndexMap[Stored]] = field(default_factory=dict)
-    again: dict[int, list[IndexMap[Stored]]] = field(default_factory=dict)  # further copies of tied tensors, under other names
-    left_out: set[int] = field(default_factory=set)  # tensors that no file holds, because the model computes them
-    extra: dict[str, Stored] = field(default_factory=dict)  # the extra state of modules that take it as a tensor, by name
-    packed: dict[int, Any] = field(default_factory=dict)  # readers of the tensors that the files hold quantised, see `packed`
+    # further copies of tied tensors, under other names
+    again: dict[int, list[IndexMap[Stored]]] = field(default_factory=dict)
+    # tensors that no file holds, because the model computes them
+    left_out: set[int] = field(default_factory=set)
+    # the extra state of modules that take it as a tensor, by name
+    extra: dict[str, Stored] = field(default_factory=dict)
+    # readers of the tensors that the files hold quantised, see `packed`
+    packed: dict[int, Any] = field(default_factory=dict)
     used: list[Any] | None = None  # see `Conversions.used`
 
 
 def fit(model: nn.Module, stored: Mapping[str, Stored], strict: bool) -> Fit:
-    """Matches a checkpoint with a model. Names may have one more or one less of the model's `base_model_prefix`.
+    """Matches a checkpoint with a model. Names may have one more or one less of the model's
+    `base_model_prefix`.
 
     Raises:
-        ValueError: Names are missing or unexpected (if `strict`) or stored twice, or shapes or kinds of values differ. One error names
-            all problems.
+        ValueError: Names are missing or unexpected (if `strict`) or stored twice, or shapes or
+            kinds of values differ. One error names all problems.
     """
     tensors = dict(named_tensors(model))
-    if isinstance(added := getattr(getattr(model, "base_model", None), "prefix", None), str) and hasattr(model, "peft_config"):
+    if isinstance(
+        added := getattr(getattr(model, "base_model", None), "prefix", None), str
+    ) and hasattr(model, "peft_config"):
         model, tensors = model.get_base_model(), without_adapters(tensors, added)  # type: ignore[operator]
     fitting = _Fitting(innermost(model), tensors, extra_state_modules(model))
     for key in fitting.conversions.sorted(stored):
         fitting.add(stored[key])
     fitting.convert()
     found, problems = fitting.found, fitting.problems
-    missing = {key: names for key, names in found.names.items() if key not in found.maps and not fitting.failed.intersection(names)}
-    found.left_out = {key for key, names in missing.items() if any(may_be_left_out(found.owner, name) for name in names)}
+    missing = {
+        key: names
+        for key, names in found.names.items()
+        if key not in found.maps and not fitting.failed.intersection(names)
+    }
+    found.left_out = {
+        key
+        for key, names in missing.items()
+        if any(may_be_left_out(found.owner, name) for name in names)
+    }
     problems["missing"] = [names[0] for key, names in missing.items() if key not in found.left_out]
     if not strict:
         problems["missing"] = problems["unexpected"] = []
     if texts := listed(problems):
-        raise ValueError(f"the checkpoint does not fit this {type(found.owner).__name__}; nothing was loaded. {'. '.join(texts)}")
+        raise ValueError(
+            f"the checkpoint does not fit this {type(found.owner).__name__}; nothing was loaded. "
+            f"{'. '.join(texts)}"
+        )
     found.used = fitting.conversions.used
     return found
 
 
 def without_adapters(tensors: Mapping[str, T], added: str) -> dict[str, T]:
-    """Returns a peft model's tensors under the names of its base, without those that peft has `added`."""
+    """Returns a peft model's tensors under the names of its base, without those that peft has
+    `added`.
+    """
     return {
         name.removeprefix("base_model.model.").replace(".base_layer.", "."): tensor
         for name, tensor in tensors.items()
@@ -76,9 +107,13 @@ def without_adapters(tensors: Mapping[str, T], added: str) -> dict[str, T]:
 
 
 class _Fitting:
-    """Takes the stored tensors one by one. Tensors that are made from several stored ones follow at the end."""
+    """Takes the stored tensors one by one. Tensors that are made from several stored ones follow at
+    the end.
+    """
 
-    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor], extra: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, model: nn.Module, tensors: Mapping[str, Tensor], extra: Mapping[str, nn.Module]
+    ) -> None:
         names: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
             names.setdefault(id(tensor), []).append(name)
@@ -99,43 +134,81 @@ class _Fitting:
             if not self.conversions.ignores(stored.name) and not self.conversions.ignores(name):
                 self.problems["unexpected"].append(stored.name)
         elif converter is not None:
-            self._collected.setdefault(name, (converter, {}))[1].setdefault(pattern, []).append(stored)
+            self._collected.setdefault(name, (converter, {}))[1].setdefault(pattern, []).append(
+                stored
+            )
         else:
             self._place(name, Whole(stored, stored.shape), stored.name)
 
     def convert(self) -> None:
         """Makes the tensors that transformers joins, cuts or rearranges."""
         for name, (converter, collected) in self._collected.items():
-            given = {pattern: [traced(Whole(each, each.shape), each.dtype) for each in column] for pattern, column in collected.items()}
-            targets = [name.replace(converter.target_patterns[0], target) for target in converter.target_patterns]
+            given = {
+                pattern: [traced(Whole(each, each.shape), each.dtype) for each in column]
+                for pattern, column in collected.items()
+            }
+            targets = [
+                name.replace(converter.target_patterns[0], target)
+                for target in converter.target_patterns
+            ]
             try:
                 made = self.conversions.convert(converter, name, given)
             except Untraceable as reason:
                 done = ", ".join(type(operation).__name__ for operation in converter.operations)
                 remedy = "use from_pretrained on rank 0, and meta on the others"
-                self._fail(targets, "not to be converted here", f"{name} (transformers makes it by {done}, and {reason}: {remedy})")
+                self._fail(
+                    targets,
+                    "not to be converted here",
+                    f"{name} (transformers makes it by {done}, and {reason}: {remedy})",
+                )
                 continue
             except Exception as reason:  # of any kind: an operation refuses the shapes
-                self._fail(targets, "other shapes", f"{name} can't be made from {_shapes(collected)}: {reason}")
+                self._fail(
+                    targets,
+                    "other shapes",
+                    f"{name} can't be made from {_shapes(collected)}: {reason}",
+                )
                 continue
             for target, tensor in made.items():
                 if target in self._tensors and isinstance(tensor, TracedTensor):
-                    self._place(target, tensor.index_map, next(iter(next(iter(collected.values())))).name, _shapes(collected))
+                    self._place(
+                        target,
+                        tensor.index_map,
+                        next(iter(next(iter(collected.values())))).name,
+                        _shapes(collected),
+                    )
                 else:
                     self.problems["unexpected"].append(f"{target} (made from {_shapes(collected)})")
 
-    def _place(self, name: str, index_map: IndexMap[Stored], key: str, made_from: str | None = None) -> None:
+    def _place(
+        self, name: str, index_map: IndexMap[Stored], key: str, made_from: str | None = None
+    ) -> None:
         tensor = self._tensors[name]
-        wrong = next((source for source in index_map.sources if kind_of(source.dtype) != kind_of(tensor.dtype)), None)
+        wrong = next(
+            (
+                source
+                for source in index_map.sources
+                if kind_of(source.dtype) != kind_of(tensor.dtype)
+            ),
+            None,
+        )
         if name in self._origin:
             self.problems["stored twice"].append(f"{name}, as {self._origin[name]} and as {key}")
         elif index_map.shape != tuple(tensor.shape):
             how = "has" if made_from is None else f"is made from {made_from}, which gives"
-            self._fail([name], "other shapes", f"{name} {how} {index_map.shape}, expected {tuple(tensor.shape)}")
+            self._fail(
+                [name],
+                "other shapes",
+                f"{name} {how} {index_map.shape}, expected {tuple(tensor.shape)}",
+            )
         elif wrong is not None:
             what = name if made_from is None else wrong.name
             found = f"{kind_of(wrong.dtype)} ({wrong.dtype})"
-            self._fail([name], "other kinds", f"{what} is {found}, expected {kind_of(tensor.dtype)} ({tensor.dtype})")
+            self._fail(
+                [name],
+                "other kinds",
+                f"{what} is {found}, expected {kind_of(tensor.dtype)} ({tensor.dtype})",
+            )
         elif id(tensor) in self.found.maps:
             self.found.again.setdefault(id(tensor), []).append(index_map)
         else:

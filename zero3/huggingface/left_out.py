@@ -1,4 +1,6 @@
-"""Computes tensors that a model's files leave out, because the model computes them itself: sinusoidal positions, biases of zeros."""
+"""Computes tensors that a model's files leave out, because the model computes them itself:
+sinusoidal positions, biases of zeros.
+"""
 
 from __future__ import annotations
 
@@ -18,41 +20,67 @@ __all__: list[str] = []
 
 def may_be_left_out(model: nn.Module, name: str) -> bool:
     """Whether transformers lets files leave out a tensor of this name."""
-    return any(re.search(pattern, name) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+    return any(
+        re.search(pattern, name)
+        for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    )
 
 
-def compute(model: nn.Module, states: list[LayerState], names: Mapping[int, str], strict: bool) -> list[tuple[Tensor, Tensor]]:
-    """Returns values for the model's tensors without values whose ids are in `names`, on the CPU. It changes nothing.
+def compute(
+    model: nn.Module, states: list[LayerState], names: Mapping[int, str], strict: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """Returns values for the model's tensors without values whose ids are in `names`, on the CPU.
+    It changes nothing.
 
-    `_init_weights` of the model around a tensor's module computes them, or else the module's own `reset_parameters`.
+    `_init_weights` of the model around a tensor's module computes them, or else the module's own
+    `reset_parameters`.
 
     Raises:
         ValueError: The model does not compute one of them, and `strict` is set.
     """
-    owned = {id(sharded.sites.parameter): sharded for state in states for sharded in state.parameters}
-    empty = {id(sharded.sites.parameter) for sharded in owned.values() if sharded.index in sharded.chunk.unloaded}
+    owned = {
+        id(sharded.sites.parameter): sharded for state in states for sharded in state.parameters
+    }
+    empty = {
+        id(sharded.sites.parameter)
+        for sharded in owned.values()
+        if sharded.index in sharded.chunk.unloaded
+    }
     hooks = hooks_of(model)
     found: dict[int, tuple[Tensor, Tensor]] = {}
     missing: dict[int, str] = {}
     for owner in plain_modules(model):
         for attribute, tensor in [*parameters_of(owner), *owner._buffers.items()]:
             key = id(tensor)
-            if tensor is None or key not in names or key in found or not (key in empty or tensor.is_meta):
+            if (
+                tensor is None
+                or key not in names
+                or key in found
+                or not (key in empty or tensor.is_meta)
+            ):
                 continue
             dtype = owned[key].chunk.shard.dtype if key in owned else tensor.dtype
             copy = twin(owner)
             held: dict[str, Any] = copy._buffers if attribute in copy._buffers else copy._parameters
             blank = torch.empty(tensor.shape, dtype=dtype)
-            held[attribute] = blank if held is copy._buffers else nn.Parameter(blank, requires_grad=False)
+            held[attribute] = (
+                blank if held is copy._buffers else nn.Parameter(blank, requires_grad=False)
+            )
             before = held[attribute]
             _run(hooks.get(owner), copy)
             value = held[attribute]
-            if value is not None and not value.is_meta and (value is not before or value._version > 0):
+            if (
+                value is not None
+                and not value.is_meta
+                and (value is not before or value._version > 0)
+            ):
                 found[key] = tensor, value.detach().to(dtype)
             else:
                 missing[key] = names[key]
     if strict and (left := [name for key, name in missing.items() if key not in found]):
-        raise ValueError(f"nothing was loaded. missing, and not computed by the model either: {', '.join(left)}")
+        raise ValueError(
+            f"nothing was loaded. missing, and not computed by the model either: {', '.join(left)}"
+        )
     return list(found.values())
 
 
@@ -67,9 +95,13 @@ def _run(hook: object, copy: nn.Module) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, states: list[LayerState], computed: list[tuple[Tensor, Tensor]]) -> None:
-    """Fills the tensors with rank 0's values, because random values differ between ranks. Every rank calls it, with the same tensors."""
+    """Fills the tensors with rank 0's values, because random values differ between ranks. Every
+    rank calls it, with the same tensors.
+    """
     first = states[0]
-    owned = {id(sharded.sites.parameter): sharded for state in states for sharded in state.parameters}
+    owned = {
+        id(sharded.sites.parameter): sharded for state in states for sharded in state.parameters
+    }
     for tensor, value in computed:
         value = value.to(first.device)
         if value.numel():
@@ -81,6 +113,8 @@ def fill(model: nn.Module, states: list[LayerState], computed: list[tuple[Tensor
         slot = sharded.chunk.layout.slots[sharded.index]
         for piece in sharded.chunk.pieces:
             if piece.slot is slot:
-                sharded.chunk.shard.data[piece.place].copy_(value.reshape(-1)[piece.start : piece.stop])
+                sharded.chunk.shard.data[piece.place].copy_(
+                    value.reshape(-1)[piece.start : piece.stop]
+                )
         sharded.chunk.unloaded.discard(sharded.index)
         torch.autograd.graph.increment_version(sharded.chunk.shard)  # graphs built before are stale

@@ -1,4 +1,6 @@
-"""load_pretrained(): fills a sharded model from a Hugging Face directory. Every rank reads only the bytes of its own chunks."""
+"""load_pretrained(): fills a sharded model from a Hugging Face directory. Every rank reads only the
+bytes of its own chunks.
+"""
 
 from __future__ import annotations
 
@@ -33,31 +35,38 @@ __all__: list[str] = []
 
 
 def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> None:
-    """Fills a sharded model from a Hugging Face directory: `model.safetensors`, or several files with their index.
+    """Fills a sharded model from a Hugging Face directory: `model.safetensors`, or several files
+    with their index.
 
-    Every rank calls it. Each rank reads the ranges of the files that belong to its own chunks, a few MB at a time. So no rank holds
-    a whole tensor, and the ranks together read every byte once. Values are converted to the chunks' dtypes. If transformers
-    transposes or interleaves a stored tensor, a rank reads the part of that tensor over which its slice is spread.
+    Every rank calls it. Each rank reads the ranges of the files that belong to its own chunks, a
+    few MB at a time. So no rank holds a whole tensor, and the ranks together read every byte once.
+    Values are converted to the chunks' dtypes. If transformers transposes or interleaves a stored
+    tensor, a rank reads the part of that tensor over which its slice is spread.
 
-    Names are those of the unwrapped model, with or without its `base_model_prefix`. A tied parameter may have any of its names. The
-    conversions that transformers has for this model (renaming, stacking, joining, cutting, rearranging, as for experts) are made too,
-    if they only move elements. In a peft model the base is filled, and the adapters are left alone. If `path` holds adapters and no
-    model, as peft's `save_pretrained` writes them, the adapters are filled instead. Persistent buffers are read from the files. Other
-    buffers on the meta device (rotary frequencies) are computed by `_init_weights` or `reset_parameters`.
+    Names are those of the unwrapped model, with or without its `base_model_prefix`. A tied
+    parameter may have any of its names. The conversions that transformers has for this model
+    (renaming, stacking, joining, cutting, rearranging, as for experts) are made too, if they only
+    move elements. In a peft model the base is filled, and the adapters are left alone. If `path`
+    holds adapters and no model, as peft's `save_pretrained` writes them, the adapters are filled
+    instead. Persistent buffers are read from the files. Other buffers on the meta device (rotary
+    frequencies) are computed by `_init_weights` or `reset_parameters`.
 
     Args:
-        model: Sharded by `shard`, `Zero3Layer` or `Zero3Sequential`; built on the meta device, or with values to replace.
-        path: The directory, with the same files for every rank. The files of adapters are in it, or in directories of their names.
-        strict: Missing and unexpected names are an error; of adapters they always are. Otherwise they are left alone, and the first
-            forward names parameters that have no values.
+        model: Sharded by `shard`, `Zero3Layer` or `Zero3Sequential`; built on the meta device, or
+            with values to replace.
+        path: The directory, with the same files for every rank. The files of adapters are in it, or
+            in directories of their names.
+        strict: Missing and unexpected names are an error; of adapters they always are. Otherwise
+            they are left alone, and the first forward names parameters that have no values.
 
     Raises:
-        ValueError: There are no safetensors; a file is corrupt or truncated; files differ between ranks; names are missing or
-            unexpected, or shapes or kinds of values differ (one error names all of these); or a tied parameter is stored twice with
-            different values. Every rank raises it, before anything has changed.
+        ValueError: There are no safetensors; a file is corrupt or truncated; files differ between
+            ranks; names are missing or unexpected, or shapes or kinds of values differ (one error
+            names all of these); or a tied parameter is stored twice with different values. Every
+            rank raises it, before anything has changed.
         TypeError: `path` is no path.
-        RuntimeError: The call is inside `full_params` or `resident`; or a read failed, and the parameters that it should have
-            filled count as unloaded.
+        RuntimeError: The call is inside `full_params` or `resident`; or a read failed, and the
+            parameters that it should have filled count as unloaded.
 
     Example::
 
@@ -70,7 +79,12 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
     states = states_of(model)
     first = states[0]
     with ExitStack() as opened:
-        with agreeing(first.communicator, first.device, "the files that load_pretrained found", "load_pretrained") as lines:
+        with agreeing(
+            first.communicator,
+            first.device,
+            "the files that load_pretrained found",
+            "load_pretrained",
+        ) as lines:
             check_released(states, "load_pretrained")
             try:
                 sources = list(_sources(model, path, strict, opened))
@@ -78,7 +92,12 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
                     _check_repeated(states, files, found)
             except OSError as error:
                 raise ValueError(f"{path} can't be read: {error}") from error
-            left_out = {key: found.names[key][0] for _, found in sources for key in found.names if key in found.left_out}
+            left_out = {
+                key: found.names[key][0]
+                for _, found in sources
+                for key in found.names
+                if key in found.left_out
+            }
             computed = compute(model, states, left_out, strict)
             lines += [line for files, _ in sources for line in files.listing]
         for files, found in sources:
@@ -86,7 +105,9 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
         fill(model, states, computed)
 
 
-def _sources(model: nn.Module, path: str | os.PathLike[str], strict: bool, opened: ExitStack) -> Iterator[tuple[SafetensorsFiles, Fit]]:
+def _sources(
+    model: nn.Module, path: str | os.PathLike[str], strict: bool, opened: ExitStack
+) -> Iterator[tuple[SafetensorsFiles, Fit]]:
     """Yields the files of the model, or those of each of its adapters, with what they fit."""
     for adapter, place in (places := places_of_adapters(model, Path(path))).items():
         files = opened.enter_context(closing(SafetensorsFiles(place, [FILE])))
@@ -100,7 +121,9 @@ def _sources(model: nn.Module, path: str | os.PathLike[str], strict: bool, opene
 
 
 def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, found: Fit) -> None:
-    """Changes values. If a read fails on a rank, all parameters that it should have filled count as unloaded on every rank."""
+    """Changes values. If a read fails on a rank, all parameters that it should have filled count as
+    unloaded on every rank.
+    """
     first = states[0]
     extra: dict[str, Tensor] = {}
     reader = SliceReader(files)
@@ -114,8 +137,12 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
                     files.read(stored, 0, extra[name].view(-1))
             except Exception as error:
                 remedy = "What it was to fill is unloaded now: load again."
-                raise RuntimeError(f"reading {files.directory} failed: {error}. {remedy}") from error
-        with agreeing(first.communicator, first.device, "the buffers that load_pretrained computes") as lines:
+                raise RuntimeError(
+                    f"reading {files.directory} failed: {error}. {remedy}"
+                ) from error
+        with agreeing(
+            first.communicator, first.device, "the buffers that load_pretrained computes"
+        ) as lines:
             computed = initialise(model, states)
             lines += [name for name, _ in computed]
     except Exception:
@@ -143,7 +170,8 @@ def _fill_layers(states: list[LayerState], reader: SliceReader, found: Fit) -> N
         try:
             if error is None:
                 _fill_chunks(state, reader, found)
-        except Exception as caught:  # this rank goes on, because the others need it where they quantise
+        # this rank goes on, because the others need it where they quantise
+        except Exception as caught:
             error = caught
         error = fill_quantized(state, reader, values, error)
     if error is not None:
@@ -161,7 +189,8 @@ def _fill_chunks(state: LayerState, reader: SliceReader, found: Fit) -> None:
     for sharded in state.parameters:
         if id(sharded.sites.parameter) in found.maps:
             sharded.chunk.unloaded.discard(sharded.index)
-            torch.autograd.graph.increment_version(sharded.chunk.shard)  # graphs built before are stale
+            # graphs built before are stale
+            torch.autograd.graph.increment_version(sharded.chunk.shard)
 
 
 def _pieces(state: LayerState) -> Iterator[tuple[ShardedParameter, Piece]]:
@@ -188,7 +217,9 @@ def _new_values(states: list[LayerState], reader: SliceReader, found: Fit) -> di
 
 
 def _check_repeated(states: list[LayerState], files: SafetensorsFiles, found: Fit) -> None:
-    """Checks that a tied parameter has equal values under all names that it is stored under. Each rank compares its own pieces."""
+    """Checks that a tied parameter has equal values under all names that it is stored under. Each
+    rank compares its own pieces.
+    """
     if not found.again:
         return
     one, other = SliceReader(files), SliceReader(files)
@@ -197,14 +228,19 @@ def _check_repeated(states: list[LayerState], files: SafetensorsFiles, found: Fi
             key = id(sharded.sites.parameter)
             for again in found.again.get(key, []):
                 for start in range(piece.start, piece.stop, STAGE_BYTES // 8):
-                    first, second = torch.empty(2, min(STAGE_BYTES // 8, piece.stop - start), dtype=sharded.chunk.shard.dtype)
+                    first, second = torch.empty(
+                        2,
+                        min(STAGE_BYTES // 8, piece.stop - start),
+                        dtype=sharded.chunk.shard.dtype,
+                    )
                     one.read(found.maps[key], start, first)
                     other.read(again, start, second)
                     if not torch.equal(first.view(torch.uint8), second.view(torch.uint8)):
                         raise ValueError(
-                            f"{' and '.join(found.names[key])} are one parameter in this model, but {files.directory} has two values "
-                            f"for it, as {_name(found.maps[key])} and as {_name(again)}. "
-                            "Untie them (config.tie_word_embeddings=False), or remove one."
+                            f"{' and '.join(found.names[key])} are one parameter in this model, "
+                            f"but {files.directory} has two values for it, as "
+                            f"{_name(found.maps[key])} and as {_name(again)}. Untie them "
+                            "(config.tie_word_embeddings=False), or remove one."
                         )
 
 

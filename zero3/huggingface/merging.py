@@ -1,4 +1,6 @@
-"""save_merged(): a model's values with its adapters merged into them, as Hugging Face files. One layer at a time is whole."""
+"""save_merged(): a model's values with its adapters merged into them, as Hugging Face files. One
+layer at a time is whole.
+"""
 
 from __future__ import annotations
 
@@ -43,22 +45,29 @@ def save_merged(
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes a model with its active adapters merged into its weights, as a Hugging Face directory that `from_pretrained` reads.
+    """Writes a model with its active adapters merged into its weights, as a Hugging Face directory
+    that `from_pretrained` reads.
 
-    Every rank calls it. One layer at a time is gathered, and peft itself merges into copies of its weights. Each rank writes its share
-    of the result. The model stays as it is. Of a model without adapters it writes the values, dequantised.
+    Every rank calls it. One layer at a time is gathered, and peft itself merges into copies of its
+    weights. Each rank writes its share of the result. The model stays as it is. Of a model without
+    adapters it writes the values, dequantised.
 
     Args:
         model: Any model that contains zero3 layers. Its base may be quantised.
-        path: A directory of a file system that all ranks see. Parents are created. Files of the same names are replaced.
-        base: A Hugging Face directory with the weights that were quantised. Adapters are merged into these. None: they are merged into
-            the values that the quantised weights stand for, which the adapters were trained on.
-        max_shard_size: The largest size of one file, in bytes or as in "5GB". A larger tensor has a file of its own.
-        dtype: A floating dtype of 16 bits or more, to which floating tensors are converted after they are merged. None: as they are.
+        path: A directory of a file system that all ranks see. Parents are created. Files of the
+            same names are replaced.
+        base: A Hugging Face directory with the weights that were quantised. Adapters are merged
+            into these. None: they are merged into the values that the quantised weights stand for,
+            which the adapters were trained on.
+        max_shard_size: The largest size of one file, in bytes or as in "5GB". A larger tensor has a
+            file of its own.
+        dtype: A floating dtype of 16 bits or more, to which floating tensors are converted after
+            they are merged. None: as they are.
 
     Raises:
-        ValueError: Nothing in `model` is sharded, `path` holds adapters, `base` does not fit the model or is quantised itself, or an
-            adapter is of a kind that peft can't merge. Every rank raises it, before anything is written.
+        ValueError: Nothing in `model` is sharded, `path` holds adapters, `base` does not fit the
+            model or is quantised itself, or an adapter is of a kind that peft can't merge. Every
+            rank raises it, before anything is written.
         TypeError: `path` is no path, or `dtype` is no dtype. Every rank raises it.
         RuntimeError: Parameters have no values, or the call is inside `full_params` or `resident`.
         OSError: A rank could not read or write. Every rank raises the same error.
@@ -77,14 +86,22 @@ def save_merged(
             contents = MergedContents(model)
             originals = _Originals(model, base, opened) if base is not None else None
             outputs = outputs_of_model(contents.owner, contents, (), dtype)
-            plan = _MergedPlan(contents, Path(path), shards_of(outputs, bytes_in(max_shard_size)), originals)
-            lines += [f"{plan.directory / file}: {output.line}" for file, shard in plan.shards.items() for output in shard]
+            plan = _MergedPlan(
+                contents, Path(path), shards_of(outputs, bytes_in(max_shard_size)), originals
+            )
+            lines += [
+                f"{plan.directory / file}: {output.line}"
+                for file, shard in plan.shards.items()
+                for output in shard
+            ]
             lines += originals.lines if originals is not None else []
         plan.write()
 
 
 class MergedContents(Contents):
-    """The model's tensors under the names of the model without adapters, in the dtypes of their values."""
+    """The model's tensors under the names of the model without adapters, in the dtypes of their
+    values.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, "save_merged")
@@ -93,16 +110,32 @@ class MergedContents(Contents):
         self.adapted = isinstance(added, str) and hasattr(owner, "peft_config")
         if self.adapted:
             every = {name: name for names in self.names.values() for name in names}
-            kept = {name: ours for theirs, name in without_adapters(every, str(added)).items() if (ours := _chosen(theirs, owner))}
+            kept = {
+                name: ours
+                for theirs, name in without_adapters(every, str(added)).items()
+                if (ours := _chosen(theirs, owner))
+            }
             owner = owner.get_base_model()
-            self.names = {key: named for key, names in self.names.items() if (named := [kept[name] for name in names if name in kept])}
-            self.parameters = {kept[name]: sharded for name, sharded in self.parameters.items() if name in kept}
-            self.others = {kept[name]: tensor for name, tensor in self.others.items() if name in kept}
+            self.names = {
+                key: named
+                for key, names in self.names.items()
+                if (named := [kept[name] for name in names if name in kept])
+            }
+            self.parameters = {
+                kept[name]: sharded for name, sharded in self.parameters.items() if name in kept
+            }
+            self.others = {
+                kept[name]: tensor for name, tensor in self.others.items() if name in kept
+            }
         self.owner: nn.Module = owner
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of the tensor's values, also of a quantised one."""
-        return tuple(self.parameters[name].stand_in.shape) if name in self.parameters else super().shape(name)
+        return (
+            tuple(self.parameters[name].stand_in.shape)
+            if name in self.parameters
+            else super().shape(name)
+        )
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of the tensor's values, also of a quantised one."""
@@ -111,7 +144,9 @@ class MergedContents(Contents):
 
 
 def _chosen(name: str, model: Any) -> str | None:
-    """The name without peft's parts. None: adapters put another module in the place of this one (`modules_to_save`)."""
+    """The name without peft's parts. None: adapters put another module in the place of this one
+    (`modules_to_save`).
+    """
     if ".original_module." in name:
         return None
     before, _, after = name.partition(".modules_to_save.")
@@ -125,7 +160,10 @@ class _Originals:
     def __init__(self, model: nn.Module, base: str | os.PathLike[str], opened: ExitStack) -> None:
         files = opened.enter_context(closing(SafetensorsFiles(base)))
         if find_packed(files)[1]:
-            raise ValueError(f"{base} holds quantised weights: save_merged merges into those that were not quantised yet, or base=None")
+            raise ValueError(
+                f"{base} holds quantised weights: save_merged merges into those that were not "
+                "quantised yet, or base=None"
+            )
         self._maps: Mapping[int, IndexMap[Stored]] = fit(model, files.tensors, strict=True).maps
         self._reader = SliceReader(files)
         self.lines = files.listing
@@ -137,24 +175,50 @@ class _Originals:
 class _MergedPlan(Plan):
     """The files of the merged model, and how ranks write them, layer by layer."""
 
-    def __init__(self, contents: MergedContents, directory: Path, shards: dict[str, list[Output]], originals: _Originals | None) -> None:
+    def __init__(
+        self,
+        contents: MergedContents,
+        directory: Path,
+        shards: dict[str, list[Output]],
+        originals: _Originals | None,
+    ) -> None:
         super().__init__(contents.owner, contents, directory, shards, None)
         self._originals = originals
-        self._owners = {id(sharded.sites.parameter): state for state in contents.states for sharded in state.parameters}
-        self._mergers: list[Any] = [module for module in plain_modules(contents.owner) if contents.adapted and _merges(module)]
+        self._owners = {
+            id(sharded.sites.parameter): state
+            for state in contents.states
+            for sharded in state.parameters
+        }
+        self._mergers: list[Any] = [
+            module
+            for module in plain_modules(contents.owner)
+            if contents.adapted and _merges(module)
+        ]
         for module in self._mergers:
             if module.merged_adapters:
-                raise ValueError("adapters are merged into the model already (merge_adapter): take that back first (unmerge_adapter)")
-        self._lenders: list[LayerState] = []  # layers that have adapters of others: the root's own layer, mostly
+                raise ValueError(
+                    "adapters are merged into the model already (merge_adapter): take that back "
+                    "first (unmerge_adapter)"
+                )
+        # layers that have adapters of others: the root's own layer, mostly
+        self._lenders: list[LayerState] = []
         for module in self._mergers:
             owners = {self._owners[id(p)] for p in _targets(module) if id(p) in self._owners}
-            others = {self._owners[id(p)] for p in _all_parameters(module) if id(p) in self._owners} - owners
-            self._lenders += [state for state in contents.states if state in others and state not in self._lenders]
+            others = {
+                self._owners[id(p)] for p in _all_parameters(module) if id(p) in self._owners
+            } - owners
+            self._lenders += [
+                state for state in contents.states if state in others and state not in self._lenders
+            ]
 
     def _fill(self) -> None:
         """Every rank writes its share of each tensor, while the layers that hold it are whole."""
         error: Exception | None = None
-        places = {output.name: (file, place) for file in self.shards for output, place in self._places(file)}
+        places = {
+            output.name: (file, place)
+            for file in self.shards
+            for output, place in self._places(file)
+        }
         groups: dict[tuple[int, ...], list[Output]] = {}
         for shard in self.shards.values():
             for output in shard:
@@ -166,38 +230,66 @@ class _MergedPlan(Plan):
                     try:
                         if error is None:
                             self._write_group(outputs, places)
-                    except Exception as caught:  # this rank goes on, because the others need it to gather
+                    # this rank goes on, because the others need it to gather
+                    except Exception as caught:
                         error = caught
         if error is not None:
             raise error
 
     def _layers_of(self, output: Output) -> tuple[int, ...]:
         """The numbers of the layers that have the tensor's values."""
-        sources = [self.contents.parameters[name] for name in output.index_map.sources if name in self.contents.parameters]
-        return tuple(sorted({self.contents.states.index(self._owners[id(sharded.sites.parameter)]) for sharded in sources}))
+        sources = [
+            self.contents.parameters[name]
+            for name in output.index_map.sources
+            if name in self.contents.parameters
+        ]
+        return tuple(
+            sorted(
+                {
+                    self.contents.states.index(self._owners[id(sharded.sites.parameter)])
+                    for sharded in sources
+                }
+            )
+        )
 
     @torch.no_grad()
     def _write_group(self, outputs: list[Output], places: Mapping[str, tuple[str, int]]) -> None:
         sources = {source for output in outputs for source in output.index_map.sources}
-        parameters = {name: self.contents.parameters[name].sites.parameter for name in sources if name in self.contents.parameters}
+        parameters = {
+            name: self.contents.parameters[name].sites.parameter
+            for name in sources
+            if name in self.contents.parameters
+        }
         with self._merged(list(parameters.values())):
             values = {name: parameter.data.reshape(-1) for name, parameter in parameters.items()}
-            values |= {name: tensor.detach().reshape(-1) for name, tensor in self.contents.others.items() if name in sources}
+            values |= {
+                name: tensor.detach().reshape(-1)
+                for name, tensor in self.contents.others.items()
+                if name in sources
+            }
             for output in outputs:
                 file, place = places[output.name]
                 with file_operations.reopen(self._temporary(file)) as opened:
                     self._write_share(opened, place, output, values)
                     file_operations.sync(opened)
 
-    def _write_share(self, opened: Any, place: int, output: Output, values: Mapping[str, Tensor]) -> None:
+    def _write_share(
+        self, opened: Any, place: int, output: Output, values: Mapping[str, Tensor]
+    ) -> None:
         rank, ranks = self.contents.number, self.contents.world_size
         low, high = output.numel * rank // ranks, output.numel * (rank + 1) // ranks
-        if all(source in self.contents.others for source in output.index_map.sources):  # ranks may have other values: rank 0's count
+        # ranks may have other values: rank 0's count
+        if all(source in self.contents.others for source in output.index_map.sources):
             low, high = (0, output.numel) if rank == 0 else (0, 0)
         size = output.dtype.itemsize
         if output.index_map.is_by_ranges:
             for run in output.index_map.runs(low, high) if low < high else ():
-                write_values(opened, place + run.start * size, values[run.source][run.at : run.at + run.length], output.dtype)
+                write_values(
+                    opened,
+                    place + run.start * size,
+                    values[run.source][run.at : run.at + run.length],
+                    output.dtype,
+                )
             return
         for start in range(low, high, _AT_ONCE):
             numbers, at = output.index_map.locate(torch.arange(start, min(start + _AT_ONCE, high)))
@@ -209,11 +301,19 @@ class _MergedPlan(Plan):
 
     @contextmanager
     def _merged(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Context in which the parameters, which are shown, hold merged values in memory of their own."""
+        """Context in which the parameters, which are shown, hold merged values in memory of their
+        own.
+        """
         ids = {id(parameter) for parameter in parameters}
-        mergers = [module for module in self._mergers if any(id(parameter) in ids for parameter in _targets(module))]
+        mergers = [
+            module
+            for module in self._mergers
+            if any(id(parameter) in ids for parameter in _targets(module))
+        ]
         changed = {id(p): p for module in mergers for p in _targets(module)}
-        changed |= {id(p): p for p in parameters if self._originals is not None and self._is_quantized(p)}
+        changed |= {
+            id(p): p for p in parameters if self._originals is not None and self._is_quantized(p)
+        }
         before = [(parameter, parameter.data) for parameter in changed.values()]
         try:
             for parameter, values in before:
@@ -229,7 +329,10 @@ class _MergedPlan(Plan):
                 parameter.data = values
 
     def _is_quantized(self, parameter: nn.Parameter) -> bool:
-        found = next((s for s in self._owners[id(parameter)].parameters if s.sites.parameter is parameter), None)
+        found = next(
+            (s for s in self._owners[id(parameter)].parameters if s.sites.parameter is parameter),
+            None,
+        )
         return found is not None and isinstance(found.sites, QuantizedSites)
 
 
@@ -252,8 +355,17 @@ def _merges(module: object) -> bool:
 
 def _targets(module: Any) -> list[nn.Parameter]:
     """The parameters that the module's adapters are merged into."""
-    return [parameter for _, parameter in parameters_of(module.get_base_layer()) if parameter is not None]
+    return [
+        parameter
+        for _, parameter in parameters_of(module.get_base_layer())
+        if parameter is not None
+    ]
 
 
 def _all_parameters(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for inner in plain_modules(module) for _, parameter in parameters_of(inner) if parameter is not None]
+    return [
+        parameter
+        for inner in plain_modules(module)
+        for _, parameter in parameters_of(inner)
+        if parameter is not None
+    ]

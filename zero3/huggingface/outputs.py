@@ -1,4 +1,6 @@
-"""The tensors in the files of transformers and peft: their names, shapes and dtypes, and the elements of the model that they hold."""
+"""The tensors in the files of transformers and peft: their names, shapes and dtypes, and the
+elements of the model that they hold.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,23 @@ from .tracing import TracedTensor, traced
 __all__: list[str] = []
 
 _log = logging.getLogger("zero3")
-_UNITS = (("B", 1), ("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("TB", 10**12), ("KIB", 2**10), ("MIB", 2**20), ("GIB", 2**30))
+_UNITS = (
+    ("B", 1),
+    ("KB", 10**3),
+    ("MB", 10**6),
+    ("GB", 10**9),
+    ("TB", 10**12),
+    ("KIB", 2**10),
+    ("MIB", 2**20),
+    ("GIB", 2**30),
+)
 _OF_ADAPTERS = ("adapter_config.json", "adapter_model.*")
-_OF_MODELS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*")
+_OF_MODELS = (
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model*.bin*",
+)
 _EMBEDDINGS = ("embed_tokens", "lm_head")  # peft's names for what it saves whole
 
 
@@ -48,29 +64,44 @@ class Output(NamedTuple):
     @property
     def line(self) -> str:
         """The text that ranks compare."""
-        return f"{self.name}: {tuple(self.shape)}, {self.dtype}, made of {', '.join(self.index_map.sources)}"
+        return (
+            f"{self.name}: {tuple(self.shape)}, {self.dtype}, made of "
+            f"{', '.join(self.index_map.sources)}"
+        )
 
 
-def outputs_of_model(model: nn.Module, contents: Contents, extra: Iterable[str], dtype: torch.dtype | None) -> list[Output]:
-    """Returns the tensors that `transformers` writes: a tied tensor once, experts one by one, matrices fused or transposed as in its files.
+def outputs_of_model(
+    model: nn.Module, contents: Contents, extra: Iterable[str], dtype: torch.dtype | None
+) -> list[Output]:
+    """Returns the tensors that `transformers` writes: a tied tensor once, experts one by one,
+    matrices fused or transposed as in its files.
 
     `extra`: the names of modules' extra state.
     """
     kept = _kept_names(model, contents) | {name: name for name in extra}
-    own = {name: traced(Whole(source, contents.shape(source)), contents.dtype(source)) for name, source in kept.items()}
+    own = {
+        name: traced(Whole(source, contents.shape(source)), contents.dtype(source))
+        for name, source in kept.items()
+    }
     found: Mapping[str, TracedTensor] = own
     try:
         found = reverted(model, own) or own
     except Exception as reason:  # of any kind: transformers has no way back to its files' names
         _log.warning(
-            "%s: transformers' names of files can't be had (%s), so they are the model's own, which from_pretrained reads too",
+            "%s: transformers' names of files can't be had (%s), so they are the model's own, "
+"which from_pretrained reads too",
             type(model).__name__, reason,
         )  # fmt: skip
-    return [Output(name, _converted(tensor.dtype, dtype), tuple(tensor.shape), tensor.index_map) for name, tensor in found.items()]
+    return [
+        Output(name, _converted(tensor.dtype, dtype), tuple(tensor.shape), tensor.index_map)
+        for name, tensor in found.items()
+    ]
 
 
 class Computed(IndexMap[str]):
-    """No map: peft computes the tensor anew when it saves it, from all values of the adapter's prompt encoder."""
+    """No map: peft computes the tensor anew when it saves it, from all values of the adapter's
+    prompt encoder.
+    """
 
     def __init__(self, shape: Sequence[int], sources: Sequence[str]) -> None:
         super().__init__(shape, sources, 1)
@@ -81,20 +112,35 @@ class Computed(IndexMap[str]):
 
 
 class _OnMeta(TorchFunctionMode):
-    """Inside, `cpu()` leaves a tensor on meta, where there is nothing to copy. peft calls it on prompts that it computes."""
+    """Inside, `cpu()` leaves a tensor on meta, where there is nothing to copy. peft calls it on
+    prompts that it computes.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.Tensor.cpu else func(*args, **(kwargs or {}))
 
 
-def outputs_of_adapter(model: Any, adapter: str, contents: Contents, dtype: torch.dtype | None) -> list[Output]:
-    """Returns the tensors that `peft` writes for an adapter. peft itself chooses them and their names."""
-    meta = {n: torch.empty(contents.shape(ns[0]), dtype=contents.dtype(ns[0]), device="meta") for ns in contents.names.values() for n in ns}
-    copy: Any = twin(model)  # peft asks the twin's modules for names, and for the tensors of a prompt encoder
+def outputs_of_adapter(
+    model: Any, adapter: str, contents: Contents, dtype: torch.dtype | None
+) -> list[Output]:
+    """Returns the tensors that `peft` writes for an adapter. peft itself chooses them and their
+    names.
+    """
+    meta = {
+        n: torch.empty(contents.shape(ns[0]), dtype=contents.dtype(ns[0]), device="meta")
+        for ns in contents.names.values()
+        for n in ns
+    }
+    # peft asks the twin's modules for names, and for the tensors of a prompt encoder
+    copy: Any = twin(model)
     sources = {id(meta[name]): names[0] for names in contents.names.values() for name in names}
     sources |= {id(parameter): name for name, parameter in copy.named_parameters()}
     encoder = f"prompt_encoder.{adapter}."
-    prompts = [name for name in contents.parameters if name.startswith(encoder)] if model.peft_config[adapter].is_prompt_learning else []
+    prompts = (
+        [name for name in contents.parameters if name.startswith(encoder)]
+        if model.peft_config[adapter].is_prompt_learning
+        else []
+    )
     with _OnMeta():
         chosen = state_of_adapter(copy, adapter, meta)
     outputs = []
@@ -103,8 +149,12 @@ def outputs_of_adapter(model: Any, adapter: str, contents: Contents, dtype: torc
         if (source := sources.get(id(value))) is not None:
             index_map: IndexMap[str] = Whole(source, shape)
         elif not prompts:
-            raise ValueError(f"peft computes {name} of adapter {adapter!r} anew when it saves it, so it can't be written from chunks")
-        elif prompts == [f"{encoder}embedding.weight"] and contents.shape(prompts[0]) == shape:  # an encoder that only looks values up
+            raise ValueError(
+                f"peft computes {name} of adapter {adapter!r} anew when it saves it, so it can't "
+                "be written from chunks"
+            )
+        # an encoder that only looks values up
+        elif prompts == [f"{encoder}embedding.weight"] and contents.shape(prompts[0]) == shape:
             index_map = Whole(prompts[0], shape)
         else:
             index_map = Computed(shape, prompts)
@@ -112,16 +162,25 @@ def outputs_of_adapter(model: Any, adapter: str, contents: Contents, dtype: torc
     return outputs
 
 
-def state_of_adapter(model: Any, adapter: str, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns what `peft` writes for an adapter. It takes a prompt from the model itself, and all else from `state_dict`."""
+def state_of_adapter(
+    model: Any, adapter: str, state_dict: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Returns what `peft` writes for an adapter. It takes a prompt from the model itself, and all
+    else from `state_dict`.
+    """
     peft = importlib.import_module("peft")
-    options = {"adapter_name": adapter, "save_embedding_layers": _saves_embeddings(model, model.peft_config[adapter])}
+    options = {
+        "adapter_name": adapter,
+        "save_embedding_layers": _saves_embeddings(model, model.peft_config[adapter]),
+    }
     with torch.no_grad():
         return peft.get_peft_model_state_dict(model, state_dict=dict(state_dict), **options)  # type: ignore[no-any-return]
 
 
 def shards_of(outputs: Iterable[Output], max_bytes: int) -> dict[str, list[Output]]:
-    """Divides tensors into files, in order. A file is larger than `max_bytes` only if it holds a single tensor."""
+    """Divides tensors into files, in order. A file is larger than `max_bytes` only if it holds a
+    single tensor.
+    """
     shards: list[list[Output]] = [[]]
     size = 0
     for output in outputs:
@@ -134,25 +193,32 @@ def shards_of(outputs: Iterable[Output], max_bytes: int) -> dict[str, list[Outpu
     ordered = [sorted(shard, key=lambda output: -output.dtype.itemsize) for shard in shards]
     if len(ordered) == 1:
         return {"model.safetensors": ordered[0]}
-    return {f"model-{number:05}-of-{len(ordered):05}.safetensors": shard for number, shard in enumerate(ordered, 1)}
+    return {
+        f"model-{number:05}-of-{len(ordered):05}.safetensors": shard
+        for number, shard in enumerate(ordered, 1)
+    }
 
 
 def check_unmixed(directory: Path, base: str | None) -> None:
-    """`base`: where the model of the adapters that are to be written comes from. None: a whole model is to be written.
+    """`base`: where the model of the adapters that are to be written comes from. None: a whole
+    model is to be written.
 
     Raises:
-        ValueError: adapters are in the directory, and a whole model is to be written, or the other way round. Who loads it would get
-            the older of the two, or both together.
+        ValueError: adapters are in the directory, and a whole model is to be written, or the other
+            way round. Who loads it would get the older of the two, or both together.
     """
     if base and Path(base).resolve() == directory.resolve():  # adapters beside their own model
         return
     patterns = _OF_ADAPTERS if base is None else _OF_MODELS
     found = sorted(path.name for pattern in patterns for path in directory.glob(pattern))
     if found:
-        what, other = ("a whole model", "adapters") if base is None else ("adapters", "a whole model")
+        what, other = (
+            ("a whole model", "adapters") if base is None else ("adapters", "a whole model")
+        )
         raise ValueError(
-            f"{directory} holds {other} ({', '.join(found[:4])}), and save_pretrained was to write {what}: who loads the directory would "
-            "get the one for the other, or both. Name another directory, or remove these files. Nothing was written"
+            f"{directory} holds {other} ({', '.join(found[:4])}), and save_pretrained was to "
+            f"write {what}: who loads the directory would get the one for the other, or both. "
+            "Name another directory, or remove these files. Nothing was written"
         )
 
 
@@ -165,22 +231,32 @@ def bytes_in(size: int | str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(size).strip())
     unit = dict(_UNITS).get(match[2].upper() or "B") if match is not None else None
     if match is None or unit is None or not 1 <= float(match[1]) * unit < 2**60:
-        raise ValueError(f"max_shard_size must be a number of bytes, or a size such as '5GB', found {size!r}")
+        raise ValueError(
+            f"max_shard_size must be a number of bytes, or a size such as '5GB', found {size!r}"
+        )
     return int(float(match[1]) * unit)
 
 
 def index_of(shards: Mapping[str, list[Output]]) -> str:
     """Returns the index: JSON that tells the file of each tensor."""
     total = sum(output.nbytes for shard in shards.values() for output in shard)
-    weight_map = dict(sorted((output.name, file) for file, shard in shards.items() for output in shard))
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+    weight_map = dict(
+        sorted((output.name, file) for file, shard in shards.items() for output in shard)
+    )
+    return (
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+    )
 
 
 def _kept_names(model: nn.Module, contents: Contents) -> dict[str, str]:
-    """Maps the name that transformers writes for a tensor to its first name. For a tied tensor they may differ."""
+    """Maps the name that transformers writes for a tensor to its first name. For a tied tensor they
+    may differ.
+    """
     tied = getattr(model, "all_tied_weights_keys", None)
     tied = set(tied) if isinstance(tied, dict) else set()
-    ignored = [re.compile(re.escape(key)) for key in getattr(model, "_keys_to_ignore_on_save", None) or ()]
+    ignored = [
+        re.compile(re.escape(key)) for key in getattr(model, "_keys_to_ignore_on_save", None) or ()
+    ]
     kept = {}
     for names in contents.names.values():
         name = next((name for name in names if name not in tied), names[0])
@@ -194,10 +270,15 @@ def _converted(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
 
 
 def _saves_embeddings(model: Any, config: Any) -> bool:
-    """Whether peft saves the embeddings with the adapters, because they are adapted or have more words than the base's."""
+    """Whether peft saves the embeddings with the adapters, because they are adapted or have more
+    words than the base's.
+    """
     targets = getattr(config, "target_modules", None)
     if isinstance(targets, list | tuple | set) and any(name in targets for name in _EMBEDDINGS):
-        return getattr(config, "trainable_token_indices", None) is None and config.peft_type != "TRAINABLE_TOKENS"
+        return (
+            getattr(config, "trainable_token_indices", None) is None
+            and config.peft_type != "TRAINABLE_TOKENS"
+        )
     base = Path(str(getattr(config, "base_model_name_or_path", None) or "")) / "config.json"
     words = getattr(getattr(model, "config", None), "vocab_size", None)
     return base.is_file() and json.loads(base.read_text()).get("vocab_size", words) != words

@@ -1,4 +1,5 @@
-"""Weights that a checkpoint holds quantised: by bitsandbytes (NF4), in tiles (float8, DeepSeek), in MXFP4 (gpt-oss).
+"""Weights that a checkpoint holds quantised: by bitsandbytes (NF4), in tiles (float8, DeepSeek), in
+MXFP4 (gpt-oss).
 
 Their bytes are stored as they lie.
 """
@@ -26,7 +27,8 @@ from .reading import SliceReader
 __all__: list[str] = []
 
 _STATE = ".quant_state.bitsandbytes__"
-_BESIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")  # what bitsandbytes stores beside a weight's codes
+# what bitsandbytes stores beside a weight's codes
+_BESIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _INVERSE = "_scale_inv"
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BLOCK_NBYTES = 16  # of MXFP4's 32 codes
@@ -36,7 +38,9 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class Packed:
-    """A stored weight. `sections` are the stored tensors of its codes and scales, `offset` is the mean of bitsandbytes' scales."""
+    """A stored weight. `sections` are the stored tensors of its codes and scales, `offset` is the
+    mean of bitsandbytes' scales.
+    """
 
     format: Format
     stand_in: Stored  # stands for the values when files are matched with the model
@@ -45,7 +49,8 @@ class Packed:
 
 
 def find_packed(files: SafetensorsFiles) -> tuple[dict[str, Stored], dict[str, Packed]]:
-    """Returns the stored tensors, in which a stand-in takes the place of what belongs to a quantised weight, and these weights by name.
+    """Returns the stored tensors, in which a stand-in takes the place of what belongs to a
+    quantised weight, and these weights by name.
 
     Raises:
         ValueError: A weight has another format, or parts of it are missing.
@@ -58,77 +63,143 @@ def find_packed(files: SafetensorsFiles) -> tuple[dict[str, Stored], dict[str, P
         name = key.removesuffix(_INVERSE)
         if name in stored and stored[name].dtype == torch.float8_e4m3fn:
             packed[name] = _in_tiles(stored, name, stored.pop(key))
-    for key in [key for key, each in files.tensors.items() if key.endswith(_BLOCKS) and len(each.shape) == 4]:
+    for key in [
+        key for key, each in files.tensors.items() if key.endswith(_BLOCKS) and len(each.shape) == 4
+    ]:
         name = key.removesuffix(_BLOCKS)
         packed[name] = _of_gpt_oss(name, stored.pop(key), stored.pop(name + _SCALES, None))
     return stored | {name: each.stand_in for name, each in packed.items()}, packed
 
 
-def _of_bitsandbytes(files: SafetensorsFiles, stored: dict[str, Stored], name: str, kind: str, state: Stored) -> Packed:
+def _of_bitsandbytes(
+    files: SafetensorsFiles, stored: dict[str, Stored], name: str, kind: str, state: Stored
+) -> Packed:
     if kind != "nf4":
-        raise ValueError(f"{state.file}: {name} is quantised by bitsandbytes as {kind}, which zero3 does not read: nf4 is what it reads")
+        raise ValueError(
+            f"{state.file}: {name} is quantised by bitsandbytes as {kind}, which zero3 does not "
+            "read: nf4 is what it reads"
+        )
     raw = torch.empty(state.numel, dtype=torch.uint8)
     files.read(state, 0, raw)
     try:
         said = json.loads(bytes(raw.tolist()))
         shape, block_size, nested = tuple(said["shape"]), said["blocksize"], "nested_offset" in said
-        offset, size = float(said.get("nested_offset", 0.0)), said.get("nested_blocksize", _SCALES_IN_BLOCK)
+        offset, size = (
+            float(said.get("nested_offset", 0.0)),
+            said.get("nested_blocksize", _SCALES_IN_BLOCK),
+        )
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{state.file}: {state.name} is not what bitsandbytes writes: {type(error).__name__}: {error}") from None
+        raise ValueError(
+            f"{state.file}: {state.name} is not what bitsandbytes writes: {type(error).__name__}: "
+            f"{error}"
+        ) from None
     if size != _SCALES_IN_BLOCK:
-        raise ValueError(f"{state.file}: the scales of {name} are quantised in blocks of {size}, expected {_SCALES_IN_BLOCK}")
+        raise ValueError(
+            f"{state.file}: the scales of {name} are quantised in blocks of {size}, expected "
+            f"{_SCALES_IN_BLOCK}"
+        )
     beside = {part: stored.pop(f"{name}.{part}") for part in _BESIDE if f"{name}.{part}" in stored}
-    sections = {"codes": stored.get(name), "scales": beside.get("absmax"), "scale_scales": beside.get("nested_absmax")}
-    return _checked(NF4(block_size=block_size, double_quant=nested), shape, name, state, sections, offset)
+    sections = {
+        "codes": stored.get(name),
+        "scales": beside.get("absmax"),
+        "scale_scales": beside.get("nested_absmax"),
+    }
+    return _checked(
+        NF4(block_size=block_size, double_quant=nested), shape, name, state, sections, offset
+    )
 
 
 def _in_tiles(stored: dict[str, Stored], name: str, scales: Stored) -> Packed:
     shape, tiles = stored[name].shape, scales.shape
-    sizes = [next((size for size in (128, 64, 256, 32) if -(-n // size) == count), 0) for n, count in zip(shape, tiles, strict=False)]
+    sizes = [
+        next((size for size in (128, 64, 256, 32) if -(-n // size) == count), 0)
+        for n, count in zip(shape, tiles, strict=False)
+    ]
     if len(shape) != 2 or len(tiles) != 2 or not all(sizes):
-        raise ValueError(f"{scales.file}: {scales.name} has {tuple(tiles)}, which are no tiles of {name} {tuple(shape)}")
-    return _checked(Float8(block=(sizes[0], sizes[1])), shape, name, scales, {"codes": stored[name], "scales": scales}, 0.0)
+        raise ValueError(
+            f"{scales.file}: {scales.name} has {tuple(tiles)}, which are no tiles of {name} "
+            f"{tuple(shape)}"
+        )
+    return _checked(
+        Float8(block=(sizes[0], sizes[1])),
+        shape,
+        name,
+        scales,
+        {"codes": stored[name], "scales": scales},
+        0.0,
+    )
 
 
 def _of_gpt_oss(name: str, blocks: Stored, scales: Stored | None) -> Packed:
-    """`[experts, columns, blocks in a column, 16]`: the columns of the model's parameter lie one after another."""
+    """`[experts, columns, blocks in a column, 16]`: the columns of the model's parameter lie one
+    after another.
+    """
     experts, columns, count, nbytes = blocks.shape
     if nbytes != _BLOCK_NBYTES:
-        raise ValueError(f"{blocks.file}: {blocks.name} has blocks of {nbytes} bytes, MXFP4 has {_BLOCK_NBYTES}")
+        raise ValueError(
+            f"{blocks.file}: {blocks.name} has blocks of {nbytes} bytes, MXFP4 has {_BLOCK_NBYTES}"
+        )
     shape = (experts, count * 2 * _BLOCK_NBYTES, columns)
-    return _checked(MXFP4(transposed=True), shape, name, blocks, {"codes": blocks, "scales": scales}, 0.0)
+    return _checked(
+        MXFP4(transposed=True), shape, name, blocks, {"codes": blocks, "scales": scales}, 0.0
+    )
 
 
-def _checked(kind: Format, shape: tuple[int, ...], name: str, at: Stored, parts: Mapping[str, Stored | None], offset: float) -> Packed:
+def _checked(
+    kind: Format,
+    shape: tuple[int, ...],
+    name: str,
+    at: Stored,
+    parts: Mapping[str, Stored | None],
+    offset: float,
+) -> Packed:
     sections: dict[str, Stored] = {}
     for section in kind.sections(shape):
         part = parts.get(section.name)
         if part is None and section.name != "offset":
-            raise ValueError(f"{at.file}: {name} is quantised as {kind.name}, and its {section.name} are missing")
+            raise ValueError(
+                f"{at.file}: {name} is quantised as {kind.name}, and its {section.name} are missing"
+            )
         if part is not None:
             if part.numel != section.numel or part.dtype != section.dtype:
                 found = f"{part.numel} of {part.dtype}"
-                raise ValueError(f"{at.file}: {part.name} has {found}, {kind.name} has {section.numel} of {section.dtype} there")
+                raise ValueError(
+                    f"{at.file}: {part.name} has {found}, {kind.name} has {section.numel} of "
+                    f"{section.dtype} there"
+                )
             sections[section.name] = part
     return Packed(kind, replace(at, name=name, dtype=torch.bfloat16, shape=shape), sections, offset)
 
 
-def match_packed(states: Iterable[LayerState], found: Fit, packed: Mapping[str, Packed]) -> dict[int, PackedReader]:
+def match_packed(
+    states: Iterable[LayerState], found: Fit, packed: Mapping[str, Packed]
+) -> dict[int, PackedReader]:
     """Returns the readers of the parameters that the checkpoint holds quantised, by id.
 
     Raises:
-        ValueError: A parameter is not quantised here, or in another format, or it is put together from weights as no format allows.
+        ValueError: A parameter is not quantised here, or in another format, or it is put together
+            from weights as no format allows.
     """
     by_stand_in = {id(each.stand_in): each for each in packed.values()}
-    sites = {id(sharded.sites.parameter): sharded.sites for state in states for sharded in state.parameters}
+    sites = {
+        id(sharded.sites.parameter): sharded.sites
+        for state in states
+        for sharded in state.parameters
+    }
     readers, problems = dict[int, PackedReader](), list[str]()
     for key, index_map in found.maps.items():
-        parts = [by_stand_in[id(source)] for source in index_map.sources if id(source) in by_stand_in]
+        parts = [
+            by_stand_in[id(source)] for source in index_map.sources if id(source) in by_stand_in
+        ]
         if not parts:
             continue
         mine, kind, name = sites.get(key), parts[0].format, found.names[key][0]
         here = mine.format.name if isinstance(mine, QuantizedSites) else "not quantised"
-        if here != kind.name or any(part.format != kind for part in parts) or len(parts) < len(index_map.sources):
+        if (
+            here != kind.name
+            or any(part.format != kind for part in parts)
+            or len(parts) < len(index_map.sources)
+        ):
             problems.append(f"{name} is stored as {kind.name}, and here it is {here}")
             continue
         reader = PackedReader(index_map, parts)
@@ -137,14 +208,17 @@ def match_packed(states: Iterable[LayerState], found: Fit, packed: Mapping[str, 
         readers[key] = reader
     if problems:
         raise ValueError(
-            f"the checkpoint does not fit this {type(found.owner).__name__}; nothing was loaded. {'; '.join(problems[:6])}. Pass "
-            "ShardingPolicy(quantize=...) with the format that is stored, and give frozen base weights only"
+            f"the checkpoint does not fit this {type(found.owner).__name__}; nothing was loaded. "
+            f"{'; '.join(problems[:6])}. Pass ShardingPolicy(quantize=...) with the format that "
+            "is stored, and give frozen base weights only"
         )
     return readers
 
 
 class PackedReader:
-    """Reads sections of a quantised parameter from the stored sections of the weights that it is made of."""
+    """Reads sections of a quantised parameter from the stored sections of the weights that it is
+    made of.
+    """
 
     def __init__(self, index_map: IndexMap[Stored], parts: list[Packed]) -> None:
         self._map, self._parts = index_map, parts
@@ -206,18 +280,26 @@ class PackedReader:
         return out
 
     def _tiles(self) -> tuple[Tensor, Tensor]:
-        """For each tile of the parameter the weight that it is a tile of, and its number among that weight's tiles."""
+        """For each tile of the parameter the weight that it is a tile of, and its number among that
+        weight's tiles.
+        """
         kind: Any = self._parts[0].format
         height, width = kind.block
         rows, columns = self._map.shape[-2:]
         matrices = self._map.numel // max(1, rows * columns)
         found = []
-        for corner in (0, 1):  # the first and the last element of each tile lie in the same tile there
+        # the first and the last element of each tile lie in the same tile there
+        for corner in (0, 1):
             at_rows = torch.arange(0, rows, height)
             at_columns = torch.arange(0, columns, width)
             if corner:
-                at_rows, at_columns = (at_rows + height - 1).clamp(max=rows - 1), (at_columns + width - 1).clamp(max=columns - 1)
-            flat = (torch.arange(matrices)[:, None, None] * rows + at_rows[None, :, None]) * columns + at_columns[None, None, :]
+                at_rows, at_columns = (
+                    (at_rows + height - 1).clamp(max=rows - 1),
+                    (at_columns + width - 1).clamp(max=columns - 1),
+                )
+            flat = (
+                torch.arange(matrices)[:, None, None] * rows + at_rows[None, :, None]
+            ) * columns + at_columns[None, None, :]
             numbers, at = self._map.locate(flat.reshape(-1))
             tiles = torch.empty_like(at)
             for number, part in enumerate(self._parts):

@@ -1,4 +1,6 @@
-"""Quantises parameters while they are read: each rank reads the elements whose codes it keeps, and ranks share the blocks' statistics."""
+"""Quantises parameters while they are read: each rank reads the elements whose codes it keeps, and
+ranks share the blocks' statistics.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,14 @@ from .reading import SliceReader
 
 __all__: list[str] = []
 
-Read = Callable[[int, Tensor], object]  # reads elements `[start, start + n)`, as they are stored, into a tensor `[n]`
+# reads elements `[start, start + n)`, as they are stored, into a tensor `[n]`
+Read = Callable[[int, Tensor], object]
 
 
 class Slot:
-    """A quantised parameter's bytes, of which this rank keeps `kept` `[n]`, those from byte `low` on."""
+    """A quantised parameter's bytes, of which this rank keeps `kept` `[n]`, those from byte `low`
+    on.
+    """
 
     def __init__(self, sites: QuantizedSites, piece: Piece | None, kept: Tensor) -> None:
         self._format: Format = sites.format
@@ -34,14 +39,21 @@ class Slot:
         self._low, self._kept = piece.start if piece is not None else 0, kept
         self._sections = {section.name: section for section in self._format.sections(self._shape)}
         self._codes_in_byte = -(-math.prod(self._shape) // max(1, self._sections["codes"].numel))
-        self._statistics = torch.zeros(self._sections["scales"].numel, dtype=torch.float32, device=kept.device)
-        self._cut: list[tuple[int, Tensor]] = []  # blocks at this rank's edges, with zeros for what others read; and where they begin
+        self._statistics = torch.zeros(
+            self._sections["scales"].numel, dtype=torch.float32, device=kept.device
+        )
+        # blocks at this rank's edges, with zeros for what others read; and where they begin
+        self._cut: list[tuple[int, Tensor]] = []
 
     @torch.no_grad()
     def quantize(self, read: Read) -> None:
-        """Writes this rank's codes, but for those of blocks that its edges cut, which need the others' statistics."""
+        """Writes this rank's codes, but for those of blocks that its edges cut, which need the
+        others' statistics.
+        """
         self._kept.zero_()
-        start, stop = self._format.elements_between(self._shape, self._low, self._low + len(self._kept))
+        start, stop = self._format.elements_between(
+            self._shape, self._low, self._low + len(self._kept)
+        )
         if start >= stop:
             return
         low, last = self._codec.widened(self._shape, start, stop)
@@ -59,11 +71,18 @@ class Slot:
 
     @torch.no_grad()
     def finish(self, communicator: Communicator) -> None:
-        """Shares the statistics, and writes the codes that need them and this rank's part of the scales. Every rank calls it."""
+        """Shares the statistics, and writes the codes that need them and this rank's part of the
+        scales. Every rank calls it.
+        """
         if communicator.world_size > 1 and self._statistics.numel():
-            communicator.all_reduce(self._statistics, maximum=True)  # a block's is the largest of its parts'
+            # a block's is the largest of its parts'
+            communicator.all_reduce(self._statistics, maximum=True)
         for low, values in self._cut:
-            self._encode(low, values, self._of_blocks(low, self._codec.statistics(values, self._shape, low).numel()))
+            self._encode(
+                low,
+                values,
+                self._of_blocks(low, self._codec.statistics(values, self._shape, low).numel()),
+            )
         for name, section in self._codec.scales(self._statistics).items():
             self._write(name, section, 0)
 
@@ -72,10 +91,16 @@ class Slot:
         return self._statistics[first : first + count]
 
     def _encode(self, low: int, values: Tensor, statistics: Tensor) -> None:
-        self._write("codes", self._codec.encode(values, self._shape, low, statistics), low // self._codes_in_byte)
+        self._write(
+            "codes",
+            self._codec.encode(values, self._shape, low, statistics),
+            low // self._codes_in_byte,
+        )
 
     def _write(self, name: str, values: Tensor, number: int) -> None:
-        """Writes those bytes of `values`, a section's from its `number`-th on, that this rank keeps."""
+        """Writes those bytes of `values`, a section's from its `number`-th on, that this rank
+        keeps.
+        """
         section, raw = self._sections[name], values.contiguous().view(torch.uint8)
         at = section.offset + number * section.dtype.itemsize - self._low
         first, last = max(at, 0), min(at + len(raw), len(self._kept))
@@ -84,18 +109,30 @@ class Slot:
 
 
 def fill_quantized(
-    state: LayerState, reader: SliceReader, found: Mapping[int, IndexMap[Stored]], error: Exception | None
+    state: LayerState,
+    reader: SliceReader,
+    found: Mapping[int, IndexMap[Stored]],
+    error: Exception | None,
 ) -> Exception | None:
-    """Quantises the layer's parameters that `found` has, by id. Every rank calls it, also after an `error`, which it returns."""
+    """Quantises the layer's parameters that `found` has, by id. Every rank calls it, also after an
+    `error`, which it returns.
+    """
     for sharded in state.parameters:
         sites, chunk = sharded.sites, sharded.chunk
-        if not isinstance(sites, QuantizedSites) or (index_map := found.get(id(sites.parameter))) is None:
+        if (
+            not isinstance(sites, QuantizedSites)
+            or (index_map := found.get(id(sites.parameter))) is None
+        ):
             continue
         if sites.weight.codec.turns(sites.weight.shape):
             index_map = index_map.transposed(-2, -1)
         slot = chunk.layout.slots[sharded.index]
         piece = next((piece for piece in chunk.pieces if piece.slot is slot), None)
-        filling = Slot(sites, piece, chunk.shard.data[piece.place] if piece is not None else chunk.shard.data[:0])
+        filling = Slot(
+            sites,
+            piece,
+            chunk.shard.data[piece.place] if piece is not None else chunk.shard.data[:0],
+        )
         try:
             if error is None:
                 filling.quantize(partial(reader.read, index_map))

@@ -11,25 +11,35 @@ from .index_maps import IndexMap
 __all__: list[str] = []
 
 _AT_ONCE = 1 << 20  # elements that are looked up together
-_WASTE = 4  # if a span has this many times the elements that are wanted, the whole tensor is read instead, once
+# if a span has this many times the elements that are wanted, the whole tensor is read instead, once
+_WASTE = 4
 
 
 class SliceReader:
-    """Reads ranges if elements lie side by side, and otherwise through a buffer that holds a span of one stored tensor, or all of it."""
+    """Reads ranges if elements lie side by side, and otherwise through a buffer that holds a span
+    of one stored tensor, or all of it.
+    """
 
     def __init__(self, files: SafetensorsFiles) -> None:
         self._files = files
-        self._span: tuple[Stored, int, Tensor] | None = None  # the last span: its tensor, its first element, its values
+        # the last span: its tensor, its first element, its values
+        self._span: tuple[Stored, int, Tensor] | None = None
 
     def read(self, index_map: IndexMap[Stored], start: int, target: Tensor) -> None:
-        """Reads elements `[start, start + n)` of the flattened tensor into `target` `[n]`, converted to its dtype and device."""
+        """Reads elements `[start, start + n)` of the flattened tensor into `target` `[n]`,
+        converted to its dtype and device.
+        """
         stop = start + target.numel()
         if index_map.is_by_ranges:
             for run in index_map.runs(start, stop):
-                self._files.read(run.source, run.at, target[run.start - start : run.start - start + run.length])
+                self._files.read(
+                    run.source, run.at, target[run.start - start : run.start - start + run.length]
+                )
             return
         for low in range(start, stop, _AT_ONCE):
-            numbers, at = index_map.locate(torch.arange(low, min(low + _AT_ONCE, stop), dtype=torch.int64))
+            numbers, at = index_map.locate(
+                torch.arange(low, min(low + _AT_ONCE, stop), dtype=torch.int64)
+            )
             found = torch.empty(len(at), dtype=target.dtype)
             for number, source in enumerate(index_map.sources):
                 if not (mine := numbers == number).any():

@@ -1,4 +1,6 @@
-"""save_pretrained(): writes a sharded model as a Hugging Face directory. Every rank writes its own ranges of the files."""
+"""save_pretrained(): writes a sharded model as a Hugging Face directory. Every rank writes its own
+ranges of the files.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,17 @@ from ..comm.plain_values import unreadable
 from ..core.parameters import named
 from ..names import innermost
 from ..optim.state_memory import land_steps
-from .outputs import Computed, Output, bytes_in, check_unmixed, index_of, outputs_of_adapter, outputs_of_model, shards_of, state_of_adapter
+from .outputs import (
+    Computed,
+    Output,
+    bytes_in,
+    check_unmixed,
+    index_of,
+    outputs_of_adapter,
+    outputs_of_model,
+    shards_of,
+    state_of_adapter,
+)
 
 __all__: list[str] = []
 
@@ -32,33 +44,44 @@ _log = logging.getLogger("zero3")
 _AT_ONCE = 1 << 20  # elements looked up one by one together
 _METADATA = (("format", "pt"),)
 _BESIDE = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
-    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "vocab.txt",
+    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
+    "chat_template.json", "preprocessor_config.json",
     "processor_config.json",
 )  # fmt: skip
 
 
 def save_pretrained(
-    model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", dtype: torch.dtype | None = None
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes a directory that `from_pretrained` reads: safetensors, their index and `config.json`; or a peft model's adapters.
+    """Writes a directory that `from_pretrained` reads: safetensors, their index and `config.json`;
+    or a peft model's adapters.
 
-    Every rank calls it. Each rank writes the bytes of its own chunks at their place in the files, a few MB at a time, and no rank
-    holds a whole tensor. Names, ties and experts are as `transformers` writes them. Only a tensor that its files have transposed is
-    put together on all ranks, one at a time. Tokenizer files are copied from the directory that the model was loaded from. Files get
-    their names when they are complete, and the index gets its name last.
+    Every rank calls it. Each rank writes the bytes of its own chunks at their place in the files, a
+    few MB at a time, and no rank holds a whole tensor. Names, ties and experts are as
+    `transformers` writes them. Only a tensor that its files have transposed is put together on all
+    ranks, one at a time. Tokenizer files are copied from the directory that the model was loaded
+    from. Files get their names when they are complete, and the index gets its name last.
 
     Args:
         model: Any model that contains zero3 layers. If it has a `config`, that is written too.
-        path: A directory of a file system that all ranks see. Parents are created. Files of the same names are replaced.
-        max_shard_size: The largest size of one file, in bytes or as in "5GB". A larger tensor has a file of its own. Adapters are
-            one file.
-        dtype: A floating dtype of 16 bits or more; floating tensors are converted to it. None: as they are stored.
+        path: A directory of a file system that all ranks see. Parents are created. Files of the
+            same names are replaced.
+        max_shard_size: The largest size of one file, in bytes or as in "5GB". A larger tensor has a
+            file of its own. Adapters are one file.
+        dtype: A floating dtype of 16 bits or more; floating tensors are converted to it. None: as
+            they are stored.
 
     Raises:
-        ValueError: Nothing in `model` is sharded, `max_shard_size` is no size, ranks save different things, or `path` holds adapters and
-            `model` is a whole model, or the other way round. (Adapters may stand beside the model that they belong to.) Or a whole model
-            has quantised parameters. Every rank raises it.
+        ValueError: Nothing in `model` is sharded, `max_shard_size` is no size, ranks save different
+            things, or `path` holds adapters and `model` is a whole model, or the other way round.
+            (Adapters may stand beside the model that they belong to.) Or a whole model has
+            quantised parameters. Every rank raises it.
         TypeError: `path` is no path, or `dtype` is no dtype. Every rank raises it.
         RuntimeError: Parameters have no values, or the call is inside `full_params` or `resident`.
         OSError: A rank could not write. Every rank raises the same error.
@@ -75,12 +98,19 @@ def save_pretrained(
             raise wrong
         land_steps(states_of(model))
         plans = list(_plans(model, Path(path), bytes_in(max_shard_size), dtype))
-        lines += [f"{plan.directory / file}: {output.line}" for plan in plans for file, shard in plan.shards.items() for output in shard]
+        lines += [
+            f"{plan.directory / file}: {output.line}"
+            for plan in plans
+            for file, shard in plan.shards.items()
+            for output in shard
+        ]
     for plan in plans:
         plan.write()
 
 
-def _plans(model: nn.Module, directory: Path, max_bytes: int, dtype: torch.dtype | None) -> Iterator[Plan]:
+def _plans(
+    model: nn.Module, directory: Path, max_bytes: int, dtype: torch.dtype | None
+) -> Iterator[Plan]:
     contents = Contents(model, "save_pretrained")
     extra = _extra_tensors(model, contents)
     model = innermost(model)
@@ -88,9 +118,20 @@ def _plans(model: nn.Module, directory: Path, max_bytes: int, dtype: torch.dtype
     if not isinstance(adapters, dict) or not hasattr(model, "get_base_model"):
         contents.others |= extra
         check_unmixed(directory, None)
-        if quantized := [name for name, sharded in contents.parameters.items() if sharded.chunk.read_only]:
-            raise ValueError(f"save_pretrained of a quantised model would write codes for {named(quantized)}: use zero3.save_merged")
-        yield Plan(model, contents, directory, shards_of(outputs_of_model(model, contents, extra, dtype), max_bytes), None)
+        if quantized := [
+            name for name, sharded in contents.parameters.items() if sharded.chunk.read_only
+        ]:
+            raise ValueError(
+                f"save_pretrained of a quantised model would write codes for {named(quantized)}: "
+                "use zero3.save_merged"
+            )
+        yield Plan(
+            model,
+            contents,
+            directory,
+            shards_of(outputs_of_model(model, contents, extra, dtype), max_bytes),
+            None,
+        )
         return
     for adapter in adapters:
         outputs = outputs_of_adapter(model, adapter, contents, dtype)
@@ -105,31 +146,57 @@ def _extra_tensors(model: nn.Module, contents: Contents) -> dict[str, Tensor]:
     tensors = {name: value for name, value in found.items() if unreadable(value) is None}
     if contents.is_first and len(tensors) < len(found):
         left_out = ", ".join(name for name in found if name not in tensors)
-        _log.warning("save_pretrained: safetensors files hold tensors only, so this extra state of modules is not in them: %s", left_out)
+        _log.warning(
+            "save_pretrained: safetensors files hold tensors only, so this extra state of "
+            "modules is not in them: %s",
+            left_out,
+        )
     return tensors
 
 
 class Plan:
     """The files of one directory, and how ranks write them."""
 
-    def __init__(self, model: nn.Module, contents: Contents, directory: Path, shards: dict[str, list[Output]], adapter: str | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        contents: Contents,
+        directory: Path,
+        shards: dict[str, list[Output]],
+        adapter: str | None,
+    ) -> None:
         self.model = model
         self.contents = contents
         self.directory = Path(os.path.abspath(directory))
         self.shards = shards
         self._adapter = adapter
         self._token = ""
-        self._headers = {file: header_of(((o.name, o.dtype, o.shape) for o in shard), dict(_METADATA)) for file, shard in shards.items()}
-        needed = {source for shard in shards.values() for output in shard for source in output.index_map.sources}
+        self._headers = {
+            file: header_of(((o.name, o.dtype, o.shape) for o in shard), dict(_METADATA))
+            for file, shard in shards.items()
+        }
+        needed = {
+            source
+            for shard in shards.values()
+            for output in shard
+            for source in output.index_map.sources
+        }
         contents.check_loaded(sorted(needed), "save_pretrained")
 
     def write(self) -> None:
         contents = self.contents
         self._token = contents.communicator.exchange(os.urandom(8), contents.device)[0].hex()
         try:
-            for what, work in (("files", self._begin), ("values", self._fill), ("end", self._finish)):
-                with agreeing(contents.communicator, contents.device, f"the {what} of save_pretrained"):
-                    if contents.is_first or work == self._fill:  # rank 0 makes the files and gives them their names
+            for what, work in (
+                ("files", self._begin),
+                ("values", self._fill),
+                ("end", self._finish),
+            ):
+                with agreeing(
+                    contents.communicator, contents.device, f"the {what} of save_pretrained"
+                ):
+                    # rank 0 makes the files and gives them their names
+                    if contents.is_first or work == self._fill:
                         work()
         except Exception:
             if contents.is_first:
@@ -144,34 +211,56 @@ class Plan:
         file_operations.make_directory(self.directory)
         for file, shard in self.shards.items():
             with file_operations.create(self._temporary(file)) as opened:
-                file_operations.resize(opened, len(self._headers[file]) + sum(output.nbytes for output in shard))
+                file_operations.resize(
+                    opened, len(self._headers[file]) + sum(output.nbytes for output in shard)
+                )
                 file_operations.write_at(opened, 0, memoryview(self._headers[file]))
                 file_operations.sync(opened)
 
     def _held(self) -> dict[str, list[tuple[int, Tensor]]]:
-        """Returns this rank's slices of each tensor of the model: the first element's place, and flattened values."""
+        """Returns this rank's slices of each tensor of the model: the first element's place, and
+        flattened values.
+        """
         held: dict[str, list[tuple[int, Tensor]]] = {}
         for chunk in self.contents.chunks():
             chunk.adopt_values()
-            for name, start, stop, offset in self.contents.spans(chunk) if self.contents.writes else ():
-                held.setdefault(name, []).append((start, chunk.shard.data[offset : offset + stop - start]))
+            for name, start, stop, offset in (
+                self.contents.spans(chunk) if self.contents.writes else ()
+            ):
+                held.setdefault(name, []).append(
+                    (start, chunk.shard.data[offset : offset + stop - start])
+                )
         if self.contents.is_first:
-            held |= {name: [(0, tensor.detach().reshape(-1))] for name, tensor in self.contents.others.items()}
+            held |= {
+                name: [(0, tensor.detach().reshape(-1))]
+                for name, tensor in self.contents.others.items()
+            }
         return held
 
     def _fill(self) -> None:
-        """Every rank writes its slices. A tensor whose elements are rearranged is put together on all ranks, and rank 0 writes it."""
+        """Every rank writes its slices. A tensor whose elements are rearranged is put together on
+        all ranks, and rank 0 writes it.
+        """
         held = self._held()
         scattered: list[tuple[str, int, Output]] = []
         error: Exception | None = None
         for file in self.shards:
-            scattered += [(file, place, output) for output, place in self._places(file) if not output.index_map.is_by_ranges]
+            scattered += [
+                (file, place, output)
+                for output, place in self._places(file)
+                if not output.index_map.is_by_ranges
+            ]
             try:
                 self._fill_file(file, held)
-            except Exception as caught:  # this rank goes on, because the other ranks need it to put tensors together below
+            # this rank goes on, because the other ranks need it to put tensors together below
+            except Exception as caught:
                 error = error or caught
         for file, place, output in scattered:
-            values = self._computed(output) if isinstance(output.index_map, Computed) else self._put_together(output, held)
+            values = (
+                self._computed(output)
+                if isinstance(output.index_map, Computed)
+                else self._put_together(output, held)
+            )
             if self.contents.is_first and error is None:
                 try:
                     with file_operations.reopen(self._temporary(file)) as opened:
@@ -192,12 +281,19 @@ class Plan:
     def _fill_file(self, file: str, held: dict[str, list[tuple[int, Tensor]]]) -> None:
         with file_operations.reopen(self._temporary(file)) as opened:
             for output, place in self._places(file):
-                for run in output.index_map.runs(0, output.numel) if output.index_map.is_by_ranges else ():
+                for run in (
+                    output.index_map.runs(0, output.numel) if output.index_map.is_by_ranges else ()
+                ):
                     for start, values in held.get(run.source, []):
-                        low, high = max(start, run.at), min(start + values.numel(), run.at + run.length)
+                        low, high = (
+                            max(start, run.at),
+                            min(start + values.numel(), run.at + run.length),
+                        )
                         if low < high:
                             where = place + (run.start + low - run.at) * output.dtype.itemsize
-                            write_values(opened, where, values[low - start : high - start], output.dtype)
+                            write_values(
+                                opened, where, values[low - start : high - start], output.dtype
+                            )
             file_operations.sync(opened)
 
     def _put_together(self, output: Output, held: dict[str, list[tuple[int, Tensor]]]) -> Tensor:
@@ -205,10 +301,15 @@ class Plan:
         contents, index_map = self.contents, output.index_map
         result = torch.empty(output.numel, dtype=contents.dtype(index_map.sources[0]))
         for number, source in enumerate(index_map.sources):
-            full = torch.zeros(torch.Size(contents.shape(source)).numel(), dtype=contents.dtype(source), device=contents.device)
+            full = torch.zeros(
+                torch.Size(contents.shape(source)).numel(),
+                dtype=contents.dtype(source),
+                device=contents.device,
+            )
             for start, values in held.get(source, []):
                 full[start : start + values.numel()] = values
-            contents.communicator.all_reduce(full.view(torch.uint8))  # as bytes: no value is rounded
+            # as bytes: no value is rounded
+            contents.communicator.all_reduce(full.view(torch.uint8))
             full = full.cpu()
             for low in range(0, output.numel, _AT_ONCE):
                 numbers, at = index_map.locate(torch.arange(low, min(low + _AT_ONCE, output.numel)))
@@ -217,14 +318,18 @@ class Plan:
         return result
 
     def _computed(self, output: Output) -> Tensor:
-        """Returns a flattened tensor that peft computes from a prompt encoder, which all ranks put together: all of them call it."""
+        """Returns a flattened tensor that peft computes from a prompt encoder, which all ranks put
+        together: all of them call it.
+        """
         model: Any = self.model
         adapter = str(self._adapter)
         with full_params(model.prompt_encoder[adapter]):
             return state_of_adapter(model, adapter, {})[output.name].flatten()
 
     def _finish(self) -> None:
-        """Gives the files their names, and writes the index and the configuration. Rank 0 calls it."""
+        """Gives the files their names, and writes the index and the configuration. Rank 0
+        calls it.
+        """
         directory = self.directory
         stem = next(iter(self.shards)).partition(".")[0].partition("-")[0]
         index = f"{stem}.safetensors.index.json"
@@ -252,15 +357,27 @@ class Plan:
         config = copy.deepcopy(model.config)
         vars(config).pop("quantization_config", None)  # the files hold values
         config.architectures = [type(model).__name__]
-        floating = [output.dtype for shard in self.shards.values() for output in shard if output.dtype.is_floating_point]
+        floating = [
+            output.dtype
+            for shard in self.shards.values()
+            for output in shard
+            if output.dtype.is_floating_point
+        ]
         if floating:
             config.dtype = str(floating[0]).removeprefix("torch.")
         config.save_pretrained(str(self.directory))
         source = Path(str(getattr(model.config, "_name_or_path", "") or ""))
-        beside = list(_BESIDE) if source.is_dir() and source.resolve() != self.directory.resolve() else []
+        beside = (
+            list(_BESIDE)
+            if source.is_dir() and source.resolve() != self.directory.resolve()
+            else []
+        )
         if callable(can_generate := getattr(model, "can_generate", None)) and can_generate():
             generation = model.generation_config
-            if getattr(generation, "_from_model_config", False) and (source / "generation_config.json").is_file():
+            if (
+                getattr(generation, "_from_model_config", False)
+                and (source / "generation_config.json").is_file()
+            ):
                 beside += ["generation_config.json"] if beside else []
             else:
                 generation.save_pretrained(str(self.directory))
@@ -270,7 +387,9 @@ class Plan:
 
 
 def write_values(file: Any, where: int, values: Tensor, dtype: torch.dtype) -> None:
-    """Writes from the tensor's memory if dtype and device allow that, and otherwise through a copy of a few MB."""
+    """Writes from the tensor's memory if dtype and device allow that, and otherwise through a copy
+    of a few MB.
+    """
     if values.device.type == "cpu" and values.dtype == dtype:
         file_operations.write_at(file, where, bytes_of(values))
         return

@@ -1,4 +1,6 @@
-"""Tensors without values that record where their elements come from, through the operations with which transformers converts files."""
+"""Tensors without values that record where their elements come from, through the operations with
+which transformers converts files.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,27 @@ class Untraceable(Exception):
 
 
 class TracedTensor(Tensor):
-    """A tensor on the meta device. `index_map` tells which element of which source each of its elements is."""
+    """A tensor on the meta device. `index_map` tells which element of which source each of its
+    elements is.
+    """
 
     index_map: IndexMap[Any]
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         rule = getattr(_Rules, func.__name__, None)
         if rule is not None:
             return rule(*args, **(kwargs or {}))
         found = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        if isinstance(found, Tensor) or (isinstance(found, list | tuple) and any(isinstance(item, Tensor) for item in found)):
+        if isinstance(found, Tensor) or (
+            isinstance(found, list | tuple) and any(isinstance(item, Tensor) for item in found)
+        ):
             raise Untraceable(f"{func.__name__} is not known here")
         return found  # a shape or a dtype
 
@@ -43,7 +53,11 @@ def traced(index_map: IndexMap[Any], dtype: torch.dtype) -> TracedTensor:
 
 def _sizes(given: Sequence[Any]) -> list[int]:
     """The sizes in `view(2, 3)` and in `view((2, 3))`."""
-    return list(given[0]) if len(given) == 1 and isinstance(given[0], list | tuple | torch.Size) else list(given)
+    return (
+        list(given[0])
+        if len(given) == 1 and isinstance(given[0], list | tuple | torch.Size)
+        else list(given)
+    )
 
 
 class _Rules:
@@ -68,7 +82,9 @@ class _Rules:
 
     @staticmethod
     def squeeze(x: TracedTensor, dim: int | None = None) -> TracedTensor:
-        dropped = [d for d in range(x.dim()) if x.shape[d] == 1 and (dim is None or d == dim % x.dim())]
+        dropped = [
+            d for d in range(x.dim()) if x.shape[d] == 1 and (dim is None or d == dim % x.dim())
+        ]
         return _Rules.reshape(x, [size for d, size in enumerate(x.shape) if d not in dropped])
 
     @staticmethod
@@ -97,19 +113,30 @@ class _Rules:
     @staticmethod
     def select(x: TracedTensor, dim: int, index: int) -> TracedTensor:
         dim, index = dim % x.dim(), index % x.shape[dim]
-        return _Rules.reshape(_Rules.narrow(x, dim, index, 1), [*x.shape[:dim], *x.shape[dim + 1 :]])
+        return _Rules.reshape(
+            _Rules.narrow(x, dim, index, 1), [*x.shape[:dim], *x.shape[dim + 1 :]]
+        )
 
     @staticmethod
     def unbind(x: TracedTensor, dim: int = 0) -> tuple[TracedTensor, ...]:
         return tuple(_Rules.select(x, dim, index) for index in range(x.shape[dim]))
 
     @staticmethod
-    def split(x: TracedTensor, split_size: int | Sequence[int], dim: int = 0) -> tuple[TracedTensor, ...]:
+    def split(
+        x: TracedTensor, split_size: int | Sequence[int], dim: int = 0
+    ) -> tuple[TracedTensor, ...]:
         size = x.shape[dim]
-        sizes = [min(split_size, size - start) for start in range(0, size, split_size)] if isinstance(split_size, int) else list(split_size)
+        sizes = (
+            [min(split_size, size - start) for start in range(0, size, split_size)]
+            if isinstance(split_size, int)
+            else list(split_size)
+        )
         if sum(sizes) != size:
             raise ValueError(f"{tuple(x.shape)} can't be split into {sizes} along dimension {dim}")
-        return tuple(_Rules.narrow(x, dim, sum(sizes[:number]), length) for number, length in enumerate(sizes))
+        return tuple(
+            _Rules.narrow(x, dim, sum(sizes[:number]), length)
+            for number, length in enumerate(sizes)
+        )
 
     split_with_sizes = split
 

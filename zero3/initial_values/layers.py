@@ -1,4 +1,6 @@
-"""Layers that get their first values from rank 0, each in memory only while something uses its parameters."""
+"""Layers that get their first values from rank 0, each in memory only while something uses its
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,18 @@ class Wire:
     """By which rank 0, which draws, tells the others what to take part in."""
 
     def __init__(self, states: Sequence[LayerState]) -> None:
-        self._states, self._communicator, self._device = states, states[0].communicator, states[0].device
+        self._states, self._communicator, self._device = (
+            states,
+            states[0].communicator,
+            states[0].device,
+        )
 
-    def tell(self, command: Command, number: int = 0, full: Mapping[Chunk, Tensor] | None = None) -> None:
-        """Rank 0: all ranks take part in the command for layer `number`. `full`: what is fetched into, or stored."""
+    def tell(
+        self, command: Command, number: int = 0, full: Mapping[Chunk, Tensor] | None = None
+    ) -> None:
+        """Rank 0: all ranks take part in the command for layer `number`. `full`: what is fetched
+        into, or stored.
+        """
         self._communicator.exchange(bytes([command]) + number.to_bytes(4, "little"), self._device)
         self._do(command, number, full)
 
@@ -50,27 +60,42 @@ class Wire:
             if command == Command.FETCH:
                 chunk.adopt_values()
                 own = chunk.shard.data.to(chunk.device)
-                whole = full[chunk] if full is not None else own.new_empty(chunk.layout.padded_numel)
+                whole = (
+                    full[chunk] if full is not None else own.new_empty(chunk.layout.padded_numel)
+                )
                 self._communicator.all_gather(whole, own, bounds).wait()
             else:
                 chunk.receive(split(full[chunk], chunk.layout) if full is not None else None)
 
 
 class Hand(TorchFunctionMode):
-    """Rank 0's memory: inside, what uses a parameter finds it whole, and the layers of those before are stored.
+    """Rank 0's memory: inside, what uses a parameter finds it whole, and the layers of those before
+    are stored.
 
-    Parameters without values are NaN until something fills them. Those with values are lent as copies, so they stay.
+    Parameters without values are NaN until something fills them. Those with values are lent as
+    copies, so they stay.
     """
 
-    def __init__(self, states: Sequence[LayerState], copies: Mapping[nn.Module, nn.Module], wire: Wire) -> None:
+    def __init__(
+        self, states: Sequence[LayerState], copies: Mapping[nn.Module, nn.Module], wire: Wire
+    ) -> None:
         super().__init__()
         self._states, self._wire = states, wire
         self._held: dict[int, dict[Chunk, Tensor]] = {}  # by the layer's number: its full chunks
         self._stored: set[int] = set()
         self._used: set[int] = set()  # ids of parameters
-        self._bare: dict[int, list[str]] = {}  # by the layer's number: the parameters that have no values yet
-        self._lent = [[nn.Parameter(each.stand_in, each.sites.parameter.requires_grad) for each in state.parameters] for state in states]
-        self._layer_of = {id(parameter): number for number, lent in enumerate(self._lent) for parameter in lent}
+        # by the layer's number: the parameters that have no values yet
+        self._bare: dict[int, list[str]] = {}
+        self._lent = [
+            [
+                nn.Parameter(each.stand_in, each.sites.parameter.requires_grad)
+                for each in state.parameters
+            ]
+            for state in states
+        ]
+        self._layer_of = {
+            id(parameter): number for number, lent in enumerate(self._lent) for parameter in lent
+        }
         for state, lent in zip(states, self._lent, strict=True):
             for sharded, parameter in zip(state.parameters, lent, strict=True):
                 for module, attribute in sharded.sites.places:
@@ -90,12 +115,21 @@ class Hand(TorchFunctionMode):
             self._store(number)
         for number in sorted(needed - self._held.keys()):
             state = self._states[number]
-            full = {c: torch.zeros(c.layout.padded_numel, dtype=c.shard.dtype, device=c.device) for c in state.chunks}
-            if number in self._stored or any(each.index not in each.chunk.unloaded for each in state.parameters):
+            full = {
+                c: torch.zeros(c.layout.padded_numel, dtype=c.shard.dtype, device=c.device)
+                for c in state.chunks
+            }
+            if number in self._stored or any(
+                each.index not in each.chunk.unloaded for each in state.parameters
+            ):
                 self._wire.tell(Command.FETCH, number, full)
             for each, parameter in zip(state.parameters, self._lent[number], strict=True):
                 value = each.sites.values_in(view(full[each.chunk], each.chunk.layout, each.index))
-                if number not in self._stored and each.index in each.chunk.unloaded and value.is_floating_point():
+                if (
+                    number not in self._stored
+                    and each.index in each.chunk.unloaded
+                    and value.is_floating_point()
+                ):
                     value.fill_(torch.nan)
                 parameter.data = value if each.index in each.chunk.unloaded else value.clone()
             self._held[number] = full
@@ -107,10 +141,15 @@ class Hand(TorchFunctionMode):
             slot = view(full[each.chunk], each.chunk.layout, each.index)
             if each.index in each.chunk.unloaded:
                 if parameter.shape != each.stand_in.shape:
-                    raise ValueError(f"{each.sites.name} of layer {state.label} was given the shape {tuple(parameter.shape)}")
+                    raise ValueError(
+                        f"{each.sites.name} of layer {state.label} was given the shape "
+                        f"{tuple(parameter.shape)}"
+                    )
                 each.sites.write(parameter.data, slot)  # it may have been given other data
             value = each.sites.values_in(slot)
-            if bool(value.isnan().any()) or (not value.is_floating_point() and id(parameter) not in self._used):
+            if bool(value.isnan().any()) or (
+                not value.is_floating_point() and id(parameter) not in self._used
+            ):
                 self._bare[number].append(f"{each.sites.name!r} of layer {state.label}")
             parameter.data = each.stand_in
         self._wire.tell(Command.STORE, number, full)
@@ -123,11 +162,17 @@ class Hand(TorchFunctionMode):
     def bare(self) -> list[str]:
         """The parameters that nothing has given values."""
         never = {
-            number: [f"{e.sites.name!r} of layer {state.label}" for e in state.parameters if e.index in e.chunk.unloaded]
+            number: [
+                f"{e.sites.name!r} of layer {state.label}"
+                for e in state.parameters
+                if e.index in e.chunk.unloaded
+            ]
             for number, state in enumerate(self._states)
             if number not in self._stored
         }
-        return [name for number in range(len(self._states)) for name in (self._bare | never)[number]]
+        return [
+            name for number in range(len(self._states)) for name in (self._bare | never)[number]
+        ]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

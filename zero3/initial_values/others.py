@@ -16,12 +16,15 @@ __all__: list[str] = []
 
 
 class Others:
-    """Tensors on the meta device that are in no chunk: buffers, mostly. Rank 0 draws them too, and sends them to all."""
+    """Tensors on the meta device that are in no chunk: buffers, mostly. Rank 0 draws them too, and
+    sends them to all.
+    """
 
     def __init__(self, model: nn.Module, states: Sequence[LayerState]) -> None:
         self._model, self._first = model, states[0]
         self._old = {id(tensor): tensor for _, _, tensor in self._places() if tensor.is_meta}
-        self._lent: dict[int, tuple[nn.Module, str, Tensor, int]] = {}  # one of its places, in the twin; what stands there; its version
+        # one of its places, in the twin; what stands there; its version
+        self._lent: dict[int, tuple[nn.Module, str, Tensor, int]] = {}
         self._drawn: dict[int, Tensor] = {}
         self.bare: list[str] = []  # parameters that nothing has given values
 
@@ -40,17 +43,36 @@ class Others:
                 copy._buffers[name] = old.clone()
                 continue
             known = self._lent.get(id(old))
-            blank = torch.full_like(old, torch.nan if old.is_floating_point() else 0, device=self._first.device, requires_grad=False)
-            new = known[2] if known is not None else nn.Parameter(blank, old.requires_grad) if isinstance(old, nn.Parameter) else blank
+            blank = torch.full_like(
+                old,
+                torch.nan if old.is_floating_point() else 0,
+                device=self._first.device,
+                requires_grad=False,
+            )
+            new = (
+                known[2]
+                if known is not None
+                else nn.Parameter(blank, old.requires_grad)
+                if isinstance(old, nn.Parameter)
+                else blank
+            )
             (copy._parameters if isinstance(old, nn.Parameter) else copy._buffers)[name] = new  # type: ignore[assignment]
             self._lent.setdefault(id(old), (copy, name, new, new._version))
 
     def take_back(self) -> None:
         for key, (copy, name, lent, version) in self._lent.items():
-            now = copy._parameters[name] if isinstance(lent, nn.Parameter) else copy._buffers.get(name)
+            now = (
+                copy._parameters[name]
+                if isinstance(lent, nn.Parameter)
+                else copy._buffers.get(name)
+            )
             if now is None or now.is_meta:
                 continue
-            if now is not lent or now._version != version or (now.is_floating_point() and not now.isnan().any()):
+            if (
+                now is not lent
+                or now._version != version
+                or (now.is_floating_point() and not now.isnan().any())
+            ):
                 self._drawn[key] = now.detach()
             elif isinstance(lent, nn.Parameter):
                 self.bare.append(repr(name))
@@ -59,7 +81,11 @@ class Others:
     def spread(self) -> None:
         """Rank 0's values to all ranks."""
         communicator, device = self._first.communicator, self._first.device
-        drawn = communicator.exchange(bytes(key in self._drawn for key in self._old), device)[0] if self._old else b""
+        drawn = (
+            communicator.exchange(bytes(key in self._drawn for key in self._old), device)[0]
+            if self._old
+            else b""
+        )
         for (key, old), found in zip(self._old.items(), drawn, strict=True):
             if found:
                 value = torch.empty_like(old, device=device, requires_grad=False)

@@ -1,4 +1,6 @@
-"""Zero3Accelerator: accelerate's Accelerator, whose models are sharded by zero3 and not wrapped in DistributedDataParallel."""
+"""Zero3Accelerator: accelerate's Accelerator, whose models are sharded by zero3 and not wrapped in
+DistributedDataParallel.
+"""
 
 from __future__ import annotations
 
@@ -32,22 +34,32 @@ from accelerate.utils import DistributedType  # noqa: E402
 __all__ = ["Zero3Accelerator"]
 
 _DIRECTORY = "zero3"  # in what save_state writes
-_OTHERS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+_OTHERS = (
+    DistributedType.FSDP,
+    DistributedType.DEEPSPEED,
+    DistributedType.MEGATRON_LM,
+    DistributedType.XLA,
+)
 
 
 class Zero3Accelerator(Accelerator):
     """An `accelerate.Accelerator` that shards the models that it prepares.
 
-    `prepare` shards each model that is not sharded yet, in place, and gives its optimizer the chunks, by the options of its groups.
-    Pass both to one call. Everything else of accelerate is used as always: `backward`, `clip_grad_norm_`, `accumulate`,
-    `save_state`, `load_state`, `gather_for_metrics`, `unwrap_model`, `get_state_dict`.
+    `prepare` shards each model that is not sharded yet, in place, and gives its optimizer the
+    chunks, by the options of its groups. Pass both to one call. Everything else of accelerate is
+    used as always: `backward`, `clip_grad_norm_`, `accumulate`, `save_state`, `load_state`,
+    `gather_for_metrics`, `unwrap_model`, `get_state_dict`.
 
-    * `accumulate` reduces the gradients of every micro-batch, which then add up in the chunks. So no rank holds a whole gradient.
-      With `sync_each_batch=False`, or inside `accelerator.no_sync(model)`, they are kept whole and reduced once.
-    * `mixed_precision="bf16"` or `"fp16"` becomes a `ShardingPolicy` that gathers and computes in it, with float32 masters. If
-      `policy` is given, or a model was sharded with one that has no `param_dtype`, autocast does it.
-    * `save_state` writes models and optimizers as `zero3.save_checkpoint`, so `load_state` works on any number of ranks.
-    * `get_state_dict` returns the whole state on rank 0, and `{}` on the other ranks, which all call it.
+    * `accumulate` reduces the gradients of every micro-batch, which then add up in the chunks. So
+      no rank holds a whole gradient. With `sync_each_batch=False`, or inside
+      `accelerator.no_sync(model)`, they are kept whole and reduced once.
+    * `mixed_precision="bf16"` or `"fp16"` becomes a `ShardingPolicy` that gathers and computes in
+      it, with float32 masters. If `policy` is given, or a model was sharded with one that has no
+      `param_dtype`, autocast does it.
+    * `save_state` writes models and optimizers as `zero3.save_checkpoint`, so `load_state` works on
+      any number of ranks.
+    * `get_state_dict` returns the whole state on rank 0, and `{}` on the other ranks, which all
+      call it.
 
     Args:
         args: As for `accelerate.Accelerator`.
@@ -57,12 +69,14 @@ class Zero3Accelerator(Accelerator):
         kwargs: As for `accelerate.Accelerator`.
 
     Raises:
-        ValueError: `mixed_precision` or the kind of distribution (FSDP, DeepSpeed, Megatron-LM) can't be had together with zero3.
+        ValueError: `mixed_precision` or the kind of distribution (FSDP, DeepSpeed, Megatron-LM)
+            can't be had together with zero3.
 
     Example::
 
         accelerator = Zero3Accelerator(cpu=True)
-        model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         for batch in loader:
             accelerator.backward(model(**batch).loss)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -78,18 +92,37 @@ class Zero3Accelerator(Accelerator):
     _models: list[Any]
     _step_loaded: int
 
-    def __init__(self, *args: Any, policy: Policy = None, layers: Layers = None, sync_each_batch: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        policy: Policy = None,
+        layers: Layers = None,
+        sync_each_batch: bool = True,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.shards_with(policy, layers, sync_each_batch)
 
-    def shards_with(self, policy: Policy, layers: Layers, sync_each_batch: bool = True, *, head_in_root: bool = False) -> None:
-        """What a constructor adds to accelerate's: for an Accelerator that another library has made, and whose class was changed."""
+    def shards_with(
+        self,
+        policy: Policy,
+        layers: Layers,
+        sync_each_batch: bool = True,
+        *,
+        head_in_root: bool = False,
+    ) -> None:
+        """What a constructor adds to accelerate's: for an Accelerator that another library has
+        made, and whose class was changed.
+        """
         _check(self.distributed_type, self.mixed_precision, self.device)
         self._policy, self._layers, self._head_in_root = policy, layers, head_in_root
         self._saves_apart = False
         self.gradient_state.plugin_kwargs["sync_each_batch"] = sync_each_batch
         if self.scaler is not None:
-            self.scaler = GradScaler(self.device.type, **(self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}))
+            self.scaler = GradScaler(
+                self.device.type,
+                **(self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}),
+            )
         self.register_save_state_pre_hook(self._save_sharded)
         self.register_load_state_pre_hook(self._load_sharded)
 
@@ -102,9 +135,16 @@ class Zero3Accelerator(Accelerator):
             shard_model(model, self._policy, self._layers, self.device, **options)
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """Shards models, hands their chunks to their optimizers, and prepares everything else as accelerate does."""
+        """Shards models, hands their chunks to their optimizers, and prepares everything else as
+        accelerate does.
+        """
         models = [each for each in args if isinstance(each, nn.Module) and not is_sharded(each)]
-        optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer) and not hasattr(each, "_is_accelerate_prepared")]
+        optimizers = [
+            each
+            for each in args
+            if isinstance(each, torch.optim.Optimizer)
+            and not hasattr(each, "_is_accelerate_prepared")
+        ]
         handover = Handover(models, optimizers)
         for model in models:
             self.shard(model)
@@ -113,18 +153,27 @@ class Zero3Accelerator(Accelerator):
             check_together(model, optimizers)
         return super().prepare(*args, device_placement=device_placement)
 
-    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Shards the model unless it is sharded already. Autocast and torch.compile are applied as accelerate does."""
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Shards the model unless it is sharded already. Autocast and torch.compile are applied as
+        accelerate does.
+        """
         self.shard(model)
         if not is_sharded(model):  # it has no parameters
             return super().prepare_model(model, device_placement, evaluation_mode=True)
-        native_amp, self.native_amp = self.native_amp, self.native_amp and not computes_in_low_precision(model)
+        native_amp, self.native_amp = (
+            self.native_amp,
+            self.native_amp and not computes_in_low_precision(model),
+        )
         try:
             return super().prepare_model(model, device_placement=False, evaluation_mode=True)
         finally:
             self.native_amp = native_amp
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> Any:
         """As accelerate's, for an optimizer over chunks.
 
         Raises:
@@ -135,27 +184,42 @@ class Zero3Accelerator(Accelerator):
 
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """As accelerate's, but nothing where the policy of the prepared models says in which dtype they compute."""
+        """As accelerate's, but nothing where the policy of the prepared models says in which dtype
+        they compute.
+        """
         low = any(computes_in_low_precision(model) for model in self._sharded())
         with nullcontext() if low else super().autocast(autocast_handler):
             yield
 
     # -- a step
 
-    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
+    ) -> Tensor:
         """Clips by the one norm of all models whose parameters are given. Every rank calls it.
 
         Raises:
-            ValueError: Parameters are given that belong to no prepared model, or a part of a model's.
+            ValueError: Parameters are given that belong to no prepared model, or a part of a
+                model's.
         """
-        given = {id(each): each for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
-        models = nn.ModuleList(model for model in self._sharded() if given.keys() & {id(chunk) for chunk in get_trainable_chunk(model)})
+        given = {
+            id(each): each
+            for each in ([parameters] if isinstance(parameters, Tensor) else parameters)
+        }
+        models = nn.ModuleList(
+            model
+            for model in self._sharded()
+            if given.keys() & {id(chunk) for chunk in get_trainable_chunk(model)}
+        )
         trained = {id(chunk) for chunk in get_trainable_chunk(models)} if models else set()
-        strangers = [each for each in given.values() if id(each) not in trained and each.grad is not None]
+        strangers = [
+            each for each in given.values() if id(each) not in trained and each.grad is not None
+        ]
         if not trained or strangers or trained - given.keys():
             raise ValueError(
-                f"clip_grad_norm_ got {len(given)} parameters. It takes all of a prepared model (model.parameters()): the norm is one "
-                "number over all ranks, and a rank does not know which slices of the others belong to a part of a model"
+                f"clip_grad_norm_ got {len(given)} parameters. It takes all of a prepared model "
+                "(model.parameters()): the norm is one number over all ranks, and a rank does "
+                "not know which slices of the others belong to a part of a model"
             )
         self.unscale_gradients()
         return clip_grad_norm_(models, max_norm, norm_type)
@@ -169,34 +233,54 @@ class Zero3Accelerator(Accelerator):
     # -- states
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """The whole state dict on rank 0, on the CPU, and `{}` on other ranks. Every rank calls it."""
+        """The whole state dict on rank 0, on the CPU, and `{}` on other ranks. Every rank
+        calls it.
+        """
         if not is_sharded(model):
             return super().get_state_dict(model, unwrap)
         return {} if self._saves_apart else full_state_dict(self.unwrap_model(model))
 
     def save_model(
-        self, model: nn.Module, save_directory: str | os.PathLike[str], max_shard_size: int | str = "10GB", safe_serialization: bool = True
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
     ) -> None:
-        """Writes safetensors files as `zero3.save_pretrained` does. Every rank calls it; nothing is gathered."""
+        """Writes safetensors files as `zero3.save_pretrained` does. Every rank calls it; nothing is
+        gathered.
+        """
         if not is_sharded(model):
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
         else:
             save_pretrained(self.unwrap_model(model), save_directory, max_shard_size=max_shard_size)
 
-    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> Any:
-        """As accelerate's. Sharded models and their optimizers are in one `zero3.save_checkpoint`, in the directory `zero3` of it."""
+    def save_state(
+        self,
+        output_dir: str | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> Any:
+        """As accelerate's. Sharded models and their optimizers are in one `zero3.save_checkpoint`,
+        in the directory `zero3` of it.
+        """
         with self._apart():
             return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
 
-    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: Any = None, **load_model_func_kwargs: Any
+    ) -> None:
         """As accelerate's, on any number of ranks."""
         with self._apart():
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
-            self.step = self._step_loaded  # accelerate keeps it beside the random states, which a new rank has none of
+            # accelerate keeps it beside the random states, which a new rank has none of
+            self.step = self._step_loaded
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Inside, accelerate does not see the optimizers of sharded models, and gets no state dicts: hooks write and read them."""
+        """Inside, accelerate does not see the optimizers of sharded models, and gets no state
+        dicts: hooks write and read them.
+        """
         every, self._saves_apart, self._step_loaded = self._optimizers, True, self.step
         self._apart_optimizers = [optimizer for optimizer in every if _holds_chunks(optimizer)]
         self._optimizers = [optimizer for optimizer in every if not _holds_chunks(optimizer)]
@@ -205,24 +289,41 @@ class Zero3Accelerator(Accelerator):
         finally:
             self._optimizers, self._saves_apart = every, False
 
-    def _save_sharded(self, models: list[nn.Module], weights: list[dict[str, Tensor]], output_dir: str) -> None:
-        weights[:] = [state for model, state in zip(models, weights, strict=True) if not is_sharded(model)]
+    def _save_sharded(
+        self, models: list[nn.Module], weights: list[dict[str, Tensor]], output_dir: str
+    ) -> None:
+        weights[:] = [
+            state for model, state in zip(models, weights, strict=True) if not is_sharded(model)
+        ]
         if (model := self._together()) is not None:
-            save_checkpoint(Path(output_dir) / _DIRECTORY, model, self._plain_optimizers(), extra={"step": self.step})
+            save_checkpoint(
+                Path(output_dir) / _DIRECTORY,
+                model,
+                self._plain_optimizers(),
+                extra={"step": self.step},
+            )
 
     def _load_sharded(self, models: list[nn.Module], input_dir: str) -> None:
         models[:] = [model for model in models if not is_sharded(model)]
         if (model := self._together()) is not None:
-            self._step_loaded = load_checkpoint(Path(input_dir) / _DIRECTORY, model, self._plain_optimizers())["step"]
+            self._step_loaded = load_checkpoint(
+                Path(input_dir) / _DIRECTORY, model, self._plain_optimizers()
+            )["step"]
 
     def _plain_optimizers(self) -> list[torch.optim.Optimizer] | None:
         return [optimizer.optimizer for optimizer in self._apart_optimizers] or None
 
     def _sharded(self) -> list[nn.Module]:
-        return [self.unwrap_model(model, keep_torch_compile=False) for model in self._models if is_sharded(model)]
+        return [
+            self.unwrap_model(model, keep_torch_compile=False)
+            for model in self._models
+            if is_sharded(model)
+        ]
 
     def _together(self) -> nn.Module | None:
-        """The one sharded model, or all in one module: then one checkpoint holds them all, and appears at once."""
+        """The one sharded model, or all in one module: then one checkpoint holds them all, and
+        appears at once.
+        """
         models = self._sharded()
         return models[0] if len(models) == 1 else nn.ModuleList(models) if models else None
 
@@ -234,11 +335,16 @@ def _holds_chunks(optimizer: Any) -> bool:
 def _check(kind: Any, mixed_precision: str, device: torch.device) -> None:
     if kind in _OTHERS:
         raise ValueError(
-            f"zero3 shards the model itself, and can't do it under {kind}: switch that off (accelerate config, ACCELERATE_USE_*)"
+            f"zero3 shards the model itself, and can't do it under {kind}: switch that off "
+            "(accelerate config, ACCELERATE_USE_*)"
         )
     if mixed_precision not in ("no", "bf16", "fp16"):
-        raise ValueError(f"mixed_precision={mixed_precision!r}: zero3 computes in bf16 or fp16, or as the model is stored ('no')")
+        raise ValueError(
+            f"mixed_precision={mixed_precision!r}: zero3 computes in bf16 or fp16, or as the "
+            "model is stored ('no')"
+        )
     if mixed_precision == "fp16" and device.type == "cpu":
         raise ValueError(
-            f"fp16 on the device {device}: it is for GPUs, and its gradients would be wrong here. Use bf16, or no mixed precision"
+            f"fp16 on the device {device}: it is for GPUs, and its gradients would be wrong here. "
+            "Use bf16, or no mixed precision"
         )

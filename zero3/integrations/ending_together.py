@@ -19,12 +19,15 @@ _KINDS = (ValueError, TypeError, RuntimeError, OSError)
 
 @contextmanager
 def ends_together(device: torch.device) -> Iterator[None]:
-    """Every rank enters it. A rank that raises inside leaves a note first; the others find it when the transfers with it fail.
+    """Every rank enters it. A rank that raises inside leaves a note first; the others find it when
+    the transfers with it fail.
 
-    That is when it has left the group, or at the group's timeout. It costs one small collective at the beginning.
+    That is when it has left the group, or at the group's timeout. It costs one small collective at
+    the beginning.
 
     Raises:
-        Exception: With the rank before the message, of the same type where that is ValueError, TypeError, RuntimeError or OSError.
+        Exception: With the rank before the message, of the same type where that is ValueError,
+            TypeError, RuntimeError or OSError.
     """
     communicator = communicator_for(None, device)
     if communicator.world_size == 1:
@@ -36,11 +39,18 @@ def ends_together(device: torch.device) -> Iterator[None]:
         yield
     except Exception as error:
         everyone = range(communicator.world_size if board is not None else 0)
-        others = [text for other in everyone if other != rank and board is not None and (text := board.posted(f"{run}/{other}"))]
+        others = [
+            text
+            for other in everyone
+            if other != rank and board is not None and (text := board.posted(f"{run}/{other}"))
+        ]
         said = str(error) if type(error) in _KINDS else f"{type(error).__name__}: {error}"
-        said = said if re.match(r"ranks? \d", said) else f"rank {rank}: {said}"  # what ranks have agreed upon names one already
+        # what ranks have agreed upon names one already
+        said = said if re.match(r"ranks? \d", said) else f"rank {rank}: {said}"
         with suppress(RuntimeError):  # the process that keeps the notes may be gone
             if board is not None:
                 board.post(f"{run}/{rank}", said)
         kind = type(error) if type(error) in _KINDS else RuntimeError
-        raise kind("\n".join([*(f"{text} (which ended this run)" for text in others), said])) from error
+        raise kind(
+            "\n".join([*(f"{text} (which ended this run)" for text in others), said])
+        ) from error

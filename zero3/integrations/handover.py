@@ -19,19 +19,24 @@ __all__: list[str] = []
 
 _Place = tuple[int, int]  # the number of an optimizer, and of its group
 _TOGETHER = (
-    "Pass the model and its optimizer to one call of prepare(); or shard the model first (zero3.shard), and make the optimizer from "
-    "zero3.get_trainable_chunk(model) or zero3.param_groups"
+    "Pass the model and its optimizer to one call of prepare(); or shard the model first "
+    "(zero3.shard), and make the optimizer from zero3.get_trainable_chunk(model) or "
+    "zero3.param_groups"
 )
 
 
 class Handover:
-    """Made before `models` are sharded, finished after it: remembers by name which group of which optimizer each parameter is in.
+    """Made before `models` are sharded, finished after it: remembers by name which group of which
+    optimizer each parameter is in.
 
     Raises:
-        ValueError: An optimizer holds parameters that are neither of these models nor chunks, or has made steps already.
+        ValueError: An optimizer holds parameters that are neither of these models nor chunks, or
+            has made steps already.
     """
 
-    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
         self._models = models
         self._optimizers = optimizers
         places: dict[int, _Place] = {}
@@ -42,12 +47,17 @@ class Handover:
                     if id(parameter) in known:
                         places[id(parameter)] = number, index
             _check(optimizer, known)
-        self._places = [{name: places.get(id(parameter)) for name, parameter in _trainable(model)} for model in models]
+        self._places = [
+            {name: places.get(id(parameter)) for name, parameter in _trainable(model)}
+            for model in models
+        ]
 
     def finish(self) -> None:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["params"] = [parameter for parameter in group["params"] if is_chunk(parameter)]
+                group["params"] = [
+                    parameter for parameter in group["params"] if is_chunk(parameter)
+                ]
                 group.pop("param_names", None)  # of what it does not hold any more
         for model, places in zip(self._models, self._places, strict=True):
             for (number, index), parameters in _divided(model, places):
@@ -67,41 +77,64 @@ def check_chunks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_together(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """As `check_optimizer`, if all that the model trains is in these optimizers, or a filter has left a group of theirs empty.
+    """As `check_optimizer`, if all that the model trains is in these optimizers, or a filter has
+    left a group of theirs empty.
 
     Raises:
-        ValueError: They would train the model in another way than the unsharded one, or not all of it.
+        ValueError: They would train the model in another way than the unsharded one, or not all of
+            it.
     """
     chunks = {id(chunk) for chunk in get_trainable_chunk(model)}
     held = {id(optimizer): set(map(id, held_by(optimizer))) for optimizer in optimizers}
-    empty = [optimizer for optimizer in optimizers if not all(group["params"] for group in optimizer.param_groups)]
+    empty = [
+        optimizer
+        for optimizer in optimizers
+        if not all(group["params"] for group in optimizer.param_groups)
+    ]
     if empty or (chunks and chunks <= set().union(*held.values())):
-        check_optimizer(model, *(each for each in optimizers if each in empty or held[id(each)] & chunks), strict=False)
+        check_optimizer(
+            model,
+            *(each for each in optimizers if each in empty or held[id(each)] & chunks),
+            strict=False,
+        )
 
 
 def _check(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
     kind = type(optimizer).__name__
     for parameter in held_by(optimizer):
         if id(parameter) not in known and not is_chunk(parameter):
-            name = getattr(parameter, "zero3_name", f"a parameter of shape {tuple(parameter.shape)}")
+            name = getattr(
+                parameter, "zero3_name", f"a parameter of shape {tuple(parameter.shape)}"
+            )
             raise ValueError(
-                f"the {kind} holds {name}, which no sharded model trains: each rank would train it alone, or nothing. {_TOGETHER}"
+                f"the {kind} holds {name}, which no sharded model trains: each rank would train "
+                f"it alone, or nothing. {_TOGETHER}"
             )
         if id(parameter) in known and optimizer.state.get(parameter):
             raise ValueError(
-                f"the {kind} has made steps already, and its state has the shapes of whole parameters. Prepare it before its first step"
+                f"the {kind} has made steps already, and its state has the shapes of whole "
+                "parameters. Prepare it before its first step"
             )
 
 
 def _trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Under all names, for a tied one may be asked for by any."""
-    return ((name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad)
+    return (
+        (name, parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    )
 
 
-def _divided(model: nn.Module, places: Mapping[str, _Place | None]) -> Iterator[tuple[_Place, list[nn.Parameter]]]:
+def _divided(
+    model: nn.Module, places: Mapping[str, _Place | None]
+) -> Iterator[tuple[_Place, list[nn.Parameter]]]:
     found = set(places.values())
     if len(found) == 1 and None not in found:
         yield from ((place, get_trainable_chunk(model)) for place in found if place is not None)
     elif found - {None}:
-        groups = param_groups(model, lambda name, info: {"place": place} if (place := places[name]) is not None else None)
+        groups = param_groups(
+            model,
+            lambda name, info: {"place": place} if (place := places[name]) is not None else None,
+        )
         yield from ((group["place"], group["params"]) for group in groups)

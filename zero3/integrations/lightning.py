@@ -1,4 +1,6 @@
-"""Strategies for Lightning's Trainer and Fabric: as its DDPStrategy, but the model is sharded and not wrapped."""
+"""Strategies for Lightning's Trainer and Fabric: as its DDPStrategy, but the model is sharded and
+not wrapped.
+"""
 
 from __future__ import annotations
 
@@ -43,19 +45,23 @@ _NAMED = "is no checkpoint of zero3, and Lightning's own hold an optimizer's sta
 
 
 class Zero3Strategy(DDPStrategy):
-    """A strategy for Lightning's `Trainer`: `fit`, `validate`, `test` and `predict` with a model that is sharded by zero3.
+    """A strategy for Lightning's `Trainer`: `fit`, `validate`, `test` and `predict` with a model
+    that is sharded by zero3.
 
-    `setup` shards the LightningModule, in place, before it calls `configure_optimizers`: so `self.parameters()` yields the chunks
-    there. For groups by names call `zero3.param_groups(self, ...)`. Parameters are shown to modules while their forward runs;
-    `training_step` calls modules, and reads no parameter itself.
+    `setup` shards the LightningModule, in place, before it calls `configure_optimizers`: so
+    `self.parameters()` yields the chunks there. For groups by names call `zero3.param_groups(self,
+    ...)`. Parameters are shown to modules while their forward runs; `training_step` calls modules,
+    and reads no parameter itself.
 
-    * `precision="bf16-mixed"` and `"16-mixed"` become a `ShardingPolicy` that gathers and computes in it, with float32 masters. If
-      `policy` is given, or the model was sharded before, with no `param_dtype`, autocast does it.
+    * `precision="bf16-mixed"` and `"16-mixed"` become a `ShardingPolicy` that gathers and computes
+      in it, with float32 masters. If `policy` is given, or the model was sharded before, with no
+      `param_dtype`, autocast does it.
     * `gradient_clip_val` clips the one norm of all ranks, or each value.
     * `accumulate_grad_batches` reduces every micro-batch, and adds up in the chunks.
-    * Checkpoints (`ModelCheckpoint`, `trainer.save_checkpoint`) are directories of `zero3.save_checkpoint`; all else that Lightning
-      keeps is their `extra`. `ckpt_path` takes one on any number of ranks. A file of Lightning's own gives its weights to
-      `validate`, `test` and `predict`.
+    * Checkpoints (`ModelCheckpoint`, `trainer.save_checkpoint`) are directories of
+      `zero3.save_checkpoint`; all else that Lightning keeps is their `extra`. `ckpt_path` takes one
+      on any number of ranks. A file of Lightning's own gives its weights to `validate`, `test` and
+      `predict`.
 
     Args:
         args: As for `lightning.pytorch.strategies.DDPStrategy`.
@@ -70,7 +76,9 @@ class Zero3Strategy(DDPStrategy):
 
     model: Any
 
-    def __init__(self, *args: Any, layers: Layers = None, policy: ShardingPolicy | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, layers: Layers = None, policy: ShardingPolicy | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._layers, self._policy = layers, policy
         self._ours = False  # whether what is being restored is a checkpoint of zero3
@@ -87,7 +95,11 @@ class Zero3Strategy(DDPStrategy):
         _prepare(self.model, self.precision_plugin, self._layers, self._policy, self.root_device)
         if fitting:
             self.setup_optimizers(trainer)
-            _check([self.model], self.optimizers, "make it in configure_optimizers, from self.parameters()")
+            _check(
+                [self.model],
+                self.optimizers,
+                "make it in configure_optimizers, from self.parameters()",
+            )
         self.setup_precision_plugin()
 
     def _clip_norm(self, optimizer: Any, clip_val: float) -> None:
@@ -115,19 +127,34 @@ class Zero3Strategy(DDPStrategy):
         """Nothing, likewise."""
         return {}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        rest = {
+            key: value
+            for key, value in checkpoint.items()
+            if key not in ("state_dict", "optimizer_states")
+        }
         optimizers = _inner(self.optimizers) if "optimizer_states" in checkpoint else None
         save_checkpoint(filepath, self.lightning_module, optimizers or None, extra=rest)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         self._ours = _is_ours(checkpoint_path)
         if not self._ours:
-            found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+            found: dict[str, Any] = super().load_checkpoint(
+                checkpoint_path, weights_only=weights_only
+            )
             if self.optimizers:
-                raise ValueError(f"{checkpoint_path} {_NAMED}. To begin from its weights, load them into the module before fit")
+                raise ValueError(
+                    f"{checkpoint_path} {_NAMED}. To begin from its weights, load them into the "
+                    "module before fit"
+                )
             return found
-        extra = load_checkpoint(checkpoint_path, self.lightning_module, _inner(self.optimizers) or None)
+        extra = load_checkpoint(
+            checkpoint_path, self.lightning_module, _inner(self.optimizers) or None
+        )
         return {**extra, "state_dict": {}}
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
@@ -138,9 +165,10 @@ class Zero3Strategy(DDPStrategy):
 class Zero3FabricStrategy(FabricDDPStrategy):
     """A strategy for Lightning's `Fabric`.
 
-    First the model is set up, then the optimizer is made from its chunks and set up, as with FSDP. `fabric.save` and `fabric.load`
-    take the model, its optimizers, and whatever else is plain or has a `state_dict`; what they write is a directory of
-    `zero3.save_checkpoint`, for any number of ranks.
+    First the model is set up, then the optimizer is made from its chunks and set up, as with FSDP.
+    `fabric.save` and `fabric.load` take the model, its optimizers, and whatever else is plain or
+    has a `state_dict`; what they write is a directory of `zero3.save_checkpoint`, for any number of
+    ranks.
 
     Args:
         args: As for `lightning.fabric.strategies.DDPStrategy`.
@@ -153,10 +181,13 @@ class Zero3FabricStrategy(FabricDDPStrategy):
         strategy = Zero3FabricStrategy(process_group_backend="gloo")
     """
 
-    def __init__(self, *args: Any, layers: Layers = None, policy: ShardingPolicy | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, layers: Layers = None, policy: ShardingPolicy | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._layers, self._policy = layers, policy
-        self._models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in the same order on all ranks
+        # in the same order on all ranks
+        self._models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         self._backward_sync_control = _NoSync()
 
     def module_to_device(self, module: nn.Module) -> None:
@@ -168,42 +199,72 @@ class Zero3FabricStrategy(FabricDDPStrategy):
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        _check(self._models, [optimizer], "call fabric.setup_module first, and make it from model.parameters()")
+        _check(
+            self._models,
+            [optimizer],
+            "call fabric.setup_module first, and make it from model.parameters()",
+        )
         return optimizer
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], *more: Any
     ) -> tuple[nn.Module, list[Optimizer], *tuple[Any, ...]]:
         raise ValueError(
-            "sharding replaces the parameters that these optimizers hold: call model = fabric.setup_module(model), make the optimizer from "
-            "zero3.get_trainable_chunk(model), and call optimizer = fabric.setup_optimizers(optimizer)"
+            "sharding replaces the parameters that these optimizers hold: call model = "
+            "fabric.setup_module(model), make the optimizer from "
+            "zero3.get_trainable_chunk(model), and call optimizer = "
+            "fabric.setup_optimizers(optimizer)"
         )
 
     def clip_gradients_norm(
-        self, module: nn.Module, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
     ) -> Tensor:
         return clip_grad_norm_(module, float(max_norm), float(norm_type), error_if_nonfinite)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         return full_state_dict(module)
 
-    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+    def load_module_state_dict(
+        self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
+    ) -> None:
         load_full_state_dict(module, state_dict, strict=strict)
 
-    def save_checkpoint(self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None) -> None:  # noqa: A002
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Any = None,  # noqa: A002
+    ) -> None:
         model, optimizers, rest = _divided(state)
         if filter:
-            raise ValueError("checkpoints of zero3 hold all of a model: fabric.save with filter= is not supported")
-        rest = {key: value.state_dict() if isinstance(value, _Stateful) else value for key, value in rest.items()}
+            raise ValueError(
+                "checkpoints of zero3 hold all of a model: fabric.save with filter= is not "
+                "supported"
+            )
+        rest = {
+            key: value.state_dict() if isinstance(value, _Stateful) else value
+            for key, value in rest.items()
+        }
         save_checkpoint(path, model, optimizers or None, extra=rest)
 
-    def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         if not _is_ours(path):
             raise ValueError(f"{path} {_NAMED}: fabric.load_raw loads its weights")
         model, optimizers, rest = _divided(state if isinstance(state, dict) else {"model": state})
         extra: dict[str, Any] = load_checkpoint(path, model, optimizers or None)
         if strict and (missing := [key for key in rest if key not in extra]):
-            raise ValueError(f"{path} has no {', '.join(missing)}; beside the model it has {', '.join(extra) or 'nothing'}")
+            raise ValueError(
+                f"{path} has no {', '.join(missing)}; beside the model it has "
+                f"{', '.join(extra) or 'nothing'}"
+            )
         for key in [key for key in rest if key in extra]:
             value = extra.pop(key)
             if isinstance(rest[key], _Stateful):
@@ -222,9 +283,16 @@ def _divided(state: dict[str, Any]) -> tuple[nn.Module, dict[str, Optimizer], di
     found: dict[str, Any] = _unwrap_objects(state)
     models = [value for value in found.values() if isinstance(value, nn.Module)]
     if len(models) != 1:
-        raise ValueError(f"a checkpoint of zero3 holds one model, and here are {len(models)}: save each in a directory of its own")
+        raise ValueError(
+            f"a checkpoint of zero3 holds one model, and here are {len(models)}: save each in a "
+            "directory of its own"
+        )
     optimizers = {key: value for key, value in found.items() if isinstance(value, Optimizer)}
-    return models[0], optimizers, {k: v for k, v in found.items() if k not in optimizers and not isinstance(v, nn.Module)}
+    return (
+        models[0],
+        optimizers,
+        {k: v for k, v in found.items() if k not in optimizers and not isinstance(v, nn.Module)},
+    )
 
 
 def _inner(optimizers: Any) -> list[Optimizer]:
@@ -237,12 +305,14 @@ def _is_ours(path: Any) -> bool:
 
 
 def _check(models: Iterable[nn.Module], optimizers: Any, advice: str) -> None:
-    """That they step chunks, and may: an optimizer that was made before would step parameters that are gone."""
+    """That they step chunks, and may: an optimizer that was made before would step parameters that
+    are gone.
+    """
     for optimizer in _inner(optimizers):
         if not all(map(is_chunk, held_by(optimizer))):
             raise ValueError(
-                f"{type(optimizer).__name__} holds parameters that are no chunks of a sharded model: {advice}, "
-                "zero3.get_trainable_chunk or zero3.param_groups"
+                f"{type(optimizer).__name__} holds parameters that are no chunks of a sharded "
+                f"model: {advice}, zero3.get_trainable_chunk or zero3.param_groups"
             )
     for model in models:
         check_together(model, _inner(optimizers))
@@ -252,13 +322,22 @@ def _refuse_averages(callbacks: Any) -> None:
     for callback in callbacks:
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise ValueError(
-                f"{type(callback).__name__} would mix a copy of the whole module with this rank's chunks. Leave it out, and have each rank "
-                "average its own chunks (zero3.get_trainable_chunk), as examples/ema.py does"
+                f"{type(callback).__name__} would mix a copy of the whole module with this rank's "
+                "chunks. Leave it out, and have each rank average its own chunks "
+                "(zero3.get_trainable_chunk), as examples/ema.py does"
             )
 
 
-def _prepare(model: nn.Module, plugin: Any, layers: Layers, policy: ShardingPolicy | None, device: torch.device) -> None:
-    """Shards the model, unless it is. Mixed precision is its policy's, if that has a `param_dtype`, and else autocast's."""
+def _prepare(
+    model: nn.Module,
+    plugin: Any,
+    layers: Layers,
+    policy: ShardingPolicy | None,
+    device: torch.device,
+) -> None:
+    """Shards the model, unless it is. Mixed precision is its policy's, if that has a `param_dtype`,
+    and else autocast's.
+    """
     mixed = {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(plugin.precision, "no")
     try:
         states_of(model)

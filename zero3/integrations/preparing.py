@@ -1,4 +1,6 @@
-"""What integrations do to a model before it is sharded, and with which policy and layers they shard it."""
+"""What integrations do to a model before it is sharded, and with which policy and layers they shard
+it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ Policy = ShardingPolicy | PolicyOf | None
 
 
 def policy_for(mixed_precision: str) -> ShardingPolicy:
-    """The policy that stands for accelerate's `mixed_precision`: low precision to compute and gather, float32 to add up and to keep."""
+    """The policy that stands for accelerate's `mixed_precision`: low precision to compute and
+    gather, float32 to add up and to keep.
+    """
     low = _LOW.get(mixed_precision)
     if low is None:
         return ShardingPolicy()
@@ -37,15 +41,24 @@ def policy_for(mixed_precision: str) -> ShardingPolicy:
 
 
 def shard_model(
-    model: nn.Module, policy: Policy, layers: Layers, device: torch.device, *, mixed_precision: str, head_in_root: bool = False
+    model: nn.Module,
+    policy: Policy,
+    layers: Layers,
+    device: torch.device,
+    *,
+    mixed_precision: str,
+    head_in_root: bool = False,
 ) -> None:
-    """Shards `model` as `shard` does. Without a policy, mixed precision gets one, and float32 masters.
+    """Shards `model` as `shard` does. Without a policy, mixed precision gets one, and float32
+    masters.
 
     Args:
-        head_in_root: The output head is no layer of its own, for callers that read its weight outside of its forward.
+        head_in_root: The output head is no layer of its own, for callers that read its weight
+            outside of its forward.
 
     Raises:
-        ValueError: The model has no values, or `shard` does not know what to make layers of. It names `shard`.
+        ValueError: The model has no values, or `shard` does not know what to make layers of. It
+            names `shard`.
     """
     _refuse_without_values(model, device)
     if policy is None:
@@ -54,16 +67,24 @@ def shard_model(
             _make_masters(model)
     try:
         with _without_advice() if head_in_root else nullcontext():
-            shard(model, _without_head(model, layers) if head_in_root else layers, device=device, policy=policy)
+            shard(
+                model,
+                _without_head(model, layers) if head_in_root else layers,
+                device=device,
+                policy=policy,
+            )
     except ValueError as error:
         raise ValueError(
-            f"{error}. To choose layers or a policy yourself, call zero3.shard(model, ...) first, and pass its result"
+            f"{error}. To choose layers or a policy yourself, call zero3.shard(model, ...) first, "
+            "and pass its result"
         ) from error
 
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """`shard` would tell the caller to take the head out of the root's own layer, where it has to be."""
+    """`shard` would tell the caller to take the head out of the root's own layer, where it has to
+    be.
+    """
     logger = logging.getLogger("zero3")
 
     def silent(record: logging.LogRecord) -> bool:
@@ -77,7 +98,9 @@ def _without_advice() -> Iterator[None]:
 
 
 def computes_in_low_precision(model: nn.Module) -> bool:
-    """Whether the policy of a sharded model says in which dtype it computes: then autocast would be a second opinion."""
+    """Whether the policy of a sharded model says in which dtype it computes: then autocast would be
+    a second opinion.
+    """
     return any(state.policy.param_dtype is not None for state in states_of(model))
 
 
@@ -91,7 +114,8 @@ def output_head(model: nn.Module) -> nn.Module | None:
 
 
 def enclose_forward(model: nn.Module) -> None:
-    """For a forward that was put over a sharded model's, as TRL does: it enters the model first, and the head with its `fused_lm_head`.
+    """For a forward that was put over a sharded model's, as TRL does: it enters the model first,
+    and the head with its `fused_lm_head`.
 
     It does nothing where the forward was put there before the model was sharded.
     """
@@ -106,7 +130,9 @@ def enclose_forward(model: nn.Module) -> None:
 
 
 def _with_head(model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The head's weight is read outside of the head's own forward: so the head is fetched around all of it."""
+    """The head's weight is read outside of the head's own forward: so the head is fetched around
+    all of it.
+    """
     head = output_head(model)
     if not kwargs.get("fused_lm_head") or not isinstance(head, Zero3Layer) or head._runtime is None:
         return forward(*args, **kwargs)
@@ -116,20 +142,29 @@ def _with_head(model: nn.Module, forward: Callable[..., Any], /, *args: Any, **k
 def _without_head(model: nn.Module, layers: Layers) -> Layers:
     head = output_head(model)
     inside = {id(module) for module in head.modules()} if head is not None else set()
-    kept = (tuple(each.module for each in chosen if id(each.module) not in inside) for chosen in choose(model, layers))
+    kept = (
+        tuple(each.module for each in chosen if id(each.module) not in inside)
+        for chosen in choose(model, layers)
+    )
     return [modules for modules in kept if modules]
 
 
 def _refuse_without_values(model: nn.Module, device: torch.device) -> None:
     """Rank 0's values count, so other ranks may have none."""
     communicator = communicator_for(None, device)
-    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta] if is_first(communicator) else []
+    empty = (
+        [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        if is_first(communicator)
+        else []
+    )
     error = None
     if empty:
         error = ValueError(
-            f"this {type(model).__name__} has no values ({', '.join(empty[:3])}{', ...' if empty[3:] else ''} on the meta device), and "
-            "training would begin from nothing. Shard it first (zero3.shard), fill it with zero3.load_pretrained(model, directory) or "
-            "zero3.materialize(model), and pass it then"
+            f"this {type(model).__name__} has no values "
+            f"({', '.join(empty[:3])}{', ...' if empty[3:] else ''} on the meta device), and "
+            "training would begin from nothing. Shard it first (zero3.shard), fill it with "
+            "zero3.load_pretrained(model, directory) or zero3.materialize(model), and pass it "
+            "then"
         )
     agree(communicator, device, "whether the model has values", [], error)
 

@@ -1,8 +1,8 @@
 """What is in a Trainer's checkpoint-N, and whether it is whole.
 
-checkpoint-N/
-  model.safetensors, config.json, ...   the weights, once, as `save_pretrained` writes them; of a peft model its adapters
-  zero3/                                `save_checkpoint`: the optimizer's state, the schedule, and hashes of these files;
+checkpoint-N/ model.safetensors, config.json, ...   the weights, once, as `save_pretrained` writes
+  them; of a peft model its adapters zero3/                                `save_checkpoint`: the
+  optimizer's state, the schedule, and hashes of these files;
                                         of a peft model also what it trains
   trainer_state.json, rng_state_0.pth   the Trainer's own; its state comes last
 """
@@ -39,12 +39,19 @@ def is_peft(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-def save(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+def save(
+    checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any
+) -> None:
     """Adds `zero3/` to a checkpoint whose weights are written. Every rank calls it."""
     first = states_of(model)[0]
-    extra = {"schedule": schedule.state_dict() if schedule is not None else None, "ranks": first.communicator.world_size}
+    extra = {
+        "schedule": schedule.state_dict() if schedule is not None else None,
+        "ranks": first.communicator.world_size,
+    }
     extra["weights"] = _hashes(checkpoint, first.communicator, first.device)
-    save_checkpoint(checkpoint / _OURS, model, optimizer, extra=extra, weights=is_peft(model), frozen=False)
+    save_checkpoint(
+        checkpoint / _OURS, model, optimizer, extra=extra, weights=is_peft(model), frozen=False
+    )
 
 
 def load_weights(checkpoint: Path, model: nn.Module) -> None:
@@ -55,7 +62,9 @@ def load_weights(checkpoint: Path, model: nn.Module) -> None:
         load_pretrained(model, checkpoint)
 
 
-def load_rest(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+def load_rest(
+    checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any
+) -> None:
     """The optimizer's state and the schedule."""
     extra = load_checkpoint(checkpoint / _OURS, model, optimizer, weights=False)
     if schedule is not None and extra["schedule"] is not None:
@@ -63,7 +72,8 @@ def load_rest(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def check(checkpoint: Path, communicator: Communicator, device: torch.device) -> None:
-    """Raises a ValueError on every rank if the checkpoint is not whole. Each rank reads its share of the files.
+    """Raises a ValueError on every rank if the checkpoint is not whole. Each rank reads its share
+    of the files.
 
     What is cut off, changed or missing is named.
     """
@@ -71,7 +81,11 @@ def check(checkpoint: Path, communicator: Communicator, device: torch.device) ->
     try:
         _check(checkpoint, communicator)
     except (OSError, ValueError, KeyError, TypeError) as caught:
-        error = caught if isinstance(caught, ValueError) else ValueError(f"{checkpoint} can't be read: {type(caught).__name__}: {caught}")
+        error = (
+            caught
+            if isinstance(caught, ValueError)
+            else ValueError(f"{checkpoint} can't be read: {type(caught).__name__}: {caught}")
+        )
     agree(communicator, device, f"whether {checkpoint} is whole", [], error)
 
 
@@ -80,25 +94,37 @@ def _check(checkpoint: Path, communicator: Communicator) -> None:
         raise ValueError(f"{checkpoint} is no directory")
     if not (checkpoint / _OURS).is_dir():
         raise ValueError(
-            f"{checkpoint} holds no optimizer state of zero3 ({_OURS}/): it was cut off, saved with save_only_model=True, or by another "
-            "trainer. To begin anew from its weights, load them (zero3.load_pretrained) and train without resume_from_checkpoint"
+            f"{checkpoint} holds no optimizer state of zero3 ({_OURS}/): it was cut off, saved "
+            "with save_only_model=True, or by another trainer. To begin anew from its weights, "
+            "load them (zero3.load_pretrained) and train without resume_from_checkpoint"
         )
     try:
         json.loads((checkpoint / STATE).read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{checkpoint / STATE} is missing or corrupt, so the checkpoint was cut off: {error}") from None
+        raise ValueError(
+            f"{checkpoint / STATE} is missing or corrupt, so the checkpoint was cut off: {error}"
+        ) from None
     ours = manifest.read(checkpoint / _OURS)
     with manifest.reading(ours):
         extra = decode(ours.content["extra"], lambda number: torch.empty(0))
-        files = {name: Written(nbytes, blocks) for name, (nbytes, blocks) in extra["weights"].items()}
+        files = {
+            name: Written(nbytes, blocks) for name, (nbytes, blocks) in extra["weights"].items()
+        }
     for name, written in files.items():
         size = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
         if size != written.nbytes:
-            raise ValueError(f"{checkpoint / name} has {size} bytes, {written.nbytes} were saved: it was cut off or replaced")
+            raise ValueError(
+                f"{checkpoint / name} has {size} bytes, {written.nbytes} were saved: it was cut "
+                "off or replaced"
+            )
     theirs = Manifest(checkpoint, {"data": "."}, files)
     for each in (ours, theirs):
         manifest.verify(each, sorted(each.files), communicator.rank, communicator.world_size)
-    random_states = [f"rng_state_{number}.pth" for number in range(extra["ranks"])] if extra["ranks"] > 1 else ["rng_state.pth"]
+    random_states = (
+        [f"rng_state_{number}.pth" for number in range(extra["ranks"])]
+        if extra["ranks"] > 1
+        else ["rng_state.pth"]
+    )
     scaler = [path.name for path in checkpoint.glob("scaler.pt")]
     for name in [*random_states, *scaler][communicator.rank :: communicator.world_size]:
         _check_sums(checkpoint / name)
@@ -110,16 +136,25 @@ def _check_sums(path: Path) -> None:
         with ZipFile(path) as file:
             broken = file.testzip()
     except (OSError, BadZipFile) as error:
-        raise ValueError(f"{path} is missing or corrupt, so the checkpoint was cut off: {error}") from None
+        raise ValueError(
+            f"{path} is missing or corrupt, so the checkpoint was cut off: {error}"
+        ) from None
     if broken is not None:
         raise ValueError(f"{path} was changed: {broken} in it has another sum")
 
 
 def _hashes(checkpoint: Path, communicator: Communicator, device: torch.device) -> dict[str, Any]:
-    """Of the weights' files: name -> bytes, and the hashes of its blocks. Each rank hashes its share."""
-    found_here = {path.relative_to(checkpoint): path.stat().st_size for path in sorted(checkpoint.rglob("*.safetensors*"))}
+    """Of the weights' files: name -> bytes, and the hashes of its blocks. Each rank hashes its
+    share.
+    """
+    found_here = {
+        path.relative_to(checkpoint): path.stat().st_size
+        for path in sorted(checkpoint.rglob("*.safetensors*"))
+    }
     sizes = {name.as_posix(): size for name, size in found_here.items() if name.parts[0] != _OURS}
-    blocks = [(name, number) for name, size in sizes.items() for number in range(-(-size // BLOCK_BYTES))]
+    blocks = [
+        (name, number) for name, size in sizes.items() for number in range(-(-size // BLOCK_BYTES))
+    ]
     mine = {}
     for name, number in blocks[communicator.rank :: communicator.world_size]:
         with (checkpoint / name).open("rb") as file:
@@ -128,4 +163,7 @@ def _hashes(checkpoint: Path, communicator: Communicator, device: torch.device) 
     found: dict[str, str] = {}
     for text in exchange_texts(communicator, device, json.dumps(mine)):
         found |= json.loads(text)
-    return {name: [size, [found[f"{name}/{number}"] for other, number in blocks if other == name]] for name, size in sizes.items()}
+    return {
+        name: [size, [found[f"{name}/{number}"] for other, number in blocks if other == name]]
+        for name, size in sizes.items()
+    }

@@ -1,4 +1,6 @@
-"""Zero3Mixin and Zero3Trainer: transformers' Trainer, and TRL's trainers, over models that zero3 shards."""
+"""Zero3Mixin and Zero3Trainer: transformers' Trainer, and TRL's trainers, over models that zero3
+shards.
+"""
 
 from __future__ import annotations
 
@@ -46,43 +48,73 @@ else:
 __all__ = ["Zero3Mixin", "Zero3Trainer"]
 
 _SHARDS_ITSELF = "zero3 shards the model itself. Leave it out"
-_CONVERTS = "it would convert the float32 masters of a sharded model. bf16=True or fp16=True evaluates in low precision without it"
+_CONVERTS = (
+    "it would convert the float32 masters of a sharded model. bf16=True or fp16=True "
+    "evaluates in low precision without it"
+)
 _REFUSED = MappingProxyType(
     {  # options of transformers and TRL, with reasons
-        "auto_find_batch_size": "one rank may run out of memory where the others do not, and they would go on with different batches. Set "
-        "per_device_train_batch_size",
+        "auto_find_batch_size": (
+            "one rank may run out of memory where the others do not, and they would go on "
+            "with different batches. Set per_device_train_batch_size"
+        ),
         "fsdp": _SHARDS_ITSELF,
         "deepspeed": _SHARDS_ITSELF,
-        "parallelism_config": "it divides the ranks for other ways to shard a model, and zero3 divides the model among all. Leave it out",
+        "parallelism_config": (
+            "it divides the ranks for other ways to shard a model, and zero3 divides the "
+            "model among all. Leave it out"
+        ),
         "bf16_full_eval": _CONVERTS,
         "fp16_full_eval": _CONVERTS,
-        "use_liger_kernel": "it gives modules other forwards when training begins, and those would not fetch the weights. Leave it out",
-        "enable_jit_checkpoint": "each rank would save when its own signal comes, and all ranks have to save together. Set save_steps",
-        "save_on_each_node": "all ranks write one checkpoint together, on a file system that all of them see. Leave it out",
-        "use_vllm": "vLLM would be sent each rank's chunks for the weights. Leave it out: the trainer generates by the model itself",
-        "use_transformers_continuous_batching": "generate_batch calls the model at each rank's own pace, which is right inside of "
-        "zero3.resident alone, and the trainer does not enter that. Leave it out: the trainer's generate enters it",
+        "use_liger_kernel": (
+            "it gives modules other forwards when training begins, and those would not fetch "
+            "the weights. Leave it out"
+        ),
+        "enable_jit_checkpoint": (
+            "each rank would save when its own signal comes, and all ranks have to save "
+            "together. Set save_steps"
+        ),
+        "save_on_each_node": (
+            "all ranks write one checkpoint together, on a file system that all of them see. "
+            "Leave it out"
+        ),
+        "use_vllm": (
+            "vLLM would be sent each rank's chunks for the weights. Leave it out: the "
+            "trainer generates by the model itself"
+        ),
+        "use_transformers_continuous_batching": (
+            "generate_batch calls the model at each rank's own pace, which is right inside "
+            "of zero3.resident alone, and the trainer does not enter that. Leave it out: the "
+            "trainer's generate enters it"
+        ),
     }
 )
-_OWN_PARAMETERS = ("params", "model", "optimizer_dict")  # arguments of optimizers that want whole parameters
+# arguments of optimizers that want whole parameters
+_OWN_PARAMETERS = ("params", "model", "optimizer_dict")
 
 
 class Zero3Mixin(_Base):
-    """Put it before a trainer class of transformers or TRL: `class MySFT(Zero3Mixin, SFTTrainer): ...`.
+    """Put it before a trainer class of transformers or TRL: `class MySFT(Zero3Mixin, SFTTrainer):
+    ...`.
 
-    The trainer shards the model that it is given, unless that is sharded already, and a reference model likewise. It then gives
-    what the same trainer gives under DistributedDataParallel: losses, logged norms, groups of weight decay, evaluation, prediction,
-    the best model, checkpoints. What differs:
+    The trainer shards the model that it is given, unless that is sharded already, and a reference
+    model likewise. It then gives what the same trainer gives under DistributedDataParallel: losses,
+    logged norms, groups of weight decay, evaluation, prediction, the best model, checkpoints. What
+    differs:
 
-    * `bf16=True` and `fp16=True` become a `ShardingPolicy` that gathers and computes in that dtype, with float32 masters. So norms
-      and softmax compute in it too, where autocast would take float32. Another `policy` decides by itself.
-    * A checkpoint holds the weights once, as Hugging Face files, and beside them `zero3/` with the optimizer's state. It can be
-      resumed on any number of ranks. `resume_from_checkpoint=True` passes over checkpoints that are not whole.
-    * `activation_offloading` of TRL is `zero3.offload_activations`, which leaves the weights where they are.
-    * Gradient accumulation reduces the gradients of every micro-batch, so that no rank holds whole ones.
-      `accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": False}}` keeps them whole, and reduces once.
-    * Every rank calls `train`, `evaluate`, `predict`, `save_model` and the model's `generate`. Inside `generate` each rank holds the
-      whole model, and stops when it likes.
+    * `bf16=True` and `fp16=True` become a `ShardingPolicy` that gathers and computes in that dtype,
+      with float32 masters. So norms and softmax compute in it too, where autocast would take
+      float32. Another `policy` decides by itself.
+    * A checkpoint holds the weights once, as Hugging Face files, and beside them `zero3/` with the
+      optimizer's state. It can be resumed on any number of ranks. `resume_from_checkpoint=True`
+      passes over checkpoints that are not whole.
+    * `activation_offloading` of TRL is `zero3.offload_activations`, which leaves the weights where
+      they are.
+    * Gradient accumulation reduces the gradients of every micro-batch, so that no rank holds whole
+      ones. `accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": False}}` keeps
+      them whole, and reduces once.
+    * Every rank calls `train`, `evaluate`, `predict`, `save_model` and the model's `generate`.
+      Inside `generate` each rank holds the whole model, and stops when it likes.
 
     Args:
         args: As for the trainer class.
@@ -91,8 +123,9 @@ class Zero3Mixin(_Base):
         kwargs: As for the trainer class.
 
     Raises:
-        ValueError: An unsharded model has no values; or the arguments ask for what can't be had: fp16 on the CPU, an optimizer that
-            needs whole parameters, `use_vllm`, and others, which docs/integrations.md lists. It names the option.
+        ValueError: An unsharded model has no values; or the arguments ask for what can't be had:
+            fp16 on the CPU, an optimizer that needs whole parameters, `use_vllm`, and others, which
+            docs/integrations.md lists. It names the option.
 
     Example::
 
@@ -108,13 +141,20 @@ class Zero3Mixin(_Base):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        before = [kind for kind in cls.__mro__[: cls.__mro__.index(Zero3Mixin)] if not issubclass(kind, Zero3Mixin)]
+        before = [
+            kind
+            for kind in cls.__mro__[: cls.__mro__.index(Zero3Mixin)]
+            if not issubclass(kind, Zero3Mixin)
+        ]
         if before:
             raise TypeError(
-                f"class {cls.__name__}: {before[0].__name__} stands before Zero3Mixin, which would change nothing. Put it first"
+                f"class {cls.__name__}: {before[0].__name__} stands before Zero3Mixin, which "
+                "would change nothing. Put it first"
             )
 
-    def __init__(self, *args: Any, policy: Policy = None, layers: Layers = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, policy: Policy = None, layers: Layers = None, **kwargs: Any
+    ) -> None:
         if self._is_of_trl():
             require("trl", "Zero3Mixin before a trainer of TRL")
         self._zero3_choice = policy, layers
@@ -135,11 +175,17 @@ class Zero3Mixin(_Base):
         for option, reason in _REFUSED.items():
             if value := getattr(self.args, option, None):
                 raise ValueError(f"{option}={value!r}: {reason}")
-        if getattr(self.args, "activation_offloading", False):  # TRL's own, which would take the layers' full buffers along
+        # TRL's own, which would take the layers' full buffers along
+        if getattr(self.args, "activation_offloading", False):
             self._offloads_activations, self.args.activation_offloading = True, False
         accumulation = self.args.accelerator_config.gradient_accumulation_kwargs or {}
-        self.accelerator.__class__ = Zero3Accelerator  # the Trainer makes one of a class that it names itself
-        self.accelerator.shards_with(*self._zero3_choice, accumulation.get("sync_each_batch", True), head_in_root=self._is_of_trl())
+        # the Trainer makes one of a class that it names itself
+        self.accelerator.__class__ = Zero3Accelerator
+        self.accelerator.shards_with(
+            *self._zero3_choice,
+            accumulation.get("sync_each_batch", True),
+            head_in_root=self._is_of_trl(),
+        )
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model: nn.Module = super().call_model_init(trial)
@@ -150,34 +196,45 @@ class Zero3Mixin(_Base):
         return any(kind.__module__.partition(".")[0] == "trl" for kind in type(self).__mro__)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: `shard` moves one layer after another, so the whole model need not fit on the device."""
+        """Nothing: `shard` moves one layer after another, so the whole model need not fit on the
+        device.
+        """
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         self._shard_models()  # TRL's constructors already compute here
         return super()._precompute_ref_logps(*args, **kwargs)
 
     def _shard_models(self) -> None:
-        """When the trainer's constructor has finished with the models: TRL's gives them adapters, and other forwards."""
+        """When the trainer's constructor has finished with the models: TRL's gives them adapters,
+        and other forwards.
+        """
         self._shard(self.model)
         if isinstance(reference := getattr(self, "ref_model", None), nn.Module):
             self._shard(reference)
 
     def _shard(self, model: nn.Module) -> None:
         handed = [self.optimizer] if getattr(self, "optimizer", None) is not None else []
-        handover = Handover([] if is_sharded(model) else [model], handed if model is getattr(self, "model", None) else [])
+        handover = Handover(
+            [] if is_sharded(model) else [model],
+            handed if model is getattr(self, "model", None) else [],
+        )
         self.accelerator.shard(model)
         handover.finish()
         if self._is_of_trl():
             enclose_forward(model)
         if model is getattr(self, "model", None):
-            self._zero3_numel = _numel_but_for_embeddings(model) if hasattr(model, "num_parameters") else 0
+            self._zero3_numel = (
+                _numel_but_for_embeddings(model) if hasattr(model, "num_parameters") else 0
+            )
         if hasattr(model, "generate") and not isinstance(vars(model).get("generate"), _Generate):
             _Generate(model, "generate", _generate)
 
     # -- training
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's. If a rank raises an exception, all do, and each error names that rank."""
+        """As the trainer's. If a rank raises an exception, all do, and each error names that
+        rank.
+        """
         with ends_together(self.args.device):
             if resume_from_checkpoint is True:
                 resume_from_checkpoint = self._newest_whole_checkpoint()
@@ -189,20 +246,30 @@ class Zero3Mixin(_Base):
         """The trainer's optimizer, whose groups are made by the parameters' own names."""
         others = type(self).__mro__[type(self).__mro__.index(Zero3Mixin) + 1 :]
         if next(kind for kind in others if "create_optimizer" in vars(kind)) is not Trainer:
-            optimizer: torch.optim.Optimizer = super().create_optimizer(*([model] if model is not None else []))
+            optimizer: torch.optim.Optimizer = super().create_optimizer(
+                *([model] if model is not None else [])
+            )
             return optimizer
         if self.optimizer is None:
-            kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            takes_the_model = not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer))
+            kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
+                self.args, self.model
+            )
+            takes_the_model = not (
+                isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+            )
             if takes_the_model or any(key in options for key in _OWN_PARAMETERS):
-                raise ValueError(f"optim={self.args.optim!r} divides whole parameters itself, and has chunks here: choose another one")
+                raise ValueError(
+                    f"optim={self.args.optim!r} divides whole parameters itself, and has chunks "
+                    "here: choose another one"
+                )
             decays = set(self.get_decay_parameter_names(twin(self.model)))
 
             def choose(name: str, info: ParamInfo) -> dict[str, float]:
                 return {"weight_decay": float(name in decays)}
 
             groups = param_groups(self.model, choose)
-            if getattr(self.args, "sync_ref_model", False):  # TRL mixes the parameters of both, pair by pair
+            # TRL mixes the parameters of both, pair by pair
+            if getattr(self.args, "sync_ref_model", False):
                 param_groups(self.ref_model, choose)
             for group in groups:  # two of them whatever the decay is, so that a checkpoint fits
                 group["weight_decay"] *= self.args.weight_decay
@@ -216,8 +283,9 @@ class Zero3Mixin(_Base):
             check_optimizer(self.model, self.optimizer)
         except ValueError as error:
             raise ValueError(
-                f"optim={str(getattr(self.args.optim, 'value', self.args.optim))!r}: {error}. For that, call zero3.shard(model, ...) "
-                "yourself, make the optimizer from such groups, and pass it: optimizers=(optimizer, None)"
+                f"optim={str(getattr(self.args.optim, 'value', self.args.optim))!r}: {error}. For "
+                "that, call zero3.shard(model, ...) yourself, make the optimizer from such "
+                "groups, and pass it: optimizers=(optimizer, None)"
             ) from error
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -244,26 +312,37 @@ class Zero3Mixin(_Base):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            checkpoints.load_rest(Path(checkpoint), self.model, self._plain_optimizer(), self.lr_scheduler)
-        super()._load_optimizer_and_scheduler(checkpoint)  # finds no optimizer of its own; TRL's add to it
+            checkpoints.load_rest(
+                Path(checkpoint), self.model, self._plain_optimizer(), self.lr_scheduler
+            )
+        # finds no optimizer of its own; TRL's add to it
+        super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
         checkpoints.load_weights(Path(self.state.best_model_checkpoint), self.model)
 
     def _newest_whole_checkpoint(self) -> str | bool:
         """True, with which the trainer goes on as always, if there are no checkpoints at all."""
-        found = [path for path in Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rpartition("-")[2].isdigit()]
+        found = [
+            path
+            for path in Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+            if path.name.rpartition("-")[2].isdigit()
+        ]
         broken: list[str] = []
         for path in sorted(found, key=lambda path: -int(path.name.rpartition("-")[2])):
             try:
                 self._check(path)
             except ValueError as error:
                 broken.append(str(error))
-                warnings.warn(f"resume_from_checkpoint=True passes over {path}: {error}", stacklevel=4)
+                warnings.warn(
+                    f"resume_from_checkpoint=True passes over {path}: {error}", stacklevel=4
+                )
             else:
                 return str(path)
         if broken:
-            raise ValueError(f"no checkpoint in {self.args.output_dir} is whole: {'; '.join(broken)}")
+            raise ValueError(
+                f"no checkpoint in {self.args.output_dir} is whole: {'; '.join(broken)}"
+            )
         return True
 
     def _check(self, checkpoint: Path) -> None:
@@ -287,14 +366,19 @@ class Zero3Trainer(Zero3Mixin, Trainer):
 
     Example::
 
-        trainer = Zero3Trainer(model=model, args=arguments, train_dataset=examples, eval_dataset=held_out)
+        data = {"train_dataset": examples, "eval_dataset": held_out}
+        trainer = Zero3Trainer(model=model, args=arguments, **data)
         trainer.train(resume_from_checkpoint=True)
         trainer.save_model(directory)
     """
 
 
 def _numel_but_for_embeddings(model: nn.Module) -> int:
-    embeddings = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    embeddings = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+    }
     first: dict[int, tuple[str, int]] = {}
     for name, tensor in named_tensors(model):
         if isinstance(tensor, nn.Parameter):

@@ -1,7 +1,8 @@
-"""Activations leave the device's memory between forward and backward, and come back ahead of their use.
+"""Activations leave the device's memory between forward and backward, and come back ahead of their
+use.
 
-Parameters never do: most of what autograd saves under full sharding are views of the layers' full buffers, which are freed after
-forward anyway. A hook that copied those would keep the whole model.
+Parameters never do: most of what autograd saves under full sharding are views of the layers' full
+buffers, which are freed after forward anyway. A hook that copied those would keep the whole model.
 """
 
 from __future__ import annotations
@@ -27,28 +28,34 @@ from .rests import InHostMemory, InScratchFile, Rest, ScratchFile
 
 __all__: list[str] = []
 
-# The C library keeps freed memory for later. glibc's dynamic threshold lets large tensors lie in the heap, too, once one was freed.
+# The C library keeps freed memory for later. glibc's dynamic threshold lets large tensors lie in
+# the heap, too, once one was freed.
 _malloc_trim: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)
 _LOOKS_BACK = 32  # tensors among which those to read ahead are looked for
 
 
-def offload_activations(to: str | os.PathLike[str] = "cpu", *, min_bytes: int = 1 << 16) -> AbstractContextManager[object]:
-    """Context for a forward: what the graph saves goes out, and comes back ahead of its use in backward.
+def offload_activations(
+    to: str | os.PathLike[str] = "cpu", *, min_bytes: int = 1 << 16
+) -> AbstractContextManager[object]:
+    """Context for a forward: what the graph saves goes out, and comes back ahead of its use in
+    backward.
 
-    Views of parameters are never among it. Gradients are the same, to the bit. Works for any model, sharded or not. Beside gradient
-    checkpointing it takes the inputs of the blocks, which is much in deep models alone.
+    Views of parameters are never among it. Gradients are the same, to the bit. Works for any model,
+    sharded or not. Beside gradient checkpointing it takes the inputs of the blocks, which is much
+    in deep models alone.
 
     Args:
-        to: "cpu": from an accelerator to pinned memory of the host, beside the computation. (Of a model on the CPU, nothing moves.)
-            Or a directory, on a local disk: to a file there, without a name, which vanishes with the process.
+        to: "cpu": from an accelerator to pinned memory of the host, beside the computation. (Of a
+            model on the CPU, nothing moves.) Or a directory, on a local disk: to a file there,
+            without a name, which vanishes with the process.
         min_bytes: Smaller tensors stay.
 
     Returns:
         The context. It may be entered again, in every step; so it keeps its file and its stream.
 
     Raises:
-        ValueError: There is no such directory, or no file can be made in it; or `min_bytes` is negative. (A disk that is full later is
-            a warning: what finds no place stays in memory.)
+        ValueError: There is no such directory, or no file can be made in it; or `min_bytes` is
+            negative. (A disk that is full later is a warning: what finds no place stays in memory.)
         TypeError: `to` is no text and no path, or `min_bytes` no integer.
         RuntimeError: In backward: a tensor was changed in place before its copy was made.
 
@@ -79,21 +86,30 @@ class _Offloaded:
         self._hooks.append(hooks)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._hooks.pop().__exit__(kind, error, trace)
         self._store.trim()
 
 
 class _Store:
-    """All tensors that rest elsewhere, by number, in the order in which the graph has saved them."""
+    """All tensors that rest elsewhere, by number, in the order in which the graph has saved
+    them.
+    """
 
     def __init__(self, file: ScratchFile | None, min_bytes: int) -> None:
         self._file, self._min_bytes = file, min_bytes
         self._lanes: dict[torch.device, Lane] = {}
-        self._saved: WeakValueDictionary[int, _Saved] = WeakValueDictionary()  # the graph holds them
+        # the graph holds them
+        self._saved: WeakValueDictionary[int, _Saved] = WeakValueDictionary()
         self._count = self.gave_back = 0
         self._leaving: deque[int] = deque()  # those whose own memory is not free yet
-        self._lock = threading.RLock()  # forwards may run in several threads, and so do backwards of several devices
+        # forwards may run in several threads, and so do backwards of several devices
+        self._lock = threading.RLock()
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
@@ -115,15 +131,26 @@ class _Store:
         return saved
 
     def trim(self, but: int = 0) -> None:
-        """Returns to the system what has left, unless that is less than `but` bytes. On the host, freed memory else stays the process's."""
+        """Returns to the system what has left, unless that is less than `but` bytes. On the host,
+        freed memory else stays the process's.
+        """
         if self._file is not None and self.gave_back > but:
             self.gave_back = 0
             _malloc_trim(0)
 
     def _goes(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.nbytes < self._min_bytes or tensor.numel() < 2:
+        if (
+            type(tensor) is not Tensor
+            or tensor.layout != torch.strided
+            or tensor.nbytes < self._min_bytes
+            or tensor.numel() < 2
+        ):
             return False
-        if isinstance(tensor._base, nn.Parameter) or shows_parameters(tensor) or tensor.device.type == "meta":
+        if (
+            isinstance(tensor._base, nn.Parameter)
+            or shows_parameters(tensor)
+            or tensor.device.type == "meta"
+        ):
             return False
         if tensor.is_conj() or tensor.is_neg():  # its bytes are not its values
             return False
@@ -134,10 +161,18 @@ class _Store:
         return [self._saved[number] for number in self._leaving]
 
     def _send(self, tensor: Tensor) -> _Saved:
-        dense = tensor if torch.empty_like(tensor, device="meta").stride() == tensor.stride() else tensor.contiguous()
+        dense = (
+            tensor
+            if torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+            else tensor.contiguous()
+        )
         flat = dense.as_strided((dense.numel(),), (1,))
         lane = self._lane(flat.device)
-        rest = InScratchFile(self._file, flat, lane) if self._file is not None else InHostMemory(flat, lane)
+        rest = (
+            InScratchFile(self._file, flat, lane)
+            if self._file is not None
+            else InHostMemory(flat, lane)
+        )
         saved = self._saved[self._count] = _Saved(self._count, dense, flat, rest)
         self._leaving.append(self._count)
         self._count += 1
@@ -145,11 +180,16 @@ class _Store:
 
     def _before(self, number: int) -> list[_Saved]:
         """Those tensors that the graph has saved shortly before, the last one first."""
-        found = (self._saved.get(earlier) for earlier in range(number - 1, max(-1, number - 1 - _LOOKS_BACK), -1))
+        found = (
+            self._saved.get(earlier)
+            for earlier in range(number - 1, max(-1, number - 1 - _LOOKS_BACK), -1)
+        )
         return [saved for saved in found if saved is not None]
 
     def _largest_before(self, number: int) -> int:
-        """About so many bytes are on their way out, or back, at any time. (Logits that are saved last hold up no blocks' inputs.)"""
+        """About so many bytes are on their way out, or back, at any time. (Logits that are saved
+        last hold up no blocks' inputs.)
+        """
         return max((saved.nbytes for saved in self._before(number)), default=0)
 
     def _lane(self, device: torch.device) -> Lane:
@@ -177,18 +217,28 @@ class _Saved:
         self._shape, self._stride, self._dtype = dense.shape, dense.stride(), dense.dtype
         self._flat: Tensor | None = flat  # 1-D, while it is in the memory that it is used in
         self._rest, self._coming = rest, False
-        self._version: int | None = flat._version  # None once the copy is made: whoever writes then, changes no copy
+        # None once the copy is made: whoever writes then, changes no copy
+        self._version: int | None = flat._version
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether this is the same tensor, saved by another operation."""
         flat = self._flat
         if flat is None:
             return False
-        mine = (self._shape, self._stride, self._dtype, flat.data_ptr(), self._version)  # alive, so nothing else can lie there
-        return mine == (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr(), tensor._version)
+        # alive, so nothing else can lie there
+        mine = (self._shape, self._stride, self._dtype, flat.data_ptr(), self._version)
+        return mine == (
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.data_ptr(),
+            tensor._version,
+        )
 
     def leave(self) -> None:
-        """Frees the tensor's own memory, once the copy is made. It stays if no place is found for it."""
+        """Frees the tensor's own memory, once the copy is made. It stays if no place is found for
+        it.
+        """
         if self._rest.left():
             self._check()
             self._flat = self._version = None
@@ -196,8 +246,9 @@ class _Saved:
     def _check(self) -> None:
         if self._flat is not None and self._version not in (None, self._flat._version):
             raise RuntimeError(
-                "a tensor that backward needs was changed in place, after forward had saved it and before zero3.offload_activations had "
-                f"copied it: shape {list(self._shape)}, {self._dtype}. Without offload, autograd would refuse it in backward"
+                "a tensor that backward needs was changed in place, after forward had saved it "
+                f"and before zero3.offload_activations had copied it: shape {list(self._shape)}, "
+                f"{self._dtype}. Without offload, autograd would refuse it in backward"
             )
 
     def come(self) -> int:

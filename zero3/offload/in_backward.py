@@ -30,15 +30,20 @@ def check_unstepped(optimizer: torch.optim.Optimizer) -> None:
     gc.collect()  # one that was deleted may be part of a cycle
     if (found := _stepped_already(optimizer)) is not None:
         raise ValueError(
-            f"layer {found[0]} is stepped inside backward by another living {found[1]} (offload_optimizer with in_backward=True), and a "
-            f"gradient that it has used up is none for this {type(optimizer).__name__}. Give each chunk to one optimizer, or delete the "
-            "other one first, and what refers to it, as a scheduler does"
+            f"layer {found[0]} is stepped inside backward by another living {found[1]} "
+            "(offload_optimizer with in_backward=True), and a gradient that it has used up is "
+            f"none for this {type(optimizer).__name__}. Give each chunk to one optimizer, or "
+            "delete the other one first, and what refers to it, as a scheduler does"
         )
 
 
 def _stepped_already(optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:
-    """A layer's label, and the class of the optimizer that steps it. (No object: an error's traceback would keep it alive.)"""
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+    """A layer's label, and the class of the optimizer that steps it. (No object: an error's
+    traceback would keep it alive.)
+    """
+    for parameter in (
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ):
         stepped_by = getattr(parameter, "zero3_stepped_in_backward", None)
         if isinstance(stepped_by, Owner) and (other := stepped_by()) is not None:
             return parameter.zero3_state().label, type(other).__name__
@@ -46,26 +51,45 @@ def _stepped_already(optimizer: torch.optim.Optimizer) -> tuple[str, str] | None
 
 
 class InBackward:
-    """Hooks on an optimizer's parameters. A parameter that is stepped has a gradient without values until `optimizer.step()`."""
+    """Hooks on an optimizer's parameters. A parameter that is stepped has a gradient without values
+    until `optimizer.step()`.
+    """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, turns: Turns, step: Callable[[torch.optim.Optimizer], object]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        turns: Turns,
+        step: Callable[[torch.optim.Optimizer], object],
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._turns, self._step = turns, step
         self._turn_of: dict[int, Turn] = {}
         self._made: list[Turn] = []  # since the last `optimizer.step()`, in order
-        self._before: list[Turn] = []  # the same of the step before, which the next one is expected to be like
+        # the same of the step before, which the next one is expected to be like
+        self._before: list[Turn] = []
         for turn in turns.of(optimizer):
             for number, parameters in turn.parameters.items():
                 for parameter in parameters:
-                    if getattr(parameter, "zero3_state", None) is not None and parameter.requires_grad:
-                        self._turn_of[id(parameter)] = replace(turn, parameters={number: [parameter]})
+                    if (
+                        getattr(parameter, "zero3_state", None) is not None
+                        and parameter.requires_grad
+                    ):
+                        self._turn_of[id(parameter)] = replace(
+                            turn, parameters={number: [parameter]}
+                        )
                         _call_when_landed(parameter, self)
                         parameter.zero3_stepped_in_backward = Owner(optimizer)  # type: ignore[attr-defined]
-            if isinstance(turn.chunk, OffloadedChunk) and all(id(part.parameter) in self._turn_of for part in turn.chunk.parts):
-                turn.chunk.residence.used_at_once = partial(_steps, weakref.ref(self), weakref.ref(turn.chunk.parts[0].parameter))
+            if isinstance(turn.chunk, OffloadedChunk) and all(
+                id(part.parameter) in self._turn_of for part in turn.chunk.parts
+            ):
+                turn.chunk.residence.used_at_once = partial(
+                    _steps, weakref.ref(self), weakref.ref(turn.chunk.parts[0].parameter)
+                )
 
     def steps(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter is stepped when its gradient lands. (A single rank keeps nothing for later under `no_sync`.)"""
+        """Whether the parameter is stepped when its gradient lands. (A single rank keeps nothing
+        for later under `no_sync`.)
+        """
         state = parameter.zero3_state()  # type: ignore[attr-defined]
         return self._optimizer() is not None and state is not None and not state.gradients.deferrals
 
@@ -79,12 +103,19 @@ class InBackward:
         self._made.append(turn)
         place = len(self._made)
         following = self._before[place] if place < len(self._before) else None
-        self._turns.make(optimizer, turn, following if following not in self._made else None, lambda: self._step(optimizer))
+        self._turns.make(
+            optimizer,
+            turn,
+            following if following not in self._made else None,
+            lambda: self._step(optimizer),
+        )
         parameter.grad = None
         parameter.grad = UsedGradient.like(parameter, _Used)
 
     def finish(self) -> None:
-        """Called by `optimizer.step()`: the gradients that were used are gone. Likewise by a load, since a backward may have raised."""
+        """Called by `optimizer.step()`: the gradients that were used are gone. Likewise by a load,
+        since a backward may have raised.
+        """
         for turn in self._made:
             for parameter in turn.all():
                 if isinstance(parameter.grad, DeferredGradient):
@@ -102,7 +133,9 @@ def _call_when_landed(parameter: nn.Parameter, hooks: InBackward) -> None:
     parameter.register_post_accumulate_grad_hook(landed)  # type: ignore[no-untyped-call]
 
 
-def _steps(hooks: Callable[[], InBackward | None], parameter: Callable[[], nn.Parameter | None]) -> bool:
+def _steps(
+    hooks: Callable[[], InBackward | None], parameter: Callable[[], nn.Parameter | None]
+) -> bool:
     found, one = hooks(), parameter()
     return found is not None and one is not None and found.steps(one)
 
@@ -114,6 +147,8 @@ class _Used:
 
     def reduce_deferred(self) -> NoReturn:
         raise CallersMistake(
-            "this gradient is used up: its chunk was stepped inside backward (offload_optimizer with in_backward=True). clip_grad_norm_, "
-            "GradScaler, named_gradients, full_gradients and whatever else reads it come too late. Leave in_backward out for that"
+            "this gradient is used up: its chunk was stepped inside backward (offload_optimizer "
+            "with in_backward=True). clip_grad_norm_, GradScaler, named_gradients, "
+            "full_gradients and whatever else reads it come too late. Leave in_backward out for "
+            "that"
         )

@@ -15,7 +15,8 @@ from ..optim.probe import Build, builder
 __all__: list[str] = []
 
 Step = Callable[[torch.optim.Optimizer], object]
-Turn = Sequence[tuple[dict[str, Any], list[nn.Parameter]]]  # groups of the optimizer, with those of their parameters whose turn it is
+# groups of the optimizer, with those of their parameters whose turn it is
+Turn = Sequence[tuple[dict[str, Any], list[nn.Parameter]]]
 
 _STEPS = 3
 _SHAPE = (6, 5, 4, 3, 2, 2)  # of what is tried: as many of them as a parameter has dimensions
@@ -29,7 +30,9 @@ def step_of(kind: type[torch.optim.Optimizer]) -> Step:
 
 @contextmanager
 def narrowed(optimizer: torch.optim.Optimizer) -> Iterator[Callable[[Turn], None]]:
-    """Yields a function that leaves the optimizer a turn's parameters alone. At the end it has all of them again."""
+    """Yields a function that leaves the optimizer a turn's parameters alone. At the end it has all
+    of them again.
+    """
     groups = list(optimizer.param_groups)
     held = [group["params"] for group in groups]
 
@@ -46,8 +49,11 @@ def narrowed(optimizer: torch.optim.Optimizer) -> Iterator[Callable[[Turn], None
             group["params"] = parameters
 
 
-def try_out(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> list[torch.dtype]:
-    """Makes some steps on two small parameters like `parameter`: of both together, and of one after the other.
+def try_out(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter
+) -> list[torch.dtype]:
+    """Makes some steps on two small parameters like `parameter`: of both together, and of one after
+    the other.
 
     Returns:
         The dtype of each tensor that the optimizer keeps for a parameter, with as many elements.
@@ -62,13 +68,15 @@ def try_out(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: 
         alone, _ = _trained(build, lambda twin: _each_alone(twin, step), parameter)
     except Exception as error:  # of any kind, since the optimizer may be of any library
         raise ValueError(
-            f"{name} can't be tried out on small tensors ({type(error).__name__}: {error}), so whether it may step one chunk after another "
-            "is unknown. Use it without zero3.offload_optimizer; then its state stays in memory"
+            f"{name} can't be tried out on small tensors ({type(error).__name__}: {error}), so "
+            "whether it may step one chunk after another is unknown. Use it without "
+            "zero3.offload_optimizer; then its state stays in memory"
         ) from error
     if together != alone:
         raise ValueError(
-            f"{name} computes something from all parameters at once, and so it can't step one chunk after another. Use it without "
-            "zero3.offload_optimizer; then its state stays in memory"
+            f"{name} computes something from all parameters at once, and so it can't step one "
+            "chunk after another. Use it without zero3.offload_optimizer; then its state stays "
+            "in memory"
         )
     return kept
 
@@ -81,12 +89,17 @@ def _each_alone(twin: torch.optim.Optimizer, step: Step) -> None:
                 step(twin)
 
 
-def _trained(build: Build, make_step: Callable[[torch.optim.Optimizer], object], like: nn.Parameter) -> tuple[str, list[torch.dtype]]:
+def _trained(
+    build: Build, make_step: Callable[[torch.optim.Optimizer], object], like: nn.Parameter
+) -> tuple[str, list[torch.dtype]]:
     """Returns a text of all numbers that steps have led to, and the dtypes of state."""
     shape = _SHAPE[: like.ndim]
     with random_state_kept(like.device), torch.inference_mode(False), torch.enable_grad():
         numel = torch.Size(shape).numel()
-        values = [torch.linspace(-1, 1, numel, dtype=torch.float64), torch.linspace(3, -2, numel, dtype=torch.float64)]
+        values = [
+            torch.linspace(-1, 1, numel, dtype=torch.float64),
+            torch.linspace(3, -2, numel, dtype=torch.float64),
+        ]
         parameters = [nn.Parameter(value.to(like.dtype).view(shape)) for value in values]
         twin = build(parameters)
         for number in range(_STEPS):
@@ -95,10 +108,18 @@ def _trained(build: Build, make_step: Callable[[torch.optim.Optimizer], object],
                 parameter.grad = (parameter.detach() * (number + 1) - 0.3).to(like.grad_dtype)
             make_step(twin)
     kept = [value for value in twin.state[parameters[0]].values() if isinstance(value, Tensor)]
-    options = [{key: value for key, value in group.items() if key != "params"} for group in twin.param_groups]
-    return str([_numbers(parameters), options]), [value.dtype for value in kept if value.numel() == numel > 1]
+    options = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in twin.param_groups
+    ]
+    return str([_numbers(parameters), options]), [
+        value.dtype for value in kept if value.numel() == numel > 1
+    ]
 
 
 def _numbers(tensors: Iterable[Tensor]) -> list[list[float]]:
-    seen = (torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach() for tensor in tensors)
+    seen = (
+        torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        for tensor in tensors
+    )
     return [tensor.double().flatten().tolist() for tensor in seen]

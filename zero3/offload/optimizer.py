@@ -1,4 +1,6 @@
-"""offload_optimizer(): the optimizer's state rests where chunks rest, and a step is made one chunk after another."""
+"""offload_optimizer(): the optimizer's state rests where chunks rest, and a step is made one chunk
+after another.
+"""
 
 from __future__ import annotations
 
@@ -25,57 +27,79 @@ Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
 
 def offload_optimizer(optimizer: Opt, *, in_backward: bool = False) -> Opt:
-    """Lets the optimizer's state rest where the policy's `offload` lets chunks rest. Every rank calls it, before the first step.
+    """Lets the optimizer's state rest where the policy's `offload` lets chunks rest. Every rank
+    calls it, before the first step.
 
-    With `offload=DIR` the state lies in files beside those of the chunks. `optimizer.step()` goes from chunk to chunk: while one is
-    stepped, the next one's numbers are read, and those of the one before leave the process. The numbers have the bits of a step
-    of all chunks at once, on the host: an accelerator's own step may round otherwise.
-    With `offload="cpu"` the state lies in the host's memory beside the chunks, as torch makes it. Without `offload` nothing changes.
+    With `offload=DIR` the state lies in files beside those of the chunks. `optimizer.step()` goes
+    from chunk to chunk: while one is stepped, the next one's numbers are read, and those of the one
+    before leave the process. The numbers have the bits of a step of all chunks at once, on the
+    host: an accelerator's own step may round otherwise. With `offload="cpu"` the state lies in the
+    host's memory beside the chunks, as torch makes it. Without `offload` nothing changes.
 
-    All else is as before: `state_dict` and `load_state_dict`, schedulers, groups, hooks, closures, clipping, `GradScaler`,
-    accumulation, checkpoints. The optimizer's implementation stays the one that was asked for. On a CPU, AdamW with `fused=True` is
-    several times as fast as by default, and rounds differently.
+    All else is as before: `state_dict` and `load_state_dict`, schedulers, groups, hooks, closures,
+    clipping, `GradScaler`, accumulation, checkpoints. The optimizer's implementation stays the one
+    that was asked for. On a CPU, AdamW with `fused=True` is several times as fast as by default,
+    and rounds differently.
 
     Args:
-        optimizer: Any optimizer that treats each parameter by itself. It holds chunks, or what `param_groups` returned, of one model.
-        in_backward: Step each chunk inside backward, as soon as its gradient has landed, so that no more than a few gradients are alive,
-            and files are read beside backward's computation. `optimizer.step()` is called as always, after each backward, and steps
-            what is left. Clipping, `GradScaler` and whatever else reads gradients raise. Micro-batches accumulate inside `no_sync`
-            alone. If a backward raises, chunks may have been stepped, so go on from a checkpoint.
+        optimizer: Any optimizer that treats each parameter by itself. It holds chunks, or what
+            `param_groups` returned, of one model.
+        in_backward: Step each chunk inside backward, as soon as its gradient has landed, so that no
+            more than a few gradients are alive, and files are read beside backward's computation.
+            `optimizer.step()` is called as always, after each backward, and steps what is left.
+            Clipping, `GradScaler` and whatever else reads gradients raise. Micro-batches accumulate
+            inside `no_sync` alone. If a backward raises, chunks may have been stepped, so go on
+            from a checkpoint.
 
     Returns:
         The same object.
 
     Raises:
-        ValueError: The optimizer computes something from all parameters at once, or can't make steps on small tensors; its `step` was
-            replaced already, as a scheduler does (make it afterwards); or `in_backward` with stage 1, or while another optimizer steps the
-            same chunks so. Every rank raises it.
-        OSError: There is no room for the state. Every rank raises it, and nothing has changed. (State that no trial has shown and that
-            finds no room later stays in memory, with a warning.)
+        ValueError: The optimizer computes something from all parameters at once, or can't make
+            steps on small tensors; its `step` was replaced already, as a scheduler does (make it
+            afterwards); or `in_backward` with stage 1, or while another optimizer steps the same
+            chunks so. Every rank raises it.
+        OSError: There is no room for the state. Every rank raises it, and nothing has changed.
+            (State that no trial has shown and that finds no room later stays in memory, with a
+            warning.)
         TypeError: It is no `torch.optim.Optimizer`, or `in_backward` no bool.
 
     Example::
 
         # model = zero3.shard(model, policy=zero3.ShardingPolicy(offload="/local/scratch"))
-        optimizer = zero3.offload_optimizer(torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=3e-4))
+        optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=3e-4)
+        optimizer = zero3.offload_optimizer(optimizer)
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, found a {type(optimizer).__name__}: call it for each optimizer of torch's")
+        raise TypeError(
+            f"expected a torch.optim.Optimizer, found a {type(optimizer).__name__}: call it for "
+            "each optimizer of torch's"
+        )
     if not isinstance(in_backward, bool):
         raise TypeError(f"in_backward must be True or False, found {in_backward!r}")
     states = [state for state in layers_of(optimizer) if state.policy.offload is not None]
-    directories = {directory for state in states if (directory := directory_of(state.policy)) is not None}
-    if not states or not (directories or in_backward) or isinstance(vars(optimizer).get("step"), _StepByTurns):
+    directories = {
+        directory for state in states if (directory := directory_of(state.policy)) is not None
+    }
+    if (
+        not states
+        or not (directories or in_backward)
+        or isinstance(vars(optimizer).get("step"), _StepByTurns)
+    ):
         return optimizer
     check_process(states)
     with agreeing(states[0].communicator, states[0].device, "offload_optimizer"):
         if "step" in vars(optimizer):
             raise ValueError(
-                f"the step of this {type(optimizer).__name__} was replaced already, as a scheduler of torch does: call "
-                "zero3.offload_optimizer first, and make the scheduler with what it returns"
+                f"the step of this {type(optimizer).__name__} was replaced already, as a "
+                "scheduler of torch does: call zero3.offload_optimizer first, and make the "
+                "scheduler with what it returns"
             )
         if in_backward and not all(shards_gradients(state.policy) for state in states):
-            raise ValueError("in_backward=True with stage=1, where gradients are reduced after backward: use stage 2 or 3")
+            raise ValueError(
+                "in_backward=True with stage=1, where gradients are reduced after backward: use "
+                "stage 2 or 3"
+            )
         if in_backward:
             check_unstepped(optimizer)
         land_steps(states)  # of an optimizer before this one
@@ -103,11 +127,14 @@ class _StepByTurns:
                     loss = closure()
             if hooks is not None:
                 hooks.finish()
-            reduce_deferred(parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+            reduce_deferred(
+                parameter.grad for group in optimizer.param_groups for parameter in group["params"]
+            )
             turns.make_all(optimizer, lambda: own(optimizer))
             return loss
 
-        self.__func__ = torch.optim.Optimizer.profile_hook_step(step)  # schedulers of torch ask for it
+        # schedulers of torch ask for it
+        self.__func__ = torch.optim.Optimizer.profile_hook_step(step)
         self._optimizer = weakref.ref(optimizer)
 
         if hooks is not None:

@@ -71,11 +71,14 @@ class InHostMemory:
         return self._settle()
 
     def __del__(self) -> None:
-        self._settle()  # else compute would use the memory again before the lane has finished with it
+        # else compute would use the memory again before the lane has finished with it
+        self._settle()
 
 
 class ScratchFile:
-    """Places of a file without a name, each for one tensor. One that is given back is used again by a tensor of the same size."""
+    """Places of a file without a name, each for one tensor. One that is given back is used again by
+    a tensor of the same size.
+    """
 
     def __init__(self, directory: str) -> None:
         """
@@ -112,7 +115,10 @@ class ScratchFile:
         while rest:
             count = os.preadv(self._file.fileno(), [rest], place)
             if not count:
-                raise RuntimeError(f"the file of offloaded tensors ends at {place}: something else has cut it short")
+                raise RuntimeError(
+                    f"the file of offloaded tensors ends at {place}: something else has cut it "
+                    "short"
+                )
             rest, place = rest[count:], place + count
 
 
@@ -122,13 +128,16 @@ def _close(threads: ThreadPoolExecutor, file: FileIO) -> None:
 
 
 class InScratchFile:
-    """A tensor in a file, written and read by the file's threads. One of an accelerator passes through pinned memory of the host."""
+    """A tensor in a file, written and read by the file's threads. One of an accelerator passes
+    through pinned memory of the host.
+    """
 
     def __init__(self, file: ScratchFile, flat: Tensor, lane: Lane) -> None:
         self._file, self._device, self._nbytes = file, flat.device, flat.nbytes
         self._place: int | None = None
         self._host = torch.empty(0)  # on the way back
-        self._passing: tuple[Tensor, OnHost, Mark] | None = None  # the tensor, its copy, and the end of copying
+        # the tensor, its copy, and the end of copying
+        self._passing: tuple[Tensor, OnHost, Mark] | None = None
         if has_streams(flat.device):
             with lane.issue():
                 self._passing = (flat, OnHost(flat), lane.complete(Done()))
@@ -153,18 +162,25 @@ class InScratchFile:
         return copy
 
     def left(self) -> bool:
-        """For a tensor of an accelerator, the host waits for its copy. So little pinned memory is in use at any time."""
+        """For a tensor of an accelerator, the host waits for its copy. So little pinned memory is
+        in use at any time.
+        """
         if (copy := self._settle()) is not None:
             host = copy.tensor()
             self._job = self._file.submit(partial(self._write, host))
         try:
             self._job.result()
         except OSError as error:
-            warnings.warn(f"activations stay in memory, because they can't be offloaded: {error}", stacklevel=2)
+            warnings.warn(
+                f"activations stay in memory, because they can't be offloaded: {error}",
+                stacklevel=2,
+            )
         return self._place is not None
 
     def come(self) -> None:
-        self._host = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=has_streams(self._device))
+        self._host = torch.empty(
+            self._nbytes, dtype=torch.uint8, pin_memory=has_streams(self._device)
+        )
         self._job = self._file.submit(partial(self._file.read, self._place or 0, self._host))
 
     def arrived(self) -> Tensor:

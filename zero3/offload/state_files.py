@@ -39,14 +39,21 @@ class StateFiles:
     def take_in(self, state: MutableMapping[str, Any]) -> None:
         """Moves those tensors of one parameter's state into files that are not there yet."""
         for key, value in state.items():
-            if type(value) is not Tensor or not value.ndim or value.device.type != "cpu" or value in self.files:
+            if (
+                type(value) is not Tensor
+                or not value.ndim
+                or value.device.type != "cpu"
+                or value in self.files
+            ):
                 continue
             if (place := self.place(value.numel(), value.dtype)) is not None:
                 state[key] = place.view(value.shape).copy_(value)
 
 
 class ZerosInFiles(TorchFunctionMode):
-    """Inside, an optimizer that makes state as zeros like a parameter makes it in a file, so that it is never in memory."""
+    """Inside, an optimizer that makes state as zeros like a parameter makes it in a file, so that
+    it is never in memory.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter], files: StateFiles) -> None:
         super().__init__()
@@ -54,10 +61,18 @@ class ZerosInFiles(TorchFunctionMode):
         self._files = files
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = kwargs or {}
-        if func is torch.zeros_like and id(args[0]) in self._own and options.keys() <= {"memory_format", "dtype"}:
+        if (
+            func is torch.zeros_like
+            and id(args[0]) in self._own
+            and options.keys() <= {"memory_format", "dtype"}
+        ):
             like = args[0]
             place = self._files.place(like.numel(), options.get("dtype") or like.dtype)
             if place is not None:

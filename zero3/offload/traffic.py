@@ -1,4 +1,6 @@
-"""What comes and goes during a step in turns, and threads that see to it, so that computing need not wait for a disk."""
+"""What comes and goes during a step in turns, and threads that see to it, so that computing need
+not wait for a disk.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ class Visit(NamedTuple):
     state: list[Tensor]
 
     def bring(self) -> bool:
-        """Returns whether memory is short: the kernel had dropped something. It is the visit's last call."""
-        was_away = any(map(self.residence.is_away, [*self.values, *self.gradients])) or any(map(self.files.is_away, self.state))
+        """Returns whether memory is short: the kernel had dropped something. It is the visit's last
+        call.
+        """
+        was_away = any(map(self.residence.is_away, [*self.values, *self.gradients])) or any(
+            map(self.files.is_away, self.state)
+        )
         self.residence.is_short = was_away
         if was_away:  # the disk gets all orders at once
             for tensor in [*self.values, *self.gradients]:
@@ -41,7 +47,9 @@ class Visit(NamedTuple):
             self.residence.bring(tensor, to_write=False)
         for tensor in self.state:
             self.files.bring(tensor, to_write=True)
-        self.values.clear()  # a thread that is late with forgetting the visit holds no gradients: the next ones would need other files
+        # a thread that is late with forgetting the visit holds no gradients: the next ones would
+        # need other files
+        self.values.clear()
         self.gradients.clear()
         return was_away
 
@@ -65,17 +73,20 @@ class Visit(NamedTuple):
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"what an optimizer's step has made of layer {self.layer} may be lost: {error.strerror or error}. Begin again, from the "
-                "last checkpoint, with offload= a directory on a disk that works",
+                f"what an optimizer's step has made of layer {self.layer} may be lost: "
+                f"{error.strerror or error}. Begin again, from the last checkpoint, with offload= "
+                "a directory on a disk that works",
             ) from error
 
 
 class Traffic:
-    """One thread brings visits in and lets them go, in the order of the calls. Another one writes, if memory is short.
+    """One thread brings visits in and lets them go, in the order of the calls. Another one writes,
+    if memory is short.
 
-    Memory is short if what a visit needs was dropped since the last step. Then the kernel would have to write what has changed before
-    it can drop that for something else, and whoever asked for memory would wait. So the disk gets it as soon as it has changed. If
-    memory is not short, nothing needs to go to the disk, ever.
+    Memory is short if what a visit needs was dropped since the last step. Then the kernel would
+    have to write what has changed before it can drop that for something else, and whoever asked for
+    memory would wait. So the disk gets it as soon as it has changed. If memory is not short,
+    nothing needs to go to the disk, ever.
     """
 
     def __init__(self) -> None:
@@ -92,7 +103,9 @@ class Traffic:
         self._is_short |= visit.bring()
 
     def _land(self, but: int) -> None:
-        """Waits for the oldest writes, until no more than `but` are left. One that has failed stays, so it is every later call's error."""
+        """Waits for the oldest writes, until no more than `but` are left. One that has failed
+        stays, so it is every later call's error.
+        """
         while len(self._writing) > but or (self._writing and self._writing[0].done()):
             self._writing[0].result()
             self._writing.popleft()

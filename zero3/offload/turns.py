@@ -1,4 +1,6 @@
-"""An optimizer's step in turns, chunk by chunk: while one is stepped, the next one's numbers come, and those of the last one leave."""
+"""An optimizer's step in turns, chunk by chunk: while one is stepped, the next one's numbers come,
+and those of the last one leave.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,24 @@ __all__: list[str] = []
 def layers_of(optimizer: torch.optim.Optimizer) -> list[LayerState]:
     """The layers that the optimizer's parameters belong to."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return list(dict.fromkeys(state for parameter in parameters if (state := state_of(parameter)) is not None))
+    return list(
+        dict.fromkeys(
+            state for parameter in parameters if (state := state_of(parameter)) is not None
+        )
+    )
 
 
 @dataclass(eq=False)
 class Turn:
-    """Those of the optimizer's parameters that are stepped together: in one chunk, or all that rest in no files."""
+    """Those of the optimizer's parameters that are stepped together: in one chunk, or all that rest
+    in no files.
+    """
 
     chunk: Chunk | None
     files: StateFiles | None
     layer: str = ""  # for errors
-    parameters: dict[int, list[nn.Parameter]] = field(default_factory=dict)  # by the number of their group
+    # by the number of their group
+    parameters: dict[int, list[nn.Parameter]] = field(default_factory=dict)
 
     def all(self) -> Iterator[nn.Parameter]:
         for parameters in self.parameters.values():
@@ -48,10 +57,20 @@ class Turn:
         if self.files is None or not isinstance(self.chunk, OffloadedChunk):
             return None
         parameters = list(self.all())
-        gradients = [to_bring(p.grad) for p in parameters if p.grad is not None and not isinstance(p.grad, DeferredGradient)]
-        written = [parameter.data for parameter in parameters] + [gradient for gradient, is_written in gradients if is_written]
+        gradients = [
+            to_bring(p.grad)
+            for p in parameters
+            if p.grad is not None and not isinstance(p.grad, DeferredGradient)
+        ]
+        written = [parameter.data for parameter in parameters] + [
+            gradient for gradient, is_written in gradients if is_written
+        ]
         read = [gradient for gradient, is_written in gradients if not is_written]
-        kept = (value for parameter in parameters for value in optimizer.state.get(parameter, {}).values())
+        kept = (
+            value
+            for parameter in parameters
+            for value in optimizer.state.get(parameter, {}).values()
+        )
         state = [value for value in kept if type(value) is Tensor and value.ndim]
         return Visit(self.layer, self.chunk.residence, written, read, self.files.files, state)
 
@@ -66,17 +85,22 @@ class Turns:
         self._rests = rests
         self.traffic = Traffic()
         self._groups = 0  # whose parameters lead loads and saves here
-        self._coming: tuple[Turn, Future[None] | None] | None = None  # the turn whose numbers are on their way
+        # the turn whose numbers are on their way
+        self._coming: tuple[Turn, Future[None] | None] | None = None
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[Turn]:
         """First what rests in no files, then chunk by chunk, in the order of the groups."""
         chunks: dict[int, tuple[Chunk, StateFiles, str]] = {}
         for state in layers_of(optimizer):
             if (directory := directory_of(state.policy)) is not None:
-                found = ((id(part.parameter), chunk) for chunk in state.chunks for part in chunk.parts)
+                found = (
+                    (id(part.parameter), chunk) for chunk in state.chunks for part in chunk.parts
+                )
                 if directory not in self._rests:  # chunks of a group that was added later
                     self._rests[directory] = StateFiles(directory)
-                chunks |= {key: (chunk, self._rests[directory], state.label) for key, chunk in found}
+                chunks |= {
+                    key: (chunk, self._rests[directory], state.label) for key, chunk in found
+                }
         turns: dict[Chunk | None, Turn] = {None: Turn(None, None)}
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
@@ -104,7 +128,9 @@ class Turns:
                             turn.files.reserve(parameter.numel(), dtype)
 
     def lead_loads(self, optimizer: torch.optim.Optimizer) -> None:
-        """From now on zero3's loads put state into files, and its saves wait until all that has left is written."""
+        """From now on zero3's loads put state into files, and its saves wait until all that has
+        left is written.
+        """
         self._groups = len(optimizer.param_groups)
         for turn in self.of(optimizer):
             if (files := turn.files) is not None:
@@ -126,15 +152,29 @@ class Turns:
         """Makes one step. `step`: the optimizer's own, of all its parameters."""
         if len(optimizer.param_groups) > self._groups:  # `add_param_group` was called
             self.lead_loads(optimizer)
-        turns = [turn for turn in self.of(optimizer) if any(parameter.grad is not None for parameter in turn.all())]
+        turns = [
+            turn
+            for turn in self.of(optimizer)
+            if any(parameter.grad is not None for parameter in turn.all())
+        ]
         for turn, following in zip(turns, [*turns[1:], None], strict=False):
             self.make(optimizer, turn, following, step)
         self.traffic.end_step()
 
-    def make(self, optimizer: torch.optim.Optimizer, turn: Turn, following: Turn | None, step: Callable[[], object]) -> None:
+    def make(
+        self,
+        optimizer: torch.optim.Optimizer,
+        turn: Turn,
+        following: Turn | None,
+        step: Callable[[], object],
+    ) -> None:
         """Makes one turn, while the numbers of the following one come."""
         expected, self._coming = self._coming, None
-        here = expected[1] if expected is not None and expected[0] is turn else self._bring(optimizer, turn)
+        here = (
+            expected[1]
+            if expected is not None and expected[0] is turn
+            else self._bring(optimizer, turn)
+        )
         if following is not None:
             self._coming = following, self._bring(optimizer, following)
         groups = optimizer.param_groups
@@ -144,15 +184,19 @@ class Turns:
                 here.result()
             self._step(optimizer, turn, step)
         if (visit := turn.visit(optimizer)) is not None:
-            self.traffic.let_go(visit._replace(gradients=[]))  # a late thread holds none: the next ones would need other files
+            # a late thread holds none: the next ones would need other files
+            self.traffic.let_go(visit._replace(gradients=[]))
 
     def _bring(self, optimizer: torch.optim.Optimizer, turn: Turn) -> Future[None] | None:
         visit = turn.visit(optimizer)
         return self.traffic.bring(visit) if visit is not None else None
 
-    def _step(self, optimizer: torch.optim.Optimizer, turn: Turn, step: Callable[[], object]) -> None:
+    def _step(
+        self, optimizer: torch.optim.Optimizer, turn: Turn, step: Callable[[], object]
+    ) -> None:
         fresh = [parameter for parameter in turn.all() if not optimizer.state.get(parameter)]
-        touch(parameter.grad for parameter in turn.all())  # clipping may have left its multiplication for now
+        # clipping may have left its multiplication for now
+        touch(parameter.grad for parameter in turn.all())
         if turn.files is not None and fresh:
             with ZerosInFiles(fresh, turn.files):
                 step()

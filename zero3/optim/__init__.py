@@ -1,1 +1,3 @@
-"""The parts of an optimizer's step: groups by name, whole parameters, clipping, norms, loss scaling."""
+"""The parts of an optimizer's step: groups by name, whole parameters, clipping, norms, loss
+scaling.
+"""

@@ -1,4 +1,6 @@
-"""check_optimizer(): raises if an optimizer would not train the sharded model as it trains the unsharded one."""
+"""check_optimizer(): raises if an optimizer would not train the sharded model as it trains the
+unsharded one.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,18 @@ _WHOLE = 'zero3.param_groups(model, lambda name, info: {"whole": True})'
 
 
 class Owned(NamedTuple):
-    """A parameter that this rank's optimizer may hold. `part.parameter` is elements `part.start` to `part.stop` of `chunk`."""
+    """A parameter that this rank's optimizer may hold. `part.parameter` is elements `part.start` to
+    `part.stop` of `chunk`.
+    """
 
     state: LayerState
     chunk: Chunk
     part: Part
 
     def pieces(self) -> Iterator[tuple[Piece, slice]]:
-        """Yields the pieces of slots that the parameter covers, each with its place in the flattened parameter. Padding has no piece."""
+        """Yields the pieces of slots that the parameter covers, each with its place in the
+        flattened parameter. Padding has no piece.
+        """
         for piece in self.chunk.pieces:
             if self.part.start <= piece.offset < self.part.stop:
                 start = piece.offset - self.part.start
@@ -52,29 +58,39 @@ class Owned(NamedTuple):
 
 def owned_by(states: Iterable[LayerState]) -> dict[int, Owned]:
     """Returns all parameters that this rank's optimizers may hold, trainable and frozen, by id."""
-    return {id(part.parameter): Owned(state, chunk, part) for state in states for chunk in state.chunks for part in chunk.parts}
+    return {
+        id(part.parameter): Owned(state, chunk, part)
+        for state in states
+        for chunk in state.chunks
+        for part in chunk.parts
+    }
 
 
 def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = True) -> None:
-    """Raises if an optimizer would not train the sharded model as it trains the unsharded one. Every rank calls it.
+    """Raises if an optimizer would not train the sharded model as it trains the unsharded one.
+    Every rank calls it.
 
-    It makes a few steps on small tensors with each optimizer's class, with the options of each group, and with what else the optimizer
-    was made with: once on whole tensors, and once on slices as ranks hold them. So it can judge any optimizer of any library, in a
-    few milliseconds for each group. Ranks also compare their options. (A schedule that follows a rank's own loss would give each rank
-    another learning rate.) `save_checkpoint` and `full_optimizer_state_dict` warn of the same mistakes; this finds them before the
-    first step.
+    It makes a few steps on small tensors with each optimizer's class, with the options of each
+    group, and with what else the optimizer was made with: once on whole tensors, and once on slices
+    as ranks hold them. So it can judge any optimizer of any library, in a few milliseconds for each
+    group. Ranks also compare their options. (A schedule that follows a rank's own loss would give
+    each rank another learning rate.) `save_checkpoint` and `full_optimizer_state_dict` warn of the
+    same mistakes; this finds them before the first step.
 
     Args:
         model: Any model that contains zero3 layers.
-        optimizers: All optimizers that train it, one by one or in a list or a dict. One of them must hold each trainable parameter.
-        strict: An optimizer that can't make steps on small tensors is an error; otherwise it is accepted.
+        optimizers: All optimizers that train it, one by one or in a list or a dict. One of them
+            must hold each trainable parameter.
+        strict: An optimizer that can't make steps on small tensors is an error; otherwise it is
+            accepted.
 
     Raises:
-        ValueError: The optimizer needs shapes, norms or other parameters, which a flat slice does not have (use `whole=True` in
-            `param_groups`); no optimizer or several hold a parameter; one holds parameters from before sharding, or from before the
-            last `param_groups`; a group is empty (a filter by names over `named_parameters()` sees only chunks); an optimizer expects
-            equal parameters on all ranks; options differ between ranks; or an optimizer can't make steps on small tensors. Every
-            rank raises it.
+        ValueError: The optimizer needs shapes, norms or other parameters, which a flat slice does
+            not have (use `whole=True` in `param_groups`); no optimizer or several hold a parameter;
+            one holds parameters from before sharding, or from before the last `param_groups`; a
+            group is empty (a filter by names over `named_parameters()` sees only chunks); an
+            optimizer expects equal parameters on all ranks; options differ between ranks; or an
+            optimizer can't make steps on small tensors. Every rank raises it.
         TypeError: An argument is no optimizer. Every rank raises it.
 
     Example::
@@ -95,10 +111,14 @@ def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = Tr
 
 
 def _options_of(optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    """Yields a line for each group, which must be the same on all ranks. An option that is no plain value is described by its type."""
+    """Yields a line for each group, which must be the same on all ranks. An option that is no plain
+    value is described by its type.
+    """
     for number, group in enumerate(optimizer.param_groups):
         told = []
-        for key in sorted(key for key in group if isinstance(key, str) and key not in ("params", "param_names")):
+        for key in sorted(
+            key for key in group if isinstance(key, str) and key not in ("params", "param_names")
+        ):
             try:
                 told.append(f"{key}={json.dumps(encode_scalar(group[key], key))}")
             except TypeError:
@@ -107,31 +127,45 @@ def _options_of(optimizer: torch.optim.Optimizer) -> Iterator[str]:
 
 
 def warn_if_inexact(states: list[LayerState], optimizer: torch.optim.Optimizer) -> None:
-    """Warns at a save, because the training so far is worth saving all the same. It makes no collective."""
+    """Warns at a save, because the training so far is worth saving all the same. It makes no
+    collective.
+    """
     try:
         _check_maths(states[0], owned_by(states), optimizer, strict=False)
     except ValueError as problem:
         warnings.warn(f"this run does not train as an unsharded one would: {problem}", stacklevel=4)
 
 
-def _check_groups(model: nn.Module, states: list[LayerState], optimizer: torch.optim.Optimizer) -> None:
+def _check_groups(
+    model: nn.Module, states: list[LayerState], optimizer: torch.optim.Optimizer
+) -> None:
     if any((kind.__module__, kind.__name__) in _REPLICATED for kind in type(optimizer).__mro__):
         raise ValueError(
-            f"a {type(optimizer).__name__} takes the parameters of all ranks to be equal, and would give every rank the same, but chunks "
-            "are each rank's own slice. Use the plain torch.optim optimizer: its state is as long as the chunks, so it is sharded already"
+            f"a {type(optimizer).__name__} takes the parameters of all ranks to be equal, and "
+            "would give every rank the same, but chunks are each rank's own slice. Use the plain "
+            "torch.optim optimizer: its state is as long as the chunks, so it is sharded already"
         )
     for number, group in enumerate(optimizer.param_groups):
         if not group["params"]:
             others = [other for other in optimizer.param_groups if other is not group]
-            own = [f"{k}={v!r}" for k, v in group.items() if k != "params" and any(k not in o or o[k] is not v for o in others)]
-            label = f"group {number} of the {type(optimizer).__name__} ({', '.join(own) or 'no options of its own'})"
+            own = [
+                f"{k}={v!r}"
+                for k, v in group.items()
+                if k != "params" and any(k not in o or o[k] is not v for o in others)
+            ]
+            label = (
+                f"group {number} of the {type(optimizer).__name__} "
+                f"({', '.join(own) or 'no options of its own'})"
+            )
             names = [name for name, _, _ in named_parameters(model, states)]
             chunks = [name for name, _ in model.named_parameters()]
             raise ValueError(
-                f"{label} is empty. Was it made by a filter over model.named_parameters()? These are {len(chunks)} flat chunks now "
-                f"({_listed(chunks)}): no name or shape of the model's {len(names)} parameters ({_listed(names)}) is found among them, and "
-                "all parameters of a chunk would get the options of the group that holds it. zero3.param_groups(model, lambda name, info: "
-                "{...}) makes groups by the parameters' own names and shapes"
+                f"{label} is empty. Was it made by a filter over model.named_parameters()? These "
+                f"are {len(chunks)} flat chunks now ({_listed(chunks)}): no name or shape of the "
+                f"model's {len(names)} parameters ({_listed(names)}) is found among them, and all "
+                "parameters of a chunk would get the options of the group that holds it. "
+                "zero3.param_groups(model, lambda name, info: {...}) makes groups by the "
+                "parameters' own names and shapes"
             )
 
 
@@ -139,21 +173,28 @@ def _listed(names: list[str]) -> str:
     return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
 
 
-def _check_held(model: nn.Module, states: list[LayerState], optimizers: list[torch.optim.Optimizer]) -> None:
+def _check_held(
+    model: nn.Module, states: list[LayerState], optimizers: list[torch.optim.Optimizer]
+) -> None:
     found = owned_by(states)
-    originals = {id(sharded.sites.parameter): sharded.sites.name for state in states for sharded in state.parameters}
+    originals = {
+        id(sharded.sites.parameter): sharded.sites.name
+        for state in states
+        for sharded in state.parameters
+    }
     held = held_by(*optimizers)
     for parameter in held:
         if isinstance(parameter, Superseded):
             raise ValueError(
-                f"the optimizer holds {parameter.zero3_name}, which zero3.param_groups has replaced since: make the optimizer from "
-                "what the last call returned"
+                f"the optimizer holds {parameter.zero3_name}, which zero3.param_groups has "
+                "replaced since: make the optimizer from what the last call returned"
             )
         if isinstance(parameter, ReleasedParameter) or id(parameter) in originals:
             name = originals.get(id(parameter), "of another sharded model")
             raise ValueError(
-                f"the optimizer holds the parameter {name!r} of the unsharded model, which is trained in chunks: make it from "
-                "zero3.get_trainable_chunk(model), or zero3.param_groups, after sharding"
+                f"the optimizer holds the parameter {name!r} of the unsharded model, which is "
+                "trained in chunks: make it from zero3.get_trainable_chunk(model), or "
+                "zero3.param_groups, after sharding"
             )
     counts = Counter(map(id, held))
     for each in found.values():
@@ -161,36 +202,49 @@ def _check_held(model: nn.Module, states: list[LayerState], optimizers: list[tor
         if parameter.numel() and (count > 1 or (parameter.requires_grad and not count)):
             names = ", ".join(piece.slot.name for piece, _ in each.pieces()) or "padding"
             raise ValueError(
-                f"{'no optimizer holds' if not count else 'optimizers hold more than once'} these parameters of layer "
-                f"{each.state.label}, which this rank has a slice of: {names}. Pass all optimizers that train the model; freeze "
-                "parameters that should not train"
+                f"{'no optimizer holds' if not count else 'optimizers hold more than once'} these "
+                f"parameters of layer {each.state.label}, which this rank has a slice of: "
+                f"{names}. Pass all optimizers that train the model; freeze parameters that "
+                "should not train"
             )
 
 
-def _check_maths(first: LayerState, found: dict[int, Owned], optimizer: torch.optim.Optimizer, strict: bool) -> None:
+def _check_maths(
+    first: LayerState, found: dict[int, Owned], optimizer: torch.optim.Optimizer, strict: bool
+) -> None:
     ranks = min(2, first.communicator.shards)
     for group in optimizer.param_groups:
         parts = [found[id(p)].part for p in group["params"] if id(p) in found and p.numel()]
         ndims = sorted({part.parameter.ndim for part in parts if part.whole})
         try:
-            if ndims and (reason := probe_whole(builder(optimizer, group), first.device, ranks, ndims)):
+            if ndims and (
+                reason := probe_whole(builder(optimizer, group), first.device, ranks, ndims)
+            ):
                 raise ValueError(
-                    f"{_named(optimizer, group)} takes something over several parameters at once, which lie on several ranks: {reason}"
+                    f"{_named(optimizer, group)} takes something over several parameters at once, "
+                    f"which lie on several ranks: {reason}"
                 )
             if not all(part.whole for part in parts):
-                reason = probe_flat(builder(optimizer, group), first.device, ranks, longest(optimizer, group))
+                reason = probe_flat(
+                    builder(optimizer, group), first.device, ranks, longest(optimizer, group)
+                )
                 if reason:
                     raise ValueError(
-                        f"{_named(optimizer, group)} does more than treat each element by itself, but has flat slices of parameters: "
-                        f"{reason}. Give it whole ones: {_WHOLE}"
+                        f"{_named(optimizer, group)} does more than treat each element by itself, "
+                        f"but has flat slices of parameters: {reason}. Give it whole ones: "
+                        f"{_WHOLE}"
                     )
         except CannotProbe as cause:
             if strict:
                 raise ValueError(
-                    f"{_named(optimizer, group)} can't be tried out on small tensors ({cause}), so whether it may be spread over ranks is "
-                    "unknown. If it treats each element by itself, pass strict=False"
+                    f"{_named(optimizer, group)} can't be tried out on small tensors ({cause}), "
+                    "so whether it may be spread over ranks is unknown. If it treats each "
+                    "element by itself, pass strict=False"
                 ) from cause
 
 
 def _named(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
-    return f"{type(optimizer).__name__} ({', '.join(f'{k}={v!r}' for k, v in group.items() if k in ('lr', 'whole', 'foreach'))})"
+    return (
+        f"{type(optimizer).__name__} "
+        f"({', '.join(f'{k}={v!r}' for k, v in group.items() if k in ('lr', 'whole', 'foreach'))})"
+    )

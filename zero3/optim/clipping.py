@@ -21,30 +21,36 @@ __all__: list[str] = []
 
 
 @torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-    """Scales all gradients so that their norm, over all parameters of all ranks as one vector, is at most `max_norm`.
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scales all gradients so that their norm, over all parameters of all ranks as one vector, is
+    at most `max_norm`.
 
-    It does what `torch.nn.utils.clip_grad_norm_` does for the unsharded model, with one all-reduce of one number. Every rank calls
-    it, after the last backward of a step.
+    It does what `torch.nn.utils.clip_grad_norm_` does for the unsharded model, with one all-reduce
+    of one number. Every rank calls it, after the last backward of a step.
 
-    Parameters that the policy's `ignored` leaves alone count too, by the mean of the ranks' gradients (the sum, if that is the policy's
-    `gradient_reduction`), for which it makes one more all-reduce. Each rank scales its own. So a mean may be made equal on all ranks
-    before or after clipping, and a sum after it.
+    Parameters that the policy's `ignored` leaves alone count too, by the mean of the ranks'
+    gradients (the sum, if that is the policy's `gradient_reduction`), for which it makes one more
+    all-reduce. Each rank scales its own. So a mean may be made equal on all ranks before or after
+    clipping, and a sum after it.
 
     Args:
         model: Any model that contains zero3 layers.
-        max_norm: The largest norm that remains, 0 or more. With `float("inf")` nothing is scaled. Ranks that pass different ones are
-            told when they next compare their transfers.
+        max_norm: The largest norm that remains, 0 or more. With `float("inf")` nothing is scaled.
+            Ranks that pass different ones are told when they next compare their transfers.
         norm_type: p of the p-norm; `float("inf")` for the largest element.
         error_if_nonfinite: Raise if the norm is nan or inf, and do not scale.
 
     Returns:
-        The norm before clipping, 0-dim, with the same bits on all ranks. It is float64 if any chunk is float64, else float32.
+        The norm before clipping, 0-dim, with the same bits on all ranks. It is float64 if any chunk
+        is float64, else float32.
 
     Raises:
         RuntimeError: The norm is nan or inf, and `error_if_nonfinite` is set. Every rank raises it.
-        ValueError: Nothing in `model` is sharded, `norm_type` is not positive, or `max_norm` is negative or nan. Every rank raises it;
-            on a GPU, ranks with right arguments get nan instead.
+        ValueError: Nothing in `model` is sharded, `norm_type` is not positive, or `max_norm` is
+            negative or nan. Every rank raises it; on a GPU, ranks with right arguments get nan
+            instead.
         TypeError: `norm_type` or `max_norm` is no number. The same ranks raise it.
         OSError: A gradient in a file can't be read (`offload`). The same ranks raise it.
 
@@ -59,10 +65,18 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
     chunks = parts_of(states)
     states[0].log.look(wait=False)
     reduce_deferred(chunk.grad for chunk in chunks)
-    in_files, filled, ignored = gradients_in_files(states), list[Tensor](), ignored_gradients(states, "clip_grad_norm_")
+    in_files, filled, ignored = (
+        gradients_in_files(states),
+        list[Tensor](),
+        ignored_gradients(states, "clip_grad_norm_"),
+    )
     try:
         norms = norms_in_files(in_files, norm_type)
-        filled = [gradient for gradient in gradients_to_measure(model, states, norms, ignored) if gradient.numel()]
+        filled = [
+            gradient
+            for gradient in gradients_to_measure(model, states, norms, ignored)
+            if gradient.numel()
+        ]
     except OSError as unreadable:
         error = error or unreadable
     local = torch.zeros((), dtype=torch.float64, device=states[0].device)
@@ -70,32 +84,59 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
         local = local + math.nan
     elif filled:
         local = on_device(torch.nn.utils.get_total_norm(filled, norm_type), local.device).to(local)
-    total = _over_ranks(states[0], local, norm_type, error, [gradient for gradient in ignored.values() if gradient.numel()])  # [S1]
-    limit = float(max_norm)  # ranks that scale by different ones are told when they compare their transfers
-    states[0].log.note("clipping", f"the gradients to max_norm={limit} of norm {norm_type}", norm_type, limit)
+    # [S1]
+    total = _over_ranks(
+        states[0],
+        local,
+        norm_type,
+        error,
+        [gradient for gradient in ignored.values() if gradient.numel()],
+    )
+    # ranks that scale by different ones are told when they compare their transfers
+    limit = float(max_norm)
+    states[0].log.note(
+        "clipping", f"the gradients to max_norm={limit} of norm {norm_type}", norm_type, limit
+    )
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
-            f"the total norm of order {norm_type} of the gradients is {total.item()}, so they can't be clipped. "
-            "Set error_if_nonfinite=False to scale by it anyway."
+            f"the total norm of order {norm_type} of the gradients is {total.item()}, so they "
+            "can't be clipped. Set error_if_nonfinite=False to scale by it anyway."
         )
     alone = [each.parameter for each in ignored_of(states)]
-    total = total.to(torch.float64 if any(each.dtype == torch.float64 for each in (*chunks, *alone)) else torch.float32)
+    total = total.to(
+        torch.float64
+        if any(each.dtype == torch.float64 for each in (*chunks, *alone))
+        else torch.float32
+    )
     elsewhere = {id(each.part.parameter) for each in in_files}
-    torch.nn.utils.clip_grads_with_norm_([*(chunk for chunk in chunks if id(chunk) not in elsewhere), *alone], max_norm, total)
+    torch.nn.utils.clip_grads_with_norm_(
+        [*(chunk for chunk in chunks if id(chunk) not in elsewhere), *alone], max_norm, total
+    )
     if in_files:
         scale_in_files(in_files, max_norm, total)
     return total
 
 
-def _over_ranks(first: LayerState, local: Tensor, norm_type: float, error: Exception | None, shared: list[Tensor]) -> Tensor:
+def _over_ranks(
+    first: LayerState,
+    local: Tensor,
+    norm_type: float,
+    error: Exception | None,
+    shared: list[Tensor],
+) -> Tensor:
     """The norm over all ranks, from each rank's `local` norm, and gradients that all ranks have."""
     communicator, maximum = first.communicator, math.isinf(norm_type)
     total = local if maximum else local**norm_type
     if communicator.replica and error is None:
         total = torch.zeros_like(total)  # replicas have the same gradients, which count once
-    with NamingFailures(communicator, "summing up", Subject("the norm of the gradients"), "clip_grad_norm_"):
-        # Read as integers, positive numbers keep their order, and nan is the largest. A maximum of floats may lose nan.
-        communicator.all_reduce(total.abs_().view(torch.int64) if maximum else total, maximum=maximum)
+    with NamingFailures(
+        communicator, "summing up", Subject("the norm of the gradients"), "clip_grad_norm_"
+    ):
+        # Read as integers, positive numbers keep their order, and nan is the largest. A maximum of
+        # floats may lose nan.
+        communicator.all_reduce(
+            total.abs_().view(torch.int64) if maximum else total, maximum=maximum
+        )
     agree_where_nan(communicator, first.device, "clip_grad_norm_", total, error)
     if communicator.world_size == 1:
         return local
@@ -106,12 +147,19 @@ def _over_ranks(first: LayerState, local: Tensor, norm_type: float, error: Excep
 
 
 def _checked(norm_type: float, max_norm: float) -> tuple[float, Exception | None]:
-    """Returns the order of the norm, and the caller's mistake. A rank with a mistake takes part in the sum, so it needs an order."""
+    """Returns the order of the norm, and the caller's mistake. A rank with a mistake takes part in
+    the sum, so it needs an order.
+    """
     try:
         order = float(norm_type)
-        if order > 0 and max_norm >= 0:  # torch would scale by a negative number, which turns all gradients around
+        # torch would scale by a negative number, which turns all gradients around
+        if order > 0 and max_norm >= 0:
             return order, None
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        return 2.0, TypeError(f"norm_type and max_norm must be numbers, found {norm_type!r} and {max_norm!r}")
+        return 2.0, TypeError(
+            f"norm_type and max_norm must be numbers, found {norm_type!r} and {max_norm!r}"
+        )
     known = order if math.isinf(order) else 2.0
-    return known, ValueError(f"norm_type must be positive and max_norm at least 0, found {order} and {max_norm}")
+    return known, ValueError(
+        f"norm_type must be positive and max_norm at least 0, found {order} and {max_norm}"
+    )

@@ -18,10 +18,12 @@ __all__: list[str] = []
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for sharded models: an inf or nan on one rank makes every rank skip the step.
+    """`torch.amp.GradScaler` for sharded models: an inf or nan on one rank makes every rank skip
+    the step.
 
-    Its optimizers may hold chunks, the parts that `param_groups` makes, and plain parameters. A step makes one all-reduce of one
-    number for each optimizer, on every rank, also on ranks that have no parameter in it.
+    Its optimizers may hold chunks, the parts that `param_groups` makes, and plain parameters. A
+    step makes one all-reduce of one number for each optimizer, on every rank, also on ranks that
+    have no parameter in it.
 
     Args:
         device: The type of the device that computes: "cuda" or "cpu".
@@ -45,13 +47,21 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+        gradients = [
+            parameter.grad for group in optimizer.param_groups for parameter in group["params"]
+        ]
         reduce_deferred(gradients)
         touch(gradients)
         # To gradients on the host torch would copy both without waiting for the copies.
-        scale, none = (each.cpu() if self._from_afar(optimizer) else each for each in (inv_scale, found_inf))
+        scale, none = (
+            each.cpu() if self._from_afar(optimizer) else each for each in (inv_scale, found_inf)
+        )
         with as_plain_tensors():  # an operation on a deferred gradient would begin its reduction
             found = super()._unscale_grads_(optimizer, scale, none, allow_fp16)
         agreed = found_inf
@@ -59,7 +69,12 @@ class GradScaler(torch.amp.GradScaler):
             agreed = torch.maximum(agreed, other.to(agreed.device))
         for state in _one_layer_of_each_group(optimizer):
             state.log.look()
-            with NamingFailures(state.communicator, "comparing", Subject("whether the gradients are finite"), "GradScaler.step"):
+            with NamingFailures(
+                state.communicator,
+                "comparing",
+                Subject("whether the gradients are finite"),
+                "GradScaler.step",
+            ):
                 state.communicator.all_reduce(agreed, maximum=True)
         return {device: agreed.to(device) for device in [*found, agreed.device]}
 
@@ -86,16 +101,24 @@ class GradScaler(torch.amp.GradScaler):
 
     def _from_afar(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the scale is on an accelerator, and gradients are on the host (`offload`)."""
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        return self._device != "cpu" and any(p.grad is not None and p.grad.device.type == "cpu" for p in parameters)
+        parameters = (
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        )
+        return self._device != "cpu" and any(
+            p.grad is not None and p.grad.device.type == "cpu" for p in parameters
+        )
 
 
 def _one_layer_of_each_group(optimizer: torch.optim.Optimizer) -> list[LayerState]:
-    """Returns one layer for each process group that shares some of the optimizer's parameters. Most often there is one group."""
+    """Returns one layer for each process group that shares some of the optimizer's parameters. Most
+    often there is one group.
+    """
     found: list[LayerState] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = state_of(parameter) or ignored_by(parameter)
-            if state is not None and not any(known.communicator.same_ranks(state.communicator) for known in found):
+            if state is not None and not any(
+                known.communicator.same_ranks(state.communicator) for known in found
+            ):
                 found.append(state)
     return found

@@ -25,21 +25,25 @@ __all__: list[str] = []
 
 
 def named_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's slice of each trainable parameter's gradient, by the parameter's name in the unwrapped model.
+    """This rank's slice of each trainable parameter's gradient, by the parameter's name in the
+    unwrapped model.
 
-    The slices are views of the chunks' gradients, so a change in place is a change of what the optimizer will see. Every element
-    of a parameter is in one rank's slice, and the slices of all ranks, in rank order, are the whole gradient, flattened. Nothing
-    is communicated. With `stage=1`, every rank calls it, because gradients that are not reduced yet are reduced first.
+    The slices are views of the chunks' gradients, so a change in place is a change of what the
+    optimizer will see. Every element of a parameter is in one rank's slice, and the slices of all
+    ranks, in rank order, are the whole gradient, flattened. Nothing is communicated. With
+    `stage=1`, every rank calls it, because gradients that are not reduced yet are reduced first.
 
     For norms use `parameter_norms`: the norm of a slice is not that of the parameter.
 
     Args:
-        model: Any model that contains zero3 layers, or any module inside one. Names are those inside this module.
+        model: Any model that contains zero3 layers, or any module inside one. Names are those
+            inside this module.
 
     Returns:
-        Name to a 1-D tensor, in the model's order. It is empty if other ranks hold the parameter. A tied parameter stands once,
-        under its first name. Frozen parameters are left out, those that `param_groups` left out or the policy's `ignored` leaves
-        alone, and those without a gradient, as all are after `zero_grad()`.
+        Name to a 1-D tensor, in the model's order. It is empty if other ranks hold the parameter. A
+        tied parameter stands once, under its first name. Frozen parameters are left out, those that
+        `param_groups` left out or the policy's `ignored` leaves alone, and those without a
+        gradient, as all are after `zero_grad()`.
 
     Raises:
         ValueError: Nothing in `model` is sharded.
@@ -60,28 +64,34 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor]:
         if gradient is not None:
             found[name] = gradient
         elif _lies_elsewhere(sharded) and _has_gradients(state):
-            found[name] = sharded.chunk.shard.data.new_empty(0, dtype=sharded.chunk.shard.grad_dtype)
+            found[name] = sharded.chunk.shard.data.new_empty(
+                0, dtype=sharded.chunk.shard.grad_dtype
+            )
     return found
 
 
 @contextmanager
 def full_gradients(model: nn.Module, *, writeback: bool = False) -> Iterator[dict[str, Tensor]]:
-    """Context that yields the whole gradients of a model's trainable parameters, on every rank, by their names.
+    """Context that yields the whole gradients of a model's trainable parameters, on every rank, by
+    their names.
 
-    Every rank enters and leaves it, because it gathers. It holds the gradients of all layers of `model` at once; for less, call it
-    for one block after another. Nothing is fetched, and the parameters themselves stay as they are.
+    Every rank enters and leaves it, because it gathers. It holds the gradients of all layers of
+    `model` at once; for less, call it for one block after another. Nothing is fetched, and the
+    parameters themselves stay as they are.
 
     Args:
-        model: Any model that contains zero3 layers, or any module inside one. Names are those inside this module.
-        writeback: At the end, rank 0's tensors are written to the gradients on all ranks, unless a rank has raised. Without it
-            changes are lost.
+        model: Any model that contains zero3 layers, or any module inside one. Names are those
+            inside this module.
+        writeback: At the end, rank 0's tensors are written to the gradients on all ranks, unless a
+            rank has raised. Without it changes are lost.
 
     Yields:
-        Name to a tensor in the parameter's shape, in the model's order. A tied parameter stands once, under its first name. The
-        same parameters are left out as by `named_gradients`.
+        Name to a tensor in the parameter's shape, in the model's order. A tied parameter stands
+        once, under its first name. The same parameters are left out as by `named_gradients`.
 
     Raises:
-        ValueError: Nothing in `model` is sharded, or ranks have different layers in it; on every rank.
+        ValueError: Nothing in `model` is sharded, or ranks have different layers in it; on every
+            rank.
         RuntimeError: The gradients are not reduced yet, as inside `no_sync`.
 
     Example::
@@ -104,7 +114,10 @@ def full_gradients(model: nn.Module, *, writeback: bool = False) -> Iterator[dic
     full = {chunk: _gathered(chunk, state.communicator) for chunk, state in chunks.items()}
     error: BaseException | None = None
     try:
-        yield {name: view(full[sharded.chunk], sharded.chunk.layout, sharded.index) for name, _, sharded in wanted}
+        yield {
+            name: view(full[sharded.chunk], sharded.chunk.layout, sharded.index)
+            for name, _, sharded in wanted
+        }
     except BaseException as caught:
         error = caught
         raise
@@ -113,20 +126,29 @@ def full_gradients(model: nn.Module, *, writeback: bool = False) -> Iterator[dic
             _write(full, first.communicator)
 
 
-def _trainable(model: nn.Module, states: list[LayerState]) -> Iterator[tuple[str, LayerState, ShardedParameter]]:
-    inside = {id(tensor) for _, tensor in named_tensors(model)}  # a module inside a layer has not all of the layer's parameters
+def _trainable(
+    model: nn.Module, states: list[LayerState]
+) -> Iterator[tuple[str, LayerState, ShardedParameter]]:
+    # a module inside a layer has not all of the layer's parameters
+    inside = {id(tensor) for _, tensor in named_tensors(model)}
     for name, state, sharded in named_parameters(model, states):
-        trains = sharded.chunk.shard.requires_grad and sharded.sites.name not in sharded.chunk.left_out
+        trains = (
+            sharded.chunk.shard.requires_grad and sharded.sites.name not in sharded.chunk.left_out
+        )
         if trains and id(sharded.sites.parameter) in inside:
             yield name, state, sharded
 
 
 def _own_slice(sharded: ShardedParameter) -> Tensor | None:
-    """This rank's elements of the parameter's gradient, 1-D. None if they have no gradient, or this rank has no elements."""
+    """This rank's elements of the parameter's gradient, 1-D. None if they have no gradient, or this
+    rank has no elements.
+    """
     slot = sharded.chunk.layout.slots[sharded.index]
     for piece in sharded.chunk.pieces:
         if piece.slot == slot:
-            return slice_of(sharded.chunk, piece.offset, piece.offset + piece.stop - piece.start, "grad")
+            return slice_of(
+                sharded.chunk, piece.offset, piece.offset + piece.stop - piece.start, "grad"
+            )
     return None
 
 
@@ -142,7 +164,9 @@ def _lies_elsewhere(sharded: ShardedParameter) -> bool:
 
 
 def _has_gradients(state: LayerState) -> bool:
-    """Whether a backward has been here, as far as this rank can tell: it may have nothing that trains."""
+    """Whether a backward has been here, as far as this rank can tell: it may have nothing that
+    trains.
+    """
     trained = state.trainable()
     return not trained or any(parameter.grad is not None for parameter in trained)
 

@@ -1,4 +1,6 @@
-"""Clipping of gradients that rest in files: one after another is in memory, and only if it has to be."""
+"""Clipping of gradients that rest in files: one after another is in memory, and only if it has to
+be.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class GradientInFile(NamedTuple):
         self.chunk.residence.bring(to_bring(self.gradient)[0], to_write=to_write)
 
     def known_norms(self, order: float) -> dict[Span, Tensor] | None:
-        norms = {span: known_norm(self.gradient, span, order) for span in self.chunk.spans(self.part)}
+        norms = {
+            span: known_norm(self.gradient, span, order) for span in self.chunk.spans(self.part)
+        }
         found = {span: norm for span, norm in norms.items() if norm is not None}
         return found if len(found) == len(norms) else None
 
@@ -42,13 +46,26 @@ class GradientInFile(NamedTuple):
 
 
 def gradients_in_files(states: list[LayerState]) -> list[GradientInFile]:
-    chunks = (chunk for state in states for chunk in state.chunks if isinstance(chunk, OffloadedChunk))
-    parts = ((chunk, part, part.parameter.grad) for chunk in chunks if isinstance(chunk.residence, InFiles) for part in chunk.parts)
-    return [GradientInFile(chunk, part, gradient) for chunk, part, gradient in parts if gradient is not None and gradient.numel()]
+    chunks = (
+        chunk for state in states for chunk in state.chunks if isinstance(chunk, OffloadedChunk)
+    )
+    parts = (
+        (chunk, part, part.parameter.grad)
+        for chunk in chunks
+        if isinstance(chunk.residence, InFiles)
+        for part in chunk.parts
+    )
+    return [
+        GradientInFile(chunk, part, gradient)
+        for chunk, part, gradient in parts
+        if gradient is not None and gradient.numel()
+    ]
 
 
 def norms_in_files(gradients: list[GradientInFile], order: float) -> Norms:
-    """Their norms. From now on norms are taken when gradients land, so that gradients need not come for them."""
+    """Their norms. From now on norms are taken when gradients land, so that gradients need not come
+    for them.
+    """
     known = [each.known_norms(order) for each in gradients]
     unknown = [each for each, norms in zip(gradients, known, strict=True) if norms is None]
     taken = iter([each.norms(order) for each in _one_by_one(unknown, to_write=False)])
@@ -70,13 +87,21 @@ def scale_in_files(gradients: list[GradientInFile], max_norm: float, total: Tens
         for each in gradients:
             changed(each.gradient)
         return
-    now = [each for each in gradients if not (is_stepped_in_turns(each.part.parameter) and each.chunk.scale_later(each.part, factor))]
+    now = [
+        each
+        for each in gradients
+        if not (
+            is_stepped_in_turns(each.part.parameter) and each.chunk.scale_later(each.part, factor)
+        )
+    ]
     for each in _one_by_one(now, to_write=True):
         each.gradient.mul_(factor)
 
 
 def _one_by_one(gradients: Sequence[GradientInFile], *, to_write: bool) -> Iterator[GradientInFile]:
-    """Yields each when it is in memory, while a thread brings the next one. Those of the chunk before leave."""
+    """Yields each when it is in memory, while a thread brings the next one. Those of the chunk
+    before leave.
+    """
     with ThreadPoolExecutor(1, thread_name_prefix="zero3-offload") as thread:
         coming = [thread.submit(each.bring, to_write) for each in gradients[:1]]
         for each, following in zip(gradients, [*gradients[1:], None], strict=False):

@@ -27,27 +27,32 @@ __all__: list[str] = []
 
 
 @torch.no_grad()
-def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", norm_type: float = 2.0) -> dict[str, Tensor]:
-    """Returns the norm of each parameter, or of its gradient, by its name in the unwrapped model. Every rank calls it.
+def parameter_norms(
+    model: nn.Module, of: Literal["grad", "param"] = "grad", norm_type: float = 2.0
+) -> dict[str, Tensor]:
+    """Returns the norm of each parameter, or of its gradient, by its name in the unwrapped model.
+    Every rank calls it.
 
-    It makes one all-reduce, of a number for each parameter, and one of the gradients of parameters that the policy's `ignored` leaves
-    alone. On a GPU the host does not wait for it. Quantised parameters are gathered for it, one chunk after another, and ranks compare
-    the arguments before.
+    It makes one all-reduce, of a number for each parameter, and one of the gradients of parameters
+    that the policy's `ignored` leaves alone. On a GPU the host does not wait for it. Quantised
+    parameters are gathered for it, one chunk after another, and ranks compare the arguments before.
 
     Args:
         model: Any model that contains zero3 layers.
-        of: "grad": gradients of trainable parameters, 0 for a parameter without one. "param": values of all parameters, also frozen;
-            of quantised ones the values that they stand for. For a parameter that `ignored` leaves alone, these are the mean of all
-            ranks' gradients (or the sum, as `gradient_reduction` says), and rank 0's values.
+        of: "grad": gradients of trainable parameters, 0 for a parameter without one. "param":
+            values of all parameters, also frozen; of quantised ones the values that they stand for.
+            For a parameter that `ignored` leaves alone, these are the mean of all ranks' gradients
+            (or the sum, as `gradient_reduction` says), and rank 0's values.
         norm_type: p of the p-norm; `float("inf")` for the largest element.
 
     Returns:
-        Name to norm, as 0-dim float64 tensors in the model's order, the same on all ranks. A tied parameter appears once, under its
-        first name.
+        Name to norm, as 0-dim float64 tensors in the model's order, the same on all ranks. A tied
+        parameter appears once, under its first name.
 
     Raises:
-        ValueError: Nothing in `model` is sharded, `norm_type` is not positive, or `of` is neither "grad" nor "param". Every rank
-            raises it; on a GPU, ranks with right arguments get nan instead.
+        ValueError: Nothing in `model` is sharded, `norm_type` is not positive, or `of` is neither
+            "grad" nor "param". Every rank raises it; on a GPU, ranks with right arguments get nan
+            instead.
         TypeError: `norm_type` is no number. The same ranks raise it.
 
     Example::
@@ -66,17 +71,30 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
         if of != "param":
             raise
     named = _named(model, states)  # for any `of`, so that ranks add up equally many
-    values = torch.full((len(named),), 0.0 if error is None else math.nan, dtype=torch.float64, device=states[0].device)
+    values = torch.full(
+        (len(named),),
+        0.0 if error is None else math.nan,
+        dtype=torch.float64,
+        device=states[0].device,
+    )
     quantized = [state for state in states if any(chunk.read_only for chunk in state.chunks)]
     if quantized:
         agree(communicator, states[0].device, "parameter_norms", [f"of={of!r}"], error)
     ignored = ignored_gradients(states, "parameter_norms")
     if error is None:
-        own = {key: row for row, (_, key) in enumerate(named) if isinstance(key, ShardedParameter) and not key.chunk.read_only}
+        own = {
+            key: row
+            for row, (_, key) in enumerate(named)
+            if isinstance(key, ShardedParameter) and not key.chunk.read_only
+        }
         if not communicator.replica:  # replicas hold the same values, which count once
             _add_own(values, own, of, norm_type)
         counts = is_first(communicator)
-        whole = {id(each.parameter): each.parameter.detach() for each in ignored_of(states)} if of == "param" else ignored
+        whole = (
+            {id(each.parameter): each.parameter.detach() for each in ignored_of(states)}
+            if of == "param"
+            else ignored
+        )
         for row, (_, key) in enumerate(named):
             flat = whole.get(id(key)) if counts else None
             if flat is not None:
@@ -86,23 +104,40 @@ def parameter_norms(model: nn.Module, of: Literal["grad", "param"] = "grad", nor
             for sharded, flat in _dequantised(state):
                 if counts and sharded in rows:
                     values[rows[sharded]] = _power(flat, norm_type)
-    with NamingFailures(communicator, "summing up", Subject("the norms of the parameters"), "parameter_norms"):
+    with NamingFailures(
+        communicator, "summing up", Subject("the norms of the parameters"), "parameter_norms"
+    ):
         sent = values[None]  # of another shape than what other functions sum up
-        communicator.all_reduce(sent.view(torch.int64) if maximum else sent, maximum=maximum)  # as integers: see clip_grad_norm_
+        # as integers: see clip_grad_norm_
+        communicator.all_reduce(sent.view(torch.int64) if maximum else sent, maximum=maximum)
     agree_where_nan(communicator, states[0].device, "parameter_norms", values, error)
-    states[0].log.note("measuring", f"the {of}s' norms {norm_type}", of == "param", norm_type)  # see clip_grad_norm_
+    # see clip_grad_norm_
+    states[0].log.note("measuring", f"the {of}s' norms {norm_type}", of == "param", norm_type)
     values = values if maximum else values ** (1.0 / norm_type)
-    asked = [of == "param" or (key.chunk.shard if isinstance(key, ShardedParameter) else key).requires_grad for _, key in named]
-    return {name: value for (name, _), value, is_asked in zip(named, values, asked, strict=True) if is_asked}
+    asked = [
+        of == "param"
+        or (key.chunk.shard if isinstance(key, ShardedParameter) else key).requires_grad
+        for _, key in named
+    ]
+    return {
+        name: value
+        for (name, _), value, is_asked in zip(named, values, asked, strict=True)
+        if is_asked
+    }
 
 
-def _named(model: nn.Module, states: list[LayerState]) -> list[tuple[str, ShardedParameter | nn.Parameter]]:
+def _named(
+    model: nn.Module, states: list[LayerState]
+) -> list[tuple[str, ShardedParameter | nn.Parameter]]:
     """Every parameter once, also those that are left alone, in the unwrapped model's order."""
     sharded = [(name, each) for name, _, each in named_parameters(model, states)]
     alone = {id(each.parameter): each.parameter for each in ignored_of(states)}
     if not alone:
         return list(sharded)
-    of, found = {id(each.sites.parameter): (name, each) for name, each in sharded}, list[tuple[str, ShardedParameter | nn.Parameter]]()
+    of, found = (
+        {id(each.sites.parameter): (name, each) for name, each in sharded},
+        list[tuple[str, ShardedParameter | nn.Parameter]](),
+    )
     for name, tensor in named_tensors(model):
         if (entry := of.pop(id(tensor), None)) is not None:
             found.append(entry)
@@ -112,28 +147,50 @@ def _named(model: nn.Module, states: list[LayerState]) -> list[tuple[str, Sharde
 
 
 def ignored_gradients(states: list[LayerState], caller: str) -> dict[int, Tensor]:
-    """The gradients of parameters that are left alone, over all ranks, by the parameter's id. Every rank calls it, in `caller`.
+    """The gradients of parameters that are left alone, over all ranks, by the parameter's id. Every
+    rank calls it, in `caller`.
 
-    They are the ranks' mean, or sum, as `gradient_reduction` says. What the caller has made equal on all ranks is its own mean.
+    They are the ranks' mean, or sum, as `gradient_reduction` says. What the caller has made equal
+    on all ranks is its own mean.
     """
     own = [each.parameter for each in ignored_of(states) if each.parameter.requires_grad]
     if not own:
         return {}
-    first, dtype = states[0], torch.float64 if any(each.dtype in (torch.float64, torch.complex128) for each in own) else torch.float32
-    flats = [torch.zeros_like(each, layout=torch.strided) if each.grad is None else each.grad.detach().to_dense() for each in own]
-    reals = [(torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1) for flat in flats]
+    first, dtype = (
+        states[0],
+        torch.float64
+        if any(each.dtype in (torch.float64, torch.complex128) for each in own)
+        else torch.float32,
+    )
+    flats = [
+        torch.zeros_like(each, layout=torch.strided)
+        if each.grad is None
+        else each.grad.detach().to_dense()
+        for each in own
+    ]
+    reals = [
+        (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1)
+        for flat in flats
+    ]
     whole = torch.cat([real.to(first.device, dtype) for real in reals])
     if first.communicator.world_size > 1:
-        with NamingFailures(first.communicator, "summing up", Subject("the gradients of ignored parameters"), caller):
+        with NamingFailures(
+            first.communicator, "summing up", Subject("the gradients of ignored parameters"), caller
+        ):
             first.communicator.all_reduce(whole)
         if first.policy.gradient_reduction == "mean":
             whole /= first.communicator.world_size
     parts = torch.split(whole, [real.numel() for real in reals])
-    return {id(each): torch.view_as_complex(part.view(-1, 2)) if each.is_complex() else part for each, part in zip(own, parts, strict=True)}
+    return {
+        id(each): torch.view_as_complex(part.view(-1, 2)) if each.is_complex() else part
+        for each, part in zip(own, parts, strict=True)
+    }
 
 
 def _dequantised(state: LayerState) -> Iterator[tuple[ShardedParameter, Tensor]]:
-    """The layer's quantised parameters, with the values that they stand for. It gathers one chunk after another, and shows nothing."""
+    """The layer's quantised parameters, with the values that they stand for. It gathers one chunk
+    after another, and shows nothing.
+    """
     for chunk in state.chunks:
         if chunk.read_only:
             own = chunk.shard.data.to(chunk.device)
@@ -144,10 +201,16 @@ def _dequantised(state: LayerState) -> Iterator[tuple[ShardedParameter, Tensor]]
                     yield sharded, sharded.sites.values_in(view(full, chunk.layout, sharded.index))
 
 
-def _add_own(values: Tensor, row_of: Mapping[ShardedParameter, int], of: str, norm_type: float) -> None:
-    """Writes the norms of this rank's pieces into `values`, to the power of `norm_type` unless that is infinite."""
+def _add_own(
+    values: Tensor, row_of: Mapping[ShardedParameter, int], of: str, norm_type: float
+) -> None:
+    """Writes the norms of this rank's pieces into `values`, to the power of `norm_type` unless that
+    is infinite.
+    """
     rows = {(sharded.chunk, sharded.index): row for sharded, row in row_of.items()}
-    for chunk in dict.fromkeys(sharded.chunk for sharded in row_of if of == "param" or sharded.chunk.shard.requires_grad):
+    for chunk in dict.fromkeys(
+        sharded.chunk for sharded in row_of if of == "param" or sharded.chunk.shard.requires_grad
+    ):
         indices = {slot: index for index, slot in enumerate(chunk.layout.slots)}
         for piece in chunk.pieces:
             flat = slice_of(chunk, piece.place.start, piece.place.stop, of)
@@ -156,14 +219,18 @@ def _add_own(values: Tensor, row_of: Mapping[ShardedParameter, int], of: str, no
 
 
 def _checked(of: str, norm_type: float) -> tuple[float, Exception | None]:
-    """Returns the order of the norm, and the caller's mistake. A rank with a mistake takes part in the sum, so it needs an order."""
+    """Returns the order of the norm, and the caller's mistake. A rank with a mistake takes part in
+    the sum, so it needs an order.
+    """
     try:
         order = float(norm_type)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return 2.0, TypeError(f"norm_type must be a number, found {norm_type!r}")
     if not order > 0:
         return order, ValueError(f"norm_type must be positive, found {order}")
-    return order, None if of in ("grad", "param") else ValueError(f'of must be "grad" or "param", found {of!r}')
+    return order, None if of in ("grad", "param") else ValueError(
+        f'of must be "grad" or "param", found {of!r}'
+    )
 
 
 def _power(flat: Tensor, order: float) -> Tensor:
@@ -172,38 +239,61 @@ def _power(flat: Tensor, order: float) -> Tensor:
 
 
 def _norm(flat: Tensor, order: float) -> Tensor:
-    """In float32 at least. What torch takes no norm of (integers, 8 bits) is converted; of complex numbers the absolute values count."""
+    """In float32 at least. What torch takes no norm of (integers, 8 bits) is converted; of complex
+    numbers the absolute values count.
+    """
     flat = flat.abs() if flat.is_complex() else flat
     if flat.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         flat = flat.double()
-    norm: Tensor = torch.linalg.vector_norm(flat, order, dtype=torch.promote_types(flat.dtype, torch.float32))
+    norm: Tensor = torch.linalg.vector_norm(
+        flat, order, dtype=torch.promote_types(flat.dtype, torch.float32)
+    )
     return norm
 
 
-def gradients_to_measure(model: nn.Module, states: list[LayerState], in_files: Norms, ignored: Mapping[int, Tensor]) -> list[Tensor]:
-    """Returns this rank's part of the gradients. On a single rank they are cut into parameters, in the model's order, so that the
-    norm has the bits of torch's own. `in_files`: norms of some, which stand for them, since the norm of norms is the norm.
-    `ignored`: the result of `ignored_gradients`, which belongs to all ranks, and counts here on a single one."""
+def gradients_to_measure(
+    model: nn.Module, states: list[LayerState], in_files: Norms, ignored: Mapping[int, Tensor]
+) -> list[Tensor]:
+    """Returns this rank's part of the gradients. On a single rank they are cut into parameters, in
+    the model's order, so that the norm has the bits of torch's own. `in_files`: norms of some,
+    which stand for them, since the norm of norms is the norm. `ignored`: the result of
+    `ignored_gradients`, which belongs to all ranks, and counts here on a single one.
+    """
     if states[0].communicator.world_size > 1:
-        parts = [(chunk, part) for state in states for chunk in state.chunks for part in chunk.parts if part.parameter.grad is not None]
-        found = [in_files.get((chunk, (part.start, part.stop)), part.parameter.grad) for chunk, part in parts]
+        parts = [
+            (chunk, part)
+            for state in states
+            for chunk in state.chunks
+            for part in chunk.parts
+            if part.parameter.grad is not None
+        ]
+        found = [
+            in_files.get((chunk, (part.start, part.stop)), part.parameter.grad)
+            for chunk, part in parts
+        ]
         return [gradient.as_subclass(Tensor) for gradient in found if gradient is not None]
     slices: list[Tensor | None] = []
     for _, key in _named(model, states):
         if isinstance(key, ShardedParameter):
             slot = key.chunk.layout.slots[key.index]
             norm = in_files.get((key.chunk, (slot.offset, slot.stop)))
-            slices.append(slice_of(key.chunk, slot.offset, slot.stop, "grad") if norm is None else norm)
+            slices.append(
+                slice_of(key.chunk, slot.offset, slot.stop, "grad") if norm is None else norm
+            )
         else:
             slices.append(ignored.get(id(key)))
     return [gradient for gradient in slices if gradient is not None]
 
 
 def slice_of(chunk: Chunk, start: int, stop: int, of: str) -> Tensor | None:
-    """Returns elements of the chunk (`of` is "param") or of its gradient, or None if it has no gradient there."""
+    """Returns elements of the chunk (`of` is "param") or of its gradient, or None if it has no
+    gradient there.
+    """
     if of == "param":
         return chunk.shard.data[start:stop]
     for part in chunk.parts:
         if part.start <= start and stop <= part.stop and part.parameter.grad is not None:
-            return part.parameter.grad.as_subclass(Tensor).reshape(-1)[start - part.start : stop - part.start]
+            return part.parameter.grad.as_subclass(Tensor).reshape(-1)[
+                start - part.start : stop - part.start
+            ]
     return None

@@ -28,36 +28,45 @@ Options = Callable[[str, ParamInfo], Mapping[str, Any] | None]
 def param_groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
     """Makes optimizer parameter groups by the names and shapes of the model's own parameters.
 
-    Chunks are divided into parts, which share the chunks' memory. The parts replace the chunks in these groups, in
-    `model.parameters()` and in `get_trainable_chunk`. Neighbours with equal options are one part. A chunk whose parameters all have
-    equal options is not divided.
+    Chunks are divided into parts, which share the chunks' memory. The parts replace the chunks in
+    these groups, in `model.parameters()` and in `get_trainable_chunk`. Neighbours with equal
+    options are one part. A chunk whose parameters all have equal options is not divided.
 
-    With `whole=True` among the options, exactly one rank has the parameter, in its own shape, for optimizers such as Muon, Shampoo,
-    Adafactor and LAMB. Its gradient is complete there before `step()`, and every rank gets the result. That rank alone holds the
-    parameter's optimizer state. The ranks hold about equal numbers of elements.
+    With `whole=True` among the options, exactly one rank has the parameter, in its own shape, for
+    optimizers such as Muon, Shampoo, Adafactor and LAMB. Its gradient is complete there before
+    `step()`, and every rank gets the result. That rank alone holds the parameter's optimizer state.
+    The ranks hold about equal numbers of elements.
 
-    Every rank calls it, with the same options. After a second call, make new optimizers: the parameters of the first call raise when
-    they are used.
+    Every rank calls it, with the same options. After a second call, make new optimizers: the
+    parameters of the first call raise when they are used.
 
     Args:
-        model: Any model that contains zero3 layers, between two steps: without gradients, and outside `full_params`.
-        options: A function of the name and the `ParamInfo` of a trainable parameter. It returns the options of the parameter's
-            group. A tied parameter appears once, under its first name. Unknown keys are kept. If it returns None, the parameter is
-            in no group and keeps its value, and its gradient is dropped.
+        model: Any model that contains zero3 layers, between two steps: without gradients, and
+            outside `full_params`.
+        options: A function of the name and the `ParamInfo` of a trainable parameter. It returns the
+            options of the parameter's group. A tied parameter appears once, under its first name.
+            Unknown keys are kept. If it returns None, the parameter is in no group and keeps its
+            value, and its gradient is dropped.
 
     Returns:
-        One group for all parameters with equal options, in the order of each group's first parameter, the same on all ranks. A rank
-        that has no part of a group has an empty parameter in its `params`. For two optimizers, divide the list.
+        One group for all parameters with equal options, in the order of each group's first
+        parameter, the same on all ranks. A rank that has no part of a group has an empty parameter
+        in its `params`. For two optimizers, divide the list.
 
     Raises:
-        ValueError: Nothing in `model` is sharded, options differ between ranks or hold "params", or the model has stage 1. All
-            ranks raise the same error, and nothing has changed.
-        TypeError: `options` is no function, or returns something other than a dict or None. Again all ranks raise it.
-        RuntimeError: The model has gradients, computes, or is in `full_params`. Again all ranks raise it.
+        ValueError: Nothing in `model` is sharded, options differ between ranks or hold "params", or
+            the model has stage 1. All ranks raise the same error, and nothing has changed.
+        TypeError: `options` is no function, or returns something other than a dict or None. Again
+            all ranks raise it.
+        RuntimeError: The model has gradients, computes, or is in `full_params`. Again all ranks
+            raise it.
 
     Example::
 
-        groups = zero3.param_groups(model, lambda name, info: {"weight_decay": 0.1 if info.ndim > 1 else 0.0})
+        def options(name, info):
+            return {"weight_decay": 0.1 if info.ndim > 1 else 0.0}
+
+        groups = zero3.param_groups(model, options)
         optimizer = torch.optim.AdamW(groups, lr=3e-4)
     """
     states = states_of(model)
@@ -65,7 +74,10 @@ def param_groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
     with agreeing(first.communicator, first.device, "param_groups") as lines:
         _check(states)
         if not callable(options):
-            raise TypeError(f"options must be a function (name, info) -> dict of options, or None, found a {type(options).__name__}")
+            raise TypeError(
+                "options must be a function (name, info) -> dict of options, or None, found a "
+                f"{type(options).__name__}"
+            )
         plan = _Plan(lines)
         plan.ask(model, states, options)
     found = families(states, lambda state, slot: plan.order[state, slot.name])
@@ -80,7 +92,12 @@ def _divided(states: list[LayerState], found: list[Family], plan: _Plan) -> list
         for chunk in family.chunks:
             for number, parameter in divide(state, chunk, plan.chooser(state)):
                 groups[number]["params"].append(parameter)
-    divided = any(part.parameter is not chunk.shard for family in found for chunk in family.chunks for part in chunk.parts)
+    divided = any(
+        part.parameter is not chunk.shard
+        for family in found
+        for chunk in family.chunks
+        for part in chunk.parts
+    )
     for chunk in (chunk for state in states for chunk in state.chunks):
         chunk.divided = divided
     for made, group in zip(groups, plan.groups, strict=True):
@@ -92,20 +109,26 @@ def _check(states: list[LayerState]) -> None:
     for state in states:
         if not shards_gradients(state.policy) and state.communicator.world_size > 1:
             raise ValueError(
-                "param_groups with stage=1, where gradients are reduced when an optimizer first looks at one: a rank may have nothing "
-                "of a group to look at, and the others would wait for it. Use stage 2 or 3"
+                "param_groups with stage=1, where gradients are reduced when an optimizer first "
+                "looks at one: a rank may have nothing of a group to look at, and the others "
+                "would wait for it. Use stage 2 or 3"
             )
         bring_to_rest(state, "param_groups")
         if any(part.grad is not None for part in parts_of([state])):
-            raise RuntimeError(f"param_groups while layer {state.label} has gradients: step and zero_grad(set_to_none=True) first")
+            raise RuntimeError(
+                f"param_groups while layer {state.label} has gradients: step and "
+                "zero_grad(set_to_none=True) first"
+            )
 
 
 def bring_to_rest(state: LayerState, caller: str) -> None:
-    """For chunks that are to be cut anew: drops what is kept of gradients that were zeroed since, and refuses a layer that is fetched."""
+    """For chunks that are to be cut anew: drops what is kept of gradients that were zeroed since,
+    and refuses a layer that is fetched.
+    """
     if state.pinned or state.presence in (Presence.FETCHED, Presence.FETCHING):
         raise RuntimeError(
-            f"{caller} while layer {state.label} is fetched: call it outside of forward, backward and full_params; after an exception, "
-            "call zero3.reset(model) first"
+            f"{caller} while layer {state.label} is fetched: call it outside of forward, backward "
+            "and full_params; after an exception, call zero3.reset(model) first"
         )
     if (backward := state.gradients.backward()) is not None:
         backward.forget_zeroed()
@@ -120,7 +143,9 @@ class _Group:
 
 @dataclass
 class _Plan:
-    """The answers of the `options` function. `lines`: the answers as text, for the ranks to compare."""
+    """The answers of the `options` function. `lines`: the answers as text, for the ranks to
+    compare.
+    """
 
     lines: list[str]
     groups: list[_Group] = field(default_factory=list)
@@ -129,7 +154,8 @@ class _Plan:
 
     def ask(self, model: nn.Module, states: list[LayerState], options: Options) -> None:
         numbers: dict[str, int] = {}
-        objects: list[Any] = []  # options that are neither numbers nor texts are compared by identity
+        # options that are neither numbers nor texts are compared by identity
+        objects: list[Any] = []
         for name, state, sharded in named_parameters(model, states):
             parameter = sharded.sites.parameter
             self.order[state, sharded.sites.name] = len(self.order)
@@ -151,31 +177,56 @@ class _Plan:
         return lambda slot: self.choices[state, slot.name]
 
 
-def named_parameters(model: nn.Module, states: list[LayerState]) -> list[tuple[str, LayerState, ShardedParameter]]:
-    """Returns every sharded parameter once, under its first name, in the unwrapped model's order."""
-    owners = {id(sharded.sites.parameter): (state, sharded) for state in states for sharded in state.parameters}
+def named_parameters(
+    model: nn.Module, states: list[LayerState]
+) -> list[tuple[str, LayerState, ShardedParameter]]:
+    """Returns every sharded parameter once, under its first name, in the unwrapped model's
+    order.
+    """
+    owners = {
+        id(sharded.sites.parameter): (state, sharded)
+        for state in states
+        for sharded in state.parameters
+    }
     found = []
     for name, tensor in named_tensors(model):
         if id(tensor) in owners:
             found.append((name, *owners.pop(id(tensor))))
-    found += [(sharded.sites.name, state, sharded) for state, sharded in owners.values()]  # in a layer that `model` does not contain
+    # in a layer that `model` does not contain
+    found += [(sharded.sites.name, state, sharded) for state, sharded in owners.values()]
     return found
 
 
 def _checked(name: str, answer: Any) -> dict[str, Any]:
     if not isinstance(answer, Mapping):
-        raise TypeError(f"options({name!r}) returned {answer!r} of type {type(answer).__name__}, expected a dict of options, or None")
+        raise TypeError(
+            f"options({name!r}) returned {answer!r} of type {type(answer).__name__}, expected a "
+            "dict of options, or None"
+        )
     if "params" in answer:
-        raise ValueError(f"options({name!r}) returned 'params', which param_groups fills in: return the other options only")
+        raise ValueError(
+            f"options({name!r}) returned 'params', which param_groups fills in: return the other "
+            "options only"
+        )
     if not isinstance(answer.get("whole", False), bool):
-        raise TypeError(f"options({name!r}) returned whole={answer['whole']!r}, expected True or False")
+        raise TypeError(
+            f"options({name!r}) returned whole={answer['whole']!r}, expected True or False"
+        )
     return dict(answer)
 
 
 def _spelled(value: Any, objects: list[Any]) -> str:
-    """Returns a text that is the same for equal values on all ranks. Objects are numbered in the order of their first use."""
+    """Returns a text that is the same for equal values on all ranks. Objects are numbered in the
+    order of their first use.
+    """
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_spelled(value[key], objects)}" for key in sorted(value, key=repr)) + "}"
+        return (
+            "{"
+            + ", ".join(
+                f"{key!r}: {_spelled(value[key], objects)}" for key in sorted(value, key=repr)
+            )
+            + "}"
+        )
     if isinstance(value, (list, tuple)):
         return f"{type(value).__name__}({', '.join(_spelled(item, objects) for item in value)})"
     if isinstance(value, Tensor):
@@ -184,4 +235,7 @@ def _spelled(value: Any, objects: list[Any]) -> str:
         return repr(value)
     if not any(value is known for known in objects):
         objects.append(value)
-    return f"{type(value).__qualname__} #{next(number for number, known in enumerate(objects) if known is value)}"
+    return (
+        f"{type(value).__qualname__} "
+        f"#{next(number for number, known in enumerate(objects) if known is value)}"
+    )

@@ -1,4 +1,6 @@
-"""Divides a chunk into parts: parameters that share the chunk's memory and replace it in optimizers."""
+"""Divides a chunk into parts: parameters that share the chunk's memory and replace it in
+optimizers.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,21 @@ __all__: list[str] = []
 
 
 class Superseded(nn.Parameter):
-    """A chunk that parts have replaced, or a part of an earlier division. It is made only by switching a parameter's class.
+    """A chunk that parts have replaced, or a part of an earlier division. It is made only by
+    switching a parameter's class.
 
-    An optimizer that still holds it gets an error. Otherwise it would find no gradient, and would silently train nothing.
+    An optimizer that still holds it gets an error. Otherwise it would find no gradient, and would
+    silently train nothing.
     """
 
     zero3_name: str
 
     def _raise(self, *_: object) -> NoReturn:
         raise RuntimeError(
-            f"{self.zero3_name} is no parameter of the model any more: zero3.param_groups or zero3.set_trainable has put others in its "
-            "place. Make the optimizer from what param_groups returned, or from zero3.get_trainable_chunk(model), after their last call"
+            f"{self.zero3_name} is no parameter of the model any more: zero3.param_groups or "
+            "zero3.set_trainable has put others in its place. Make the optimizer from what "
+            "param_groups returned, or from zero3.get_trainable_chunk(model), after their last "
+            "call"
         )
 
     grad = property(_raise, _raise)
@@ -47,14 +53,18 @@ def supersede(parameter: nn.Parameter, name: str) -> None:
 
 
 def retire(chunk: Chunk, label: str) -> None:
-    """Frees the memory of a chunk and its parts, after other chunks have replaced it. Using them raises from now on."""
+    """Frees the memory of a chunk and its parts, after other chunks have replaced it. Using them
+    raises from now on.
+    """
     for parameter in [chunk.shard, *(part.parameter for part in chunk.parts)]:
         supersede(parameter, f"a chunk of layer {label}")
         parameter.data = parameter.data.new_empty(0)
 
 
 def renew(state: LayerState, chunk: Chunk) -> None:
-    """Puts a new parameter with the same values in the chunk's place, and in that of its parts. Optimizers of before raise."""
+    """Puts a new parameter with the same values in the chunk's place, and in that of its parts.
+    Optimizers of before raise.
+    """
     old, trains = chunk.shard, chunk.shard.requires_grad
     with torch.inference_mode(False):
         chunk.shard = nn.Parameter(old.detach(), requires_grad=trains)  # shares the version counter
@@ -71,15 +81,19 @@ class Choice(NamedTuple):
     whole: bool
 
 
-def divide(state: LayerState, chunk: Chunk, choice_of: Callable[[Slot], Choice]) -> list[tuple[int, nn.Parameter]]:
+def divide(
+    state: LayerState, chunk: Chunk, choice_of: Callable[[Slot], Choice]
+) -> list[tuple[int, nn.Parameter]]:
     """Sets the chunk's parts, and returns those that have a group, with the group's number.
 
-    Neighbours in one group are one part. An empty parameter is a part by itself. If all slots of the chunk, on all ranks, are in one
-    group, the only part is the chunk itself.
+    Neighbours in one group are one part. An empty parameter is a part by itself. If all slots of
+    the chunk, on all ranks, are in one group, the only part is the chunk itself.
     """
     choices = {slot: choice_of(slot) for slot in chunk.layout.slots}
     kinds = set(choices.values())
-    chunk.left_out = frozenset(slot.name for slot, choice in choices.items() if choice.group is None)
+    chunk.left_out = frozenset(
+        slot.name for slot, choice in choices.items() if choice.group is None
+    )
     with torch.inference_mode(False):
         if len(kinds) == 1 and (only := kinds.pop()).group is not None and not only.whole:
             parts = [Part(chunk.shard, 0, chunk.shard.numel())]
@@ -90,19 +104,27 @@ def divide(state: LayerState, chunk: Chunk, choice_of: Callable[[Slot], Choice])
     return numbered
 
 
-def _parts_of(chunk: Chunk, choices: dict[Slot, Choice]) -> tuple[list[Part], list[tuple[int, nn.Parameter]]]:
+def _parts_of(
+    chunk: Chunk, choices: dict[Slot, Choice]
+) -> tuple[list[Part], list[tuple[int, nn.Parameter]]]:
     spans: list[tuple[int, int, Choice, tuple[int, ...]]] = []
     for piece in chunk.pieces:
         start, stop, choice = piece.place.start, piece.place.stop, choices[piece.slot]
         if spans and not choice.whole and spans[-1][2] == choice:
             start = spans.pop()[0]
         spans.append((start, stop, choice, piece.slot.shape if choice.whole else (stop - start,)))
-    if chunk.is_first_holder:  # empty parameters: no piece has them, but an optimizer keeps state for them
-        spans += [(0, 0, choices[slot], slot.shape) for slot in chunk.layout.slots if not slot.numel]
-    flat = chunk.shard.detach()  # shares the version counter, so that a step on a part counts as a change of the chunk
+    # empty parameters: no piece has them, but an optimizer keeps state for them
+    if chunk.is_first_holder:
+        spans += [
+            (0, 0, choices[slot], slot.shape) for slot in chunk.layout.slots if not slot.numel
+        ]
+    # shares the version counter, so that a step on a part counts as a change of the chunk
+    flat = chunk.shard.detach()
     parts, numbered = [], []
     for start, stop, choice, shape in spans or [(0, 0, Choice(None, whole=False), (0,))]:
-        parameter = nn.Parameter(flat[start:stop].view(shape), requires_grad=choice.group is not None)
+        parameter = nn.Parameter(
+            flat[start:stop].view(shape), requires_grad=choice.group is not None
+        )
         parts.append(Part(parameter, start, stop, choice.whole))
         if choice.group is not None:
             numbered.append((choice.group, parameter))
@@ -126,7 +148,11 @@ def _install(state: LayerState, chunk: Chunk, parts: list[Part]) -> None:
     state.registry.update(state.chunk_names())
 
 
-def placeholder(state: LayerState, like: ReleasedParameter | nn.Parameter, *, whole: bool) -> nn.Parameter:
-    """Makes an empty parameter for a group without parts on this rank. It leads to the ranks that have parts, and never has a gradient."""
+def placeholder(
+    state: LayerState, like: ReleasedParameter | nn.Parameter, *, whole: bool
+) -> nn.Parameter:
+    """Makes an empty parameter for a group without parts on this rank. It leads to the ranks that
+    have parts, and never has a gradient.
+    """
     shape = (0,) * (max(1, like.ndim) if whole else 1)
     return mark(nn.Parameter(torch.empty(shape, dtype=like.dtype, device=state.device)), state)

@@ -1,4 +1,6 @@
-"""Tries an optimizer on small tensors, to see whether it trains slices of parameters as it trains the parameters."""
+"""Tries an optimizer on small tensors, to see whether it trains slices of parameters as it trains
+the parameters.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,20 @@ from ..comm.streams import random_state_kept
 __all__: list[str] = []
 
 STEPS = 4
-TOLERANCE = 1e-3  # of the largest change of any element; rounding gives 1e-6, and a norm of another tensor gives 1e-2 or more
+# of the largest change of any element; rounding gives 1e-6, and a norm of another tensor gives 1e-2
+# or more
+TOLERANCE = 1e-3
 _SMALL = ((6, 5), (4,), (3, 4))
-_LARGE = ((65, 97), (64, 96), (4096,))  # some optimizers treat small tensors differently: 8-bit state begins at 4096 elements
+# some optimizers treat small tensors differently: 8-bit state begins at 4096 elements
+_LARGE = ((65, 97), (64, 96), (4096,))
 _LONGEST = 1 << 20  # a larger number among an optimizer's settings is no length
-_OF_ALL = ("state", "param_groups", "defaults")  # attributes of every optimizer, which it does not keep as settings
+# attributes of every optimizer, which it does not keep as settings
+_OF_ALL = ("state", "param_groups", "defaults")
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-Spans = list[tuple[int, int, tuple[int, ...]]]  # for each parameter: start and stop in a flat vector, and its shape
+# for each parameter: start and stop in a flat vector, and its shape
+Spans = list[tuple[int, int, tuple[int, ...]]]
 
 
 class CannotProbe(Exception):
@@ -35,9 +42,11 @@ class CannotProbe(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """A quadratic function of each element by itself. It does not depend on how parameters divide the elements.
+    """A quadratic function of each element by itself. It does not depend on how parameters divide
+    the elements.
 
-    Its minimum moves at every evaluation. Otherwise optimizers that find it in one step could not be told apart.
+    Its minimum moves at every evaluation. Otherwise optimizers that find it in one step could not
+    be told apart.
     """
 
     start: Tensor
@@ -48,13 +57,16 @@ class Problem:
     def of(cls, numel: int, device: torch.device) -> Problem:
         generator = torch.Generator().manual_seed(numel)
         start, curvature, *targets = torch.randn((2 + 7, numel), generator=generator)
-        return cls(start.to(device), torch.stack(targets).to(device), (curvature.abs() + 0.1).to(device))
+        return cls(
+            start.to(device), torch.stack(targets).to(device), (curvature.abs() + 0.1).to(device)
+        )
 
 
 def probe_flat(build: Build, device: torch.device, ranks: int, longest: int = 0) -> str | None:
     """Compares training of flat slices on `ranks` ranks (1 or 2) with training of whole parameters.
 
-    `longest`: the optimizer may treat tensors from this length on in another way, so slices are tried that are longer.
+    `longest`: the optimizer may treat tensors from this length on in another way, so slices are
+    tried that are longer.
 
     Returns:
         Why they differ, or None if they do not.
@@ -63,7 +75,8 @@ def probe_flat(build: Build, device: torch.device, ranks: int, longest: int = 0)
         CannotProbe: The optimizer can't train the small tensors.
     """
     large = tuple((*shape[:-1], shape[-1] * max(1, -(-longest // 4096))) for shape in _LARGE)
-    for shapes in (_SMALL, large):  # small first: an optimizer that makes matrices of slices fails before it makes large ones
+    # small first: an optimizer that makes matrices of slices fails before it makes large ones
+    for shapes in (_SMALL, large):
         reference = _spans(shapes)
         numel = reference[-1][1]
         cuts = [0, numel // 2 - 3, numel] if ranks > 1 else [0, numel]
@@ -74,27 +87,41 @@ def probe_flat(build: Build, device: torch.device, ranks: int, longest: int = 0)
 
 
 def probe_whole(build: Build, device: torch.device, ranks: int, ndims: Sequence[int]) -> str | None:
-    """As `probe_flat`, for parameters with `ndims` dimensions, each of which is whole on one of `ranks` ranks."""
-    shapes = [tuple((5, 4, 3, 2, 2, 2)[:ndim]) for ndim in ndims] + [tuple((3, 6, 2, 2, 2, 2)[:ndim]) for ndim in ndims]
+    """As `probe_flat`, for parameters with `ndims` dimensions, each of which is whole on one of
+    `ranks` ranks.
+    """
+    shapes = [tuple((5, 4, 3, 2, 2, 2)[:ndim]) for ndim in ndims] + [
+        tuple((3, 6, 2, 2, 2, 2)[:ndim]) for ndim in ndims
+    ]
     reference = _spans(shapes)
     spread = [reference[rank::ranks] for rank in range(ranks)]
     return _compare(build, Problem.of(reference[-1][1], device), reference, spread)
 
 
 def builder(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Build:
-    """Returns a function that makes optimizers like `optimizer`, with the options of `group`, which is one of its groups.
+    """Returns a function that makes optimizers like `optimizer`, with the options of `group`, which
+    is one of its groups.
 
-    Not all arguments of a constructor are options of groups: bitsandbytes keeps `optim_bits` and others as attributes. So the new
-    optimizers get such attributes of `optimizer` too.
+    Not all arguments of a constructor are options of groups: bitsandbytes keeps `optim_bits` and
+    others as attributes. So the new optimizers get such attributes of `optimizer` too.
     """
     kind, options = type(optimizer), {key: value for key, value in group.items() if key != "params"}
     if isinstance(options.get("lr"), (int, float)) and not options["lr"]:
-        options["lr"] = group.get("initial_lr") or 0.01  # a warm-up begins at 0, and steps that change nothing show nothing
+        # a warm-up begins at 0, and steps that change nothing show nothing
+        options["lr"] = group.get("initial_lr") or 0.01
     accepted = inspect.signature(kind.__init__).parameters
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    own = {key: value for key, value in vars(optimizer).items() if key not in _OF_ALL and _picture(value) is not None}
+    own = {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in _OF_ALL and _picture(value) is not None
+    }
     given = {key: value for key, value in own.items() if key in accepted}
-    given |= {key: value for key, value in {**optimizer.defaults, **options}.items() if key in accepted or anything}
+    given |= {
+        key: value
+        for key, value in {**optimizer.defaults, **options}.items()
+        if key in accepted or anything
+    }
     settings: dict[str, Any] = {}
 
     def build(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -103,14 +130,29 @@ def builder(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Build
         vars(made).update(copy.deepcopy(settings))
         return made
 
-    settings |= _settings(build, own, next((parameter.device for parameter in group["params"]), torch.device("cpu")))
+    settings |= _settings(
+        build, own, next((parameter.device for parameter in group["params"]), torch.device("cpu"))
+    )
     return build
 
 
 def longest(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
-    """The largest number among the settings of an optimizer that may be a length: of blocks, or the least that is quantised."""
-    values = [value for key, value in {**vars(optimizer), **group}.items() if key not in (*_OF_ALL, "params")]
-    return max((number for number in _numbers([_picture(value) for value in values]) if number <= _LONGEST), default=0)
+    """The largest number among the settings of an optimizer that may be a length: of blocks, or the
+    least that is quantised.
+    """
+    values = [
+        value
+        for key, value in {**vars(optimizer), **group}.items()
+        if key not in (*_OF_ALL, "params")
+    ]
+    return max(
+        (
+            number
+            for number in _numbers([_picture(value) for value in values])
+            if number <= _LONGEST
+        ),
+        default=0,
+    )
 
 
 def _settings(build: Build, own: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -120,14 +162,19 @@ def _settings(build: Build, own: dict[str, Any], device: torch.device) -> dict[s
     """
     shapes, others = _SMALL[:1], _SMALL[1:]
     try:
-        made, another = (build([nn.Parameter(torch.zeros(shape, device=device)) for shape in each]) for each in (shapes, others))
+        made, another = (
+            build([nn.Parameter(torch.zeros(shape, device=device)) for shape in each])
+            for each in (shapes, others)
+        )
         fresh = {key: _picture(value) for key, value in vars(made).items()}
         found = {key for key, value in own.items() if fresh.get(key) not in (None, _picture(value))}
         found = {key for key in found if _picture(vars(another).get(key)) == fresh[key]}
         if found:
             spans = _spans(shapes)
             with random_state_kept(device), torch.inference_mode(False), torch.enable_grad():
-                for _ in _steps(made, made.param_groups[0]["params"], Problem.of(spans[-1][1], device), spans):
+                for _ in _steps(
+                    made, made.param_groups[0]["params"], Problem.of(spans[-1][1], device), spans
+                ):
                     pass
         return {key: own[key] for key in found if _picture(vars(made).get(key)) == fresh[key]}
     except Exception:  # of any kind, and whoever tries the optimizer sees it again
@@ -135,7 +182,9 @@ def _settings(build: Build, own: dict[str, Any], device: torch.device) -> dict[s
 
 
 def _picture(value: object) -> object:
-    """What can be compared of a value that is nothing but data; None if it holds something else (parameters, modules, functions)."""
+    """What can be compared of a value that is nothing but data; None if it holds something else
+    (parameters, modules, functions).
+    """
     try:
         return _pictured(value)
     except (TypeError, RecursionError):
@@ -145,19 +194,30 @@ def _picture(value: object) -> object:
 def _pictured(value: Any) -> object:
     if isinstance(value, _PLAIN):
         return type(value), value
-    if isinstance(value, Tensor) and type(value) is Tensor and value.numel() <= _LONGEST and not value.requires_grad:
+    if (
+        isinstance(value, Tensor)
+        and type(value) is Tensor
+        and value.numel() <= _LONGEST
+        and not value.requires_grad
+    ):
         return value.dtype, tuple(value.shape), value.tolist()
     if isinstance(value, Mapping):
         return [(key, _pictured(each)) for key, each in value.items()]
     if isinstance(value, list | tuple | set | frozenset):
         return [_pictured(each) for each in value]
-    if callable(value) or isinstance(value, Tensor | torch.optim.Optimizer) or not hasattr(value, "__dict__"):
+    if (
+        callable(value)
+        or isinstance(value, Tensor | torch.optim.Optimizer)
+        or not hasattr(value, "__dict__")
+    ):
         raise TypeError(type(value).__name__)
     return type(value), _pictured(vars(value))
 
 
 def _numbers(picture: object) -> Iterator[int]:
-    """The whole numbers in a picture. Those in tensors are no settings, and stand in lists without their type."""
+    """The whole numbers in a picture. Those in tensors are no settings, and stand in lists without
+    their type.
+    """
     if isinstance(picture, tuple) and len(picture) == 2 and picture[0] is int:
         yield picture[1]
     elif isinstance(picture, list | tuple):
@@ -165,12 +225,16 @@ def _numbers(picture: object) -> Iterator[int]:
             yield from _numbers(each)
 
 
-def state_keys(build: Build, device: torch.device, shapes: Iterable[tuple[int, ...]]) -> list[dict[str, str]]:
-    """Finds the keys that an optimizer keeps for a parameter of each of `shapes`, after each of its first steps.
+def state_keys(
+    build: Build, device: torch.device, shapes: Iterable[tuple[int, ...]]
+) -> list[dict[str, str]]:
+    """Finds the keys that an optimizer keeps for a parameter of each of `shapes`, after each of its
+    first steps.
 
     Returns:
-        Dicts of keys and the kinds of their numbers. There may be several, because some keys come with a later step, or for large
-        tensors only. There are none if the optimizer can't make steps.
+        Dicts of keys and the kinds of their numbers. There may be several, because some keys come
+        with a later step, or for large tensors only. There are none if the optimizer can't make
+        steps.
     """
     found: list[dict[str, str]] = []
     with random_state_kept(device), torch.inference_mode(False), torch.enable_grad():
@@ -181,13 +245,20 @@ def state_keys(build: Build, device: torch.device, shapes: Iterable[tuple[int, .
                 optimizer = build([parameter])
                 for _ in _steps(optimizer, [parameter], problem, _spans([shape])):
                     state = optimizer.state.get(parameter, {})
-                    found.append({k: kind_of(v.dtype) if isinstance(v, Tensor) else "number" for k, v in state.items()})
+                    found.append(
+                        {
+                            k: kind_of(v.dtype) if isinstance(v, Tensor) else "number"
+                            for k, v in state.items()
+                        }
+                    )
             except Exception:  # of any kind, since the optimizer may be of any library
                 return []
     return [kept for number, kept in enumerate(found) if kept not in found[:number]]
 
 
-def _compare(build: Build, problem: Problem, reference: Spans, spread: Sequence[Spans]) -> str | None:
+def _compare(
+    build: Build, problem: Problem, reference: Spans, spread: Sequence[Spans]
+) -> str | None:
     with random_state_kept(problem.start.device), torch.inference_mode(False), torch.enable_grad():
         try:
             expected = _trained(build, problem, [reference])
@@ -201,14 +272,20 @@ def _compare(build: Build, problem: Problem, reference: Spans, spread: Sequence[
     if not torch.isfinite(expected).all() or not moved > 0:
         raise CannotProbe(f"in {STEPS} steps it moved nothing, or to where numbers end")
     off = ((found - expected).abs().max() / moved).item()
-    return None if off < TOLERANCE else f"after {STEPS} steps elements differ by {off:.1%} of the largest change"
+    return (
+        None
+        if off < TOLERANCE
+        else f"after {STEPS} steps elements differ by {off:.1%} of the largest change"
+    )
 
 
 def _trained(build: Build, problem: Problem, spread: Sequence[Spans]) -> Tensor:
     """Returns the elements after some steps, with one optimizer for each of the `spread` spans."""
     result = problem.start.clone()
     for spans in spread:
-        parameters = [nn.Parameter(problem.start[low:high].clone().view(shape)) for low, high, shape in spans]
+        parameters = [
+            nn.Parameter(problem.start[low:high].clone().view(shape)) for low, high, shape in spans
+        ]
         for _ in _steps(build(parameters), parameters, problem, spans):
             pass
         for parameter, (low, high, _) in zip(parameters, spans, strict=True):
@@ -216,7 +293,9 @@ def _trained(build: Build, problem: Problem, spread: Sequence[Spans]) -> Tensor:
     return result
 
 
-def _steps(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], problem: Problem, spans: Spans) -> Iterator[int]:
+def _steps(
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], problem: Problem, spans: Spans
+) -> Iterator[int]:
     """Yields after each step."""
     looks = 0
 

@@ -25,30 +25,38 @@ Trains = dict[tuple[LayerState, str], bool]  # by layer and slot
 def set_trainable(model: nn.Module, select: Callable[[str, ParamInfo], bool]) -> None:
     """From now on exactly the selected parameters train, and all others are frozen.
 
-    Every rank calls it, with the same choice, between two steps. A chunk whose parameters all change alike keeps its place. One
-    that is to be trained only in part is gathered once and divided into two.
+    Every rank calls it, with the same choice, between two steps. A chunk whose parameters all
+    change alike keeps its place. One that is to be trained only in part is gathered once and
+    divided into two.
 
-    An optimizer that was made before goes on if parameters were frozen and no chunk was divided: it finds no gradients for what
-    is frozen. In all other cases its next step raises, because it would leave out what trains now. Make a new one then. To keep
-    the old one's state, take `full_optimizer_state_dict` before, and load it into the new one. Groups of `param_groups` are gone
-    where an optimizer raises: call it again.
+    An optimizer that was made before goes on if parameters were frozen and no chunk was divided: it
+    finds no gradients for what is frozen. In all other cases its next step raises, because it would
+    leave out what trains now. Make a new one then. To keep the old one's state, take
+    `full_optimizer_state_dict` before, and load it into the new one. Groups of `param_groups` are
+    gone where an optimizer raises: call it again.
 
     Args:
-        model: Any model that contains zero3 layers, between two steps: without gradients, and outside `full_params`.
-        select: Called with the name and the `ParamInfo` of each parameter; returns whether it trains. A tied parameter comes once,
-            under its first name. Parameters that the policy ignores do not come.
+        model: Any model that contains zero3 layers, between two steps: without gradients, and
+            outside `full_params`.
+        select: Called with the name and the `ParamInfo` of each parameter; returns whether it
+            trains. A tied parameter comes once, under its first name. Parameters that the policy
+            ignores do not come.
 
     Raises:
-        ValueError: Nothing in `model` is sharded, ranks choose differently, or an integer or a quantised parameter is selected. All
-            ranks raise the same error, and nothing has changed.
-        TypeError: `select` is no function, or has returned something else than True or False; likewise.
+        ValueError: Nothing in `model` is sharded, ranks choose differently, or an integer or a
+            quantised parameter is selected. All ranks raise the same error, and nothing has
+            changed.
+        TypeError: `select` is no function, or has returned something else than True or False;
+            likewise.
         RuntimeError: The model has gradients, computes, or is in `full_params`; likewise.
 
     Example::
 
-        zero3.set_trainable(model, lambda name, info: name.startswith("head"))    # first the head alone
+        # first the head alone
+        zero3.set_trainable(model, lambda name, info: name.startswith("head"))
         optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=3e-4)
-        zero3.set_trainable(model, lambda name, info: True)                       # then all of it
+        # then all of it
+        zero3.set_trainable(model, lambda name, info: True)
         optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=3e-5)
     """
     states = states_of(model)
@@ -59,9 +67,17 @@ def set_trainable(model: nn.Module, select: Callable[[str, ParamInfo], bool]) ->
         wanted = _asked(model, states, select)
     except Exception as caught:  # whatever the callable raises: the other ranks have to hear of it
         error = caught
-    lines = [f"{name} of layer {state.label} trains: {answer}" for (state, name), answer in wanted.items()]
+    lines = [
+        f"{name} of layer {state.label} trains: {answer}"
+        for (state, name), answer in wanted.items()
+    ]
     agree(first.communicator, first.device, "set_trainable", lines, error)
-    before = {(state, slot.name): _trains(chunk, slot.name) for state in states for chunk in state.chunks for slot in chunk.layout.slots}
+    before = {
+        (state, slot.name): _trains(chunk, slot.name)
+        for state in states
+        for chunk in state.chunks
+        for slot in chunk.layout.slots
+    }
     thawed = any(answer and not before[place] for place, answer in wanted.items())
     divided = [family for state in states for family in _families(state, wanted)]
     again = [(family, _layouts(family)) for family in divided]
@@ -72,19 +88,31 @@ def set_trainable(model: nn.Module, select: Callable[[str, ParamInfo], bool]) ->
             if sharded.sites.parameter.requires_grad != trains:
                 sharded.sites.parameter.requires_grad_(trains)
         for chunk in state.chunks:
-            _follow(state, chunk, wanted, renews=thawed and not any(chunk in family.chunks for family in divided))
+            _follow(
+                state,
+                chunk,
+                wanted,
+                renews=thawed and not any(chunk in family.chunks for family in divided),
+            )
 
 
 def _check(states: list[LayerState]) -> None:
     for state in states:
         bring_to_rest(state, "set_trainable")
         if state.gradients.owed() or any(part.grad is not None for part in parts_of([state])):
-            raise RuntimeError(f"set_trainable while layer {state.label} has gradients: step and zero_grad(set_to_none=True) first")
+            raise RuntimeError(
+                f"set_trainable while layer {state.label} has gradients: step and "
+                "zero_grad(set_to_none=True) first"
+            )
 
 
-def _asked(model: nn.Module, states: list[LayerState], select: Callable[[str, ParamInfo], bool]) -> Trains:
+def _asked(
+    model: nn.Module, states: list[LayerState], select: Callable[[str, ParamInfo], bool]
+) -> Trains:
     if not callable(select):
-        raise TypeError(f"select must be a function (name, info) -> bool, found a {type(select).__name__}")
+        raise TypeError(
+            f"select must be a function (name, info) -> bool, found a {type(select).__name__}"
+        )
     wanted = Trains()
     for name, state, sharded in named_parameters(model, states):
         answer = select(name, info_of(name, sharded.sites.parameter))
@@ -92,9 +120,15 @@ def _asked(model: nn.Module, states: list[LayerState], select: Callable[[str, Pa
             raise TypeError(f"select({name!r}) returned {answer!r}, expected True or False")
         dtype = sharded.sites.parameter.dtype
         if answer and not (dtype.is_floating_point or dtype.is_complex):
-            raise ValueError(f"select({name!r}) returned True, but the parameter is {dtype}: only floating and complex ones train")
+            raise ValueError(
+                f"select({name!r}) returned True, but the parameter is {dtype}: only floating and "
+                "complex ones train"
+            )
         if answer and sharded.chunk.read_only:
-            raise ValueError(f"select({name!r}) returned True, but the parameter is quantised ({sharded.chunk.stored_as}): it can't train")
+            raise ValueError(
+                f"select({name!r}) returned True, but the parameter is quantised "
+                f"({sharded.chunk.stored_as}): it can't train"
+            )
         wanted[state, sharded.sites.name] = answer
     return wanted
 
@@ -104,25 +138,47 @@ def _trains(chunk: Chunk, name: str) -> bool:
 
 
 def _families(state: LayerState, wanted: Trains) -> list[Family]:
-    """The layer's chunks that have to be divided, with all of their dtype: there is one chunk that trains and one that does not."""
+    """The layer's chunks that have to be divided, with all of their dtype: there is one chunk that
+    trains and one that does not.
+    """
     found = []
     for dtype in dict.fromkeys(chunk.shard.dtype for chunk in state.chunks):
         chunks = [chunk for chunk in state.chunks if chunk.shard.dtype == dtype]
-        if any(len({wanted[state, slot.name] for slot in chunk.layout.slots}) > 1 for chunk in chunks):
+        if any(
+            len({wanted[state, slot.name] for slot in chunk.layout.slots}) > 1 for chunk in chunks
+        ):
             slots = [slot for chunk in chunks for slot in chunk.layout.slots]
-            found.append(Family(state, chunks, slots, frozenset(slot.name for slot in slots if not wanted[state, slot.name])))
+            found.append(
+                Family(
+                    state,
+                    chunks,
+                    slots,
+                    frozenset(slot.name for slot in slots if not wanted[state, slot.name]),
+                )
+            )
     return found
 
 
 def _layouts(family: Family) -> list[ChunkLayout]:
-    kinds = ([slot for slot in family.slots if (slot.name in (family.frozen or ())) == frozen] for frozen in (False, True))
-    return [ChunkLayout.build([(slot.name, slot.shape) for slot in slots], family.state.communicator.shards) for slots in kinds]
+    kinds = (
+        [slot for slot in family.slots if (slot.name in (family.frozen or ())) == frozen]
+        for frozen in (False, True)
+    )
+    return [
+        ChunkLayout.build(
+            [(slot.name, slot.shape) for slot in slots], family.state.communicator.shards
+        )
+        for slots in kinds
+    ]
 
 
 @torch.no_grad()
 def _follow(state: LayerState, chunk: Chunk, wanted: Trains, *, renews: bool) -> None:
     trains = wanted[state, chunk.layout.slots[0].name]
-    was_divided = any(_trains(chunk, slot.name) != trains for slot in chunk.layout.slots) and chunk.shard.requires_grad == trains
+    was_divided = (
+        any(_trains(chunk, slot.name) != trains for slot in chunk.layout.slots)
+        and chunk.shard.requires_grad == trains
+    )
     for parameter in (chunk.shard, *(part.parameter for part in chunk.parts)):
         parameter.requires_grad_(trains)
     if (renews and trains) or was_divided:

@@ -10,7 +10,9 @@ from torch import Tensor
 
 __all__: list[str] = []
 
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
+Optimizers = (
+    torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
+)
 
 
 def members_of(given: object) -> list[Any]:
@@ -19,23 +21,39 @@ def members_of(given: object) -> list[Any]:
     Raises:
         TypeError: `given` holds something other than optimizers.
     """
-    members: list[Any] = list(given.values()) if isinstance(given, Mapping) else list(given) if isinstance(given, list | tuple) else [given]
+    members: list[Any] = (
+        list(given.values())
+        if isinstance(given, Mapping)
+        else list(given)
+        if isinstance(given, list | tuple)
+        else [given]
+    )
     for member in members or [given]:
-        if not isinstance(getattr(member, "param_groups", None), list) or not hasattr(member, "state"):
-            raise TypeError(f"expected a torch.optim.Optimizer, or several in a list or a dict, found {type(member).__name__}")
+        if not isinstance(getattr(member, "param_groups", None), list) or not hasattr(
+            member, "state"
+        ):
+            raise TypeError(
+                "expected a torch.optim.Optimizer, or several in a list or a dict, found "
+                f"{type(member).__name__}"
+            )
     return members
 
 
 def held_by(*optimizers: Any) -> list[Tensor]:
     """Returns the parameters in all groups of the optimizers."""
-    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+    return [
+        parameter
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
 
 
 class Together:
     """The groups of all optimizers, one after another, and the state of all.
 
-    One optimizer trains each parameter, and state is saved by parameters' names. So the name tells the optimizer, and neither the
-    order of the optimizers nor a dict's keys matter.
+    One optimizer trains each parameter, and state is saved by parameters' names. So the name tells
+    the optimizer, and neither the order of the optimizers nor a dict's keys matter.
 
     Raises:
         TypeError: `given` holds something other than optimizers.
@@ -44,17 +62,30 @@ class Together:
 
     def __init__(self, given: object) -> None:
         self.members = members_of(given)
-        self.param_groups: list[dict[str, Any]] = [group for member in self.members for group in member.param_groups]
-        self.state: dict[Tensor, dict[str, Any]] = {key: state for member in self.members for key, state in member.state.items()}
+        self.param_groups: list[dict[str, Any]] = [
+            group for member in self.members for group in member.param_groups
+        ]
+        self.state: dict[Tensor, dict[str, Any]] = {
+            key: state for member in self.members for key, state in member.state.items()
+        }
         self.kinds = [type(member).__name__ for member in self.members for _ in member.param_groups]
-        self.owners = [member for member in self.members for _ in member.param_groups]  # of each group
-        self.labels = [f"group {n} of the {type(m).__name__}" for m in self.members for n in range(len(m.param_groups))]
+        # of each group
+        self.owners = [member for member in self.members for _ in member.param_groups]
+        self.labels = [
+            f"group {n} of the {type(m).__name__}"
+            for m in self.members
+            for n in range(len(m.param_groups))
+        ]
         self._owners: dict[Tensor, Any] = {}
         for member in self.members:
             for parameter in held_by(member):
-                if self._owners.setdefault(parameter, member) is not member or self.members.count(member) > 1:
+                if (
+                    self._owners.setdefault(parameter, member) is not member
+                    or self.members.count(member) > 1
+                ):
                     raise ValueError(
-                        f"a {type(self._owners[parameter]).__name__} and a {type(member).__name__} hold the same parameter "
+                        f"a {type(self._owners[parameter]).__name__} and a "
+                        f"{type(member).__name__} hold the same parameter "
                         f"{tuple(parameter.shape)}: give each parameter to one of the optimizers"
                     )
 

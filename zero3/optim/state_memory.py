@@ -1,4 +1,6 @@
-"""What an optimizer that steps chunk by chunk has told about a parameter: where its state is to lie, and when the step is written."""
+"""What an optimizer that steps chunk by chunk has told about a parameter: where its state is to
+lie, and when the step is written.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,15 @@ def set_state_memory(parameter: nn.Parameter, place: Place, land: Land) -> None:
 
 
 def land_steps(states: Iterable[LayerState]) -> None:
-    """Returns when nothing that optimizers' steps have made of the layers is still on its way to a disk.
+    """Returns when nothing that optimizers' steps have made of the layers is still on its way to a
+    disk.
 
     Raises:
         OSError: Some of it could not be written, now or earlier. Other ranks don't know of it.
     """
-    parameters = (part.parameter for state in states for chunk in state.chunks for part in chunk.parts)
+    parameters = (
+        part.parameter for state in states for chunk in state.chunks for part in chunk.parts
+    )
     found = (getattr(parameter, _ATTRIBUTE, None) for parameter in parameters)
     for land in dict.fromkeys(memory.land for memory in found if isinstance(memory, _StateMemory)):
         land()
@@ -55,4 +60,8 @@ def empty_state(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor of the parameter's shape with any values, for loaded state."""
     memory = getattr(parameter, _ATTRIBUTE, None)
     found = memory.place(parameter.numel(), dtype) if isinstance(memory, _StateMemory) else None
-    return torch.empty(parameter.shape, dtype=dtype, device=parameter.device) if found is None else found.view(parameter.shape)
+    return (
+        torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+        if found is None
+        else found.view(parameter.shape)
+    )

@@ -1,4 +1,6 @@
-"""backward(): the mean over tokens, although ranks and micro-batches have different numbers of tokens."""
+"""backward(): the mean over tokens, although ranks and micro-batches have different numbers of
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,30 +24,36 @@ _TOO_MANY = 2**53  # above it float64, in which tokens are counted, skips number
 
 
 def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Tensor:
-    """Runs the backward of a loss that is summed over tokens. The gradients are those of the mean over all tokens of all ranks.
+    """Runs the backward of a loss that is summed over tokens. The gradients are those of the mean
+    over all tokens of all ranks.
 
-    After each call the gradients are the mean over the tokens of all micro-batches since they were last zeroed. (In a mean of
-    means, a token of a short micro-batch would count more.) Every rank calls it, also a rank whose batch has no tokens. It costs one
-    all-reduce of four numbers and, from the second micro-batch on, one pass over the chunks' gradients. On a GPU the host does not
-    wait, but for gradients that rest with it (`offload`). It may be used inside `no_sync`, and with a scaled loss. Gradients of
-    parameters that the policy's `ignored` leaves alone are weighed alike: their mean over ranks (with `gradient_reduction="sum"` their
-    sum) is the gradient. Zero them with the others.
+    After each call the gradients are the mean over the tokens of all micro-batches since they were
+    last zeroed. (In a mean of means, a token of a short micro-batch would count more.) Every rank
+    calls it, also a rank whose batch has no tokens. It costs one all-reduce of four numbers and,
+    from the second micro-batch on, one pass over the chunks' gradients. On a GPU the host does not
+    wait, but for gradients that rest with it (`offload`). It may be used inside `no_sync`, and with
+    a scaled loss. Gradients of parameters that the policy's `ignored` leaves alone are weighed
+    alike: their mean over ranks (with `gradient_reduction="sum"` their sum) is the gradient. Zero
+    them with the others.
 
     Args:
         loss_sum: 0-dim: this rank's loss, summed over its `num_tokens` tokens.
-        num_tokens: The number of tokens in this rank's sum, 0 or more, as an integer or a 0-dim tensor.
+        num_tokens: The number of tokens in this rank's sum, 0 or more, as an integer or a 0-dim
+            tensor.
         model: The sharded model that computed the loss.
 
     Returns:
-        The mean loss over this micro-batch's tokens of all ranks, 0-dim, detached, the same on all ranks. It is 0 if there are no
-        tokens.
+        The mean loss over this micro-batch's tokens of all ranks, 0-dim, detached, the same on all
+        ranks. It is 0 if there are no tokens.
 
     Raises:
-        ValueError: Nothing in `model` is sharded, the loss is not 0-dim or has no graph, the number of tokens is negative or not finite
-            (a tensor on a GPU gives nan on all ranks), `model` is only a part of a model, a backward without a number of tokens has
-            left gradients, or nothing trains but what `ignored` leaves alone. Every rank raises it; on a GPU, where the host does not
-            wait, only the rank with the mistake.
-        TypeError: The loss is no tensor, or the number of tokens is no number. The same ranks raise it.
+        ValueError: Nothing in `model` is sharded, the loss is not 0-dim or has no graph, the number
+            of tokens is negative or not finite (a tensor on a GPU gives nan on all ranks), `model`
+            is only a part of a model, a backward without a number of tokens has left gradients, or
+            nothing trains but what `ignored` leaves alone. Every rank raises it; on a GPU, where
+            the host does not wait, only the rank with the mistake.
+        TypeError: The loss is no tensor, or the number of tokens is no number. The same ranks raise
+            it.
 
     Example::
 
@@ -59,11 +67,16 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
     states = states_of(model)
     error = _mistake(loss_sum, num_tokens, states)
     with states[0].gate.passing(Action.TOKENS, states[0]):
-        weights = weigh(states, num_tokens, loss_sum.detach()) if error is None else weigh(states, 0, 0, error)
+        weights = (
+            weigh(states, num_tokens, loss_sum.detach())
+            if error is None
+            else weigh(states, 0, 0, error)
+        )
     try:
         _without_ranks(loss_sum, weights.share, states).backward()  # type: ignore[no-untyped-call]
     except BaseException:
-        for reducer in reducers_of(states):  # earlier gradients are scaled for a sum that is incomplete now
+        # earlier gradients are scaled for a sum that is incomplete now
+        for reducer in reducers_of(states):
             reducer.give_up()
         for ignored in ignored_of(states):
             ignored.give_up()
@@ -75,34 +88,50 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
 def _mistake(loss_sum: Any, num_tokens: Any, states: list[LayerState]) -> Exception | None:
     """Returns the mistake that this rank finds in its own arguments, if any."""
     if not isinstance(loss_sum, Tensor):
-        return TypeError(f"loss_sum is a {type(loss_sum).__name__}, expected a 0-dim tensor with a graph")
+        return TypeError(
+            f"loss_sum is a {type(loss_sum).__name__}, expected a 0-dim tensor with a graph"
+        )
     if loss_sum.ndim or not loss_sum.requires_grad:
         return ValueError(
-            f"loss_sum has shape {tuple(loss_sum.shape)} and requires_grad={loss_sum.requires_grad}, expected a 0-dim tensor with a graph: "
-            "a rank without tokens runs the model too, and sums over nothing (reduction='sum')"
+            f"loss_sum has shape {tuple(loss_sum.shape)} and "
+            f"requires_grad={loss_sum.requires_grad}, expected a 0-dim tensor with a graph: a "
+            "rank without tokens runs the model too, and sums over nothing (reduction='sum')"
         )
     if any(reducer.undecided for reducer in reducers_of(states)):
         return ValueError(
-            "a second zero3.backward inside one zero3.step_guard: the number of tokens of the first one counts only when the guard ends. "
-            "Give each micro-batch a guard of its own."
+            "a second zero3.backward inside one zero3.step_guard: the number of tokens of the "
+            "first one counts only when the guard ends. Give each micro-batch a guard of its own."
         )
-    if any(each.parameter.requires_grad for each in ignored_of(states)) and not any(state.trainable() for state in states):
-        return ValueError("nothing trains but parameters that the policy's `ignored` leaves alone: no chunk's gradient counts their tokens")
+    if any(each.parameter.requires_grad for each in ignored_of(states)) and not any(
+        state.trainable() for state in states
+    ):
+        return ValueError(
+            "nothing trains but parameters that the policy's `ignored` leaves alone: no chunk's "
+            "gradient counts their tokens"
+        )
     return _not_a_count(num_tokens) or _only_a_part(states)
 
 
 def _not_a_count(tokens: Any) -> Exception | None:
-    """On an accelerator the host does not wait for the number: there `weigh` makes nan of a wrong one."""
+    """On an accelerator the host does not wait for the number: there `weigh` makes nan of a wrong
+    one.
+    """
     if isinstance(tokens, Tensor):
         if tokens.numel() != 1:
-            return ValueError(f"num_tokens has shape {tuple(tokens.shape)}, expected an integer or a 0-dim tensor")
+            return ValueError(
+                f"num_tokens has shape {tuple(tokens.shape)}, expected an integer or a 0-dim tensor"
+            )
         if tokens.is_complex():
-            return TypeError(f"num_tokens is {tokens.dtype}, expected an integer or a real 0-dim tensor")
+            return TypeError(
+                f"num_tokens is {tokens.dtype}, expected an integer or a real 0-dim tensor"
+            )
         if tokens.device.type != "cpu":
             return None
         tokens = tokens.item()
     if not isinstance(tokens, Real):
-        return TypeError(f"num_tokens is a {type(tokens).__name__}, expected an integer or a 0-dim tensor")
+        return TypeError(
+            f"num_tokens is a {type(tokens).__name__}, expected an integer or a 0-dim tensor"
+        )
     number: Any = tokens
     if 0 <= number < _TOO_MANY:
         return None
@@ -115,7 +144,14 @@ def _only_a_part(states: list[LayerState]) -> Exception | None:
     if backward is None or len(backward.layers) == len(states):
         return None
     others = [state.label for state in backward.layers if state not in states and state.trainable()]
-    return ValueError(f"zero3.backward got only a part of the model: layer {others[0]} trains too. Pass the whole one") if others else None
+    return (
+        ValueError(
+            f"zero3.backward got only a part of the model: layer {others[0]} trains too. Pass the "
+            "whole one"
+        )
+        if others
+        else None
+    )
 
 
 class Weights(NamedTuple):
@@ -127,14 +163,24 @@ class Weights(NamedTuple):
     share: Tensor  # the weight of one token: 1 / total
 
 
-def weigh(states: list[LayerState], tokens: int | Tensor, loss: float | Tensor, error: Exception | None = None) -> Weights:
+def weigh(
+    states: list[LayerState],
+    tokens: int | Tensor,
+    loss: float | Tensor,
+    error: Exception | None = None,
+) -> Weights:
     """Adds up the tokens of all ranks, and scales earlier gradients to their part of the new mean.
 
     `error`: a mistake that this rank has found. Every rank raises it, and nothing has changed.
     """
-    # the tokens, their loss, the tokens of earlier micro-batches, and the number of ranks that know the latter
+    # the tokens, their loss, the tokens of earlier micro-batches, and the number of ranks that know
+    # the latter
     counts = torch.zeros(4, dtype=torch.float64, device=states[0].device)
-    counts[0] = tokens if not isinstance(tokens, Tensor) else torch.where((tokens >= 0) & tokens.isfinite(), tokens.double(), nan)
+    counts[0] = (
+        tokens
+        if not isinstance(tokens, Tensor)
+        else torch.where((tokens >= 0) & tokens.isfinite(), tokens.double(), nan)
+    )
     counts[1] = loss
     known = _so_far(states, counts.new_zeros(2))
     if isinstance(known, Tensor):
@@ -144,7 +190,9 @@ def weigh(states: list[LayerState], tokens: int | Tensor, loss: float | Tensor, 
     if error is not None:
         counts.fill_(nan)
     communicator = ungated(states[0].communicator)
-    with NamingFailures(communicator, "counting", Subject("the tokens of the micro-batch"), "zero3.backward"):
+    with NamingFailures(
+        communicator, "counting", Subject("the tokens of the micro-batch"), "zero3.backward"
+    ):
         communicator.all_reduce(counts)
     agree_where_nan(communicator, states[0].device, "zero3.backward", counts[3:], error)
     so_far = counts[2] / counts[3].clamp(min=1)
@@ -164,19 +212,30 @@ def note(states: list[LayerState], total: Tensor) -> None:
 
 
 def _without_ranks(loss_sum: Tensor, share: Tensor, states: list[LayerState]) -> Tensor:
-    """Returns the loss scaled such that the reduction's result is the sum over ranks, times `share`."""
+    """Returns the loss scaled such that the reduction's result is the sum over ranks, times
+    `share`.
+    """
     mean = states[0].policy.gradient_reduction == "mean"
-    return loss_sum * (share * (states[0].gradients.averaged_over if mean else 1)).to(loss_sum.dtype)
+    return loss_sum * (share * (states[0].gradients.averaged_over if mean else 1)).to(
+        loss_sum.dtype
+    )
 
 
 def _so_far(states: list[LayerState], nothing: Tensor) -> Tensor | ValueError:
-    """Returns the number of tokens that the gradients are the mean of, and 1. If they were zeroed since, it returns `nothing`."""
+    """Returns the number of tokens that the gradients are the mean of, and 1. If they were zeroed
+    since, it returns `nothing`.
+    """
     gradients = [gradient for reducer in reducers_of(states) for gradient in reducer.earlier]
-    known = [(gradient, *noted) for gradient in gradients if (noted := getattr(gradient, TOKENS, None)) is not None]
+    known = [
+        (gradient, *noted)
+        for gradient in gradients
+        if (noted := getattr(gradient, TOKENS, None)) is not None
+    ]
     if len(known) < len(gradients):
         return ValueError(
-            "there are gradients that loss.backward() has left, and their weight among tokens is unknown. Use zero3.backward for every "
-            "backward of a step, and begin it with optimizer.zero_grad()."
+            "there are gradients that loss.backward() has left, and their weight among tokens is "
+            "unknown. Use zero3.backward for every backward of a step, and begin it with "
+            "optimizer.zero_grad()."
         )
     if not known:
         return nothing
@@ -184,7 +243,14 @@ def _so_far(states: list[LayerState], nothing: Tensor) -> Tensor | ValueError:
     found = torch.stack([tokens, torch.ones_like(tokens)])
     if any(isinstance(gradient, DeferredGradient) and gradient.zeroed for gradient, _, _ in known):
         return nothing
-    if all(isinstance(gradient, DeferredGradient) or gradient._version == version for gradient, _, version in known):
+    if all(
+        isinstance(gradient, DeferredGradient) or gradient._version == version
+        for gradient, _, version in known
+    ):
         return found
-    changed = [gradient.as_subclass(Tensor) for gradient, _, _ in known if not isinstance(gradient, DeferredGradient)]
+    changed = [
+        gradient.as_subclass(Tensor)
+        for gradient, _, _ in known
+        if not isinstance(gradient, DeferredGradient)
+    ]
     return found * torch.stack([gradient.any() for gradient in changed]).any()

@@ -20,35 +20,44 @@ from .pieces import retire
 
 __all__: list[str] = []
 
-# If the parameters that may be cut have at most one sixteenth of a family's elements, they are kept whole too. So a layer's norms and
-# biases share a chunk with its whole matrices, and the layer makes no more transfers than before.
+# If the parameters that may be cut have at most one sixteenth of a family's elements, they are kept
+# whole too. So a layer's norms and biases share a chunk with its whole matrices, and the layer
+# makes no more transfers than before.
 RIDES_ALONG = 16
 
 
 @dataclass(eq=False)
 class Family:
-    """A layer's trainable parameters of one dtype. One chunk has the parameters that are cut, another the whole ones."""
+    """A layer's trainable parameters of one dtype. One chunk has the parameters that are cut,
+    another the whole ones.
+    """
 
     state: LayerState
     chunks: list[Chunk]
     slots: list[Slot]  # in the order of the model
-    frozen: frozenset[str] | None = None  # the slots that will not train; None: training does not change
+    # the slots that will not train; None: training does not change
+    frozen: frozenset[str] | None = None
 
     @property
     def layouts(self) -> list[ChunkLayout]:
         return [chunk.layout for chunk in self.chunks]
 
 
-def families(states: Sequence[LayerState], place: Callable[[LayerState, Slot], int]) -> list[Family]:
+def families(
+    states: Sequence[LayerState], place: Callable[[LayerState, Slot], int]
+) -> list[Family]:
     """Returns the families of all layers.
 
-    `place` tells a slot's place in the model. So cuts depend on the model alone, and not on earlier cuts.
+    `place` tells a slot's place in the model. So cuts depend on the model alone, and not on earlier
+    cuts.
     """
     found: dict[tuple[LayerState, bool, torch.dtype], list[Chunk]] = {}
     for state in states:
         for chunk in state.chunks:
             if chunk.shard.requires_grad:
-                found.setdefault((state, chunk.trainable_when_wrapped, chunk.shard.dtype), []).append(chunk)
+                found.setdefault(
+                    (state, chunk.trainable_when_wrapped, chunk.shard.dtype), []
+                ).append(chunk)
     result = []
     for (state, _, _), chunks in found.items():
         slots = [slot for chunk in chunks for slot in chunk.layout.slots]
@@ -56,8 +65,12 @@ def families(states: Sequence[LayerState], place: Callable[[LayerState, Slot], i
     return result
 
 
-def new_cuts(found: Sequence[Family], is_whole: Callable[[LayerState, Slot], bool]) -> list[tuple[Family, list[ChunkLayout]]]:
-    """Returns the families whose layouts have to change, with the new layouts. Owners are balanced over the whole model."""
+def new_cuts(
+    found: Sequence[Family], is_whole: Callable[[LayerState, Slot], bool]
+) -> list[tuple[Family, list[ChunkLayout]]]:
+    """Returns the families whose layouts have to change, with the new layouts. Owners are balanced
+    over the whole model.
+    """
     world_size = found[0].state.communicator.shards if found else 1
     if world_size == 1:
         return []  # a single rank has every parameter whole
@@ -68,7 +81,13 @@ def new_cuts(found: Sequence[Family], is_whole: Callable[[LayerState, Slot], boo
         rest = [(slot.name, slot.shape) for slot in family.slots if slot not in dealt]
         layouts = [] if dealt and not rest else [ChunkLayout.build(rest, world_size)]
         if dealt:
-            layouts.append(ChunkLayout.dealt([(slot.name, slot.shape) for slot in dealt], [next(owners) for _ in dealt], world_size))
+            layouts.append(
+                ChunkLayout.dealt(
+                    [(slot.name, slot.shape) for slot in dealt],
+                    [next(owners) for _ in dealt],
+                    world_size,
+                )
+            )
         as_made = not dealt and len(family.chunks) == 1 and family.chunks[0].layout.bounds is None
         if layouts != family.layouts and not as_made:
             wanted.append((family, layouts))
@@ -83,19 +102,28 @@ def _dealt(family: Family, is_whole: Callable[[LayerState, Slot], bool]) -> list
 
 
 def repartition(wanted: Sequence[tuple[Family, list[ChunkLayout]]]) -> None:
-    """Gives families their new chunks. One old chunk at a time is gathered. On all ranks either every family changes, or none does.
+    """Gives families their new chunks. One old chunk at a time is gathered. On all ranks either
+    every family changes, or none does.
 
-    The old and the new chunks exist together until all are filled. That takes as much memory as gradients do in training.
+    The old and the new chunks exist together until all are filled. That takes as much memory as
+    gradients do in training.
     """
     if not wanted:
         return
     first = wanted[0][0].state
-    with agreeing(first.communicator, first.device, "the memory for parameters that one rank holds whole"):
+    with agreeing(
+        first.communicator, first.device, "the memory for parameters that one rank holds whole"
+    ):
         made = [_empty_chunks(family, layouts) for family, layouts in wanted]
     for (family, _), chunks in zip(wanted, made, strict=True):
         family.state.release()  # a layer may be kept fetched for its backward
         _fill(family, chunks)
-    agree(first.communicator, first.device, "the gathering of parameters that one rank holds whole", [])
+    agree(
+        first.communicator,
+        first.device,
+        "the gathering of parameters that one rank holds whole",
+        [],
+    )
     for (family, _), chunks in zip(wanted, made, strict=True):
         _exchange(family, chunks)
 
@@ -108,9 +136,13 @@ def _empty_chunks(family: Family, layouts: list[ChunkLayout]) -> list[Chunk]:
             trains = family.frozen is None or layout.slots[0].name not in family.frozen
             place = host_of(state.communicator).residence_for(state.policy, state.device)
             numel = layout.chunk_numel(old.index)
-            values = memory_for(place, numel, old.shard.dtype, state.device, state.policy if trains else None)
+            values = memory_for(
+                place, numel, old.shard.dtype, state.device, state.policy if trains else None
+            )
             shard = nn.Parameter(values.zero_(), requires_grad=trains)
-            made.append(chunk_of(place, state.device, layout, shard, state.communicator, state.policy))
+            made.append(
+                chunk_of(place, state.device, layout, shard, state.communicator, state.policy)
+            )
     return made
 
 
@@ -122,25 +154,34 @@ def _fill(family: Family, chunks: list[Chunk]) -> None:
         old.start_fetch(family.state.lanes.fetch)
         try:
             old.finish_fetch()
-            views = {slot.name: view for slot, view in zip(old.layout.slots, old.views, strict=True)}
+            views = {
+                slot.name: view for slot, view in zip(old.layout.slots, old.views, strict=True)
+            }
             for chunk in chunks:
                 for piece in chunk.pieces:
                     if piece.slot.name in views:
-                        chunk.shard.data[piece.place].copy_(views[piece.slot.name].reshape(-1)[piece.start : piece.stop])
+                        chunk.shard.data[piece.place].copy_(
+                            views[piece.slot.name].reshape(-1)[piece.start : piece.stop]
+                        )
         finally:
             old.abandon_fetch()
             old.release()
 
 
 def _exchange(family: Family, chunks: list[Chunk]) -> None:
-    """Puts the new chunks in place. It makes no transfer and no large allocation, so it can't fail on one rank alone."""
+    """Puts the new chunks in place. It makes no transfer and no large allocation, so it can't fail
+    on one rank alone.
+    """
     state = family.state
     unloaded = {old.layout.slots[index].name for old in family.chunks for index in old.unloaded}
     for chunk in chunks:
-        chunk.unloaded = {index for index, slot in enumerate(chunk.layout.slots) if slot.name in unloaded}
+        chunk.unloaded = {
+            index for index, slot in enumerate(chunk.layout.slots) if slot.name in unloaded
+        }
         if family.frozen is None:
             chunk.trainable_when_wrapped = family.chunks[0].trainable_when_wrapped
-        torch.autograd.graph.increment_version(chunk.shard)  # so that older graphs, whose buffers are gone, raise
+        # so that older graphs, whose buffers are gone, raise
+        torch.autograd.graph.increment_version(chunk.shard)
     if family.frozen is not None:
         for sharded in state.parameters:
             if sharded.chunk in family.chunks:  # first, because hooks go on parameters that train

@@ -1,4 +1,6 @@
-"""A rank of a world that is not there: its communicator, which moves nothing and writes down what it was asked to move."""
+"""A rank of a world that is not there: its communicator, which moves nothing and writes down what
+it was asked to move.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,12 @@ Event = Issued | Awaited
 
 
 class AbsentRanks(Host):
-    """Rank `rank` of `world_size`. The others are thought to do as it does, and at once. `replicas`: so many ranks hold the same chunk.
+    """Rank `rank` of `world_size`. The others are thought to do as it does, and at once.
+    `replicas`: so many ranks hold the same chunk.
 
-    `pieces`: gradients travel from where autograd made them, and what is sent is written into memory of the host, as on gloo between
-    processes of one host. Otherwise they travel in a flat buffer, and land as soon as they are on their lane, as with NCCL.
+    `pieces`: gradients travel from where autograd made them, and what is sent is written into
+    memory of the host, as on gloo between processes of one host. Otherwise they travel in a flat
+    buffer, and land as soon as they are on their lane, as with NCCL.
     """
 
     on_paper = True
@@ -57,8 +61,10 @@ class AbsentRanks(Host):
         self.tags_messages = pieces or world_size == 1
         self._replicas = replicas
         self.on_event: Callable[[Event], object] = lambda event: None
-        self.making: Callable[[], AbstractContextManager[object]] = nullcontext  # around what is made for a transfer alone
-        self.resting: Callable[[], AbstractContextManager[object]] = nullcontext  # around what is made where chunks rest
+        # around what is made for a transfer alone
+        self.making: Callable[[], AbstractContextManager[object]] = nullcontext
+        # around what is made where chunks rest
+        self.resting: Callable[[], AbstractContextManager[object]] = nullcontext
         self._moving = 0  # bytes of the transfer that was asked for last
         self._lands_at_once = not pieces
         self._lanes: Lanes | None = None
@@ -78,7 +84,9 @@ class AbsentRanks(Host):
         return _Adding(self, shard, pieces[self.shard_rank], self.shards)
 
     def sum_replicas(self, shard: Tensor) -> Pending:
-        """As that of `MeshCommunicator`. On gloo more than two replicas each add up a part, and gather the parts."""
+        """As that of `MeshCommunicator`. On gloo more than two replicas each add up a part, and
+        gather the parts.
+        """
         parts = self._replicas if self._replicas > 2 else 1
         own = shard[: -(-shard.numel() // parts)]
         self._move(2 * shard.nbytes * (self._replicas - 1) // self._replicas, own)
@@ -94,12 +102,15 @@ class AbsentRanks(Host):
         self._moving = nbytes
         if not self._lands_at_once and self.world_size > 1:
             with self.making():
-                torch.empty_like(sent)  # written, and read by the other ranks, while no tensor of this rank shows it
+                # written, and read by the other ranks, while no tensor of this rank shows it
+                torch.empty_like(sent)
         return Done()
 
     def lanes(self, device: torch.device) -> Lanes:
         over_replicas = _PaperLane(self, "replicas") if self._replicas > 1 else None
-        self._lanes = self._lanes or Lanes(_PaperLane(self, "fetch"), _PaperLane(self, "backup"), over_replicas)
+        self._lanes = self._lanes or Lanes(
+            _PaperLane(self, "fetch"), _PaperLane(self, "backup"), over_replicas
+        )
         return self._lanes
 
     def issued(self, lane: Kind) -> int:
@@ -123,7 +134,9 @@ class AbsentRanks(Host):
 
     @property
     def lands_at_once(self) -> bool:
-        """Whether what follows a transfer is given to its lane with it, as on a device with streams."""
+        """Whether what follows a transfer is given to its lane with it, as on a device with
+        streams.
+        """
         return self._lands_at_once
 
     # -- what ranks tell each other
@@ -141,7 +154,10 @@ class AbsentRanks(Host):
         return [payload] * self.world_size
 
     def exchange_later(self, payload: bytes, device: torch.device) -> Told:
-        return _Said([payload] * self.world_size, torch.empty(self.world_size * len(payload), dtype=torch.uint8, device=device))
+        return _Said(
+            [payload] * self.world_size,
+            torch.empty(self.world_size * len(payload), dtype=torch.uint8, device=device),
+        )
 
     def duplicate(self) -> Communicator:
         return self
@@ -164,9 +180,13 @@ class _Said:
 
 
 class _Adding:
-    """A reduction that adds up when it is waited for: the rank's own summands, and those of the others in the host's memory."""
+    """A reduction that adds up when it is waited for: the rank's own summands, and those of the
+    others in the host's memory.
+    """
 
-    def __init__(self, ranks: AbsentRanks, shard: Tensor, own: Sequence[Tensor], among: int) -> None:
+    def __init__(
+        self, ranks: AbsentRanks, shard: Tensor, own: Sequence[Tensor], among: int
+    ) -> None:
         self._ranks, self._shard, self._among = ranks, shard, among
         self._own: Sequence[Tensor] | None = own
 
@@ -205,7 +225,9 @@ class _PaperLane:
 
 
 class _PaperMark:
-    def __init__(self, ranks: AbsentRanks, number: int, pending: Pending, then: Callable[[], None] | None) -> None:
+    def __init__(
+        self, ranks: AbsentRanks, number: int, pending: Pending, then: Callable[[], None] | None
+    ) -> None:
         self._ranks, self._number = ranks, number
         self._pending: Pending | None = pending
         self._then = then

@@ -1,4 +1,6 @@
-"""What a plan chooses where memory is given: the policy that moves least of those that fit, or the cheapest change that fits."""
+"""What a plan chooses where memory is given: the policy that moves least of those that fit, or the
+cheapest change that fits.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,13 @@ from .trace import Trace
 __all__: list[str] = []
 
 TRIES = 24  # changes that are tried, at most
-LEAST = 0.1  # of all frozen buffers: fewer are not worth the comparison that each forward makes for them
+# of all frozen buffers: fewer are not worth the comparison that each forward makes for them
+LEAST = 0.1
 
 
 def roomier(setup: Setup, trace: Trace, room: int, peak: int) -> ShardingPolicy:
-    """The setup's policy or, if they fit: chunks that are not offloaded, frozen buffers that stay from step to step, and a gather a
-    step for the others.
+    """The setup's policy or, if they fit: chunks that are not offloaded, frozen buffers that stay
+    from step to step, and a gather a step for the others.
 
     `trace` and `peak`: the setup's own.
     """
@@ -33,9 +36,14 @@ def roomier(setup: Setup, trace: Trace, room: int, peak: int) -> ShardingPolicy:
     if setup.shards == 1 or policy.stage != 3:
         return policy
     sums = list(accumulate(trace.frozen_buffers))
-    if sums and sums[-1] > policy.resident_bytes and (kept := _most_resident(setup, sums, room, peak)) is not None:
+    if (
+        sums
+        and sums[-1] > policy.resident_bytes
+        and (kept := _most_resident(setup, sums, room, peak)) is not None
+    ):
         policy = replace(policy, resident_bytes=kept)
-    again = trace.trains_in_layers and policy.resident_bytes >= sum(trace.frozen_buffers)  # else no room is left
+    # else no room is left
+    again = trace.trains_in_layers and policy.resident_bytes >= sum(trace.frozen_buffers)
     if again and policy.reshard_after_forward:
         once = replace(policy, reshard_after_forward=False)
         policy = once if _peak_in(setup.but(policy=once)) <= room else policy
@@ -43,14 +51,24 @@ def roomier(setup: Setup, trace: Trace, room: int, peak: int) -> ShardingPolicy:
 
 
 def _most_resident(setup: Setup, sums: list[int], room: int, peak: int) -> int | None:
-    """How many bytes of frozen buffers may stay: of those of the first layers, all that fit. `sums`: of the first one, two and so on."""
-    surely = sum(1 for nbytes in sums if nbytes <= room - peak + setup.policy.resident_bytes)  # a peak has some of them already
+    """How many bytes of frozen buffers may stay: of those of the first layers, all that fit.
+    `sums`: of the first one, two and so on.
+    """
+    # a peak has some of them already
+    surely = sum(1 for nbytes in sums if nbytes <= room - peak + setup.policy.resident_bytes)
     found = None
     for number in range(max(surely, 1), len(sums) + 1):
-        if _peak_in(setup.but(policy=replace(setup.policy, resident_bytes=sums[number - 1]))) > room:
+        if (
+            _peak_in(setup.but(policy=replace(setup.policy, resident_bytes=sums[number - 1])))
+            > room
+        ):
             break
         found = sums[number - 1]
-    return found if found is not None and found > max(setup.policy.resident_bytes, LEAST * sums[-1]) else None
+    return (
+        found
+        if found is not None and found > max(setup.policy.resident_bytes, LEAST * sums[-1])
+        else None
+    )
 
 
 def _peak_in(setup: Setup) -> int:
@@ -65,10 +83,12 @@ class Advice(NamedTuple):
 
 
 def advised(setup: Setup, room: int, fitting: int, state: int) -> Advice | None:
-    """The cheapest change that fits, tried. `fitting`: the largest batch that fits. `state`: the bytes of chunks, their gradients and
-    the optimizer's state, which only more ranks, fewer replicas, offload, adapters and fewer bits make less.
+    """The cheapest change that fits, tried. `fitting`: the largest batch that fits. `state`: the
+    bytes of chunks, their gradients and the optimizer's state, which only more ranks, fewer
+    replicas, offload, adapters and fewer bits make less.
 
-    Changes stand in levels, the cheap ones first. If all that a level allows together does not fit, nothing in it does.
+    Changes stand in levels, the cheap ones first. If all that a level allows together does not fit,
+    nothing in it does.
     """
     tries = 0
 

@@ -1,4 +1,6 @@
-"""Machines, and how long a step takes on them: the events of a traced step, replayed over a compute lane and the transfers' lanes."""
+"""Machines, and how long a step takes on them: the events of a traced step, replayed over a compute
+lane and the transfers' lanes.
+"""
 
 from __future__ import annotations
 
@@ -26,24 +28,27 @@ class Cluster:
     """The machines that a plan is for. All ranks are alike.
 
     Attributes:
-        flops: Floating-point operations a second of one GPU in the dtype of computation, by its data sheet, without sparsity.
+        flops: Floating-point operations a second of one GPU in the dtype of computation, by its
+            data sheet, without sparsity.
         memory_bandwidth: Bytes a second between a GPU and its memory.
         link: Bytes a second that one GPU sends to other nodes, and receives at the same time.
         latency: Seconds that a collective takes at least.
         ranks_per_node: GPUs in a node.
         node_link: Bytes a second that one GPU sends inside its node. None: as `link`.
-        host_cost: Seconds that computation loses for each byte that moves, where the processor that computes moves it: sockets on CPUs.
-        spread: The standard deviation of a rank's step, as a share of it. A step takes as long as its slowest rank, so many ranks
-            take longer than few.
-        straight: Whether each rank sends to each, as over gloo, so that a byte enters a node once for each of its ranks that needs it.
-            Otherwise it enters once, as with NCCL.
+        host_cost: Seconds that computation loses for each byte that moves, where the processor that
+            computes moves it: sockets on CPUs.
+        spread: The standard deviation of a rank's step, as a share of it. A step takes as long as
+            its slowest rank, so many ranks take longer than few.
+        straight: Whether each rank sends to each, as over gloo, so that a byte enters a node once
+            for each of its ranks that needs it. Otherwise it enters once, as with NCCL.
 
     Raises:
         ValueError: A number is not positive, or `straight` is no bool.
 
     Example::
 
-        cluster = zero3.Cluster(flops=989e12, memory_bandwidth=3.35e12, link=50e9, ranks_per_node=8, node_link=450e9)
+        links = {"link": 50e9, "ranks_per_node": 8, "node_link": 450e9}
+        cluster = zero3.Cluster(flops=989e12, memory_bandwidth=3.35e12, **links)
         print(zero3.plan(directory, ranks=16, cluster=cluster).seconds)
     """
 
@@ -67,24 +72,29 @@ class Cluster:
                 raise ValueError(f"{field.name} must be a number above 0, found {number!r}")
 
     def moving(self, nbytes: int, ranks: int, apart: int = 1) -> float:
-        """The seconds in which each of so many `ranks` receives `nbytes` from the others, in slices of equal size.
+        """The seconds in which each of so many `ranks` receives `nbytes` from the others, in slices
+        of equal size.
 
-        `apart`: each is the `apart`-th after the one before, as those that hold the same chunk are on a mesh.
+        `apart`: each is the `apart`-th after the one before, as those that hold the same chunk are
+        on a mesh.
         """
         if ranks == 1:
             return 0.0
         near = max(1, self.ranks_per_node // apart)  # of these ranks, those in one node
         if ranks <= near:
             return self.latency + nbytes / (LINK * (self.node_link or self.link))
-        # Between nodes, each byte enters a node once, over the links of all these ranks in it. Inside, it goes on to the others.
-        # (Or each goes `straight` to its rank, over that rank's link.)
+        # Between nodes, each byte enters a node once, over the links of all these ranks in it.
+        # Inside, it goes on to the others. (Or each goes `straight` to its rank, over that rank's
+        # link.)
         outside = 1 - (near - 1) / (ranks - 1)
         between = nbytes * outside / (self.link if self.straight else near * self.link)
         inside = nbytes / (self.node_link or self.link) if near > 1 else 0.0
         return self.latency * (1 + math.log2(ranks / near)) + max(between, inside) / LINK
 
     def slowest(self, ranks: int) -> float:
-        """How much longer the slowest of `ranks` takes than their mean: the largest of so many deviations of a normal distribution."""
+        """How much longer the slowest of `ranks` takes than their mean: the largest of so many
+        deviations of a normal distribution.
+        """
         return 1 + self.spread * math.sqrt(2 * math.log(ranks))
 
     def computing(self, work: Work) -> float:
@@ -108,17 +118,28 @@ GPUS = MappingProxyType(
 
 
 def cluster_of(gpu: str, link: float) -> Cluster:
-    """The cluster of GPUs of a known kind, eight to a node, with a `link` in bytes a second each."""
+    """The cluster of GPUs of a known kind, eight to a node, with a `link` in bytes a second
+    each.
+    """
     if gpu.lower() not in GPUS:
         raise ValueError(f"--gpu must be one of {', '.join(GPUS)}, found {gpu!r}")
     flops, memory_bandwidth, node_link = GPUS[gpu.lower()]
     return Cluster(flops=flops, memory_bandwidth=memory_bandwidth, link=link, node_link=node_link)
 
 
-def replay(events: Iterable[Any], cluster: Cluster, ranks: int, *, replicas: int = 1, one_queue: bool = True) -> float:
-    """The seconds of a step. `one_queue`: one communicator makes all fetches and backups, one after another.
+def replay(
+    events: Iterable[Any],
+    cluster: Cluster,
+    ranks: int,
+    *,
+    replicas: int = 1,
+    one_queue: bool = True,
+) -> float:
+    """The seconds of a step. `one_queue`: one communicator makes all fetches and backups, one after
+    another.
 
-    Sums over `replicas` have a communicator of their own. Each begins after the backup that was issued before it.
+    Sums over `replicas` have a communicator of their own. Each begins after the backup that was
+    issued before it.
     """
     now, shards = 0.0, ranks // replicas
     free = {"fetch": 0.0, "backup": 0.0, "replicas": 0.0}  # when each lane is done with what it has
@@ -129,9 +150,17 @@ def replay(events: Iterable[Any], cluster: Cluster, ranks: int, *, replicas: int
         elif isinstance(event, Issued):
             now += cluster.host_cost * event.nbytes
             among, apart = (replicas, shards) if event.lane == "replicas" else (shards, 1)
-            after = (event.lane, "backup") if event.lane == "replicas" else ("fetch", "backup") if one_queue else (event.lane,)
+            after = (
+                (event.lane, "backup")
+                if event.lane == "replicas"
+                else ("fetch", "backup")
+                if one_queue
+                else (event.lane,)
+            )
             begin = max(now, *(free[lane] for lane in after))
-            free[event.lane] = ends[event.number] = begin + cluster.moving(event.nbytes, among, apart)
+            free[event.lane] = ends[event.number] = begin + cluster.moving(
+                event.nbytes, among, apart
+            )
         elif isinstance(event, Awaited):
             now = max(now, ends[event.number])
     return max(now, *free.values()) * cluster.slowest(ranks)

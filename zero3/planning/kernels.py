@@ -1,4 +1,6 @@
-"""What the planned device would run, where the meta device runs something else: attention, dropout, and answers to the host."""
+"""What the planned device would run, where the meta device runs something else: attention, dropout,
+and answers to the host.
+"""
 
 from __future__ import annotations
 
@@ -32,28 +34,42 @@ class DeviceKernels(TorchFunctionMode):
         self.attention: Counter[str] = Counter()
         self.answers: list[
             bool
-        ] = []  # to the question which full buffers are stale, asked at each forward where some stay (stages 1 and 2, `resident_bytes`)
+            # to the question which full buffers are stale, asked at each forward where some stay
+            # (stages 1 and 2, `resident_bytes`)
+        ] = []
         on_cuda = device == "cuda"
         self._choose = _chosen_by_cuda if on_cuda else _chosen_by_cpu
         self._run = _attend_on_cuda if on_cuda else _attend_on_cpu
-        self._instead: dict[Any, Callable[..., Any]] = {nn.functional.scaled_dot_product_attention: self._attend, Tensor.__bool__: _assume}
+        self._instead: dict[Any, Callable[..., Any]] = {
+            nn.functional.scaled_dot_product_attention: self._attend,
+            Tensor.__bool__: _assume,
+        }
         self._instead[torch._grouped_mm] = _multiply_groups
         self._instead[Tensor.tolist] = self._answer
         if on_cuda:
             self._instead[nn.functional.dropout] = _dropout_on_cuda
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         instead = self._instead.get(func)
-        if instead is None or not (isinstance(args[0] if args else None, Tensor) and args[0].is_meta):
+        if instead is None or not (
+            isinstance(args[0] if args else None, Tensor) and args[0].is_meta
+        ):
             return func(*args, **(kwargs or {}))
         return instead(*args, **(kwargs or {}))
 
     def _answer(self, flags: Tensor) -> list[int]:
         answers, self.answers = [*map(int, self.answers)], []
         if len(answers) != flags.numel():
-            raise RuntimeError(f"the model's forward asks for {flags.numel()} values (Tensor.tolist), and a plan has none")
+            raise RuntimeError(
+                f"the model's forward asks for {flags.numel()} values (Tensor.tolist), and a plan "
+                "has none"
+            )
         return answers
 
     def _attend(
@@ -72,22 +88,43 @@ class DeviceKernels(TorchFunctionMode):
         self.attention[f"{kernel} ({why})" if why else kernel] += 1
         if kernel == _MATH:
             attend = nn.functional.scaled_dot_product_attention
-            return attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return attend(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
+                attn_mask.logical_not(), float("-inf")
+            )
         return self._run(kernel, query, key, value, attn_mask, dropout_p, is_causal, scale)
 
 
 def backward(loss: Tensor) -> None:
-    """As `loss.backward()`, which would leave a `TorchFunctionMode` for its time, and recompute checkpoints without it."""
+    """As `loss.backward()`, which would leave a `TorchFunctionMode` for its time, and recompute
+    checkpoints without it.
+    """
     torch.autograd.Variable._execution_engine.run_backward(
-        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        (loss,),
+        (torch.ones_like(loss),),
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
     )
 
 
 @contextmanager
 def fused_on_meta() -> Iterator[None]:
-    """In it, optimizers with `fused=True` step on meta tensors. torch's list of devices has no "meta"."""
+    """In it, optimizers with `fused=True` step on meta tensors. torch's list of devices has no
+    "meta".
+    """
     place = vars(import_module("torch.optim.optimizer"))
     devices = place["_get_fused_kernels_supported_devices"]
     place["_get_fused_kernels_supported_devices"] = lambda: [*devices(), "meta"]
@@ -98,12 +135,15 @@ def fused_on_meta() -> Iterator[None]:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """What torch's grouped product allocates and saves. Its own, on meta, takes only what GPUs take: bf16 in certain strides."""
+    """What torch's grouped product allocates and saves. Its own, on meta, takes only what GPUs
+    take: bf16 in certain strides.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, ends)
-        return torch.mm(rows, weights[0])  # as large as all the groups' products together, and as much work
+        # as large as all the groups' products together, and as much work
+        return torch.mm(rows, weights[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -111,7 +151,11 @@ class _GroupedProduct(torch.autograd.Function):
         of_rows, of_weights, _ = ctx.needs_input_grad
         if of_weights:
             torch.mm(rows.t(), gradient)  # the work; the result is that of one expert
-        return torch.mm(gradient, weights[0].t()) if of_rows else None, torch.empty_like(weights) if of_weights else None, None
+        return (
+            torch.mm(gradient, weights[0].t()) if of_rows else None,
+            torch.empty_like(weights) if of_weights else None,
+            None,
+        )
 
 
 def _multiply_groups(rows: Tensor, weights: Tensor, offs: Tensor, **more: Any) -> Tensor:
@@ -120,19 +164,34 @@ def _multiply_groups(rows: Tensor, weights: Tensor, offs: Tensor, **more: Any) -
 
 
 def _assume(condition: Tensor) -> bool:
-    """Models ask for values in order to leave something out: no padding, one sequence a row. Plans assume that they may."""
+    """Models ask for values in order to leave something out: no padding, one sequence a row. Plans
+    assume that they may.
+    """
     return True
 
 
-def _dropout_on_cuda(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
-    """One kernel, which saves a mask of bytes. Elsewhere dropout is several operations, and saves factors."""
+def _dropout_on_cuda(
+    input: Tensor,  # noqa: A002
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> Tensor:
+    """One kernel, which saves a mask of bytes. Elsewhere dropout is several operations, and saves
+    factors.
+    """
     if not training or p == 0.0 or inplace:
         return nn.functional.dropout(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]
 
 
 def _chosen_by_cpu(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, grouped: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    grouped: bool,
 ) -> tuple[str, str]:
     """Asks torch, with tensors of the same shapes that take one row of memory."""
 
@@ -141,20 +200,39 @@ def _chosen_by_cpu(
         return row.requires_grad_(tensor.requires_grad).expand(tensor.shape)
 
     choice = torch._fused_sdp_choice(
-        like(query), like(key), like(value), None if mask is None else like(mask), dropout, causal, enable_gqa=grouped
+        like(query),
+        like(key),
+        like(value),
+        None if mask is None else like(mask),
+        dropout,
+        causal,
+        enable_gqa=grouped,
     )
     return (_MATH, "as torch chooses on the CPU") if choice == 0 else (_FLASH, "")
 
 
 def _attend_on_cpu(
-    kernel: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
+    kernel: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
 ) -> Tensor:
     result: Tensor = _FLASH_CPU(query, key, value, dropout, causal, attn_mask=mask, scale=scale)[0]
     return result
 
 
 def _chosen_by_cuda(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, grouped: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    grouped: bool,
 ) -> tuple[str, str]:
     """torch's rules for GPUs since Ampere, in the order in which it tries its kernels."""
     half = query.dtype in (torch.float16, torch.bfloat16)
@@ -172,18 +250,29 @@ def _chosen_by_cuda(
 
 
 def _attend_on_cuda(
-    kernel: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
+    kernel: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
 ) -> Tensor:
     result: Tensor
     if kernel == _EFFICIENT:
         if mask is not None:
             mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         needs_gradient = any(each.requires_grad for each in (query, key, value))
-        result = _EFFICIENT_CUDA(query, key, value, mask, needs_gradient, dropout, causal, scale=scale)[0]
+        result = _EFFICIENT_CUDA(
+            query, key, value, mask, needs_gradient, dropout, causal, scale=scale
+        )[0]
         return result
     size = query.shape[-1]
     if size % _ALIGNED:
-        query, key, value = (nn.functional.pad(each, (0, _ALIGNED - size % _ALIGNED)) for each in (query, key, value))
+        query, key, value = (
+            nn.functional.pad(each, (0, _ALIGNED - size % _ALIGNED)) for each in (query, key, value)
+        )
     scale = scale if scale is not None else size**-0.5
     result = _FLASH_CUDA(query, key, value, dropout, causal, False, scale=scale)[0]
     return result[..., :size]

@@ -1,4 +1,6 @@
-"""Counts the bytes of all living tensors by cause, at each operation of a step that runs on the meta device."""
+"""Counts the bytes of all living tensors by cause, at each operation of a step that runs on the
+meta device.
+"""
 
 from __future__ import annotations
 
@@ -57,17 +59,20 @@ class _Held:
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, every tensor that is made is written down, with its cause. A storage leaves the ledger when it dies.
+    """Inside, every tensor that is made is written down, with its cause. A storage leaves the
+    ledger when it dies.
 
-    `unit`: the allocator's, to which each storage is rounded up. `logits`: the size of the vocabulary; floating tensors whose last
-    dimension has it are logits. `ran`: called with each operation, its arguments and its result.
+    `unit`: the allocator's, to which each storage is rounded up. `logits`: the size of the
+    vocabulary; floating tensors whose last dimension has it are logits. `ran`: called with each
+    operation, its arguments and its result.
     """
 
     def __init__(self, unit: int, logits: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._unit, self._logits = unit, logits
         self._held: dict[int, _Held] = {}  # by the storage's address
-        self._cause: str | None = None  # the cause of what is made now; None: an activation, or logits
+        # the cause of what is made now; None: an activation, or logits
+        self._cause: str | None = None
         self._clock = 0
         self._now = 0
         self.most_elsewhere = 0  # bytes
@@ -76,10 +81,18 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ran: Callable[..., None] = lambda *_: None
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         # (Fused optimizers work in place. Not all of their kernels know the meta device.)
-        result = None if func.__name__.startswith("_fused_") and "_." in func.__name__ else func(*args, **(kwargs or {}))
+        result = (
+            None
+            if func.__name__.startswith("_fused_") and "_." in func.__name__
+            else func(*args, **(kwargs or {}))
+        )
         self._clock += 1
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -90,7 +103,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin(self, layer: str, phase: str) -> None:
         """A new moment begins, with what is alive now."""
         self._clock += 1
-        self.moments.append(Moment(layer, phase, self._clock, self._now, self._totals.copy(), self._clock))
+        self.moments.append(
+            Moment(layer, phase, self._clock, self._now, self._totals.copy(), self._clock)
+        )
 
     @property
     def now(self) -> int:
@@ -112,13 +127,18 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._cause = before
 
     def note(self, tensor: Tensor, cause: str | None = None) -> None:
-        """Writes down the tensor's storage, if it is new or has another size now. `cause`: its cause from now on."""
+        """Writes down the tensor's storage, if it is new or has another size now. `cause`: its
+        cause from now on.
+        """
         storage = tensor.untyped_storage()
         address, size = storage._cdata, -(-storage.nbytes() // self._unit) * self._unit
         held = self._held.get(address)
         if held is None:
-            reference = weakref.ref(storage, lambda _: self._forget(address))  # lives as long as the memory, whoever holds it
-            held = self._held[address] = _Held(0, cause or self._cause or self._kind_of(tensor), self._clock, reference)
+            # lives as long as the memory, whoever holds it
+            reference = weakref.ref(storage, lambda _: self._forget(address))
+            held = self._held[address] = _Held(
+                0, cause or self._cause or self._kind_of(tensor), self._clock, reference
+            )
         if cause is not None and held.cause != cause:
             self._move(held, cause)
         if held.nbytes != size:
@@ -126,7 +146,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             held.nbytes, held.born = size, self._clock
 
     def _kind_of(self, tensor: Tensor) -> str:
-        is_logits = tensor.dim() > 1 and tensor.shape[-1] == self._logits and tensor.is_floating_point()
+        is_logits = (
+            tensor.dim() > 1 and tensor.shape[-1] == self._logits and tensor.is_floating_point()
+        )
         return "logits" if is_logits else "activations"
 
     def _count(self, cause: str, nbytes: int) -> None:
@@ -140,7 +162,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             moment.peak, moment.by_cause, moment.at = self._now, self._totals.copy(), self._clock
 
     def _move(self, held: _Held, cause: str) -> None:
-        """What a storage is for may be known only after it was made: the moment's peak learns it too."""
+        """What a storage is for may be known only after it was made: the moment's peak learns it
+        too.
+        """
         if ELSEWHERE in (cause, held.cause):
             self._count(held.cause, -held.nbytes)
             self._count(cause, held.nbytes)

@@ -1,4 +1,6 @@
-"""What fits: the largest batch and sequence, and the cheapest change that makes a plan fit. All of it is tried, not estimated."""
+"""What fits: the largest batch and sequence, and the cheapest change that makes a plan fit. All of
+it is tried, not estimated.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ MANY_RANKS = 1024
 def largest(peak: Callable[[int], int], room: int) -> int:
     """The largest number n with `peak(n) <= room`; 0 if not even 1.
 
-    A peak is the largest of several sums that grow with n in straight lines. So a line through two numbers that were tried tells
-    which to try next, and few have to be.
+    A peak is the largest of several sums that grow with n in straight lines. So a line through two
+    numbers that were tried tells which to try next, and few have to be.
     """
     low, high = (0, 0), (1, peak(1))
     while high[1] <= room and high[0] < _MOST:
@@ -49,7 +51,9 @@ def largest_batch(trace: Trace, setup: Setup, room: int) -> int:
 
 def largest_sequence(trace: Trace, setup: Setup, room: int, block: int = 128) -> int:
     """The most tokens that a sequence may have, in whole blocks."""
-    return block * largest(lambda blocks: trace.peak(setup.batch, block * blocks, setup.accumulation), room)
+    return block * largest(
+        lambda blocks: trace.peak(setup.batch, block * blocks, setup.accumulation), room
+    )
 
 
 _Options = tuple[str, ...]
@@ -63,9 +67,10 @@ class Change(NamedTuple):
 
 
 def levels(setup: Setup, fitting: int) -> Iterator[list[Change]]:
-    """Changes that take less memory, the cheapest first: what costs no time, then communication, then computation, then numbers of
-    other precision, then the host's memory, then GPUs, then another training. In a level each takes less than those before it.
-    `fitting`: the largest batch that fits.
+    """Changes that take less memory, the cheapest first: what costs no time, then communication,
+    then computation, then numbers of other precision, then the host's memory, then GPUs, then
+    another training. In a level each takes less than those before it. `fitting`: the largest batch
+    that fits.
     """
     if 0 < fitting < setup.batch:
         yield [Change(("--batch", str(fitting)), setup.but(batch=fitting))]
@@ -77,7 +82,18 @@ def levels(setup: Setup, fitting: int) -> Iterator[list[Change]]:
         for with_ranks, ranks in _more_room(training):
             for with_bits, bits in _fewer_bits(ranks):
                 level = [
-                    Change((*with_batch, *with_less, *options, *with_dtype, *with_bits, *with_ranks, *with_training), last)
+                    Change(
+                        (
+                            *with_batch,
+                            *with_less,
+                            *options,
+                            *with_dtype,
+                            *with_bits,
+                            *with_ranks,
+                            *with_training,
+                        ),
+                        last,
+                    )
                     for with_dtype, dtype in _compute_dtypes(bits)
                     for with_batch, batch in _smaller_batches(dtype)
                     for with_less, last in _checkpoints(batch)
@@ -95,17 +111,24 @@ def _thrifty(policy: ShardingPolicy) -> tuple[_Options, ShardingPolicy]:
 
 
 def _checkpoints(setup: Setup) -> list[Change]:
-    more = [] if setup.checkpointing else [Change(("--checkpointing",), setup.but(checkpointing=True))]
+    more = (
+        [] if setup.checkpointing else [Change(("--checkpointing",), setup.but(checkpointing=True))]
+    )
     return [Change((), setup), *more]
 
 
 def _smaller_batches(setup: Setup) -> list[Change]:
-    return [Change((), setup), *([Change(("--batch", "1"), setup.but(batch=1))] if setup.batch > 1 else [])]
+    return [
+        Change((), setup),
+        *([Change(("--batch", "1"), setup.but(batch=1))] if setup.batch > 1 else []),
+    ]
 
 
 def _compute_dtypes(setup: Setup) -> list[Change]:
     found = [Change((), setup)]
-    if setup.policy.param_dtype is None and any(p.dtype == torch.float32 for p in setup.source.parameters()):
+    if setup.policy.param_dtype is None and any(
+        p.dtype == torch.float32 for p in setup.source.parameters()
+    ):
         policy = replace(setup.policy, param_dtype=torch.bfloat16)
         found.append(Change(("--dtype", "bf16"), setup.but(policy=policy)))
     return found
@@ -114,7 +137,9 @@ def _compute_dtypes(setup: Setup) -> list[Change]:
 def _fewer_bits(setup: Setup) -> list[Change]:
     found = [Change((), setup)]
     if setup.may_quantize:
-        found.append(Change(("--quantize", "nf4"), setup.but(policy=replace(setup.policy, quantize=NF4()))))
+        found.append(
+            Change(("--quantize", "nf4"), setup.but(policy=replace(setup.policy, quantize=NF4())))
+        )
     return found
 
 
@@ -124,20 +149,38 @@ def _more_room(setup: Setup) -> list[Change]:
     for replicas in range(setup.replicas - 1, 0, -1):
         if setup.ranks % replicas == 0:
             shards = setup.ranks // replicas
-            found.append(Change(("--mesh", f"{replicas}x{shards}"), setup.but(mesh=(replicas, shards))))
-    if setup.device == "cuda" and setup.policy.offload is None and setup.policy.gather_format is None:
+            found.append(
+                Change(("--mesh", f"{replicas}x{shards}"), setup.but(mesh=(replicas, shards)))
+            )
+    if (
+        setup.device == "cuda"
+        and setup.policy.offload is None
+        and setup.policy.gather_format is None
+    ):
         options, fewest = found[-1]
-        found.append(Change((*options, "--offload", "cpu"), fewest.but(policy=replace(setup.policy, offload="cpu"))))
+        found.append(
+            Change(
+                (*options, "--offload", "cpu"),
+                fewest.but(policy=replace(setup.policy, offload="cpu")),
+            )
+        )
     for ranks in [setup.ranks << doublings for doublings in range(1, 6)]:
         options = () if setup.mesh is None else ("--mesh", f"1x{ranks}")
         if ranks <= MANY_RANKS:
-            found.append(Change(("--ranks", str(ranks), *options), setup.but(ranks=ranks, mesh=setup.mesh and (1, ranks))))
+            found.append(
+                Change(
+                    ("--ranks", str(ranks), *options),
+                    setup.but(ranks=ranks, mesh=setup.mesh and (1, ranks)),
+                )
+            )
     return found
 
 
 def _trainings(setup: Setup) -> list[Change]:
     """The same, and adapters in place of a whole model."""
     found = [Change((), setup)]
-    if setup.lora is None and all(parameter.requires_grad for parameter in setup.source.parameters()):
+    if setup.lora is None and all(
+        parameter.requires_grad for parameter in setup.source.parameters()
+    ):
         found.append(Change(("--lora", "16"), setup.but(lora=16)))
     return found

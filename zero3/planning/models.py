@@ -1,4 +1,6 @@
-"""The model to plan for, on the meta device: from a directory's config.json alone, or the shapes of a model at hand."""
+"""The model to plan for, on the meta device: from a directory's config.json alone, or the shapes of
+a model at hand.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,21 @@ def on_paper(source: Source, master_dtype: torch.dtype | None = None) -> nn.Modu
         RuntimeError: transformers is not installed.
     """
     if not isinstance(source, nn.Module | str | PathLike):
-        raise TypeError(f"expected a model, or a directory with its config.json, found {type(source).__name__}")
-    if not isinstance(master_dtype, torch.dtype | None) or (master_dtype and not master_dtype.is_floating_point):
-        raise TypeError(f"master_dtype must be a floating torch.dtype or None, found {master_dtype!r}")
+        raise TypeError(
+            f"expected a model, or a directory with its config.json, found {type(source).__name__}"
+        )
+    if not isinstance(master_dtype, torch.dtype | None) or (
+        master_dtype and not master_dtype.is_floating_point
+    ):
+        raise TypeError(
+            f"master_dtype must be a floating torch.dtype or None, found {master_dtype!r}"
+        )
     if isinstance(source, nn.Module):
         if is_sharded(source):
-            raise ValueError("this model is sharded already: plan for the model before zero3.shard, or for its directory")
+            raise ValueError(
+                "this model is sharded already: plan for the model before zero3.shard, or for "
+                "its directory"
+            )
         model = _without_values(source)
     else:
         model = _from_config(Path(fspath(source)), master_dtype)
@@ -44,7 +55,8 @@ def on_paper(source: Source, master_dtype: torch.dtype | None = None) -> nn.Modu
         model.to(master_dtype)
     if getattr(model, "config", None) is None:
         raise ValueError(
-            f"a {type(model).__name__} has no config: only models of transformers (and of peft around them) can be planned for"
+            f"a {type(model).__name__} has no config: only models of transformers (and of peft "
+            "around them) can be planned for"
         )
     return model
 
@@ -54,78 +66,113 @@ def _without_values(model: nn.Module) -> nn.Module:
     tensors: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         empty = torch.empty_like(tensor, device="meta")
-        tensors[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+        tensors[id(tensor)] = (
+            nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+        )
     return copy.deepcopy(model, tensors)
 
 
 def _from_config(directory: Path, dtype: torch.dtype | None) -> nn.Module:
     if not (directory / "config.json").is_file():
         raise FileNotFoundError(
-            f"{directory} has no config.json: expected a directory of a Hugging Face model, with or without weights. Plans download nothing"
+            f"{directory} has no config.json: expected a directory of a Hugging Face model, with "
+            "or without weights. Plans download nothing"
         )
     if find_spec("transformers") is None:
         raise RuntimeError("a plan from config.json needs transformers: pip install transformers")
     transformers = import_module("transformers")
     try:
-        own = {"trust_remote_code": False}  # None asks at the terminal whether to run the code of a directory
+        # None asks at the terminal whether to run the code of a directory
+        own = {"trust_remote_code": False}
         config = transformers.AutoConfig.from_pretrained(directory, **own)
-        kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+        kind = (
+            transformers.AutoModelForSeq2SeqLM
+            if config.is_encoder_decoder
+            else transformers.AutoModelForCausalLM
+        )
         with torch.device("meta"):
-            model: nn.Module = kind.from_config(config, **own, **({} if dtype is None else {"dtype": dtype}))
+            model: nn.Module = kind.from_config(
+                config, **own, **({} if dtype is None else {"dtype": dtype})
+            )
     except Exception as error:  # a file may say anything, and what it says wrongly raises anything
         said = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
         raise ValueError(
-            f"transformers {transformers.__version__} makes no language model from {directory / 'config.json'}. Correct the file, or give "
-            f"zero3.plan a model of transformers. It says: {said}"
+            f"transformers {transformers.__version__} makes no language model from "
+            f"{directory / 'config.json'}. Correct the file, or give zero3.plan a model of "
+            f"transformers. It says: {said}"
         ) from error
     if getattr(config, "quantization_config", None) is not None and configured_in(config) is None:
         raise ValueError(
-            f"{directory / 'config.json'} asks for a quantization_config that zero3 has no format for: take it out, and a plan is that of "
-            "weights which are not quantised"
+            f"{directory / 'config.json'} asks for a quantization_config that zero3 has no format "
+            "for: take it out, and a plan is that of weights which are not quantised"
         )
     return model
 
 
-def prepare(model: nn.Module, *, lora: Any, checkpointing: bool, dtype: torch.dtype | None = None) -> nn.Module:
-    """The model as it would be given to `shard`: in training mode, with adapters of `dtype`, and with checkpoints in its blocks."""
+def prepare(
+    model: nn.Module, *, lora: Any, checkpointing: bool, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """The model as it would be given to `shard`: in training mode, with adapters of `dtype`, and
+    with checkpoints in its blocks.
+    """
     model.train()
     if lora is not None:
         model = _with_adapters(model, lora).to(dtype)
     if checkpointing:
-        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # today's name, and that of before transformers 5.23
-        enable = next((method for name in names if callable(method := getattr(model, name, None))), None)
+        # today's name, and that of before transformers 5.23
+        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+        enable = next(
+            (method for name in names if callable(method := getattr(model, name, None))), None
+        )
         if enable is None:
-            raise ValueError(f"{type(model).__name__} has no {names[1]}: it can't be planned for with checkpointing")
+            raise ValueError(
+                f"{type(model).__name__} has no {names[1]}: it can't be planned for with "
+                "checkpointing"
+            )
         enable({"use_reentrant": False})
     return model
 
 
 def _with_adapters(model: nn.Module, lora: Any) -> nn.Module:
-    """`lora`: a configuration of peft's; or the rank of adapters where peft puts them by default, or in all linear maps if it has none."""
+    """`lora`: a configuration of peft's; or the rank of adapters where peft puts them by default,
+    or in all linear maps if it has none.
+    """
     if find_spec("peft") is None:
         raise RuntimeError("a plan with adapters needs peft: pip install peft")
     peft = import_module("peft")
     if not isinstance(lora, int | peft.PeftConfig):
-        raise TypeError(f"lora must be a rank, a configuration of peft's or None, found {type(lora).__name__}")
+        raise TypeError(
+            f"lora must be a rank, a configuration of peft's or None, found {type(lora).__name__}"
+        )
     if isinstance(model, peft.PeftModel):
         raise ValueError("this model has adapters already: plan for it without lora=")
     if isinstance(lora, int):
         known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-        lora = peft.LoraConfig(r=lora, target_modules=None if vars(model)["config"].model_type in known else "all-linear")
+        lora = peft.LoraConfig(
+            r=lora,
+            target_modules=None if vars(model)["config"].model_type in known else "all-linear",
+        )
     with torch.device("meta"):
         adapted: nn.Module = peft.get_peft_model(model, lora)
     return adapted
 
 
 def unplanned(model: nn.Module, layers: list[str]) -> str:
-    """In words, what a micro-batch of text leaves out of a model that takes more. `layers`: those that it has not reached."""
+    """In words, what a micro-batch of text leaves out of a model that takes more. `layers`: those
+    that it has not reached.
+    """
     config = getattr(model, "config", None)
     kinds = {"vision_config": "images", "audio_config": "sound"}
-    without = " and ".join(kind for name, kind in kinds.items() if getattr(config, name, None) is not None)
+    without = " and ".join(
+        kind for name, kind in kinds.items() if getattr(config, name, None) is not None
+    )
     if not without and not layers:
         return ""
     of = f" of {len(layers)} layers ({layers[0]} to {layers[-1]})" if layers else ""
-    return f"without {without or 'what more it takes than text'}: the parameters{of} are counted, their activations are not"
+    return (
+        f"without {without or 'what more it takes than text'}: the parameters{of} are "
+        "counted, their activations are not"
+    )
 
 
 def vocabulary_of(model: nn.Module) -> int:
@@ -136,7 +183,11 @@ def vocabulary_of(model: nn.Module) -> int:
 
 def output_embeddings_of(model: nn.Module) -> Any:
     """The module that makes the logits. None: not known."""
-    return model.get_output_embeddings() if callable(getattr(model, "get_output_embeddings", None)) else None  # type: ignore[operator]
+    return (
+        model.get_output_embeddings()  # type: ignore[operator]
+        if callable(getattr(model, "get_output_embeddings", None))
+        else None
+    )
 
 
 def loss_of(model: nn.Module, batch: int, sequence: int) -> Tensor:
@@ -148,7 +199,8 @@ def loss_of(model: nn.Module, batch: int, sequence: int) -> Tensor:
         if "unknown device type for autocast" not in str(error):
             raise
         raise RuntimeError(
-            "a plan of this model needs transformers 5.4 or later: rotary embeddings of older ones can't be computed without values. "
-            "Install it: pip install --upgrade transformers"
+            "a plan of this model needs transformers 5.4 or later: rotary embeddings of older "
+            "ones can't be computed without values. Install it: pip install --upgrade "
+            "transformers"
         ) from error
     return loss

@@ -27,15 +27,22 @@ def check_target(path: str | PathLike[str]) -> None:
     """
     if find_spec("matplotlib") is None:
         raise RuntimeError("a picture of a plan needs matplotlib: pip install matplotlib")
-    file, known = Path(path), import_module("matplotlib.figure").Figure().canvas.get_supported_filetypes()
+    file, known = (
+        Path(path),
+        import_module("matplotlib.figure").Figure().canvas.get_supported_filetypes(),
+    )
     if file.suffix[1:].lower() not in known:
-        raise ValueError(f"a picture's file must end in one of {', '.join(f'.{suffix}' for suffix in known)}, found {str(path)!r}")
+        raise ValueError(
+            f"a picture's file must end in one of {', '.join(f'.{suffix}' for suffix in known)}, "
+            f"found {str(path)!r}"
+        )
     try:
         with file.open("ab") if file.exists() else tempfile.TemporaryFile(dir=file.parent):
             pass
     except OSError as error:
         raise type(error)(
-            f"the picture {str(path)!r} can't be written: {error.strerror}. Name a file in a directory that is there"
+            f"the picture {str(path)!r} can't be written: {error.strerror}. Name a file in a "
+            "directory that is there"
         ) from None
 
 
@@ -49,15 +56,34 @@ def draw(moments: Sequence[Moment], memory: int | None, path: str | PathLike[str
     for cause, color in zip(CAUSES, _COLORS, strict=True):
         heights = [moment.by_cause[cause] / 2**30 for moment in moments]
         if any(heights):
-            axes.bar(places, heights, width=1.0, bottom=bottoms, color=color, label=cause.replace("_", " "))
+            axes.bar(
+                places,
+                heights,
+                width=1.0,
+                bottom=bottoms,
+                color=color,
+                label=cause.replace("_", " "),
+            )
             bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     highest = max(places, key=lambda place: moments[place].peak)
-    axes.annotate(f"{moments[highest].peak / 2**30:.2f} GiB", (highest, bottoms[highest]), ha="center", va="bottom", fontsize=8)
+    axes.annotate(
+        f"{moments[highest].peak / 2**30:.2f} GiB",
+        (highest, bottoms[highest]),
+        ha="center",
+        va="bottom",
+        fontsize=8,
+    )
     if memory is not None:
         axes.axhline(memory / 2**30, color="black", linestyle="--", linewidth=1, label="memory")
     shown = list(places)[:: max(1, -(-len(moments) // _LABELS))]
     axes.set_xticks(shown, [moments[place].name for place in shown], rotation=90, fontsize=6)
     axes.set_ylabel("GiB on a rank")
     axes.margins(x=0, y=0.12)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.12), ncols=len(CAUSES) + 1, fontsize=8, frameon=False)
+    axes.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, 1.12),
+        ncols=len(CAUSES) + 1,
+        fontsize=8,
+        frameon=False,
+    )
     figure.savefig(path, dpi=150)

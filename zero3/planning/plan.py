@@ -37,43 +37,53 @@ def plan(
     mesh: tuple[int, int] | None = None,
     rank: int = 0,
 ) -> Plan:
-    """Tells what a training step of a Hugging Face model will hold on each rank, before anything is loaded or bought.
+    """Tells what a training step of a Hugging Face model will hold on each rank, before anything is
+    loaded or bought.
 
-    The step itself runs: `shard`, the model's forward with `labels=` and without a cache, backward, and the optimizer, on the meta
-    device, where tensors have shapes and no values. So no weights are read, and no GPU is needed. One process does it, and makes no
-    collective; `torch.manual_seed` and the model at hand are left alone.
+    The step itself runs: `shard`, the model's forward with `labels=` and without a cache, backward,
+    and the optimizer, on the meta device, where tensors have shapes and no values. So no weights
+    are read, and no GPU is needed. One process does it, and makes no collective;
+    `torch.manual_seed` and the model at hand are left alone.
 
     Args:
-        model_or_directory: A model that is not sharded yet, or a directory with a config.json. A model at hand is planned for as it is:
-            frozen parameters stay frozen, adapters stay.
+        model_or_directory: A model that is not sharded yet, or a directory with a config.json. A
+            model at hand is planned for as it is: frozen parameters stay frozen, adapters stay.
         ranks: The number of ranks that train together.
         batch: Sequences in a rank's micro-batch.
         sequence: Tokens in a sequence.
-        policy: As `shard` takes it. With `offload`, `offload_optimizer` is thought to be used as well.
-        memory: The bytes that a rank has, a number or text such as `"24GiB"`. `"80GB"` is a card's name, and means what such a card
-            offers: so are 16, 24, 32, 40, 48, 96, 141 and 192 GB. Other GB are 10^9 bytes. None: what fits is not asked.
-        checkpointing: Each block keeps its inputs alone and computes again in backward, without reentrance.
+        policy: As `shard` takes it. With `offload`, `offload_optimizer` is thought to be used as
+            well.
+        memory: The bytes that a rank has, a number or text such as `"24GiB"`. `"80GB"` is a card's
+            name, and means what such a card offers: so are 16, 24, 32, 40, 48, 96, 141 and 192 GB.
+            Other GB are 10^9 bytes. None: what fits is not asked.
+        checkpointing: Each block keeps its inputs alone and computes again in backward, without
+            reentrance.
         optimizer: A function that makes the optimizer from a list of parameters, such as a class.
         accumulation: Micro-batches in a step.
-        lora: The rank of adapters, which stand where peft puts them by default, or in all linear maps if it has no default for the
-            model. Or a `peft.LoraConfig`. None: no adapters. Without `master_dtype` they are float32, as peft makes them.
-        device: `"cuda"` plans for NCCL, and rounds as CUDA's allocator does. `"cpu"` plans for gloo between processes of one host.
+        lora: The rank of adapters, which stand where peft puts them by default, or in all linear
+            maps if it has no default for the model. Or a `peft.LoraConfig`. None: no adapters.
+            Without `master_dtype` they are float32, as peft makes them.
+        device: `"cuda"` plans for NCCL, and rounds as CUDA's allocator does. `"cpu"` plans for gloo
+            between processes of one host.
         cluster: The machines, as a `Cluster`, for the time of a step.
-        master_dtype: The dtype of the model's parameters, adapters included. None: as the model has it, or config.json says.
-        mesh: `(replicas, shards)`: chunks are cut over `shards` ranks, and repeated `replicas` times. Their product is `ranks`. None:
-            chunks are cut over all ranks.
-        rank: The rank to plan for. On NCCL all ranks hold the same. On gloo each holds the gradients of other parameters for a moment.
+        master_dtype: The dtype of the model's parameters, adapters included. None: as the model has
+            it, or config.json says.
+        mesh: `(replicas, shards)`: chunks are cut over `shards` ranks, and repeated `replicas`
+            times. Their product is `ranks`. None: chunks are cut over all ranks.
+        rank: The rank to plan for. On NCCL all ranks hold the same. On gloo each holds the
+            gradients of other parameters for a moment.
 
     Returns:
         A `Plan`.
 
     Raises:
         FileNotFoundError: The directory has no config.json.
-        ValueError: An argument is out of range, nothing trains, or the model is sharded or no model of transformers; or transformers
-            makes none from that config.json.
+        ValueError: An argument is out of range, nothing trains, or the model is sharded or no model
+            of transformers; or transformers makes none from that config.json.
         TypeError: An argument has the wrong type.
         NotImplementedError: The policy has an option that plans do not know.
-        RuntimeError: transformers, or peft for `lora`, is not installed; or the model's forward asks for values.
+        RuntimeError: transformers, or peft for `lora`, is not installed; or the model's forward
+            asks for values.
 
     Example::
 
@@ -85,8 +95,10 @@ def plan(
         raise TypeError(f"cluster must be a zero3.Cluster or None, found {type(cluster).__name__}")
     room = None if memory is None else parse_bytes(memory, "memory")
     setup = Setup(
-        source=on_paper(model_or_directory, master_dtype), ranks=ranks, batch=batch, sequence=sequence, policy=policy,
-        checkpointing=checkpointing, optimizer=optimizer, accumulation=accumulation, lora=lora, device=device,
+        source=on_paper(model_or_directory, master_dtype), ranks=ranks, batch=batch,
+        sequence=sequence, policy=policy,
+        checkpointing=checkpointing, optimizer=optimizer, accumulation=accumulation, lora=lora,
+        device=device,
         mesh=mesh, rank=rank, master_dtype=master_dtype,
     )  # fmt: skip
     return _planned(setup, room, cluster, "" if memory is None else meant(memory))
@@ -99,7 +111,10 @@ def _planned(setup: Setup, memory: int | None, cluster: Cluster | None, memory_m
     offloaded = trace.ledger.most_elsewhere
     after_forward = trace.after_forward
     highest = max(moments, key=lambda moment: moment.peak)
-    attention = {kernel: count // min(setup.accumulation, 2) for kernel, count in trace.kernels.attention.items()}
+    attention = {
+        kernel: count // min(setup.accumulation, 2)
+        for kernel, count in trace.kernels.attention.items()
+    }
     seconds = None if cluster is None else setup.seconds(trace, cluster)
     fits = batch = sequence = advised_bytes = None
     advice: tuple[str, ...] = ()
@@ -112,13 +127,23 @@ def _planned(setup: Setup, memory: int | None, cluster: Cluster | None, memory_m
         if fits:
             policy = roomier(setup, trace, room, peak)
         else:
-            state = int(by_cause["chunks"] * (1 + trace.trainable / trace.parameters)) + by_cause["optimizer"]
+            state = (
+                int(by_cause["chunks"] * (1 + trace.trainable / trace.parameters))
+                + by_cause["optimizer"]
+            )
             if (found := advised(setup, room, batch, state)) is not None:
-                advice, advised_bytes, policy = found.change.options, found.peak, found.change.setup.policy
+                advice, advised_bytes, policy = (
+                    found.change.options,
+                    found.peak,
+                    found.change.setup.policy,
+                )
     return Plan(
-        peak_bytes=peak, by_cause=by_cause, unknown=setup.unknown(peak), where=highest.name, memory=memory, fits=fits,
-        largest_batch=batch, largest_sequence=sequence, advice=advice, advised_bytes=advised_bytes, policy=policy, seconds=seconds,
-        attention=attention, parameters=trace.parameters, trainable=trace.trainable, moments=tuple(moments), setup=setup, cluster=cluster,
+        peak_bytes=peak, by_cause=by_cause, unknown=setup.unknown(peak), where=highest.name,
+        memory=memory, fits=fits,
+        largest_batch=batch, largest_sequence=sequence, advice=advice, advised_bytes=advised_bytes,
+        policy=policy, seconds=seconds,
+        attention=attention, parameters=trace.parameters, trainable=trace.trainable,
+        moments=tuple(moments), setup=setup, cluster=cluster,
         after_forward=after_forward, offloaded_bytes=offloaded, memory_meant=memory_meant,
         unplanned=unplanned(setup.source, trace.unreached),
     )  # fmt: skip

@@ -1,4 +1,6 @@
-"""Where chunks, gradients and state rest in a plan for `offload`: nowhere, but what they would take is written down."""
+"""Where chunks, gradients and state rest in a plan for `offload`: nowhere, but what they would take
+is written down.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,13 @@ __all__: list[str] = []
 
 
 class OnPaper:
-    """A residence without memory. `resting`: around what is made in it. `far`: the planned device is a GPU."""
+    """A residence without memory. `resting`: around what is made in it. `far`: the planned device
+    is a GPU.
+    """
 
-    def __init__(self, resting: Callable[[], AbstractContextManager[object]], *, in_files: bool, far: bool) -> None:
+    def __init__(
+        self, resting: Callable[[], AbstractContextManager[object]], *, in_files: bool, far: bool
+    ) -> None:
         self._resting, self._in_files, self.far, self.at_once = resting, in_files, far, in_files
         self.name = "files" if in_files else "host memory"
         self.used_at_once, self.is_short = lambda: False, False
@@ -27,9 +33,9 @@ class OnPaper:
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         with self._resting():
             if self.far and not self._in_files:
-                return torch.empty(self.taken(numel * dtype.itemsize), dtype=torch.uint8, device="meta")[: numel * dtype.itemsize].view(
-                    dtype
-                )
+                return torch.empty(
+                    self.taken(numel * dtype.itemsize), dtype=torch.uint8, device="meta"
+                )[: numel * dtype.itemsize].view(dtype)
             return torch.empty(numel, dtype=dtype, device="meta")
 
     to_copy_into = empty
@@ -47,7 +53,11 @@ class OnPaper:
         return self.empty(values.numel(), values.dtype) if self._in_files else values.detach()
 
     def keep(self, gradient: Tensor) -> Tensor:
-        return self.empty(gradient.numel(), gradient.dtype).copy_(gradient) if self._in_files else gradient
+        return (
+            self.empty(gradient.numel(), gradient.dtype).copy_(gradient)
+            if self._in_files
+            else gradient
+        )
 
     def reserve(self, numel: int, dtypes: Sequence[torch.dtype]) -> None:
         return None
@@ -68,11 +78,15 @@ class OnPaper:
 
 
 def step_by_turns(optimizer: torch.optim.Optimizer, ledger: Ledger, *, far: bool) -> None:
-    """As an optimizer's step after `offload_optimizer`, chunk by chunk: on the host if that is `far`, else where layers compute.
+    """As an optimizer's step after `offload_optimizer`, chunk by chunk: on the host if that is
+    `far`, else where layers compute.
 
-    State lies in files when it is made. (In the step that makes it, it may be counted. That one is in no plan.)
+    State lies in files when it is made. (In the step that makes it, it may be counted. That one is
+    in no plan.)
     """
-    reduce_deferred(parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+    reduce_deferred(
+        parameter.grad for group in optimizer.param_groups for parameter in group["params"]
+    )
     own = step_of(type(optimizer))
     with ledger.because(ELSEWHERE if far else "optimizer"), narrowed(optimizer) as narrow:
         for group in list(optimizer.param_groups):

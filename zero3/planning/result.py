@@ -44,32 +44,43 @@ class Plan:
 
     Attributes:
         peak_bytes: The most bytes of tensors that a rank holds in a step after the first.
-        by_cause: What they are for. Keys: `chunks` (with buffers, and the few bytes that released parameters show), `full_buffers`,
-            `gradients`, `optimizer`, `activations`, `logits`, `transfers`. The values add up to `peak_bytes`.
-        unknown: The least and the most that comes on top and is no tensor's: CUDA's context, NCCL, fragmentation. In bytes; (0, 0) on
-            the CPU.
+        by_cause: What they are for. Keys: `chunks` (with buffers, and the few bytes that released
+            parameters show), `full_buffers`, `gradients`, `optimizer`, `activations`, `logits`,
+            `transfers`. The values add up to `peak_bytes`.
+        unknown: The least and the most that comes on top and is no tensor's: CUDA's context, NCCL,
+            fragmentation. In bytes; (0, 0) on the CPU.
         where: The moment of the peak, such as "backward of model.layers.31".
         memory: The bytes that a rank has. None: not given.
-        fits: Whether the peak and the upper end of `unknown` fit into `memory`. None without `memory`.
-        largest_batch: The most sequences that a micro-batch may have; 0 if not even one fits. None without `memory`.
-        largest_sequence: The most tokens that a sequence may have at this batch, in blocks of 128; 0 if not even one
-            block fits. None without `memory`.
-        advice: If it does not fit: the command line's options that make it fit with the least change. `()` if it fits, if
-            nothing that was tried does, and without `memory`.
+        fits: Whether the peak and the upper end of `unknown` fit into `memory`. None without
+            `memory`.
+        largest_batch: The most sequences that a micro-batch may have; 0 if not even one fits. None
+            without `memory`.
+        largest_sequence: The most tokens that a sequence may have at this batch, in blocks of 128;
+            0 if not even one block fits. None without `memory`.
+        advice: If it does not fit: the command line's options that make it fit with the least
+            change. `()` if it fits, if nothing that was tried does, and without `memory`.
         advised_bytes: The peak with `advice`. None without advice.
-        policy: The policy to train with. It is the given one. Where `memory` has room for it, nothing is offloaded, frozen parameters
-            stay from step to step (`resident_bytes`, as much as fits), and trainable ones from forward to backward
-            (`reshard_after_forward=False`). Where the given one does not fit, it is that of `advice`.
-        seconds: The time of a step, an estimate by which settings are compared: no plan was held against a GPU yet, and on a mesh with
-            replicas most are too long (docs/plan.md has the figures). None without a cluster, and if chunks rest elsewhere.
-        attention: The kernels of attention, and the number of their calls in a micro-batch, recomputation included.
+        policy: The policy to train with. It is the given one. Where `memory` has room for it,
+            nothing is offloaded, frozen parameters stay from step to step (`resident_bytes`, as
+            much as fits), and trainable ones from forward to backward
+            (`reshard_after_forward=False`). Where the given one does not fit, it is that of
+            `advice`.
+        seconds: The time of a step, an estimate by which settings are compared: no plan was held
+            against a GPU yet, and on a mesh with replicas most are too long (docs/plan.md has the
+            figures). None without a cluster, and if chunks rest elsewhere.
+        attention: The kernels of attention, and the number of their calls in a micro-batch,
+            recomputation included.
         parameters: The number of the model's elements.
         trainable: The number of those that train.
-        after_forward: The most bytes that are there when a micro-batch's forward ends, outputs included: what `watch` looks at on CPUs.
-        offloaded_bytes: With `policy.offload`, the most bytes that rest elsewhere, in host memory or in files: chunks, gradients and the
-            optimizer's state; on a GPU with what the optimizer's step makes on the way, since it runs on the host. Otherwise 0.
-        memory_meant: How `memory` was understood, such as "what a card of 80 GB offers". Empty where that is plain.
-        unplanned: What the plan leaves out of a model that takes more than text, in words: images, sound. Empty: nothing.
+        after_forward: The most bytes that are there when a micro-batch's forward ends, outputs
+            included: what `watch` looks at on CPUs.
+        offloaded_bytes: With `policy.offload`, the most bytes that rest elsewhere, in host memory
+            or in files: chunks, gradients and the optimizer's state; on a GPU with what the
+            optimizer's step makes on the way, since it runs on the host. Otherwise 0.
+        memory_meant: How `memory` was understood, such as "what a card of 80 GB offers". Empty
+            where that is plain.
+        unplanned: What the plan leaves out of a model that takes more than text, in words: images,
+            sound. Empty: nothing.
         moments: A `Moment` for each part of the step, in order: what a rank holds in it at most.
         setup: What was planned: the model without values, and the arguments.
         cluster: The cluster that was given.
@@ -101,26 +112,33 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Returns what `--json` prints: the attributes under their names, without `moments`."""
         return {
-            "peak_bytes": self.peak_bytes, "by_cause": dict(self.by_cause), "unknown": list(self.unknown), "where": self.where,
-            "memory": self.memory, "fits": self.fits, "largest_batch": self.largest_batch, "largest_sequence": self.largest_sequence,
-            "advice": list(self.advice), "advised_bytes": self.advised_bytes, "policy": repr(self.policy), "seconds": self.seconds,
-            "attention": dict(self.attention), "parameters": self.parameters, "trainable": self.trainable,
+            "peak_bytes": self.peak_bytes, "by_cause": dict(self.by_cause), "unknown":
+            list(self.unknown), "where": self.where,
+            "memory": self.memory, "fits": self.fits, "largest_batch": self.largest_batch,
+            "largest_sequence": self.largest_sequence,
+            "advice": list(self.advice), "advised_bytes": self.advised_bytes, "policy":
+            repr(self.policy), "seconds": self.seconds,
+            "attention": dict(self.attention), "parameters": self.parameters, "trainable":
+            self.trainable,
             "after_forward": self.after_forward, "offloaded_bytes": self.offloaded_bytes,
             "memory_meant": self.memory_meant, "unplanned": self.unplanned,
         }  # fmt: skip
 
     def compare(self, policies: Iterable[ShardingPolicy]) -> list[Comparison]:
-        """Plans the same with other policies, and ranks them: what fits before what does not, the fastest first.
+        """Plans the same with other policies, and ranks them: what fits before what does not, the
+        fastest first.
 
         Args:
             policies: The policies to compare.
 
         Returns:
-            A `Comparison` for each policy. Those without a time come last of what fits, or does not; of these, first what holds least.
+            A `Comparison` for each policy. Those without a time come last of what fits, or does
+            not; of these, first what holds least.
 
         Example::
 
-            for found in plan.compare([zero3.ShardingPolicy(prefetch_depth=depth) for depth in (0, 1, 2)]):
+            policies = [zero3.ShardingPolicy(prefetch_depth=depth) for depth in (0, 1, 2)]
+            for found in plan.compare(policies):
                 print(found.policy, found.seconds, found.peak_bytes)
         """
         if isinstance(policies, ShardingPolicy):
@@ -133,24 +151,36 @@ class Plan:
             seconds = None if self.cluster is None else setup.seconds(trace, self.cluster)
             fits = None if self.memory is None else peak + setup.unknown(peak)[1] <= self.memory
             found.append(Comparison(policy, peak, seconds, fits))
-        return sorted(found, key=lambda each: (each.fits is False, each.seconds is None, each.seconds or 0.0, each.peak_bytes))
+        return sorted(
+            found,
+            key=lambda each: (
+                each.fits is False,
+                each.seconds is None,
+                each.seconds or 0.0,
+                each.peak_bytes,
+            ),
+        )
 
     def watch(self, model: nn.Module) -> None:
-        """Warns once if a run of `model` takes over 2 % more or less than was planned, with both numbers.
+        """Warns once if a run of `model` takes over 2 % more or less than was planned, with both
+        numbers.
 
-        Call it on each rank after `shard`, before the first step. It looks at counters that allocators keep anyway. On a GPU that is the
-        peak of what tensors take, reset after the first step, at steps 2, 4, 8 and so on. On a CPU no counter keeps a peak: it is what
-        the C library has given out at the end of each forward, against `after_forward`; up to 16 MiB there tell nothing, because
-        Python's own objects are among them. Less than planned is said after eight steps. Forwards in `eval` mode or under `no_grad` are
-        left out. A model that was sharded with the plan's `policy`, where that is not the given one, is held against a plan for it,
-        which is made now.
+        Call it on each rank after `shard`, before the first step. It looks at counters that
+        allocators keep anyway. On a GPU that is the peak of what tensors take, reset after the
+        first step, at steps 2, 4, 8 and so on. On a CPU no counter keeps a peak: it is what the C
+        library has given out at the end of each forward, against `after_forward`; up to 16 MiB
+        there tell nothing, because Python's own objects are among them. Less than planned is said
+        after eight steps. Forwards in `eval` mode or under `no_grad` are left out. A model that was
+        sharded with the plan's `policy`, where that is not the given one, is held against a plan
+        for it, which is made now.
 
         Args:
             model: The sharded model.
 
         Raises:
             ValueError: `model` is not sharded.
-            RuntimeError: The device's allocator, or the C library, does not tell what it has given out.
+            RuntimeError: The device's allocator, or the C library, does not tell what it has given
+                out.
 
         Example::
 
@@ -162,7 +192,10 @@ class Plan:
         has = [state.policy for state in states_of(model)]
         if not _is_one_of(setup.policy, has) and _is_one_of(self.policy, has):
             trace = setup.but(policy=self.policy).trace()
-            peak, after_forward = trace.peak(setup.batch, setup.sequence, setup.accumulation), trace.after_forward
+            peak, after_forward = (
+                trace.peak(setup.batch, setup.sequence, setup.accumulation),
+                trace.after_forward,
+            )
         Watch(model, peak, after_forward, setup.accumulation)
 
     def draw(self, path: str | PathLike[str]) -> None:
@@ -183,40 +216,75 @@ class Plan:
 
 
 def _is_one_of(policy: ShardingPolicy, found: Iterable[ShardingPolicy]) -> bool:
-    """Whether a layer has it. (A format that it does not name may come from the model's configuration.)"""
-    return any(policy == (other if policy.quantize else replace(other, quantize=None)) for other in found)
+    """Whether a layer has it. (A format that it does not name may come from the model's
+    configuration.)
+    """
+    return any(
+        policy == (other if policy.quantize else replace(other, quantize=None)) for other in found
+    )
 
 
 def _table(plan: Plan, setup: Setup) -> str:
     """One line for each cause, then what limits, what fits, and what would."""
-    train = "all of them train" if plan.trainable == plan.parameters else f"{plan.trainable:,} train"
+    train = (
+        "all of them train" if plan.trainable == plan.parameters else f"{plan.trainable:,} train"
+    )
     micro = f", {setup.accumulation} micro-batches a step" if setup.accumulation > 1 else ""
     mesh = "" if setup.mesh is None else f" ({setup.mesh[0]} replicas of {setup.mesh[1]} shards)"
     lines = [
-        f"{plan.parameters:,} parameters, {train}; rank {setup.rank} of {setup.ranks}{mesh} on {setup.device}; "
-        f"a micro-batch is {setup.batch} x {setup.sequence} tokens{micro}",
-        *(_row(cause.replace("_", " "), gib(plan.by_cause[cause])) for cause in CAUSES if plan.by_cause[cause]),
+        f"{plan.parameters:,} parameters, {train}; rank {setup.rank} of {setup.ranks}{mesh} on "
+        f"{setup.device}; a micro-batch is {setup.batch} x {setup.sequence} tokens{micro}",
+        *(
+            _row(cause.replace("_", " "), gib(plan.by_cause[cause]))
+            for cause in CAUSES
+            if plan.by_cause[cause]
+        ),
         _row("peak", gib(plan.peak_bytes), f"in the {plan.where}; most of it {_most(plan)}"),
     ]
     if plan.unknown[1]:
         low, high = (gib(end) for end in plan.unknown)
-        lines.append(_row("and on top", f"{low} to {high}", "CUDA's context, NCCL, fragmentation: estimates"))
+        lines.append(
+            _row("and on top", f"{low} to {high}", "CUDA's context, NCCL, fragmentation: estimates")
+        )
     if plan.offloaded_bytes:
-        where = "host memory" if setup.policy.offload == "cpu" else f"files in {setup.policy.offload}"
-        lines.append(_row("offloaded", gib(plan.offloaded_bytes), f"rests in {where}: chunks, gradients, the optimizer's state"))
+        where = (
+            "host memory" if setup.policy.offload == "cpu" else f"files in {setup.policy.offload}"
+        )
+        lines.append(
+            _row(
+                "offloaded",
+                gib(plan.offloaded_bytes),
+                f"rests in {where}: chunks, gradients, the optimizer's state",
+            )
+        )
     if plan.unplanned:
         lines.append(_row("not planned", plan.unplanned))
     lines += _fitting(plan)
     if plan.attention:
-        lines.append(_row("attention", ", ".join(f"{name}, {count} calls" for name, count in plan.attention.items())))
+        lines.append(
+            _row(
+                "attention",
+                ", ".join(f"{name}, {count} calls" for name, count in plan.attention.items()),
+            )
+        )
     if plan.fits and plan.policy != setup.policy:
         lines.append(_row("faster", repr(plan.policy), "fits too, and moves less"))
     if plan.seconds is not None:
         tokens = setup.batch * setup.sequence * setup.accumulation / plan.seconds
-        sure = "an estimate to compare settings by" + ("; with replicas mostly too long" if setup.replicas > 1 else "")
-        lines.append(_row("a step", f"{plan.seconds:.3f} s", f"{tokens:,.0f} tokens a second and rank: {sure}"))
+        sure = "an estimate to compare settings by" + (
+            "; with replicas mostly too long" if setup.replicas > 1 else ""
+        )
+        lines.append(
+            _row(
+                "a step", f"{plan.seconds:.3f} s", f"{tokens:,.0f} tokens a second and rank: {sure}"
+            )
+        )
     elif plan.cluster is not None:
-        lines.append(_row("a step", "not known", "plans do not know how fast what is offloaded comes and goes"))
+        lines.append(
+            _row(
+                "a step", "not known", "plans do not know how fast what is offloaded comes and goes"
+            )
+        )
     return "\n".join(lines)
 
 
@@ -224,15 +292,33 @@ def _fitting(plan: Plan) -> list[str]:
     if plan.memory is None:
         return []
     left = plan.memory - plan.peak_bytes - plan.unknown[1]
-    verdict = f"fits, and leaves {gib(left)}" if plan.fits else f"does not fit: {gib(-left)} too much"
-    lines = [_row("memory", gib(plan.memory), verdict + (f" ({plan.memory_meant})" if plan.memory_meant else ""))]
+    verdict = (
+        f"fits, and leaves {gib(left)}" if plan.fits else f"does not fit: {gib(-left)} too much"
+    )
+    lines = [
+        _row(
+            "memory",
+            gib(plan.memory),
+            verdict + (f" ({plan.memory_meant})" if plan.memory_meant else ""),
+        )
+    ]
     batch, sequence = plan.largest_batch or "none fits", plan.largest_sequence or "less than 128"
-    lines.append(_row("largest batch", f"{batch}", f"at this sequence; largest sequence at this batch: {sequence}"))
+    lines.append(
+        _row(
+            "largest batch",
+            f"{batch}",
+            f"at this sequence; largest sequence at this batch: {sequence}",
+        )
+    )
     if plan.advice and plan.advised_bytes is not None:
         lines.append(_row("it fits with", " ".join(plan.advice), f"peak {gib(plan.advised_bytes)}"))
     elif not plan.fits:
         lines.append(
-            _row("it fits with", "nothing that was tried", "smaller batches, checkpoints, bf16, offload, more ranks, adapters, four bits")
+            _row(
+                "it fits with",
+                "nothing that was tried",
+                "smaller batches, checkpoints, bf16, offload, more ranks, adapters, four bits",
+            )
         )
     return lines
 

@@ -22,20 +22,25 @@ __all__: list[str] = []
 
 DEVICES = ("cpu", "cuda")
 # The largest numbers, so that a plan comes to an end.
-MOST = MappingProxyType({"ranks": 1 << 16, "batch": 1 << 16, "sequence": 1 << 23, "accumulation": 1 << 16})
+MOST = MappingProxyType(
+    {"ranks": 1 << 16, "batch": 1 << 16, "sequence": 1 << 23, "accumulation": 1 << 16}
+)
 
 # The fields of a policy that a trace follows. Another one that is set is refused by name.
 FOLLOWED = frozenset(
     {
-        "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", "stage", "dynamic", "gradient_reduction", "ignored",
-        "reshard_after_forward", "prefetch_depth", "separate_backup_group", "transactional", "compare_every", "grad_dtype", "quantize",
+        "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", "stage", "dynamic",
+        "gradient_reduction", "ignored",
+        "reshard_after_forward", "prefetch_depth", "separate_backup_group", "transactional",
+        "compare_every", "grad_dtype", "quantize",
         "gather_format", "reduce_format", "group_adapters", "resident_bytes", "offload",
     }
 )  # fmt: skip
 
 _REPLAYED = 8  # micro-batches; each one more takes as long as the last of them
 
-# What no tensor tells, on a GPU: the least and the most, in bytes. Estimates, which docs/plan.md explains; we have not measured them.
+# What no tensor tells, on a GPU: the least and the most, in bytes. Estimates, which docs/plan.md
+# explains; we have not measured them.
 _CONTEXT = (300 * 2**20, 700 * 2**20)  # CUDA's context and the kernels that it loads
 _NCCL = (100 * 2**20, 600 * 2**20)  # buffers of a communicator
 _FRAGMENTED = (0.0, 0.06)  # of the tensors' bytes, in the caching allocator
@@ -57,7 +62,8 @@ class Setup:
     device: str
     mesh: tuple[int, int] | None = None  # replicas, and the ranks of each, which share the model
     rank: int = 0
-    master_dtype: torch.dtype | None = None  # of adapters; None: as peft makes them. The source has its own already
+    # of adapters; None: as peft makes them. The source has its own already
+    master_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -65,25 +71,48 @@ class Setup:
             if not isinstance(number, int) or isinstance(number, bool):
                 raise TypeError(f"{name} must be an integer, found {number!r}")
             if not 1 <= number <= most:
-                raise ValueError(f"{name} must be {'1 or more' if number < 1 else f'{most} or less'}, found {number}")
+                raise ValueError(
+                    f"{name} must be {'1 or more' if number < 1 else f'{most} or less'}, found "
+                    f"{number}"
+                )
         if not isinstance(self.checkpointing, bool):
             raise TypeError(f"checkpointing must be True or False, found {self.checkpointing!r}")
         if not callable(self.optimizer):
-            raise TypeError(f"optimizer must be such as torch.optim.AdamW, found {type(self.optimizer).__name__}")
+            raise TypeError(
+                "optimizer must be such as torch.optim.AdamW, found "
+                f"{type(self.optimizer).__name__}"
+            )
         if not isinstance(self.rank, int) or isinstance(self.rank, bool):
             raise TypeError(f"rank must be an integer, found {self.rank!r}")
         if not 0 <= self.rank < self.ranks:
-            raise ValueError(f"rank must be one of the {self.ranks} ranks, 0 to {self.ranks - 1}, found {self.rank}")
+            raise ValueError(
+                f"rank must be one of the {self.ranks} ranks, 0 to {self.ranks - 1}, found "
+                f"{self.rank}"
+            )
         _check_mesh(self.mesh, self.ranks)
         if not isinstance(self.policy, ShardingPolicy):
-            raise TypeError(f"policy must be a zero3.ShardingPolicy, found {type(self.policy).__name__}")
-        unknown = [f.name for f in fields(self.policy) if f.name not in FOLLOWED and getattr(self.policy, f.name) != f.default]
+            raise TypeError(
+                f"policy must be a zero3.ShardingPolicy, found {type(self.policy).__name__}"
+            )
+        unknown = [
+            f.name
+            for f in fields(self.policy)
+            if f.name not in FOLLOWED and getattr(self.policy, f.name) != f.default
+        ]
         if unknown:
-            raise NotImplementedError(f"plans do not know {', '.join(f'ShardingPolicy({name}=...)' for name in unknown)} yet")
+            raise NotImplementedError(
+                "plans do not know "
+                f"{', '.join(f'ShardingPolicy({name}=...)' for name in unknown)} yet"
+            )
         if self.device not in DEVICES:
             raise ValueError(f"device must be one of {', '.join(DEVICES)}, found {self.device!r}")
-        if isinstance(self.lora, bool | float | str) or (isinstance(self.lora, int) and not 1 <= self.lora <= 1 << 16):
-            raise ValueError(f"lora must be a rank from 1 to {1 << 16}, a configuration of peft's or None, found {self.lora!r}")
+        if isinstance(self.lora, bool | float | str) or (
+            isinstance(self.lora, int) and not 1 <= self.lora <= 1 << 16
+        ):
+            raise ValueError(
+                f"lora must be a rank from 1 to {1 << 16}, a configuration of peft's or None, "
+                f"found {self.lora!r}"
+            )
 
     @property
     def replicas(self) -> int:
@@ -98,7 +127,10 @@ class Setup:
     @property
     def may_quantize(self) -> bool:
         """Whether frozen weights could be stored in fewer bits, and are not."""
-        if self.policy.quantize is not None or configured_in(getattr(self.source, "config", None)) is not None:
+        if (
+            self.policy.quantize is not None
+            or configured_in(getattr(self.source, "config", None)) is not None
+        ):
             return False
         model = self.source if self.lora is None else on_paper(self.source).requires_grad_(False)
         everything = find_parameters(model, lambda module: False)
@@ -106,21 +138,35 @@ class Setup:
 
     def trace(self) -> Trace:
         """Builds the model on the meta device, and shards it."""
-        model = prepare(on_paper(self.source), lora=self.lora, checkpointing=self.checkpointing, dtype=self.master_dtype)
+        model = prepare(
+            on_paper(self.source),
+            lora=self.lora,
+            checkpointing=self.checkpointing,
+            dtype=self.master_dtype,
+        )
         return Trace(
-            model, ranks=self.ranks, policy=self.policy, device=self.device, optimizer=self.optimizer, rank=self.rank,
+            model, ranks=self.ranks, policy=self.policy, device=self.device,
+            optimizer=self.optimizer, rank=self.rank,
             replicas=self.replicas,
         )  # fmt: skip
 
     def seconds(self, trace: Trace, cluster: Cluster) -> float | None:
-        """The time of a step of `trace` on `cluster`. None: chunks rest elsewhere, and how fast they come and go is not known."""
+        """The time of a step of `trace` on `cluster`. None: chunks rest elsewhere, and how fast
+        they come and go is not known.
+        """
         if trace.offloads:
             return None
         parts = trace.micro_batches(self.batch, self.sequence, min(self.accumulation, STEADY))
 
         def seconds(accumulation: int) -> float:
             one_queue = not self.policy.separate_backup_group
-            return replay(repeated(parts, accumulation), cluster, self.ranks, replicas=self.replicas, one_queue=one_queue)
+            return replay(
+                repeated(parts, accumulation),
+                cluster,
+                self.ranks,
+                replicas=self.replicas,
+                one_queue=one_queue,
+            )
 
         few = min(self.accumulation, _REPLAYED)
         more = self.accumulation - few
@@ -130,12 +176,19 @@ class Setup:
         """The least and the most bytes that come on top of a peak of tensors."""
         if self.device == "cpu":
             return 0, 0
-        low, high = (_CONTEXT[end] + (_NCCL[end] if self.ranks > 1 else 0) + int(_FRAGMENTED[end] * peak) for end in (0, 1))
+        low, high = (
+            _CONTEXT[end] + (_NCCL[end] if self.ranks > 1 else 0) + int(_FRAGMENTED[end] * peak)
+            for end in (0, 1)
+        )
         return low, high
 
     def room(self, memory: int) -> int:
         """The highest peak that fits into `memory`."""
-        return int((memory - self.unknown(0)[1]) / (1 + _FRAGMENTED[1])) if self.device == "cuda" else memory
+        return (
+            int((memory - self.unknown(0)[1]) / (1 + _FRAGMENTED[1]))
+            if self.device == "cuda"
+            else memory
+        )
 
     def but(self, **changes: Any) -> Setup:
         """The same with other choices."""
@@ -148,4 +201,7 @@ def _check_mesh(mesh: Any, ranks: int) -> None:
     if not isinstance(mesh, tuple) or len(mesh) != 2 or not all(type(size) is int for size in mesh):
         raise TypeError(f"mesh must be (replicas, ranks of each) or None, found {mesh!r}")
     if min(mesh) < 1 or mesh[0] * mesh[1] != ranks:
-        raise ValueError(f"mesh must have as many ranks as there are, {ranks}, found {mesh[0]} replicas of {mesh[1]}")
+        raise ValueError(
+            f"mesh must have as many ranks as there are, {ranks}, found {mesh[0]} replicas of "
+            f"{mesh[1]}"
+        )

@@ -1,4 +1,6 @@
-"""Runs steps of the real code without values: the model on the meta device, one rank of ranks that are not there."""
+"""Runs steps of the real code without values: the model on the meta device, one rank of ranks that
+are not there.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,16 @@ from .work import merged, work_of
 __all__: list[str] = []
 
 ALLOCATION = 512  # bytes, to which CUDA's caching allocator rounds each tensor up
-STEADY = 3  # micro-batches that are traced: the first, one that all between it and the last are like, and the last
+# micro-batches that are traced: the first, one that all between it and the last are like, and the
+# last
+STEADY = 3
 OptimizerClass = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Trace:
-    """A sharded model without values, and its optimizer, on rank `rank` of `ranks`. `replicas`: so many of them hold the same chunk."""
+    """A sharded model without values, and its optimizer, on rank `rank` of `ranks`. `replicas`: so
+    many of them hold the same chunk.
+    """
 
     def __init__(
         self,
@@ -61,13 +67,20 @@ class Trace:
         self.kernels = DeviceKernels(device)
         self.ledger = Ledger(ALLOCATION if device == "cuda" else 1, vocabulary_of(model))
         self.ranks = AbsentRanks(ranks, pieces=device == "cpu", rank=rank, replicas=replicas)
-        self.ranks.making, self.ranks.resting = (partial(self.ledger.because, cause) for cause in ("transfers", ELSEWHERE))
+        self.ranks.making, self.ranks.resting = (
+            partial(self.ledger.because, cause) for cause in ("transfers", ELSEWHERE)
+        )
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        self.trainable = sum(
+            parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+        )
         with self._counting(), self.ledger.because("chunks"), _without_advice():
-            self.model = shard(model, layers, device="meta", policy=policy, process_group=self.ranks)
+            self.model = shard(
+                model, layers, device="meta", policy=policy, process_group=self.ranks
+            )
             for parameter in self.model.parameters():
-                self.ledger.note(parameter)  # what the model was given and keeps, such as parameters that are left alone
+                # what the model was given and keeps, such as parameters that are left alone
+                self.ledger.note(parameter)
             for buffer in self.model.buffers():
                 self.ledger.note(buffer)
         gc.collect()  # what construction left
@@ -77,25 +90,43 @@ class Trace:
         for codec in {id(weight.codec): weight.codec for weight in _quantized_in(states)}.values():
             vars(codec)["decode"] = partial(self._decode, codec, codec.decode)
         root = vars(self.model)["_zero3_root"]
-        ordered = sorted(states, key=lambda state: state is not root)  # as `resident_bytes` takes them
+        # as `resident_bytes` takes them
+        ordered = sorted(states, key=lambda state: state is not root)
         # The bytes of the full buffers of frozen parameters, in the order in which they may stay.
-        self.frozen_buffers = [_full_nbytes(chunk) for state in ordered for chunk in state.chunks if not chunk.shard.requires_grad]
-        self.trains_in_layers = any(chunk.shard.requires_grad for state in states if state is not root for chunk in state.chunks)
+        self.frozen_buffers = [
+            _full_nbytes(chunk)
+            for state in ordered
+            for chunk in state.chunks
+            if not chunk.shard.requires_grad
+        ]
+        self.trains_in_layers = any(
+            chunk.shard.requires_grad
+            for state in states
+            if state is not root
+            for chunk in state.chunks
+        )
         self.optimizer = _made(optimizer, get_trainable_chunk(self.model))
-        self.offloads = any(isinstance(chunk, OffloadedChunk) for state in states for chunk in state.chunks)  # whether they rest elsewhere
+        # whether they rest elsewhere
+        self.offloads = any(
+            isinstance(chunk, OffloadedChunk) for state in states for chunk in state.chunks
+        )
         if device == "cuda" and not self.offloads:
             self._step_as_on_cuda()
-        self.after_forward = 0  # the most bytes that were alive when a forward of the last measurement had ended
+        # the most bytes that were alive when a forward of the last measurement had ended
+        self.after_forward = 0
         self.model.register_forward_hook(self._after_forward)
         self._loss, self._accumulating = loss, accumulating
         self._peaks: dict[tuple[int, int, int], int] = {}
-        self._learned = self._stepped = False  # whether the optimizer has stepped: at all, and since the last micro-batch
+        # whether the optimizer has stepped: at all, and since the last micro-batch
+        self._learned = self._stepped = False
         self._begins: Callable[[], object] = _ignore  # called at each micro-batch
         self._reached = {id(root)}  # the states of layers that were fetched
         self._times = 1.0  # how often what runs now would run: see `_decode`
 
     def measure(self, batch: int, sequence: int, accumulation: int = 1) -> list[Moment]:
-        """The moments of one step after the first. All micro-batches after the second are as the second."""
+        """The moments of one step after the first. All micro-batches after the second are as the
+        second.
+        """
         micro_batches = min(accumulation, 2)
         with self._counting():
             if not self._learned:  # the order of layers, and the optimizer's state
@@ -106,7 +137,9 @@ class Trace:
             self.kernels.attention.clear()
             self.after_forward = 0
             self._step(batch, sequence, micro_batches)
-        self._peaks[batch, sequence, micro_batches] = max(moment.peak for moment in self.ledger.moments)
+        self._peaks[batch, sequence, micro_batches] = max(
+            moment.peak for moment in self.ledger.moments
+        )
         return list(self.ledger.moments)
 
     def peak(self, batch: int, sequence: int, accumulation: int = 1) -> int:
@@ -115,8 +148,12 @@ class Trace:
         return self._peaks[key] if key in self._peaks else peak_of(self.measure(*key))[0]
 
     def events(self, batch: int, sequence: int, accumulation: int = 1) -> list[Any]:
-        """What a step after the first does, in order: `Work` of compute, and transfers that are issued and awaited."""
-        return repeated(self.micro_batches(batch, sequence, min(accumulation, STEADY)), accumulation)
+        """What a step after the first does, in order: `Work` of compute, and transfers that are
+        issued and awaited.
+        """
+        return repeated(
+            self.micro_batches(batch, sequence, min(accumulation, STEADY)), accumulation
+        )
 
     def micro_batches(self, batch: int, sequence: int, number: int) -> list[list[Any]]:
         """The events of each micro-batch of such a step. The optimizer's are with the last."""
@@ -184,7 +221,9 @@ class Trace:
         vars(gradients)["keep"] = partial(self._keep, gradients.keep)
         for chunk in state.chunks:
             chunk.unloaded.clear()  # values never come
-            self.ledger.note(chunk.shard, ELSEWHERE if isinstance(chunk, OffloadedChunk) else "chunks")
+            self.ledger.note(
+                chunk.shard, ELSEWHERE if isinstance(chunk, OffloadedChunk) else "chunks"
+            )
             vars(chunk)["make_room"] = partial(self._make_room, chunk, chunk.make_room)
             vars(chunk)["release"] = partial(self._release, chunk, chunk.release)
             vars(chunk)["is_stale"] = partial(self._is_stale, chunk, chunk.is_stale)
@@ -192,14 +231,18 @@ class Trace:
     @property
     def unreached(self) -> list[str]:
         """The layers that no micro-batch has called yet."""
-        return [_name_of(state) for state in states_of(self.model) if id(state) not in self._reached]
+        return [
+            _name_of(state) for state in states_of(self.model) if id(state) not in self._reached
+        ]
 
     def _fetch(self, state: LayerState, fetch: Callable[[], None]) -> None:
         self._reached.add(id(state))
         self.ledger.begin(_name_of(state), "backward" if inside_backward() else "forward")
         fetch()
 
-    def _make_room(self, chunk: Chunk, make_room: Callable[..., None], *, as_stored: bool = False) -> None:
+    def _make_room(
+        self, chunk: Chunk, make_room: Callable[..., None], *, as_stored: bool = False
+    ) -> None:
         with self.ledger.because("full_buffers"):
             make_room(as_stored=as_stored)
             if not chunk.resident:
@@ -213,11 +256,17 @@ class Trace:
 
     def _is_stale(self, chunk: Chunk, is_stale: Callable[[], Tensor]) -> Tensor:
         """The answer that values would give: see `DeviceKernels.answers`."""
-        self.kernels.answers.append(not chunk.filled or (self._stepped and chunk.shard.requires_grad))
+        self.kernels.answers.append(
+            not chunk.filled or (self._stepped and chunk.shard.requires_grad)
+        )
         return is_stale()
 
-    def _decode(self, codec: Codec, decode: Callable[..., None], quantized: Any, start: int, out: Tensor) -> None:
-        """Decodes the first of the slices in which a matrix is decoded: all are alike, and a large one has hundreds."""
+    def _decode(
+        self, codec: Codec, decode: Callable[..., None], quantized: Any, start: int, out: Tensor
+    ) -> None:
+        """Decodes the first of the slices in which a matrix is decoded: all are alike, and a large
+        one has hundreds.
+        """
         first = out[: codec.slice_numel(quantized.shape)]
         self._times = out.numel() / max(1, first.numel())
         decode(quantized, start, first)
@@ -232,7 +281,9 @@ class Trace:
         with self.ledger.because("gradients"):
             keep()
 
-    def _prepare(self, prepare: Callable[..., list[tuple[GradientReducer, Sending]]], communicator: Any) -> Any:
+    def _prepare(
+        self, prepare: Callable[..., list[tuple[GradientReducer, Sending]]], communicator: Any
+    ) -> Any:
         with self.ledger.because("transfers"):
             prepared = prepare(communicator)
         for _, sending in prepared:
@@ -245,7 +296,10 @@ def _made(optimizer: OptimizerClass, chunks: list[nn.Parameter]) -> torch.optim.
         raise ValueError("nothing in this model trains, so there is no step to plan for")
     made = optimizer(chunks)
     if not isinstance(made, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must make an optimizer from a list of parameters, found {type(made).__name__}")
+        raise TypeError(
+            "optimizer must make an optimizer from a list of parameters, found "
+            f"{type(made).__name__}"
+        )
     return made
 
 
@@ -261,14 +315,20 @@ def _name_of(state: LayerState) -> str:
 
 
 def repeated(parts: list[list[Any]], accumulation: int) -> list[Any]:
-    """The events of so many micro-batches, from those of the first ones, up to `STEADY`: what is in the middle comes again and again."""
+    """The events of so many micro-batches, from those of the first ones, up to `STEADY`: what is in
+    the middle comes again and again.
+    """
     if accumulation <= len(parts):
         return [event for part in parts for event in part]
     first, steady, last = parts
     count = sum(isinstance(event, Issued) for event in steady)
 
     def later(event: Any, times: int) -> Any:
-        return replace(event, number=event.number + times * count) if isinstance(event, Issued | Awaited) else event
+        return (
+            replace(event, number=event.number + times * count)
+            if isinstance(event, Issued | Awaited)
+            else event
+        )
 
     found = list(first)
     for times in range(accumulation - 2):
@@ -292,7 +352,9 @@ def peak_of(moments: list[Moment]) -> tuple[int, dict[str, int]]:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """What the log says of a model that is sharded is for those who train it, and plans shard many."""
+    """What the log says of a model that is sharded is for those who train it, and plans shard
+    many.
+    """
     log, nothing = logging.getLogger("zero3"), lambda record: False
     log.addFilter(nothing)
     try:

@@ -10,12 +10,16 @@ __all__: list[str] = []
 
 _PREFIXES = ("", "k", "M", "G", "T", "P")
 _MOST = 2**60
-# What cards offer that are sold as of so many GB: the GiB that torch shows, and the fewest where cards of one name differ.
-CARDS = MappingProxyType({16: 14.5, 24: 22.0, 32: 31.3, 40: 39.3, 48: 44.3, 80: 79.1, 96: 94.5, 141: 139.7, 192: 178.3})
+# What cards offer that are sold as of so many GB: the GiB that torch shows, and the fewest where
+# cards of one name differ.
+CARDS = MappingProxyType(
+    {16: 14.5, 24: 22.0, 32: 31.3, 40: 39.3, 48: 44.3, 80: 79.1, 96: 94.5, 141: 139.7, 192: 178.3}
+)
 
 
 def parse_bytes(text: str | float, name: str, *, least: int = 1) -> int:
-    """`"24GiB"`, `"7 GB"` (of 10^9 bytes), `"80GB"` (a card's name: what it offers) or a number of bytes. `name`: what it is, for errors.
+    """`"24GiB"`, `"7 GB"` (of 10^9 bytes), `"80GB"` (a card's name: what it offers) or a number of
+    bytes. `name`: what it is, for errors.
 
     Raises:
         TypeError: It is neither text nor a number.
@@ -46,14 +50,17 @@ def _card(text: str | float) -> int | None:
 
 
 def parse_rate(text: str, name: str) -> float:
-    """`"400Gbit"`, `"400Gbit/s"` or `"50GB"` a second, in bytes a second. `name`: what has this value, for errors.
+    """`"400Gbit"`, `"400Gbit/s"` or `"50GB"` a second, in bytes a second. `name`: what has this
+    value, for errors.
 
     Raises:
         ValueError: It is none of these.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)(bit|B)(?:/s)?\s*", text)
     if found is None or not 0 < float(found[1]) < math.inf:
-        raise ValueError(f"{name} must be a rate such as 400Gbit or 50GB (a second), found {text!r}")
+        raise ValueError(
+            f"{name} must be a rate such as 400Gbit or 50GB (a second), found {text!r}"
+        )
     scale: float = 10.0 ** (3 * _PREFIXES.index(found[2]))
     return float(found[1]) * scale / (8 if found[3] == "bit" else 1)
 

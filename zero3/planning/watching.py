@@ -1,4 +1,6 @@
-"""Holds a run against its plan, by counters that memory's allocators keep anyway, and warns once if it takes another amount."""
+"""Holds a run against its plan, by counters that memory's allocators keep anyway, and warns once if
+it takes another amount.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from .units import gib
 __all__: list[str] = []
 
 ALLOWED = 0.02  # of what was planned
-NOISE = 2**24  # bytes: what a process loads in its first step, such as libraries, is counted too (4 MB here)
+# bytes: what a process loads in its first step, such as libraries, is counted too (4 MB here)
+NOISE = 2**24
 LOOKS_LESS = 8  # steps, after which less than was planned is worth a word
 
 
@@ -36,7 +39,18 @@ class Counter(Protocol):
 class _Mallinfo(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_size_t)
-        for name in ("arena", "free", "fast", "maps", "mapped", "highest", "fast_bytes", "used", "free_bytes", "top")
+        for name in (
+            "arena",
+            "free",
+            "fast",
+            "maps",
+            "mapped",
+            "highest",
+            "fast_bytes",
+            "used",
+            "free_bytes",
+            "top",
+        )
     )
 
 
@@ -51,8 +65,12 @@ class HostMemory:
             self._ask.restype = _Mallinfo
         before = self.now()
         large = torch.empty(2**24, dtype=torch.uint8)
-        if self.now() - before < large.nbytes // 2:  # another C library or allocator; other threads may give something back meanwhile
-            raise RuntimeError("this process's allocator does not tell what it has given out, so a run can't be held against its plan")
+        # another C library or allocator; other threads may give something back meanwhile
+        if self.now() - before < large.nbytes // 2:
+            raise RuntimeError(
+                "this process's allocator does not tell what it has given out, so a run can't be "
+                "held against its plan"
+            )
 
     def now(self) -> int:
         if self._ask is None:
@@ -73,14 +91,23 @@ def counter_for(device: torch.device) -> Counter:
 class Watch:
     """Hooks around a model's forward.
 
-    `peak`, `after_forward`: the bytes that were planned. `micro_batches`: in a step. `counter`: counts on the model's device.
+    `peak`, `after_forward`: the bytes that were planned. `micro_batches`: in a step. `counter`:
+    counts on the model's device.
     """
 
-    def __init__(self, model: nn.Module, peak: int, after_forward: int, micro_batches: int, counter: Counter | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        peak: int,
+        after_forward: int,
+        micro_batches: int,
+        counter: Counter | None = None,
+    ) -> None:
         self._peak, self._after_forward, self._micro_batches = peak, after_forward, micro_batches
         first = states_of(model)[0]
         self._rank, self._counter = first.communicator.rank, counter or counter_for(first.device)
-        self._others = self._counter.now() - _held_by(model, first.device)  # what is there beside the model
+        # what is there beside the model
+        self._others = self._counter.now() - _held_by(model, first.device)
         self._calls, self._most = 0, 0
         self._hooks = [  # the model holds the watch by them, and not the other way round
             model.register_forward_pre_hook(partial(_before, self)),
@@ -121,8 +148,9 @@ class Watch:
         for hook in self._hooks:
             hook.remove()
         warnings.warn(
-            f"rank {self._rank}: this run has left its plan: {when} it holds {gib(found)}, and {gib(planned)} were planned "
-            f"({found / planned - 1:+.0%}). Plan with the batch, the sequence, the policy and the optimizer that it has.",
+            f"rank {self._rank}: this run has left its plan: {when} it holds {gib(found)}, and "
+            f"{gib(planned)} were planned ({found / planned - 1:+.0%}). Plan with the batch, the "
+            "sequence, the policy and the optimizer that it has.",
             stacklevel=2,
         )
 
@@ -136,8 +164,16 @@ def _after(watch: Watch, module: nn.Module, args: object, output: object) -> Non
 
 
 def _held_by(model: nn.Module, device: torch.device) -> int:
-    """The bytes of a sharded model's chunks and buffers in the memory of its device, so without files."""
-    away = {id(part.parameter) for state in states_of(model) for chunk in state.chunks if chunk.rests != "memory" for part in chunk.parts}
+    """The bytes of a sharded model's chunks and buffers in the memory of its device, so without
+    files.
+    """
+    away = {
+        id(part.parameter)
+        for state in states_of(model)
+        for chunk in state.chunks
+        if chunk.rests != "memory"
+        for part in chunk.parts
+    }
     own = (tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in away)
     tensors = [tensor for tensor in own if tensor.device == device]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())

@@ -1,4 +1,6 @@
-"""What compute does between a step's transfers: floating-point operations and bytes of each operation, as torch's dispatcher sees it."""
+"""What compute does between a step's transfers: floating-point operations and bytes of each
+operation, as torch's dispatcher sees it.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,32 @@ class Work(NamedTuple):
         """The same, so many times."""
         if count == 1:
             return self
-        return Work(round(count * self.flops), round(count * self.nbytes), self.narrow, round(count * self.kernels))
+        return Work(
+            round(count * self.flops),
+            round(count * self.nbytes),
+            self.narrow,
+            round(count * self.kernels),
+        )
 
 
 def work_of(func: Any, args: Sequence[Any], result: Any) -> Work | None:
-    """The work of an operation on meta tensors. None: it only looks at memory in another way, or allocates."""
+    """The work of an operation on meta tensors. None: it only looks at memory in another way, or
+    allocates.
+    """
     if func.is_view or any(word in func.__name__ for word in ("empty", "detach", "_unsafe_view")):
         return None
-    read, written = ([tensor for tensor in tensors_in(each) if tensor.is_meta] for each in (args, result))
+    read, written = (
+        [tensor for tensor in tensors_in(each) if tensor.is_meta] for each in (args, result)
+    )
     nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in [*read, *written])
     count: Callable[..., int] | None = flop_counter.flop_registry.get(func.overloadpacket)
     if count is None and "flash_attention_for_cpu" in func.__name__:
-        return Work(int(_computed(func, args) * _attention(args, backward="backward" in func.__name__)), nbytes, 0, 1)
+        return Work(
+            int(_computed(func, args) * _attention(args, backward="backward" in func.__name__)),
+            nbytes,
+            0,
+            1,
+        )
     if count is None:
         return Work(0, nbytes, 0, 1)
     matrices = [leaf for leaf in read if leaf.dim() >= 2]
@@ -45,14 +61,18 @@ def work_of(func: Any, args: Sequence[Any], result: Any) -> Work | None:
 
 
 def _attention(args: Sequence[Any], *, backward: bool) -> int:
-    """As torch counts that of other devices: two products in forward, five in backward, each of all pairs."""
+    """As torch counts that of other devices: two products in forward, five in backward, each of all
+    pairs.
+    """
     query, key = args[1:3] if backward else args[0:2]
     product = 2 * math.prod(query.shape[:-1]) * key.shape[-2] * query.shape[-1]
     return int(product * (5 if backward else 2))
 
 
 def _computed(func: Any, args: Sequence[Any]) -> float:
-    """The share of all pairs of tokens that the kernel of a causal attention computes: it leaves out what it would mask. 1: all."""
+    """The share of all pairs of tokens that the kernel of a causal attention computes: it leaves
+    out what it would mask. 1: all.
+    """
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
     if not given.get("is_causal"):
         return 1.0

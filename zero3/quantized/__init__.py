@@ -1,1 +1,3 @@
-"""Formats in which frozen parameters are stored in four or eight bits, and the operations that compute with them."""
+"""Formats in which frozen parameters are stored in four or eight bits, and the operations that
+compute with them.
+"""

@@ -1,4 +1,6 @@
-"""The arithmetic of blocks that have one scale each, in memory that the caller gives: nothing is allocated, and few passes are made."""
+"""The arithmetic of blocks that have one scale each, in memory that the caller gives: nothing is
+allocated, and few passes are made.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,23 @@ INT8_MAX = 127
 FLOAT8_MAX = 448.0  # of torch.float8_e4m3fn
 
 
-def encode_blocks(values: Tensor, codes: Tensor, scales: Tensor, work: Tensor, noise: Tensor | None) -> None:
-    """Writes the codes, and the scales, of blocks: the largest absolute value of a block gets the largest code.
+def encode_blocks(
+    values: Tensor, codes: Tensor, scales: Tensor, work: Tensor, noise: Tensor | None
+) -> None:
+    """Writes the codes, and the scales, of blocks: the largest absolute value of a block gets the
+    largest code.
 
-    A block with an infinity or a NaN has a scale that is none, so all of it is decoded as infinities and NaN.
+    A block with an infinity or a NaN has a scale that is none, so all of it is decoded as
+    infinities and NaN.
 
     Args:
         values: The blocks `[n, size]`, of any floating dtype.
         codes: Where their codes come, `[n, size]`, int8 or float8_e4m3fn.
         scales: Where their scales come, `[n]`, float32.
         work: At least `n * (size + 1)` elements, flat, float32.
-        noise: For int8, uniform numbers in [0, 1) `[n, size]`: a quotient is rounded down after its number was added, so that the mean
-            of many roundings is the quotient. None: it is rounded to the nearest integer, and to an even one between two.
+        noise: For int8, uniform numbers in [0, 1) `[n, size]`: a quotient is rounded down after its
+            number was added, so that the mean of many roundings is the quotient. None: it is
+            rounded to the nearest integer, and to an even one between two.
     """
     count, size = values.shape
     divisors, quotients = work[:count], work[count : count * (size + 1)].view(count, size)
@@ -33,7 +40,8 @@ def encode_blocks(values: Tensor, codes: Tensor, scales: Tensor, work: Tensor, n
     torch.amax(values, 1, out=scales)
     torch.amin(values, 1, out=divisors)
     torch.maximum(scales, divisors.neg_(), out=scales).abs_().div_(largest)
-    torch.eq(scales, 0, out=divisors).add_(scales)  # 1 where a scale is 0: such blocks have the codes 0
+    # 1 where a scale is 0: such blocks have the codes 0
+    torch.eq(scales, 0, out=divisors).add_(scales)
     torch.div(values, divisors[:, None], out=quotients)
     if noise is not None:
         quotients.add_(noise).floor_()
@@ -43,7 +51,8 @@ def encode_blocks(values: Tensor, codes: Tensor, scales: Tensor, work: Tensor, n
 
 
 def decode_blocks(codes: Tensor, scales: Tensor, out: Tensor, work: Tensor, *, add: bool) -> None:
-    """Writes what blocks stand for into `out` `[n, size]`, or adds it there. Products are float32, and rounded once.
+    """Writes what blocks stand for into `out` `[n, size]`, or adds it there. Products are float32,
+    and rounded once.
 
     Args:
         codes: `[n, size]`, int8 or float8_e4m3fn.
@@ -61,11 +70,13 @@ def decode_blocks(codes: Tensor, scales: Tensor, out: Tensor, work: Tensor, *, a
         out.copy_(values)
 
 
-_STEP, _MIXERS = -1640531527, ((16, 2146121005), (15, -2073254261))  # an odd number, and those of a well-known hash of 32 bits
+# an odd number, and those of a well-known hash of 32 bits
+_STEP, _MIXERS = -1640531527, ((16, 2146121005), (15, -2073254261))
 
 
 def uniform(start: int, key: int, numbers: Tensor, work: Tensor) -> Tensor:
-    """Numbers in [0, 1) that look random: a hash of a key and of the places `start`, `start + 1`, ... They are the same on every device.
+    """Numbers in [0, 1) that look random: a hash of a key and of the places `start`, `start + 1`,
+    ... They are the same on every device.
 
     Args:
         start: The first place.

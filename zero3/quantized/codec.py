@@ -1,4 +1,6 @@
-"""How a format's numbers are made and read, on one device: blocks of elements, and a scale for each block."""
+"""How a format's numbers are made and read, on one device: blocks of elements, and a scale for each
+block.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from .sections import QuantizedTensor
 
 __all__: list[str] = []
 
-SLICE_NUMEL = 2**20  # elements that are worked on at once, so that intermediate results take little memory
+# elements that are worked on at once, so that intermediate results take little memory
+SLICE_NUMEL = 2**20
 
 Shape = tuple[int, ...]
 
@@ -22,8 +25,9 @@ Shape = tuple[int, ...]
 class Codec(ABC):
     """A format on one device, with its tables.
 
-    A block does not depend on who quantises it: a range of a tensor that begins and ends between blocks has the codes, and the
-    blocks' statistics, that the same elements have in the whole tensor. `scales` alone looks at the statistics of all blocks.
+    A block does not depend on who quantises it: a range of a tensor that begins and ends between
+    blocks has the codes, and the blocks' statistics, that the same elements have in the whole
+    tensor. `scales` alone looks at the statistics of all blocks.
     """
 
     def turns(self, shape: Shape) -> bool:
@@ -35,21 +39,26 @@ class Codec(ABC):
 
     @abstractmethod
     def widened(self, shape: Shape, start: int, stop: int) -> tuple[int, int]:
-        """The shortest range of whole blocks around the elements `[start, stop)` of the flattened tensor."""
+        """The shortest range of whole blocks around the elements `[start, stop)` of the flattened
+        tensor.
+        """
 
     @abstractmethod
     def blocks_before(self, shape: Shape, start: int) -> int:
-        """The place of the first block's statistic among all statistics, if a range of whole blocks begins at element `start`."""
+        """The place of the first block's statistic among all statistics, if a range of whole blocks
+        begins at element `start`.
+        """
 
     @abstractmethod
     def statistics(self, values: Tensor, shape: Shape, start: int) -> Tensor:
         """What codes depend on, besides values: one number for each block, 0 or more.
 
-        If zeros stand for some of the values, the numbers are those of the others. So the numbers of a block are the largest of its
-        parts' numbers.
+        If zeros stand for some of the values, the numbers are those of the others. So the numbers
+        of a block are the largest of its parts' numbers.
 
         Args:
-            values: The elements `[start, start + len(values))` of a flattened tensor, 1-D, of any floating dtype. They are whole blocks.
+            values: The elements `[start, start + len(values))` of a flattened tensor, 1-D, of any
+                floating dtype. They are whole blocks.
             shape: The shape of the whole tensor.
             start: The place of the first of them in it.
 
@@ -59,7 +68,9 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, values: Tensor, shape: Shape, start: int, statistics: Tensor) -> Tensor:
-        """Returns the codes of the elements `[start, start + len(values))` as they are stored, 1-D, from their blocks' `statistics`."""
+        """Returns the codes of the elements `[start, start + len(values))` as they are stored, 1-D,
+        from their blocks' `statistics`.
+        """
 
     def scales(self, statistics: Tensor) -> dict[str, Tensor]:
         """The sections behind the codes, from the statistics of all blocks of the tensor."""
@@ -76,10 +87,14 @@ class Codec(ABC):
 
     @abstractmethod
     def decode_units(self, quantized: QuantizedTensor, start: int, out: Tensor) -> None:
-        """Writes the elements `[start, start + len(out))` into `out`, 1-D. They are whole units; the tensor's last may be short."""
+        """Writes the elements `[start, start + len(out))` into `out`, 1-D. They are whole units;
+        the tensor's last may be short.
+        """
 
     def decode(self, quantized: QuantizedTensor, start: int, out: Tensor) -> None:
-        """Writes the elements `[start, start + len(out))` of the flattened tensor into `out`, 1-D, of any floating dtype."""
+        """Writes the elements `[start, start + len(out))` of the flattened tensor into `out`, 1-D,
+        of any floating dtype.
+        """
         unit, stop = self.unit(quantized.shape), start + out.numel()
         step = self.slice_numel(quantized.shape)
         for low in range(start // unit * unit, stop, step):
@@ -105,8 +120,12 @@ class Codec(ABC):
         codes, found = zip(*parts, strict=True)
         return QuantizedTensor(shape, torch.cat(codes), **self.scales(torch.cat(found)))
 
-    def dequantize(self, quantized: QuantizedTensor, dtype: torch.dtype, matrix: int | None = None) -> Tensor:
-        """Returns the tensor that `quantized` stands for, contiguous; or one matrix of several, and then nothing else is decoded."""
+    def dequantize(
+        self, quantized: QuantizedTensor, dtype: torch.dtype, matrix: int | None = None
+    ) -> Tensor:
+        """Returns the tensor that `quantized` stands for, contiguous; or one matrix of several, and
+        then nothing else is decoded.
+        """
         shape = quantized.shape if matrix is None else quantized.shape[1:]
         out = torch.empty(shape, dtype=dtype, device=quantized.codes.device)
         self.decode(quantized, (matrix or 0) * out.numel(), out.view(-1))
@@ -114,7 +133,9 @@ class Codec(ABC):
 
 
 class BlockCodec(Codec):
-    """Blocks of `block_size` elements one after another in the flattened tensor; the last one may be short."""
+    """Blocks of `block_size` elements one after another in the flattened tensor; the last one may
+    be short.
+    """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -132,10 +153,14 @@ class BlockCodec(Codec):
     def blocked(self, values: Tensor) -> Tensor:
         """`values` in float32, `[blocks, block_size]`, with zeros at the end of a short block."""
         short = -values.numel() % self.block_size
-        return (pad(values.float(), (0, short)) if short else values.float()).view(-1, self.block_size)
+        return (pad(values.float(), (0, short)) if short else values.float()).view(
+            -1, self.block_size
+        )
 
     def scaled(self, values: Tensor, scales: Tensor, out: Tensor) -> None:
-        """Writes `values` times the scales of their blocks into `out`. The products are float32, and rounded once."""
+        """Writes `values` times the scales of their blocks into `out`. The products are float32,
+        and rounded once.
+        """
         whole = out.numel() // self.block_size
         border = whole * self.block_size
         shape = (whole, self.block_size)
@@ -145,7 +170,9 @@ class BlockCodec(Codec):
 
 
 def count_below(values: Tensor, borders: Sequence[float]) -> Tensor:
-    """How many of the borders are below each value, uint8. Unlike `torch.bucketize` it is fast for a few borders, and vectorised."""
+    """How many of the borders are below each value, uint8. Unlike `torch.bucketize` it is fast for
+    a few borders, and vectorised.
+    """
     count = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
     for border in borders:
         count.add_((values > border).view(torch.uint8))
@@ -153,7 +180,9 @@ def count_below(values: Tensor, borders: Sequence[float]) -> Tensor:
 
 
 def packed(codes: Tensor, *, first: int, filler: int = 0) -> Tensor:
-    """Two codes in a byte. The first of both is shifted by `first` bits, 4 or 0. `filler` stands beside an odd last one."""
+    """Two codes in a byte. The first of both is shifted by `first` bits, 4 or 0. `filler` stands
+    beside an odd last one.
+    """
     if codes.numel() % 2:
         codes = pad(codes, (0, 1), value=filler)
     pairs = codes.view(-1, 2)
@@ -161,7 +190,9 @@ def packed(codes: Tensor, *, first: int, filler: int = 0) -> Tensor:
 
 
 class PairTable:
-    """The numbers that two codes in a byte stand for. Both are looked up at once: their bits, as one integer of 64."""
+    """The numbers that two codes in a byte stand for. Both are looked up at once: their bits, as
+    one integer of 64.
+    """
 
     def __init__(self, values: Sequence[float], device: torch.device, *, first: int) -> None:
         table, byte = torch.tensor(values), torch.arange(256)

@@ -22,7 +22,12 @@ class Int8Codec(BlockCodec):
         return self.blocked(values).abs().amax(1) / INT8_MAX
 
     def encode(self, values: Tensor, shape: Shape, start: int, statistics: Tensor) -> Tensor:
-        codes = _quotients(self.blocked(values), statistics[:, None]).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
+        codes = (
+            _quotients(self.blocked(values), statistics[:, None])
+            .round_()
+            .clamp_(-INT8_MAX, INT8_MAX)
+            .to(torch.int8)
+        )
         return codes.view(-1)[: values.numel()]
 
     def decode_units(self, quantized: QuantizedTensor, start: int, out: Tensor) -> None:
@@ -32,23 +37,28 @@ class Int8Codec(BlockCodec):
 
 
 class Float8Codec(Codec):
-    """float8_e4m3fn, times one float32 for each tile of `height` rows and `width` columns of a matrix.
+    """float8_e4m3fn, times one float32 for each tile of `height` rows and `width` columns of a
+    matrix.
 
-    The tensor's last two dimensions are a matrix's. Tiles at its lower and its right edge may be smaller. The tiles side by side
-    are a band, so whole blocks are whole bands.
+    The tensor's last two dimensions are a matrix's. Tiles at its lower and its right edge may be
+    smaller. The tiles side by side are a band, so whole blocks are whole bands.
     """
 
     def __init__(self, height: int, width: int, device: torch.device) -> None:
         self._height = height
         self._width = width
-        self._values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(device)  # faster than a cast on CPU
+        # faster than a cast on CPU
+        self._values = (
+            torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(device)
+        )
 
     def widened(self, shape: Shape, start: int, stop: int) -> tuple[int, int]:
         rows, columns = _matrix(shape)
         if not rows * columns:
             return 0, 0
         first, last = start // columns, -(-stop // columns)
-        above, end = first % rows, (last - 1) % rows + 1  # rows of the same matrix before the first, and up to the last
+        # rows of the same matrix before the first, and up to the last
+        above, end = first % rows, (last - 1) % rows + 1
         last += min(-(-end // self._height) * self._height, rows) - end
         return (first - above % self._height) * columns, last * columns
 
@@ -58,7 +68,9 @@ class Float8Codec(Codec):
         return bands * -(-columns // self._width)
 
     def _band(self, row: Any, rows: int) -> Any:
-        """The number of the band in which a row, of all matrices' rows, lies: for an integer, or a tensor of them."""
+        """The number of the band in which a row, of all matrices' rows, lies: for an integer, or a
+        tensor of them.
+        """
         return row // max(rows, 1) * -(-rows // self._height) + row % max(rows, 1) // self._height
 
     def _bands(self, shape: Shape, start: int, like: Tensor) -> Tensor:
@@ -74,8 +86,14 @@ class Float8Codec(Codec):
         tiles = -(-columns // self._width)
         bands = self._bands(shape, start, values)
         bands -= bands[0].clone()
-        widest = pad(values.float().view(-1, columns).abs(), (0, -columns % self._width)).view(-1, tiles, self._width).amax(2)
-        largest = widest.new_zeros(int(bands[-1]) + 1, tiles).scatter_reduce_(0, bands[:, None].expand_as(widest), widest, "amax")
+        widest = (
+            pad(values.float().view(-1, columns).abs(), (0, -columns % self._width))
+            .view(-1, tiles, self._width)
+            .amax(2)
+        )
+        largest = widest.new_zeros(int(bands[-1]) + 1, tiles).scatter_reduce_(
+            0, bands[:, None].expand_as(widest), widest, "amax"
+        )
         return largest.view(-1) / FLOAT8_MAX
 
     def encode(self, values: Tensor, shape: Shape, start: int, statistics: Tensor) -> Tensor:
@@ -84,7 +102,9 @@ class Float8Codec(Codec):
         columns = _matrix(shape)[1]
         bands = self._bands(shape, start, values)
         scales = statistics.view(-1, -(-columns // self._width))[bands - bands[0]]
-        quotients = _quotients(values.float().view(-1, columns), self._spread(scales, columns)).clamp_(-FLOAT8_MAX, FLOAT8_MAX)
+        quotients = _quotients(
+            values.float().view(-1, columns), self._spread(scales, columns)
+        ).clamp_(-FLOAT8_MAX, FLOAT8_MAX)
         return quotients.to(torch.float8_e4m3fn).view(-1)
 
     def _spread(self, scales: Tensor, columns: int) -> Tensor:
@@ -99,12 +119,16 @@ class Float8Codec(Codec):
         scales = quantized.scales.view(-1, -(-columns // self._width))
         codes = quantized.codes[start : start + out.numel()].view(torch.uint8)
         values = self._values.index_select(0, codes.int()).view(-1, columns)
-        spread = self._spread(scales.index_select(0, self._bands(quantized.shape, start, out)), columns)
+        spread = self._spread(
+            scales.index_select(0, self._bands(quantized.shape, start, out)), columns
+        )
         torch.mul(values, spread, out=out.view(-1, columns))
 
 
 def _quotients(values: Tensor, scales: Tensor) -> Tensor:
-    """`values / scales`. Where a scale is 0, values are too small for any code but 0, and stay as they are."""
+    """`values / scales`. Where a scale is 0, values are too small for any code but 0, and stay as
+    they are.
+    """
     return values / torch.where(scales != 0, scales, 1)
 
 

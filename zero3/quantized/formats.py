@@ -19,7 +19,8 @@ from .sections import QuantizedTensor, Section, aligned, placed, seen_as
 
 __all__: list[str] = []
 
-Select = Callable[[str, Any], bool]  # (name, ParamInfo) -> bool; the policy, which knows ParamInfo, stands a floor higher
+# (name, ParamInfo) -> bool; the policy, which knows ParamInfo, stands a floor higher
+Select = Callable[[str, Any], bool]
 
 
 class Format(ABC):
@@ -44,7 +45,9 @@ class Format(ABC):
         return self._name()
 
     def codec(self, device: torch.device) -> Codec:
-        """The tables and functions of this format on `device`. Making it may wait for the device."""
+        """The tables and functions of this format on `device`. Making it may wait for the
+        device.
+        """
         return self._codec(device)
 
     def sections(self, shape: Shape) -> tuple[Section, ...]:
@@ -56,7 +59,8 @@ class Format(ABC):
         return aligned(self.sections(shape)[-1].stop)
 
     def elements_between(self, shape: Shape, low: int, high: int) -> tuple[int, int]:
-        """The elements `[start, stop)`, as they are stored, that have codes among the bytes `[low, high)` of a tensor of this shape.
+        """The elements `[start, stop)`, as they are stored, that have codes among the bytes `[low,
+        high)` of a tensor of this shape.
 
         They may be none.
         """
@@ -69,9 +73,15 @@ class Format(ABC):
         return seen_as(raw, shape, self.sections(shape))
 
     def store(self, quantized: QuantizedTensor, raw: Tensor) -> None:
-        """Copies a quantised tensor into the bytes `raw` `[nbytes]`. What lies between its sections is 0."""
+        """Copies a quantised tensor into the bytes `raw` `[nbytes]`. What lies between its sections
+        is 0.
+        """
         raw.zero_()
-        for place, section in zip(self.seen(raw, quantized.shape).sections.values(), quantized.sections.values(), strict=True):
+        for place, section in zip(
+            self.seen(raw, quantized.shape).sections.values(),
+            quantized.sections.values(),
+            strict=True,
+        ):
             place.copy_(section)
 
     def quantize(self, tensor: Tensor) -> QuantizedTensor:
@@ -96,7 +106,8 @@ class Format(ABC):
 
         Args:
             quantized: What `quantize` of the same format has returned.
-            dtype: The floating dtype of the result. Numbers are computed in float32, and rounded once.
+            dtype: The floating dtype of the result. Numbers are computed in float32, and rounded
+                once.
 
         Returns:
             A contiguous tensor in the original shape, on the same device.
@@ -105,23 +116,31 @@ class Format(ABC):
             ValueError: The sections are not those of this format for this shape.
         """
         expected = [(s.name, s.dtype, s.numel) for s in self.sections(quantized.shape)]
-        found = [(name, tensor.dtype, tensor.numel()) for name, tensor in quantized.sections.items()]
+        found = [
+            (name, tensor.dtype, tensor.numel()) for name, tensor in quantized.sections.items()
+        ]
         if found != expected:
-            raise ValueError(f"{self.name} of shape {quantized.shape} has the sections {expected}, found {found}")
+            raise ValueError(
+                f"{self.name} of shape {quantized.shape} has the sections {expected}, found {found}"
+            )
         return self.codec(quantized.codes.device).dequantize(quantized, dtype)
 
 
 @dataclass(frozen=True)
 class NF4(Format):
-    """Four bits for each element: one of 16 quantiles of a normal distribution, times the largest absolute value of its block (QLoRA).
+    """Four bits for each element: one of 16 quantiles of a normal distribution, times the largest
+    absolute value of its block (QLoRA).
 
-    Codes and scales are those of bitsandbytes on a CPU, to the bit. With `double_quant` an element takes 4.127 bits, without it 4.5.
+    Codes and scales are those of bitsandbytes on a CPU, to the bit. With `double_quant` an element
+    takes 4.127 bits, without it 4.5.
 
     Attributes:
         block_size: The elements of a block, a power of two from 32 to 4096.
-        double_quant: The blocks' scales are quantised too, less their mean: to eight bits, with one float32 for each 256 of them.
-        select: A function `(name, ParamInfo) -> bool` that says which parameters a policy quantises. None: the weights of frozen
-            linear layers but for the output embeddings', and frozen experts that are one 3-D parameter (`[num_experts, ...]`).
+        double_quant: The blocks' scales are quantised too, less their mean: to eight bits, with one
+            float32 for each 256 of them.
+        select: A function `(name, ParamInfo) -> bool` that says which parameters a policy
+            quantises. None: the weights of frozen linear layers but for the output embeddings', and
+            frozen experts that are one 3-D parameter (`[num_experts, ...]`).
 
     Raises:
         ValueError: `block_size` is not allowed.
@@ -142,7 +161,9 @@ class NF4(Format):
     def __post_init__(self) -> None:
         _check_size("block_size", self.block_size)
         if not 32 <= self.block_size <= 4096 or self.block_size & (self.block_size - 1):
-            raise ValueError(f"block_size must be a power of two from 32 to 4096, found {self.block_size}")
+            raise ValueError(
+                f"block_size must be a power of two from 32 to 4096, found {self.block_size}"
+            )
         if not isinstance(self.double_quant, bool):
             raise TypeError(f"double_quant must be True or False, found {self.double_quant!r}")
         _check_select(self.select)
@@ -165,14 +186,18 @@ class NF4(Format):
 
 @dataclass(frozen=True)
 class Int8(Format):
-    """Eight bits for each element: an integer from -127 to 127, times a 127th of the largest absolute value of its block.
+    """Eight bits for each element: an integer from -127 to 127, times a 127th of the largest
+    absolute value of its block.
 
     Attributes:
         block_size: The elements of a block. Each block has one float32, its scale.
-        select: A function `(name, ParamInfo) -> bool` that says which parameters a policy quantises. None: as for `NF4`.
-        stochastic: For `reduce_format` alone: an element between two integers becomes either at random, so that the mean of many
-            roundings is the element. False: it becomes the nearer one.
-        seed: Of those random numbers. The same seed, on as many ranks, gives the same numbers in every run.
+        select: A function `(name, ParamInfo) -> bool` that says which parameters a policy
+            quantises. None: as for `NF4`.
+        stochastic: For `reduce_format` alone: an element between two integers becomes either at
+            random, so that the mean of many roundings is the element. False: it becomes the nearer
+            one.
+        seed: Of those random numbers. The same seed, on as many ranks, gives the same numbers in
+            every run.
 
     Raises:
         ValueError: `block_size` is not allowed.
@@ -197,25 +222,36 @@ class Int8(Format):
             raise TypeError(f"seed must be an integer, found {self.seed!r}")
 
     def _name(self) -> str:
-        return f"int8({self.block_size}{f', stochastic, seed {self.seed}' if self.stochastic else ''})"
+        return (
+            f"int8({self.block_size}{f', stochastic, seed {self.seed}' if self.stochastic else ''})"
+        )
 
     def _codec(self, device: torch.device) -> Codec:
         if self.stochastic:
-            raise ValueError("stochastic=True is for ShardingPolicy(reduce_format=...): a tensor alone is quantised with stochastic=False")
+            raise ValueError(
+                "stochastic=True is for ShardingPolicy(reduce_format=...): a tensor alone is "
+                "quantised with stochastic=False"
+            )
         return Int8Codec(self.block_size)
 
     def _parts(self, shape: Shape) -> list[tuple[str, torch.dtype, int]]:
         numel = math.prod(shape)
-        return [("codes", torch.int8, numel), ("scales", torch.float32, -(-numel // self.block_size))]
+        return [
+            ("codes", torch.int8, numel),
+            ("scales", torch.float32, -(-numel // self.block_size)),
+        ]
 
 
 @dataclass(frozen=True)
 class Float8(Format):
-    """Eight bits for each element: a float8_e4m3fn, times one float32 for its tile of a matrix. The format of DeepSeek-V3.
+    """Eight bits for each element: a float8_e4m3fn, times one float32 for its tile of a matrix. The
+    format of DeepSeek-V3.
 
     Attributes:
-        block: The rows and columns of a tile. The last two dimensions of a parameter are its matrices'; tiles at the edges may be smaller.
-        select: A function `(name, ParamInfo) -> bool` that says which parameters a policy quantises. None: as for `NF4`.
+        block: The rows and columns of a tile. The last two dimensions of a parameter are its
+            matrices'; tiles at the edges may be smaller.
+        select: A function `(name, ParamInfo) -> bool` that says which parameters a policy
+            quantises. None: as for `NF4`.
 
     Raises:
         ValueError: `block` is not allowed.
@@ -250,19 +286,23 @@ class Float8(Format):
 
 @dataclass(frozen=True)
 class MXFP4(Format):
-    """Four bits for each element: a sign and one of 8 magnitudes, times a power of two for each 32 elements. The format of gpt-oss.
+    """Four bits for each element: a sign and one of 8 magnitudes, times a power of two for each 32
+    elements. The format of gpt-oss.
 
     Attributes:
-        transposed: Experts in one 3-D parameter are stored with their rows and columns exchanged, so that blocks run along what a
-            product adds up. gpt-oss's files are stored so: transformers' parameters are the transposed of them.
-        select: A function `(name, ParamInfo) -> bool` that says which parameters a policy quantises. None: as for `NF4`.
+        transposed: Experts in one 3-D parameter are stored with their rows and columns exchanged,
+            so that blocks run along what a product adds up. gpt-oss's files are stored so:
+            transformers' parameters are the transposed of them.
+        select: A function `(name, ParamInfo) -> bool` that says which parameters a policy
+            quantises. None: as for `NF4`.
 
     Raises:
         TypeError: An attribute has the wrong type.
 
     Example::
 
-        policy = zero3.ShardingPolicy(quantize=zero3.MXFP4(transposed=True), param_dtype=torch.bfloat16)
+        codes = zero3.MXFP4(transposed=True)
+        policy = zero3.ShardingPolicy(quantize=codes, param_dtype=torch.bfloat16)
     """
 
     transposed: bool = False
@@ -283,7 +323,10 @@ class MXFP4(Format):
 
     def _parts(self, shape: Shape) -> list[tuple[str, torch.dtype, int]]:
         numel = math.prod(shape)
-        return [("codes", torch.uint8, -(-numel // 2)), ("scales", torch.uint8, -(-numel // BLOCK_NUMEL))]
+        return [
+            ("codes", torch.uint8, -(-numel // 2)),
+            ("scales", torch.uint8, -(-numel // BLOCK_NUMEL)),
+        ]
 
 
 def _check_size(name: str, size: object) -> None:
@@ -295,4 +338,6 @@ def _check_size(name: str, size: object) -> None:
 
 def _check_select(select: object) -> None:
     if select is not None and not callable(select):
-        raise TypeError(f"select must be a function (name, ParamInfo) -> bool or None, found {select!r}")
+        raise TypeError(
+            f"select must be a function (name, ParamInfo) -> bool or None, found {select!r}"
+        )

@@ -1,4 +1,6 @@
-"""MXFP4: eight magnitudes and a sign, times a power of two for each 32 elements. The format of gpt-oss (OCP Microscaling, MX v1.0)."""
+"""MXFP4: eight magnitudes and a sign, times a power of two for each 32 elements. The format of
+gpt-oss (OCP Microscaling, MX v1.0).
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,17 @@ _NOT_A_NUMBER = 255
 
 
 class MXFP4Codec(BlockCodec):
-    """Codes of four bits, the sign in the highest, and eight bits for the power of two of a block."""
+    """Codes of four bits, the sign in the highest, and eight bits for the power of two of a
+    block.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(BLOCK_NUMEL)
         self._table = PairTable((*MAGNITUDES, *(-value for value in MAGNITUDES)), device, first=0)
         values = torch.tensor(MAGNITUDES)
         borders = (values[1:] + values[:-1]) / 2
-        # The middle between two magnitudes is rounded to the even code, which is the upper one of every other pair.
+        # The middle between two magnitudes is rounded to the even code, which is the upper one of
+        # every other pair.
         borders[1::2] = borders[1::2].nextafter(torch.zeros(()))
         self._borders: list[float] = borders.tolist()
         powers = 2.0 ** (torch.arange(256, dtype=torch.float64) - _BIAS)
@@ -35,8 +40,11 @@ class MXFP4Codec(BlockCodec):
 
     def statistics(self, values: Tensor, shape: Shape, start: int) -> Tensor:
         largest = self.blocked(values).abs().amax(1)
-        # frexp: largest = m * 2 ** e with m from 0.5 to 1. So divided by 2 ** (e - 3) it lies between 4 and 8, where 6 is the end.
-        exponents = torch.where(largest > 0, largest.frexp().exponent - 3 + _BIAS, 0).clamp(0, _NOT_A_NUMBER - 1)
+        # frexp: largest = m * 2 ** e with m from 0.5 to 1. So divided by 2 ** (e - 3) it lies
+        # between 4 and 8, where 6 is the end.
+        exponents = torch.where(largest > 0, largest.frexp().exponent - 3 + _BIAS, 0).clamp(
+            0, _NOT_A_NUMBER - 1
+        )
         return torch.where(largest.isfinite(), exponents, _NOT_A_NUMBER).float()
 
     def encode(self, values: Tensor, shape: Shape, start: int, statistics: Tensor) -> Tensor:
@@ -50,11 +58,17 @@ class MXFP4Codec(BlockCodec):
     def decode_units(self, quantized: QuantizedTensor, start: int, out: Tensor) -> None:
         first = start // self.block_size
         scales = quantized.scales[first : first - (-out.numel() // self.block_size)]
-        self.scaled(self._table.read(quantized.codes, start, out.numel()), self._powers.index_select(0, scales.int()), out)
+        self.scaled(
+            self._table.read(quantized.codes, start, out.numel()),
+            self._powers.index_select(0, scales.int()),
+            out,
+        )
 
 
 class TransposedMXFP4Codec(MXFP4Codec):
-    """Tensors of three dimensions are stored with the last two exchanged, as gpt-oss has its experts; all others as they are."""
+    """Tensors of three dimensions are stored with the last two exchanged, as gpt-oss has its
+    experts; all others as they are.
+    """
 
     def turns(self, shape: Shape) -> bool:
         return len(shape) == 3
@@ -63,12 +77,18 @@ class TransposedMXFP4Codec(MXFP4Codec):
         shape = tuple(tensor.shape)
         return replace(super().quantize(tensor.mT if self.turns(shape) else tensor), shape=shape)
 
-    def dequantize(self, quantized: QuantizedTensor, dtype: torch.dtype, matrix: int | None = None) -> Tensor:
+    def dequantize(
+        self, quantized: QuantizedTensor, dtype: torch.dtype, matrix: int | None = None
+    ) -> Tensor:
         if not self.turns(quantized.shape):
             return super().dequantize(quantized, dtype, matrix)
         count, columns, rows = quantized.shape  # of what is stored
         numbers = range(count) if matrix is None else (matrix,)
-        out = torch.empty(quantized.shape if matrix is None else quantized.shape[1:], dtype=dtype, device=quantized.codes.device)
+        out = torch.empty(
+            quantized.shape if matrix is None else quantized.shape[1:],
+            dtype=dtype,
+            device=quantized.codes.device,
+        )
         step = max(1, SLICE_NUMEL // max(1, columns))
         for number, target in zip(numbers, out.view(len(numbers), columns, rows), strict=True):
             for row in range(0, rows, step):

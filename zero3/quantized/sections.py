@@ -1,4 +1,6 @@
-"""Where the parts of a quantised tensor lie in its bytes: codes, scales, and the scales' own scales."""
+"""Where the parts of a quantised tensor lie in its bytes: codes, scales, and the scales' own
+scales.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from torch import Tensor
 
 __all__: list[str] = []
 
-ALIGNMENT_NBYTES = 64  # every section starts at a multiple of it, so that its bytes can be seen as numbers of any dtype
+# every section starts at a multiple of it, so that its bytes can be seen as numbers of any dtype
+ALIGNMENT_NBYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +34,16 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTensor:
-    """A tensor in a quantised format, as `format.quantize` returns it and `format.dequantize` takes it.
+    """A tensor in a quantised format, as `format.quantize` returns it and `format.dequantize` takes
+    it.
 
     Attributes:
         shape: The shape of the tensor.
-        codes: The elements' codes, 1-D, in the order of the flattened tensor: uint8 with two codes in a byte (NF4: the first in the
-            high half; MXFP4: in the low half), int8 (Int8), or float8_e4m3fn (Float8).
-        scales: A scale for each block, 1-D: float32, or uint8 (NF4 with `double_quant`: codes of the scales; MXFP4: exponents of two,
-            plus 127).
+        codes: The elements' codes, 1-D, in the order of the flattened tensor: uint8 with two codes
+            in a byte (NF4: the first in the high half; MXFP4: in the low half), int8 (Int8), or
+            float8_e4m3fn (Float8).
+        scales: A scale for each block, 1-D: float32, or uint8 (NF4 with `double_quant`: codes of
+            the scales; MXFP4: exponents of two, plus 127).
         scale_scales: With `double_quant`, a float32 for each 256 scales. Otherwise None.
         offset: With `double_quant`, the mean of all scales, a float32 `[1]`. Otherwise None.
 
@@ -62,7 +67,12 @@ class QuantizedTensor:
     @property
     def sections(self) -> dict[str, Tensor]:
         """Its tensors by name, in the order in which they are stored."""
-        named = {"codes": self.codes, "scales": self.scales, "scale_scales": self.scale_scales, "offset": self.offset}
+        named = {
+            "codes": self.codes,
+            "scales": self.scales,
+            "scale_scales": self.scale_scales,
+            "offset": self.offset,
+        }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
@@ -81,4 +91,6 @@ def aligned(nbytes: int) -> int:
 
 def seen_as(raw: Tensor, shape: tuple[int, ...], sections: Iterable[Section]) -> QuantizedTensor:
     """`raw`, the bytes of a quantised tensor, as views of its sections."""
-    return QuantizedTensor(shape, **{s.name: raw[s.offset : s.stop].view(s.dtype) for s in sections})
+    return QuantizedTensor(
+        shape, **{s.name: raw[s.offset : s.stop].view(s.dtype) for s in sections}
+    )

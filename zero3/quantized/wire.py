@@ -1,4 +1,6 @@
-"""Slices of a flat buffer as they travel in a format: encoded straight into the bytes that are sent, decoded out of those that came."""
+"""Slices of a flat buffer as they travel in a format: encoded straight into the bytes that are
+sent, decoded out of those that came.
+"""
 
 from __future__ import annotations
 
@@ -13,59 +15,90 @@ from .formats import Float8, Format, Int8
 
 __all__: list[str] = []
 
-# Elements that are worked on at once. On a CPU they stay in its cache; on an accelerator a few kernels do for a large slice.
+# Elements that are worked on at once. On a CPU they stay in its cache; on an accelerator a few
+# kernels do for a large slice.
 _AT_ONCE_ON_CPU, _AT_ONCE = 2**18, 2**22
 
 Bounds = tuple[int, ...] | None
 
 
 class Work:
-    """Memory for intermediate results. All of it is allocated here, so that nothing can be missing while ranks wait."""
+    """Memory for intermediate results. All of it is allocated here, so that nothing can be missing
+    while ranks wait.
+    """
 
     def __init__(self, numel: int, size: int, device: torch.device, *, random: bool) -> None:
-        """For at most `numel` elements at once, in blocks of `size`. `random`: for stochastic rounding."""
+        """For at most `numel` elements at once, in blocks of `size`. `random`: for stochastic
+        rounding.
+        """
         self.numel = numel
         with torch.inference_mode(False):  # a transfer may be waited for outside of it
             self.values = torch.empty(numel + -(-numel // size), dtype=torch.float32, device=device)
             self._numbers = torch.empty(numel, dtype=torch.int32, device=device) if random else None
 
     def noise(self, start: int, key: int, count: int, size: int) -> Tensor | None:
-        """Random numbers `[count, size]` for the elements from place `start` on. None: rounding is to the nearest."""
+        """Random numbers `[count, size]` for the elements from place `start` on. None: rounding is
+        to the nearest.
+        """
         if self._numbers is None:
             return None
         numel = count * size
-        return uniform(start, key, self._numbers[:numel], self.values.view(torch.int32)[:numel]).view(count, size)
+        return uniform(
+            start, key, self._numbers[:numel], self.values.view(torch.int32)[:numel]
+        ).view(count, size)
 
 
 class Row:
-    """A 1-D tensor of a given length as bytes: codes, and a scale for each block. The last block may be short."""
+    """A 1-D tensor of a given length as bytes: codes, and a scale for each block. The last block
+    may be short.
+    """
 
     def __init__(self, kind: Format, numel: int) -> None:
         self.nbytes = kind.nbytes((numel,))
         self._kind, self._numel, self._size = kind, numel, block_size(kind)
 
     def encode(self, pieces: Sequence[Tensor], raw: Tensor, work: Work, key: int = 0) -> None:
-        """Writes `pieces`, which side by side make the tensor, into the bytes `raw` `[nbytes]`. `key`: of the random numbers."""
+        """Writes `pieces`, which side by side make the tensor, into the bytes `raw` `[nbytes]`.
+        `key`: of the random numbers.
+        """
         start, stored = 0, self._kind.seen(raw, (self._numel,))
         for values in _at_once(pieces, work.numel):
             for low, count, size in self._blocks(start, values.numel()):
-                place, blocks = slice(low, low + count * size), slice(low // self._size, low // self._size + count)
+                place, blocks = (
+                    slice(low, low + count * size),
+                    slice(low // self._size, low // self._size + count),
+                )
                 part = values[low - start : low - start + count * size].view(count, size)
                 noise = work.noise(low, key, count, size)
-                encode_blocks(part, stored.codes[place].view(count, size), stored.scales[blocks], work.values, noise)
+                encode_blocks(
+                    part,
+                    stored.codes[place].view(count, size),
+                    stored.scales[blocks],
+                    work.values,
+                    noise,
+                )
             start += values.numel()
 
     def decode(self, raw: Tensor, out: Tensor, work: Work, *, add: bool = False) -> None:
-        """Writes what the bytes stand for into `out`, of any floating dtype; or adds it to `out`, which then is float32."""
+        """Writes what the bytes stand for into `out`, of any floating dtype; or adds it to `out`,
+        which then is float32.
+        """
         stored = self._kind.seen(raw, (self._numel,))
         for start in range(0, self._numel, work.numel or 1):
             for low, count, size in self._blocks(start, min(work.numel, self._numel - start)):
-                place, blocks = slice(low, low + count * size), slice(low // self._size, low // self._size + count)
+                place, blocks = (
+                    slice(low, low + count * size),
+                    slice(low // self._size, low // self._size + count),
+                )
                 codes = stored.codes[place].view(count, size)
-                decode_blocks(codes, stored.scales[blocks], out[place].view(count, size), work.values, add=add)
+                decode_blocks(
+                    codes, stored.scales[blocks], out[place].view(count, size), work.values, add=add
+                )
 
     def _blocks(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
-        """The blocks of the elements from `start` on, as (start, count, size): all whole ones together, and a short one."""
+        """The blocks of the elements from `start` on, as (start, count, size): all whole ones
+        together, and a short one.
+        """
         count, rest = divmod(numel, self._size)
         if count:
             yield start, count, self._size
@@ -121,7 +154,9 @@ def is_stochastic(kind: Format) -> bool:
 
 
 def _at_once(pieces: Sequence[Tensor], numel: int) -> Iterator[Tensor]:
-    """The pieces side by side, in tensors of `numel` elements, the last one shorter. They are views, but where pieces meet."""
+    """The pieces side by side, in tensors of `numel` elements, the last one shorter. They are
+    views, but where pieces meet.
+    """
     parts: list[Tensor] = []
     room = numel
     for piece in pieces:

@@ -1,8 +1,10 @@
-"""If a micro-batch fails on one rank, that rank still makes the rest of its collectives, and then all ranks drop the micro-batch.
+"""If a micro-batch fails on one rank, that rank still makes the rest of its collectives, and then
+all ranks drop the micro-batch.
 
-Without this, the other ranks would wait in their next collective for the failed rank. The failed rank knows the collectives from
-earlier micro-batches. It repeats them without computing, with zeros as gradients. At the end all ranks tell each other who
-failed. Gradients are staged until then, so nothing has to be undone.
+Without this, the other ranks would wait in their next collective for the failed rank. The failed
+rank knows the collectives from earlier micro-batches. It repeats them without computing, with zeros
+as gradients. At the end all ranks tell each other who failed. Gradients are staged until then, so
+nothing has to be undone.
 """
 
 from __future__ import annotations
@@ -31,12 +33,15 @@ __all__: list[str] = []
 _Operation = tuple[Any, ...]  # (operation, number of the layer, texts that ranks compare)
 
 BEGIN, END = "begin", "end"  # of a forward or a backward, where ranks meet under `Join`
-_MISTAKE = "! "  # how a text begins that tells of the caller's mistake, and of no failed micro-batch
+# how a text begins that tells of the caller's mistake, and of no failed micro-batch
+_MISTAKE = "! "
 MAX_KNOWN = 8  # sequences of collectives that are remembered
 
 
 class _Phase:
-    """A forward or a backward. The inner gate's context is not left by an exception, because the guard may make the rest inside of it."""
+    """A forward or a backward. The inner gate's context is not left by an exception, because the
+    guard may make the rest inside of it.
+    """
 
     def __init__(self, gate: _RecordingGate, activity: Activity) -> None:
         self._gate, self.activity = gate, activity
@@ -44,13 +49,19 @@ class _Phase:
         self.error: BaseException | None = None
 
     def __enter__(self) -> None:
-        for phase in [phase for phase in self._gate.phases if phase.error is not None]:  # the caller has caught it inside the guard
+        # the caller has caught it inside the guard
+        for phase in [phase for phase in self._gate.phases if phase.error is not None]:
             phase.leave(phase.error)
         self._gate.done.append((BEGIN, 0, self.activity.name))
         self.context.__enter__()
         self._gate.phases.append(self)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.error = error
         if error is None:
             self.leave(None)
@@ -67,7 +78,9 @@ class _RecordingGate:
 
     compares_at_end = True
 
-    def __init__(self, inner: Gate, numbers: dict[object, int], done: list[_Operation], phases: list[_Phase]) -> None:
+    def __init__(
+        self, inner: Gate, numbers: dict[object, int], done: list[_Operation], phases: list[_Phase]
+    ) -> None:
         self.inner = inner
         self._numbers = numbers
         self.done = done
@@ -102,33 +115,51 @@ class _RecordingGate:
 class _Script:
     """The collectives of earlier guarded micro-batches of one kind. It is the same on all ranks."""
 
-    expectations: list[tuple[Any, ...]]  # the known orders with which each of these micro-batches begins
+    # the known orders with which each of these micro-batches begins
+    expectations: list[tuple[Any, ...]]
     known: list[tuple[_Operation, ...]]  # sequences of collectives, the latest first
 
     def after(self, done: Sequence[_Operation]) -> tuple[_Operation, ...] | None:
         """The rest of the latest sequence that begins with `done`. None if there is none."""
-        return next((known[len(done) :] for known in self.known if known[: len(done)] == tuple(done)), None)
+        return next(
+            (known[len(done) :] for known in self.known if known[: len(done)] == tuple(done)), None
+        )
 
 
 class CollectiveReplay:
-    """Records this rank's collectives in one guarded micro-batch, and can repeat the rest of them after a failure."""
+    """Records this rank's collectives in one guarded micro-batch, and can repeat the rest of them
+    after a failure.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._states = states_of(model)
         self.rank = self._states[0].communicator.rank
         if any(state.policy.stage != 3 or state.policy.dynamic for state in self._states):
-            raise ValueError(f"rank {self.rank}: zero3.step_guard needs ShardingPolicy(stage=3, dynamic=False): it repeats their transfers")
+            raise ValueError(
+                f"rank {self.rank}: zero3.step_guard needs ShardingPolicy(stage=3, "
+                "dynamic=False): it repeats their transfers"
+            )
         if any(state.gradients.holds for state in self._states):
-            raise ValueError(f"rank {self.rank}: zero3.step_guard inside another one: give each micro-batch one guard")
+            raise ValueError(
+                f"rank {self.rank}: zero3.step_guard inside another one: give each micro-batch "
+                "one guard"
+            )
         self._done: list[_Operation] = []
         self._phases: list[_Phase] = []
         self._held: list[LayerState] = []
         self._kind = tuple(
-            (s.gradients.deferred, s.gradients.fate, *(chunk.shard.requires_grad for chunk in s.chunks)) for s in self._states
+            (
+                s.gradients.deferred,
+                s.gradients.fate,
+                *(chunk.shard.requires_grad for chunk in s.chunks),
+            )
+            for s in self._states
         )
         self._versions = self._chunk_versions()
-        scripts: dict[object, _Script] = next((runtime.replays for runtime in runtimes_in(self._model)), {})
+        scripts: dict[object, _Script] = next(
+            (runtime.replays for runtime in runtimes_in(self._model)), {}
+        )
         self._script = scripts.get(self._kind)
         if self._script is not None:
             self._expect(self._script.expectations)
@@ -149,18 +180,28 @@ class CollectiveReplay:
         return [order.known for runtime in runtimes_in(self._model) for order in runtime.orders]
 
     def _expect(self, expectations: list[tuple[Any, ...]]) -> None:
-        for order, known in zip([order for runtime in runtimes_in(self._model) for order in runtime.orders], expectations, strict=False):
+        for order, known in zip(
+            [order for runtime in runtimes_in(self._model) for order in runtime.orders],
+            expectations,
+            strict=False,
+        ):
             order.expect(known)
 
     @property
     def _records(self) -> bool:
-        """Whether all collectives were noted. If `Join` has ended inside the guard, they were not."""
+        """Whether all collectives were noted. If `Join` has ended inside the guard, they were
+        not.
+        """
         return all(isinstance(state.gate, _RecordingGate) for state in self._states)
 
     @property
     def knows_the_rest(self) -> bool:
         alone = self._states[0].communicator.world_size == 1
-        return alone or (self._records and self._script is not None and self._script.after(self._done) is not None)
+        return alone or (
+            self._records
+            and self._script is not None
+            and self._script.after(self._done) is not None
+        )
 
     def _learn(self) -> None:
         if not self._records:
@@ -169,14 +210,17 @@ class CollectiveReplay:
             done, known = tuple(self._done), self._script.known
             known[:] = [done, *(other for other in known if other != done)][:MAX_KNOWN]
         elif runtimes := runtimes_in(self._model):
-            # without the comparisons: the next micro-batch calls layers in a known order, so it needs none
+            # without the comparisons: the next micro-batch calls layers in a known order, so it
+            # needs none
             known_ground = tuple(operation for operation in self._done if operation[0] != "agree")
             runtimes[0].replays[self._kind] = _Script(self._expectations(), [known_ground])
 
     def make_the_rest(self) -> None:
         """Makes the remaining collectives of this micro-batch, together with the other ranks."""
         following = (self._script.after(self._done) if self._script is not None else None) or ()
-        runtimes = {state: runtime for runtime in runtimes_in(self._model) for state in runtime.layers}
+        runtimes = {
+            state: runtime for runtime in runtimes_in(self._model) for state in runtime.layers
+        }
         with ExitStack() as going_on:
             for runtime in dict.fromkeys(runtimes.values()):
                 going_on.enter_context(runtime.backward.going_on())
@@ -186,11 +230,15 @@ class CollectiveReplay:
         for operation, number, *words in following:
             self._repeat(operation, self._states[number], runtimes[self._states[number]], words)
 
-    def _repeat(self, operation: str, state: LayerState, runtime: Runtime, words: list[str]) -> None:
+    def _repeat(
+        self, operation: str, state: LayerState, runtime: Runtime, words: list[str]
+    ) -> None:
         if operation == BEGIN:
             state.gate.doing(Activity[words[0]]).__enter__()
         elif operation == END:
-            next(phase for phase in reversed(self._phases) if phase.activity.name == words[0]).leave(None)
+            next(
+                phase for phase in reversed(self._phases) if phase.activity.name == words[0]
+            ).leave(None)
         elif operation == "gather":
             state.start_fetch()
             state.finish_fetch()
@@ -207,10 +255,13 @@ class CollectiveReplay:
                 runtime.backward.drain_backups()
         else:
             with state.gate.passing(Action.TOKENS, state):
-                ungated(state.communicator).all_reduce(torch.zeros(4, dtype=torch.float64, device=state.device))
+                ungated(state.communicator).all_reduce(
+                    torch.zeros(4, dtype=torch.float64, device=state.device)
+                )
 
     def end(self, failure: str, mistake: RuntimeError | None) -> dict[int, str]:
-        """Ends the micro-batch: tells the other ranks this rank's `failure` ("": none). Returns rank -> failure.
+        """Ends the micro-batch: tells the other ranks this rank's `failure` ("": none). Returns
+        rank -> failure.
 
         Raises:
             RuntimeError: a rank has done what does not belong into the guard; on every rank.
@@ -227,7 +278,8 @@ class CollectiveReplay:
             errors = {rank: what for rank, what in enumerate(told) if what}
             if errors:
                 reset(self._model)
-                self._expect(self._found)  # the failed rank has not learned the orders that the others have learned
+                # the failed rank has not learned the orders that the others have learned
+                self._expect(self._found)
             else:
                 self._learn()
             for rank, what in errors.items():
@@ -242,20 +294,28 @@ class CollectiveReplay:
         """What this rank has done inside the guard that the other ranks may not have done."""
         if self._versions != self._chunk_versions():
             return RuntimeError(
-                "an optimizer stepped inside zero3.step_guard, or something else wrote into chunks there. Put backwards into the guard; "
-                "clip and step after it."
+                "an optimizer stepped inside zero3.step_guard, or something else wrote into "
+                "chunks there. Put backwards into the guard; clip and step after it."
             )
-        if any(isinstance(reducer, TransactionalReducer) and reducer.disturbed for reducer in reducers_of(self._states)):
+        if any(
+            isinstance(reducer, TransactionalReducer) and reducer.disturbed
+            for reducer in reducers_of(self._states)
+        ):
             return RuntimeError(
-                "gradients were zeroed or replaced inside zero3.step_guard, which ranks that fail would not do. The micro-batch is "
-                "dropped, and gradients are what they were before it. Put zero_grad before the guard, or after the step."
+                "gradients were zeroed or replaced inside zero3.step_guard, which ranks that "
+                "fail would not do. The micro-batch is dropped, and gradients are what they were "
+                "before it. Put zero_grad before the guard, or after the step."
             )
         return None
 
     def close(self, *, keep: bool) -> None:
         held, self._held = self._held, []
         for state in held:
-            state.gate = state.gate.inner if isinstance(state.gate, _RecordingGate) else gate_for(state.policy.compare_every)
+            state.gate = (
+                state.gate.inner
+                if isinstance(state.gate, _RecordingGate)
+                else gate_for(state.policy.compare_every)
+            )
         for state in held:
             let_go(state.gradients, keep=keep)
 
@@ -272,5 +332,14 @@ class CollectiveReplay:
 
 
 def tell_end(first: LayerState, text: str) -> list[str]:
-    """The end of a guarded micro-batch: what every rank tells the others ("": nothing), in rank order."""
-    return tell_all(ungated(first.communicator), first.device, "the end of a guarded micro-batch", text, first.log.digest, "step_guard")
+    """The end of a guarded micro-batch: what every rank tells the others ("": nothing), in rank
+    order.
+    """
+    return tell_all(
+        ungated(first.communicator),
+        first.device,
+        "the end of a guarded micro-batch",
+        text,
+        first.log.digest,
+        "step_guard",
+    )

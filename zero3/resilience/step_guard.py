@@ -32,35 +32,42 @@ class GuardedStep:
 
 
 @contextmanager
-def step_guard(model: nn.Module, catch: type[Exception] | tuple[type[Exception], ...] = Exception) -> Iterator[GuardedStep]:
+def step_guard(
+    model: nn.Module, catch: type[Exception] | tuple[type[Exception], ...] = Exception
+) -> Iterator[GuardedStep]:
     """Context for one micro-batch: if it fails on any rank, all ranks drop it and go on.
 
-    Every rank enters and leaves it. It contains the forward and the backward of one micro-batch. `zero_grad`, clipping and the step
-    stay outside, because a rank that failed would not do what the others did, and `no_sync` goes around it.
+    Every rank enters and leaves it. It contains the forward and the backward of one micro-batch.
+    `zero_grad`, clipping and the step stay outside, because a rank that failed would not do what
+    the others did, and `no_sync` goes around it.
 
-    Gradients of earlier micro-batches stay on every rank. If `no_sync` has kept them, and the dropped micro-batch was to reduce them,
-    call `reduce_gradients` before clipping and the step. Buffers (of BatchNorm) and random generators stay as the micro-batch left
-    them. The exception is caught and logged (logger "zero3", WARNING). The context costs one exchange of nine bytes for each rank at
-    the end, for which the host waits, and one more gradient shard, as with `ShardingPolicy(transactional=True)`.
+    Gradients of earlier micro-batches stay on every rank. If `no_sync` has kept them, and the
+    dropped micro-batch was to reduce them, call `reduce_gradients` before clipping and the step.
+    Buffers (of BatchNorm) and random generators stay as the micro-batch left them. The exception is
+    caught and logged (logger "zero3", WARNING). The context costs one exchange of nine bytes for
+    each rank at the end, for which the host waits, and one more gradient shard, as with
+    `ShardingPolicy(transactional=True)`.
 
-    A rank that fails makes the rest of the transfers, because the other ranks wait for them. It knows them from the latest guarded
-    micro-batch that began with the same transfers. If there is none, as in the first micro-batch, the rank raises its error, and
-    the other ranks raise at the group's timeout. If a transfer itself fails, every rank raises, because the ranks can't communicate
-    any more.
+    A rank that fails makes the rest of the transfers, because the other ranks wait for them. It
+    knows them from the latest guarded micro-batch that began with the same transfers. If there is
+    none, as in the first micro-batch, the rank raises its error, and the other ranks raise at the
+    group's timeout. If a transfer itself fails, every rank raises, because the ranks can't
+    communicate any more.
 
     Args:
         model: Any model that contains zero3 layers, with `stage=3` and without `dynamic`.
-        catch: The exceptions that count as a failed micro-batch. Another exception is raised, and the other ranks raise at the
-            group's timeout.
+        catch: The exceptions that count as a failed micro-batch. Another exception is raised, and
+            the other ranks raise at the group's timeout.
 
     Yields:
         A `GuardedStep`, which is complete when the context is left.
 
     Raises:
-        RuntimeError: An optimizer stepped inside, gradients were read, zeroed or replaced there, a penalty over chunks was
-            differentiated, or `no_sync` began inside: on every rank, and gradients are what they were. Or a transfer failed.
-        ValueError: Nothing in `model` is sharded, or its policy has a `stage` other than 3, or `dynamic=True`; or
-            the guard is inside another one.
+        RuntimeError: An optimizer stepped inside, gradients were read, zeroed or replaced there, a
+            penalty over chunks was differentiated, or `no_sync` began inside: on every rank, and
+            gradients are what they were. Or a transfer failed.
+        ValueError: Nothing in `model` is sharded, or its policy has a `stage` other than 3, or
+            `dynamic=True`; or the guard is inside another one.
 
     Example::
 

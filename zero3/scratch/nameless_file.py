@@ -20,11 +20,15 @@ def nameless_file(directory: str) -> FileIO:
             raise NotADirectoryError("it is no directory")
         return tempfile.TemporaryFile(dir=directory, buffering=0)
     except OSError as error:
-        raise ValueError(f"{directory!r} can't hold what is offloaded: {error}. Name a directory, on a local disk") from error
+        raise ValueError(
+            f"{directory!r} can't hold what is offloaded: {error}. Name a directory, on a local "
+            "disk"
+        ) from error
 
 
 def room_on_disk(directory: str, nbytes: int) -> FileIO:
-    """A file of that many bytes, which it has on the disk: a write to a mapped file on a full disk would end the process.
+    """A file of that many bytes, which it has on the disk: a write to a mapped file on a full disk
+    would end the process.
 
     Raises:
         OSError: The disk is full.
@@ -48,7 +52,8 @@ class GrowingFile:
         self._end = 0
 
     def take(self, nbytes: int) -> tuple[int, int]:
-        """Takes so many more bytes on the disk. Returns the file's descriptor, and where in it they begin.
+        """Takes so many more bytes on the disk. Returns the file's descriptor, and where in it they
+        begin.
 
         Raises:
             OSError, ValueError: As for `room_on_disk`.
@@ -66,4 +71,8 @@ def _extend(file: FileIO, directory: str, end: int, nbytes: int) -> None:
         if nbytes:
             os.posix_fallocate(file.fileno(), end, nbytes)
     except OSError as error:
-        raise OSError(error.errno, f"{directory!r} has no room for {nbytes} more bytes of what is offloaded: {error.strerror}") from error
+        raise OSError(
+            error.errno,
+            f"{directory!r} has no room for {nbytes} more bytes of what is offloaded: "
+            f"{error.strerror}",
+        ) from error

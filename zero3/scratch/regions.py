@@ -1,4 +1,6 @@
-"""Memory that is used again: a tensor takes a region, and gives it back when nobody holds the tensor or a view of it any more."""
+"""Memory that is used again: a tensor takes a region, and gives it back when nobody holds the
+tensor or a view of it any more.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Region(Protocol):
 
 
 class Regions:
-    """Gives out memory of one kind. A region is for one tensor. It lives as long as this object, or the tensor."""
+    """Gives out memory of one kind. A region is for one tensor. It lives as long as this object, or
+    the tensor.
+    """
 
     def __init__(self, new: Callable[[int], Region]) -> None:
         """`new`: makes a region of so many bytes."""
@@ -41,12 +45,15 @@ class Regions:
         free = self._free[nbytes]
         region = free.pop() if free else self._new(nbytes)
         memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(region.address)
-        weakref.finalize(memory, free.append, region).atexit = False  # the tensor's storage holds `memory`
+        # the tensor's storage holds `memory`
+        weakref.finalize(memory, free.append, region).atexit = False
         return torch.frombuffer(memory, dtype=dtype)
 
 
 def pinned_nbytes(nbytes: int) -> int:
-    """What torch takes for so many bytes of pinned memory: whole pages are asked for here, and torch rounds up to a power of two."""
+    """What torch takes for so many bytes of pinned memory: whole pages are asked for here, and
+    torch rounds up to a power of two.
+    """
     pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     return 1 << (pages - 1).bit_length() if nbytes else 0
 

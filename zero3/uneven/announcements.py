@@ -20,21 +20,31 @@ _LAYER_BITS = 32  # the low bits of an announcement are the layer's number, the 
 
 
 class Announcements:
-    """An announcement is an all-reduce of two numbers. Listening ranks hear it, and announcing ranks hear whether they differ."""
+    """An announcement is an all-reduce of two numbers. Listening ranks hear it, and announcing
+    ranks hear whether they differ.
+    """
 
     def __init__(self, states: Sequence[LayerState], control: Communicator) -> None:
         self._states = states
         self._numbers: dict[object, int] = {state: number for number, state in enumerate(states)}
         self._control = control
-        self._naming = NamingFailures(control, "keeping step with", Subject("ranks that have more or less data"))
+        self._naming = NamingFailures(
+            control, "keeping step with", Subject("ranks that have more or less data")
+        )
 
     def exchange(self, action: Action | None, layer: object = None) -> tuple[Action, LayerState]:
-        """Announces `action`, or listens (None). Returns the action and the layer that were announced.
+        """Announces `action`, or listens (None). Returns the action and the layer that were
+        announced.
 
         Raises:
-            RuntimeError: A rank has raised, or ranks announce different actions. All ranks raise it.
+            RuntimeError: A rank has raised, or ranks announce different actions. All ranks raise
+                it.
         """
-        mine = _SILENT if action is None else action << _LAYER_BITS | (0 if layer is None else self._numbers[layer])
+        mine = (
+            _SILENT
+            if action is None
+            else action << _LAYER_BITS | (0 if layer is None else self._numbers[layer])
+        )
         opposite = _SILENT if action is None else -mine  # its maximum gives the lowest announcement
         both = torch.tensor([mine, opposite], dtype=torch.int64, device=self._states[0].device)
         with self._naming:
@@ -42,11 +52,14 @@ class Announcements:
         highest, lowest = int(both[0].item()), int(-both[1].item())
         if highest >> _LAYER_BITS == Action.ABORT:
             raise RuntimeError(
-                "another rank raised while some had no data left: its own error says why. All leave the joinable's context; to drop a "
-                "micro-batch with an exception and go on, put it into zero3.step_guard."
+                "another rank raised while some had no data left: its own error says why. All "
+                "leave the joinable's context; to drop a micro-batch with an exception and go "
+                "on, put it into zero3.step_guard."
             )
         if highest != lowest:
-            raise RuntimeError(f"ranks have come apart: one {self._told(lowest)}, another {self._told(highest)}")
+            raise RuntimeError(
+                f"ranks have come apart: one {self._told(lowest)}, another {self._told(highest)}"
+            )
         return Action(highest >> _LAYER_BITS), self._states[self._number_in(highest)]
 
     def _number_in(self, code: int) -> int:
@@ -74,7 +87,9 @@ class EntersActivities(Protocol):
 
 
 class Doing:
-    """Context for a forward or a backward of this rank. A backward that raises does not leave it."""
+    """Context for a forward or a backward of this rank. A backward that raises does not leave
+    it.
+    """
 
     def __init__(self, coordinator: EntersActivities, activity: Activity) -> None:
         self._coordinator = coordinator
@@ -83,5 +98,10 @@ class Doing:
     def __enter__(self) -> None:
         self._coordinator.enter(self._activity)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._coordinator.leave(self._activity, error)

@@ -1,4 +1,6 @@
-"""Finds changes of chunks and gradients between two rounds. A rank with data can make them, and ranks without data can't see them."""
+"""Finds changes of chunks and gradients between two rounds. A rank with data can make them, and
+ranks without data can't see them.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,18 @@ __all__: list[str] = []
 
 
 class StateChanges:
-    """Compares tensors' versions and identities, never values. Other ranks can repeat only one kind of change: dropped gradients."""
+    """Compares tensors' versions and identities, never values. Other ranks can repeat only one kind
+    of change: dropped gradients.
+    """
 
     def __init__(self, states: Sequence[LayerState]) -> None:
         self._states = states
         self._taken: list[tuple[int, Tensor | None, int]] = []
 
     def take(self, *, only_if: bool) -> None:
-        """Notes the state after a round. It has to be the same before the next round, unless `only_if` is False."""
+        """Notes the state after a round. It has to be the same before the next round, unless
+        `only_if` is False.
+        """
         self._taken = self._now() if only_if else []
 
     def forget(self) -> None:
@@ -29,7 +35,9 @@ class StateChanges:
 
     def changed(self) -> bool:
         """Whether anything has changed since `take`, other than that gradients were dropped."""
-        for (version, gradient, its_version), (version_now, gradient_now, its_version_now) in zip(self._taken, self._now(), strict=False):
+        for (version, gradient, its_version), (version_now, gradient_now, its_version_now) in zip(
+            self._taken, self._now(), strict=False
+        ):
             same = gradient_now is gradient and its_version_now == its_version
             if version_now != version or not (same or gradient_now is None):
                 return True
@@ -40,14 +48,18 @@ class StateChanges:
         return any(chunk.divided for state in self._states for chunk in state.chunks)
 
     def gradients(self) -> list[int]:
-        """The number of gradients, and the number of layers that keep sums for a later backward to reduce."""
+        """The number of gradients, and the number of layers that keep sums for a later backward to
+        reduce.
+        """
         return [
             sum(_reduced(part) is not None for part in parts_of(self._states)),
             sum(state.gradients.owed() for state in self._states),
         ]
 
     def follow(self, gradients: int, owed: int) -> None:
-        """Takes the numbers of `gradients` and `owed` on ranks with data. If one of them is 0, this rank drops its own too."""
+        """Takes the numbers of `gradients` and `owed` on ranks with data. If one of them is 0, this
+        rank drops its own too.
+        """
         mine, kept = self.gradients()
         if kept and not owed:
             for reducer in reducers_of(self._states):
@@ -58,9 +70,14 @@ class StateChanges:
 
     def _now(self) -> list[tuple[int, Tensor | None, int]]:
         gradients = [(part, _reduced(part)) for part in parts_of(self._states)]
-        return [(part._version, found, 0 if found is None else found._version) for part, found in gradients]
+        return [
+            (part._version, found, 0 if found is None else found._version)
+            for part, found in gradients
+        ]
 
 
 def _reduced(part: Tensor) -> Tensor | None:
-    """The gradient of earlier backwards. A `step_guard`, and gradients that are kept, put another object into its place."""
+    """The gradient of earlier backwards. A `step_guard`, and gradients that are kept, put another
+    object into its place.
+    """
     return part.grad.earlier if isinstance(part.grad, DeferredGradient) else part.grad

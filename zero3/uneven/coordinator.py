@@ -1,9 +1,10 @@
-"""Ranks without data, and ranks that wait for a step, take part in the collectives of the other ranks.
+"""Ranks without data, and ranks that wait for a step, take part in the collectives of the other
+ranks.
 
-Each rank works in rounds. A round is a forward, a backward, a step, or a single collective outside these. At the first
-collective of a round all ranks meet, and count who is in which round. If all are in the same round, they go on as usual. If
-some ranks have no data left, or already wait at a step, the other ranks announce each of their collectives, and these ranks
-take part in it:
+Each rank works in rounds. A round is a forward, a backward, a step, or a single collective outside
+these. At the first collective of a round all ranks meet, and count who is in which round. If all
+are in the same round, they go on as usual. If some ranks have no data left, or already wait at a
+step, the other ranks announce each of their collectives, and these ranks take part in it:
 
     has data      meet   say GATHER 0   gather   say GATHER 1   gather   ...   say END
     has none      meet   hear           gather   hear           gather   ...   hear
@@ -36,37 +37,51 @@ from .participation import help_with
 __all__: list[str] = []
 
 _CHANGED = (
-    "some ranks have no data left, and the others have changed chunks or gradients outside the joinable's step(), or have zeroed only "
-    "some of the gradients. Ranks without data can't repeat this. Call joinable.step() in place of optimizer.step(), and clip, update "
-    "and zero gradients inside the step function."
+    "some ranks have no data left, and the others have changed chunks or gradients outside the "
+    "joinable's step(), or have zeroed only some of the gradients. Ranks without data can't "
+    "repeat this. Call joinable.step() in place of optimizer.step(), and clip, update and zero "
+    "gradients inside the step function."
 )
 _CAUGHT = (
-    "this rank's code has caught an exception of its last forward or backward. The others can't take back what they did for it, with "
-    "transactional=True neither, so the joinable's context is over on all ranks. Let exceptions leave the context, or put each "
-    "micro-batch into zero3.step_guard, which drops it on all ranks"
+    "this rank's code has caught an exception of its last forward or backward. The others can't "
+    "take back what they did for it, with transactional=True neither, so the joinable's context "
+    "is over on all ranks. Let exceptions leave the context, or put each micro-batch into "
+    "zero3.step_guard, which drops it on all ranks"
 )
 
 
 class JoinCoordinator:
     """One rank's gate to a model's collectives inside `Join`."""
 
-    compares_at_end = True  # ranks without data run no forward, and transfers are compared at the beginning of forwards
+    # ranks without data run no forward, and transfers are compared at the beginning of forwards
+    compares_at_end = True
 
-    def __init__(self, states: Sequence[LayerState], runtimes: Sequence[Runtime], control: Communicator, step: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        states: Sequence[LayerState],
+        runtimes: Sequence[Runtime],
+        control: Communicator,
+        step: Callable[[], Any],
+    ) -> None:
         self._states = list(states)
         self._announcements = Announcements(states, control)
         self._runtimes = {state: runtime for runtime in runtimes for state in runtime.layers}
         self._control = control  # for announcements and for counting
         self._step = step
-        self._naming = NamingFailures(control, "keeping step with", Subject("ranks that have more or less data"))
+        self._naming = NamingFailures(
+            control, "keeping step with", Subject("ranks that have more or less data")
+        )
         self._divide_by_all = True
         self._notify: Callable[[], bool] = lambda: False
         self.on = False
-        self._over = False  # whether an exception of this rank has ended the context, and nothing was called since
-        self.inside: Callable[[], object] = lambda: None  # tells whether this rank is still inside the context
+        # whether an exception of this rank has ended the context, and nothing was called since
+        self._over = False
+        # tells whether this rank is still inside the context
+        self.inside: Callable[[], object] = lambda: None
         self._scope: Activity | None = None  # the forward or backward that this rank runs
         self._round: Activity | None = None  # the round that this rank has met the others for
-        self._announces = False  # whether this round's collectives are announced, because some ranks only follow
+        # whether this round's collectives are announced, because some ranks only follow
+        self._announces = False
         self._follows = False  # whether this rank takes part in an announced collective now
         self._strayed = False  # whether some rank has missed a pass that others ran
         self._waited = False  # whether some rank has missed it because it waited for a step
@@ -75,9 +90,17 @@ class JoinCoordinator:
         self._changes = StateChanges(states)
 
     def begin(self, notify: Callable[[], bool], *, divide_by_all: bool) -> None:
-        """Enters the context. `notify` tells `Join` before each round that this rank has data; it returns False if `Join` is disabled."""
+        """Enters the context. `notify` tells `Join` before each round that this rank has data; it
+        returns False if `Join` is disabled.
+        """
         self._notify, self._divide_by_all = notify, divide_by_all
-        self.on, self._over, self._scope, self._round, self._announces = True, False, None, None, False
+        self.on, self._over, self._scope, self._round, self._announces = (
+            True,
+            False,
+            None,
+            None,
+            False,
+        )
         self._changes.forget()
         for state in self._states:
             state.gate = self
@@ -112,13 +135,15 @@ class JoinCoordinator:
         return self.passing(Action.REDUCE if layer.gradients.may_reduce else Action.KEEP, layer)
 
     def compare(self, layer: object, place: str, names: list[str]) -> AbstractContextManager[None]:
-        return self.passing(Action.AGREE, self._states[0])  # any layer: the ranks may be at different ones, and compare that next
+        # any layer: the ranks may be at different ones, and compare that next
+        return self.passing(Action.AGREE, self._states[0])
 
     def enter(self, kind: Activity) -> None:
         self._check_not_over()
         if not self.on or self._round is Activity.STEP:
             return
-        if self._scope is Activity.BACKWARD and kind is Activity.FORWARD:  # no forward begins inside a backward, so that one raised
+        # no forward begins inside a backward, so that one raised
+        if self._scope is Activity.BACKWARD and kind is Activity.FORWARD:
             self._give_up(_CAUGHT)
         if self._scope is None:
             self._scope = kind
@@ -151,8 +176,9 @@ class JoinCoordinator:
             self._meet(Activity.OTHER if self._scope is None else self._scope)
         if self._announces and action is Action.OTHER:
             self._give_up(
-                "it called a function whose collectives ranks without data can't join. Clip, unscale and update inside the step "
-                "function; save, load and read whole parameters after the context"
+                "it called a function whose collectives ranks without data can't join. Clip, "
+                "unscale and update inside the step function; save, load and read whole "
+                "parameters after the context"
             )
         if self._announces:
             self._exchange(action, layer)
@@ -165,7 +191,9 @@ class JoinCoordinator:
             self._finish()
 
     def step(self) -> Any:
-        """Waits until all ranks with data have called this, takes part in their collectives meanwhile, and steps with them."""
+        """Waits until all ranks with data have called this, takes part in their collectives
+        meanwhile, and steps with them.
+        """
         self._check_not_over()
         if not self.on or self._round is Activity.STEP:
             return self._step()
@@ -235,7 +263,9 @@ class JoinCoordinator:
                 self._follows = False
 
     def _hold(self) -> None:
-        """From now on gradients are staged, as on the ranks with data, which are in a `step_guard`."""
+        """From now on gradients are staged, as on the ranks with data, which are in a
+        `step_guard`.
+        """
         for state in self._states if not self._holds else ():
             hold(state.gradients)
         self._holds = True
@@ -260,9 +290,16 @@ class JoinCoordinator:
         return result
 
     def _count(self, kind: Activity | None) -> Activity:
-        """Meets the other ranks, and returns the round that comes next. A step comes last: ranks at a step wait for the others."""
+        """Meets the other ranks, and returns the round that comes next. A step comes last: ranks at
+        a step wait for the others.
+        """
         guarded = self._states[0].gradients.holds > 0
-        mine = said(kind, *self._changes.gradients(), changed=kind is not None and self._changes.changed(), guarded=guarded)
+        mine = said(
+            kind,
+            *self._changes.gradients(),
+            changed=kind is not None and self._changes.changed(),
+            guarded=guarded,
+        )
         counts = torch.tensor(mine, dtype=torch.int64, device=self._states[0].device)
         try:
             with self._naming:
@@ -273,8 +310,12 @@ class JoinCoordinator:
         found = Headcount.of(counts.tolist(), self._control.world_size)
         self._announces = found.others > 0
         if found.apart:
-            self._fail(f"ranks have come apart: {found.apart}. All that have data must call the model in the same order.")
-        comparable = not self._changes.divided  # ranks hold different numbers of parts if chunks are divided
+            self._fail(
+                f"ranks have come apart: {found.apart}. All that have data must call the model in "
+                "the same order."
+            )
+        # ranks hold different numbers of parts if chunks are divided
+        comparable = not self._changes.divided
         if self._announces and (found.changed or (comparable and not found.even)):
             self._fail(_CHANGED)
         if kind is not found.together:
@@ -295,7 +336,8 @@ class JoinCoordinator:
         if together is not Activity.STEP:
             self._strayed = self._strayed or self._announces
             self._waited = self._waited or waiting
-        elif self._waited:  # the ranks that have waited train on, and have not learned the others' orders
+        # the ranks that have waited train on, and have not learned the others' orders
+        elif self._waited:
             self._forget_orders()
 
     def _forget_orders(self) -> None:
@@ -314,7 +356,9 @@ class JoinCoordinator:
             raise
 
     def _abort(self) -> bool:
-        """This rank is about to raise. The other ranks raise at their next announcement. Returns whether any listened."""
+        """This rank is about to raise. The other ranks raise at their next announcement. Returns
+        whether any listened.
+        """
         announces, self._announces = self._announces and self.on, False
         self._round = self._scope = None
         if announces:
@@ -329,11 +373,15 @@ class JoinCoordinator:
             raise self._refusal(reason)
 
     def _refusal(self, reason: str) -> RuntimeError:
-        return RuntimeError(f"rank {self._control.rank}: some ranks have no data left, and {reason}.")
+        return RuntimeError(
+            f"rank {self._control.rank}: some ranks have no data left, and {reason}."
+        )
 
 
 def _average_over(state: LayerState, ranks: int) -> None:
-    """From now on the layer's gradients are the mean over `ranks` ranks, because the others have no data."""
+    """From now on the layer's gradients are the mean over `ranks` ranks, because the others have no
+    data.
+    """
     state.gradients.averaged_over = ranks
     for reducer in state.gradients.reducers.values():
         reducer.averaged_over = ranks

@@ -1,4 +1,6 @@
-"""The sum of what ranks report when they meet: how many are in each round, and how many gradients they hold."""
+"""The sum of what ranks report when they meet: how many are in each round, and how many gradients
+they hold.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,25 @@ from ..core.coordination import Activity
 __all__: list[str] = []
 
 
-def said(kind: Activity | None, gradients: int, owed: int, *, changed: bool, guarded: bool) -> list[int]:
+def said(
+    kind: Activity | None, gradients: int, owed: int, *, changed: bool, guarded: bool
+) -> list[int]:
     """One rank's report: 12 integers, which are added over ranks.
 
-    `kind`: the rank's round, or None if it has no data. `gradients`: how many it holds. `owed`: how many of its layers hold sums that
-    are not reduced yet. `changed`: see `StateChanges.changed`. `guarded`: whether its round is inside a `step_guard`.
+    `kind`: the rank's round, or None if it has no data. `gradients`: how many it holds. `owed`: how
+    many of its layers hold sums that are not reduced yet. `changed`: see `StateChanges.changed`.
+    `guarded`: whether its round is inside a `step_guard`.
     """
     here = (kind is Activity.STEP, kind not in (Activity.STEP, None), kind is None)
     at_step, elsewhere, without = ([gradients * place, owed * place] for place in here)
-    return [*(int(kind is each) for each in Activity), *at_step, *elsewhere, *without, int(changed), int(guarded and here[1])]
+    return [
+        *(int(kind is each) for each in Activity),
+        *at_step,
+        *elsewhere,
+        *without,
+        int(changed),
+        int(guarded and here[1]),
+    ]
 
 
 class Headcount(NamedTuple):
@@ -42,10 +54,25 @@ class Headcount(NamedTuple):
         together = busy[0] if busy else Activity.STEP
         waiting = present[Activity.STEP] if busy else 0
         gradients, owed = held[2:4] if busy else held[:2]
-        apart = " and ".join(f"{present[each]} in {each.name.lower()}" for each in busy) if len(busy) > 1 else ""
+        apart = (
+            " and ".join(f"{present[each]} in {each.name.lower()}" for each in busy)
+            if len(busy) > 1
+            else ""
+        )
         theirs = held[4] + (held[0] if busy else 0)
         number = present[together]
-        return cls(together, number, waiting, world_size - number - waiting, apart, gradients, owed, theirs, counts[-2] > 0, counts[-1] > 0)
+        return cls(
+            together,
+            number,
+            waiting,
+            world_size - number - waiting,
+            apart,
+            gradients,
+            owed,
+            theirs,
+            counts[-2] > 0,
+            counts[-1] > 0,
+        )
 
     @property
     def others(self) -> int:
@@ -53,5 +80,7 @@ class Headcount(NamedTuple):
 
     @property
     def even(self) -> bool:
-        """Whether all ranks hold the same number of gradients, or the ranks in this round hold none. (The others can drop theirs.)"""
+        """Whether all ranks hold the same number of gradients, or the ranks in this round hold
+        none. (The others can drop theirs.)
+        """
         return not self.gradients or self.theirs * self.number == self.gradients * self.others

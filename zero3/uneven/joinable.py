@@ -24,23 +24,27 @@ __all__: list[str] = []
 
 
 def joinable(model: nn.Module, step: Callable[[], Any]) -> JoinableModel:
-    """Prepares a sharded model for torch's `Join`, under which ranks may have different numbers of batches, or none.
+    """Prepares a sharded model for torch's `Join`, under which ranks may have different numbers of
+    batches, or none.
 
-    A rank that is out of data takes part in the others' collectives, and updates its chunks with them. Every rank makes the
-    joinable and enters the context. `Join` has two options that matter here. `divide_by_initial_world_size=True` (the default, as
-    in DDP) divides gradients by the number of all ranks, False by the number of ranks that still have data.
+    A rank that is out of data takes part in the others' collectives, and updates its chunks with
+    them. Every rank makes the joinable and enters the context. `Join` has two options that matter
+    here. `divide_by_initial_world_size=True` (the default, as in DDP) divides gradients by the
+    number of all ranks, False by the number of ranks that still have data.
     `throw_on_early_termination=True` makes all ranks raise when the first is out of data.
 
     Args:
         model: Any model that contains zero3 layers; it is the only joinable in its `Join`.
-        step: Everything that follows the backwards of a step: clip, update, schedule, zero. It is called without arguments, on
-            ranks without data too, so it uses nothing that comes from a batch.
+        step: Everything that follows the backwards of a step: clip, update, schedule, zero. It is
+            called without arguments, on ranks without data too, so it uses nothing that comes from
+            a batch.
 
     Returns:
         A `JoinableModel`, for `Join`.
 
     Raises:
-        ValueError: Nothing in `model` is sharded, its layers are on different process groups, or have `stage=1` or `dynamic=True`.
+        ValueError: Nothing in `model` is sharded, its layers are on different process groups, or
+            have `stage=1` or `dynamic=True`.
         TypeError: `step` can't be called.
         RuntimeError: There is no process group.
 
@@ -66,21 +70,30 @@ class JoinableModel(Joinable):
     def __init__(self, model: nn.Module, step: Callable[[], Any]) -> None:
         super().__init__()
         if not callable(step):
-            raise TypeError(f"step must be a function without arguments, found {type(step).__name__}")
+            raise TypeError(
+                f"step must be a function without arguments, found {type(step).__name__}"
+            )
         first, *others = states_of(model)
         group = process_group_of(ungated(first.communicator))
         if group is None:
             raise RuntimeError(
-                "torch's Join needs a process group: call torch.distributed.init_process_group() before sharding the model. A mesh with "
-                "replicas has one if it holds all ranks, and is no slice of a larger mesh."
+                "torch's Join needs a process group: call torch.distributed.init_process_group() "
+                "before sharding the model. A mesh with replicas has one if it holds all ranks, "
+                "and is no slice of a larger mesh."
             )
         if not all(first.communicator.same_ranks(other.communicator) for other in others):
             raise ValueError("the model's layers are on different process groups: Join needs one")
         if first.policy.dynamic:
-            raise ValueError("joinable: policy.dynamic=True, expected False: ranks without data can't follow forwards that skip layers")
-        if whole := next((state for state in (first, *others) if not shards_gradients(state.policy)), None):
             raise ValueError(
-                f"joinable: layer {whole.label} has policy.stage=1, expected 2 or 3: ranks without data can't follow its reductions"
+                "joinable: policy.dynamic=True, expected False: ranks without data can't follow "
+                "forwards that skip layers"
+            )
+        if whole := next(
+            (state for state in (first, *others) if not shards_gradients(state.policy)), None
+        ):
+            raise ValueError(
+                f"joinable: layer {whole.label} has policy.stage=1, expected 2 or 3: ranks "
+                "without data can't follow its reductions"
             )
         self._model = model
         self._device = first.device
@@ -110,7 +123,10 @@ class JoinableModel(Joinable):
         divide_by_all = bool(kwargs.get("divide_by_initial_world_size", True))
         if self._rounds is not None:
             self._rounds.end()
-        lines = [f"divide_by_initial_world_size={divide_by_all}", *(state.name_among_ranks for state in states)]
+        lines = [
+            f"divide_by_initial_world_size={divide_by_all}",
+            *(state.name_among_ranks for state in states),
+        ]
         agree(self._communicator, self._device, "what is to join", lines)
         self._rounds = JoinCoordinator(states, runtimes, self._communicator, self._step)
         if self._communicator.world_size > 1:
@@ -133,13 +149,18 @@ class JoinableModel(Joinable):
         if not self._join_config.enable:
             return False
         if not self._join_config.is_first_joinable:
-            raise RuntimeError("a sharded model must be the only joinable in Join: put several models into one nn.ModuleList")
+            raise RuntimeError(
+                "a sharded model must be the only joinable in Join: put several models into one "
+                "nn.ModuleList"
+            )
         still_here(self)
         return True
 
 
 def runtimes_of(model: nn.Module) -> list[Runtime]:
-    """The runtimes of all layers in `model`. They are made here, because a rank without data runs no forward to make its own."""
+    """The runtimes of all layers in `model`. They are made here, because a rank without data runs
+    no forward to make its own.
+    """
     if isinstance(model, Zero3Sequential):
         return [model._shared_runtime()]
     if any(layer._runtime is None for layer in layers_of(model)):

@@ -12,7 +12,8 @@ __all__: list[str] = []
 
 
 def help_with(action: Action, state: LayerState, runtime: Runtime) -> None:
-    """Takes part in an announced collective: in a gather with its chunks, in a reduction with zeros, in a comparison as a listener.
+    """Takes part in an announced collective: in a gather with its chunks, in a reduction with
+    zeros, in a comparison as a listener.
 
     Raises:
         ValueError, TypeError, RuntimeError: The same error as on the other ranks.

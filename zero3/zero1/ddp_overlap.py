@@ -22,17 +22,20 @@ Reduction = Callable[[Any, GradBucket], torch.futures.Future[Any]]
 
 
 class DDPOverlap:
-    """A communication hook for DDP. It reduces a bucket, and meanwhile updates the parameters of the bucket before it.
+    """A communication hook for DDP. It reduces a bucket, and meanwhile updates the parameters of
+    the bucket before it.
 
-    All ranks do both in the order of the buckets, so they make the same collectives in the same order. DDP may change its buckets at
-    any time, because every parameter is divided by itself.
+    All ranks do both in the order of the buckets, so they make the same collectives in the same
+    order. DDP may change its buckets at any time, because every parameter is divided by itself.
     """
 
     def __init__(self, shards: Shards, optimizer: Optimizer) -> None:
         self.hooked = False
         self._shards = shards
-        self._outer = weakref.ref(optimizer)  # a weak reference, because the optimizer holds this object
-        self._forward_ran = False  # since the last update; on a rank without data, DDP runs this hook without a forward
+        # a weak reference, because the optimizer holds this object
+        self._outer = weakref.ref(optimizer)
+        # since the last update; on a rank without data, DDP runs this hook without a forward
+        self._forward_ran = False
         self._reducing: tuple[GradBucket, torch.futures.Future[Any]] | None = None
         self._spreads: dict[Tensor, Spread] = {}
 
@@ -45,33 +48,46 @@ class DDPOverlap:
         reduce = reduction or mean_of_ranks
         group = ddp.process_group
         # a lambda has no annotations, which DDP would compare with its own
-        return lambda state, bucket: self._reduce_and_update(reduce, group if reduction is None else state, bucket)
+        return lambda state, bucket: self._reduce_and_update(
+            reduce, group if reduction is None else state, bucket
+        )
 
     def check_hooked(self) -> None:
         """Raises if DDP does not have the hook, so that its backwards make no updates."""
         if not self.hooked:
             raise RuntimeError(
-                "overlap_with_ddp=True updates parameters during DDP's backward, but DDP does not have the hook: call "
-                "ddp.register_comm_hook(None, optimizer.hook(ddp)) once, before training"
+                "overlap_with_ddp=True updates parameters during DDP's backward, but DDP does "
+                "not have the hook: call ddp.register_comm_hook(None, optimizer.hook(ddp)) once, "
+                "before training"
             )
 
     def _check(self, ddp: Any) -> None:
         if not hasattr(ddp, "find_unused_parameters"):
-            raise TypeError(f"hook() takes the DistributedDataParallel model, found a {type(ddp).__name__}")
+            raise TypeError(
+                f"hook() takes the DistributedDataParallel model, found a {type(ddp).__name__}"
+            )
         known = set(ddp.parameters())
-        if foreign := next((spread.name for spread in self._shards.spreads if spread.parameter not in known), None):
-            raise ValueError(f"{foreign} of the optimizer is no parameter of the DistributedDataParallel model: it would never be updated")
+        if foreign := next(
+            (spread.name for spread in self._shards.spreads if spread.parameter not in known), None
+        ):
+            raise ValueError(
+                f"{foreign} of the optimizer is no parameter of the DistributedDataParallel "
+                "model: it would never be updated"
+            )
         if ddp.find_unused_parameters:
             raise ValueError(
-                "overlap_with_ddp=True can't be used with find_unused_parameters=True: which parameters no rank has used, so that "
-                "they must be left as they are, is known only after the backward"
+                "overlap_with_ddp=True can't be used with find_unused_parameters=True: which "
+                "parameters no rank has used, so that they must be left as they are, is known "
+                "only after the backward"
             )
 
     def _note_forward(self, *_: Any) -> None:
         self._forward_ran = True
 
     @torch.no_grad()
-    def _reduce_and_update(self, reduce: Reduction, state: Any, bucket: GradBucket) -> torch.futures.Future[Any]:
+    def _reduce_and_update(
+        self, reduce: Reduction, state: Any, bucket: GradBucket
+    ) -> torch.futures.Future[Any]:
         if bucket.index() == 0:
             self._reducing = None  # an earlier backward may have raised
             self._shards.gathers.drop()
@@ -89,15 +105,22 @@ class DDPOverlap:
     @property
     def _groups(self) -> Groups:
         if (optimizer := self._outer()) is None:
-            raise RuntimeError("the ZeroRedundancyOptimizer that overlaps with this DDP model is gone: keep it as long as the model trains")
+            raise RuntimeError(
+                "the ZeroRedundancyOptimizer that overlaps with this DDP model is gone: keep it "
+                "as long as the model trains"
+            )
         return optimizer.param_groups
 
     def _begin(self) -> None:
-        """Begins an update. A rank without data, where schedules stand still, gets the options from a rank that has data."""
+        """Begins an update. A rank without data, where schedules stand still, gets the options from
+        a rank that has data.
+        """
         groups, ranks = self._groups, self._shards.ranks
         if (leader := ranks.roll_call([], joined=not self._forward_ran)) is not None:
             told = {"options": [options_of(group) for group in groups]}
-            copy_options(ranks.tell(told, leader, "an update of ZeroRedundancyOptimizer")["options"], groups)
+            copy_options(
+                ranks.tell(told, leader, "an update of ZeroRedundancyOptimizer")["options"], groups
+            )
         copy_options(groups, self._shards.optimizer.param_groups)
 
     def _update(self) -> None:

@@ -1,7 +1,8 @@
 """Which rank updates which elements of the parameters.
 
-Parameters lie side by side in buckets. Each bucket is cut into W equal runs, one for each rank. A rank's *shares* are the elements
-of each parameter in its runs. A large parameter is a bucket by itself, and is gathered in its own memory, without a copy.
+Parameters lie side by side in buckets. Each bucket is cut into W equal runs, one for each rank. A
+rank's *shares* are the elements of each parameter in its runs. A large parameter is a bucket by
+itself, and is gathered in its own memory, without a copy.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ..core.layout import ChunkLayout, Slot
 
 __all__: list[str] = []
 
-LARGE_BYTES = 2**18  # a parameter of this size has a bucket by itself: two copies would cost more than one more message
+# a parameter of this size has a bucket by itself: two copies would cost more than one more message
+LARGE_BYTES = 2**18
 
 
 class Packing(IntEnum):
@@ -45,10 +47,13 @@ class Spread:
 
     def __init__(self, parameter: Tensor, group: int, name: str, *, whole: bool) -> None:
         self.parameter, self.group, self.name = parameter, group, name
-        self.whole = whole  # one rank updates all of it, in its own shape; else every rank updates a share
+        # one rank updates all of it, in its own shape; else every rank updates a share
+        self.whole = whole
         self.shares: list[Share] = []  # all ranks'
-        self.own: dict[Share, nn.Parameter] = {}  # this rank's, as its local optimizer has them: views of the parameter
-        self.place: Tensor | None = None  # the bucket's memory for the parameter, if the parameter is a view of a bucket
+        # this rank's, as its local optimizer has them: views of the parameter
+        self.own: dict[Share, nn.Parameter] = {}
+        # the bucket's memory for the parameter, if the parameter is a view of a bucket
+        self.place: Tensor | None = None
 
     @property
     def flat(self) -> Tensor:
@@ -61,7 +66,9 @@ class Spread:
         return self.whole or self.parameter.numel() <= 1
 
     def cut(self, share: Share, tensor: Tensor) -> Tensor:
-        """Returns a view of this share of the parameter, or of a tensor that lies in memory as the parameter does."""
+        """Returns a view of this share of the parameter, or of a tensor that lies in memory as the
+        parameter does.
+        """
         return tensor.detach() if self.shaped else flat(tensor.detach())[share.start : share.stop]
 
     def give_to(self, index: int) -> None:
@@ -71,18 +78,26 @@ class Spread:
     def move_to(self, run: Tensor) -> None:
         """Makes the parameter a view of a bucket's elements, with its values and strides."""
         parameter = self.parameter
-        self.place = run.view_as(parameter) if parameter.is_contiguous() else run.as_strided(parameter.shape, parameter.stride())
+        self.place = (
+            run.view_as(parameter)
+            if parameter.is_contiguous()
+            else run.as_strided(parameter.shape, parameter.stride())
+        )
         self._return()
 
     def hold(self, index: int) -> None:
-        """Makes the local optimizer's parameters of the rank of number `index`, which is this one, from its shares."""
+        """Makes the local optimizer's parameters of the rank of number `index`, which is this one,
+        from its shares.
+        """
         self.shares.sort(key=lambda share: share.index)
         for share in (share for share in self.shares if share.index == index):
             values = self.cut(share, self.parameter)
             self.own[share] = nn.Parameter(values, requires_grad=values.dtype.is_floating_point)
 
     def take(self, gradient: Tensor | None, *, copy: bool = False) -> None:
-        """Gives the local optimizer this rank's shares of a gradient. They are no copies unless `copy` is set or strides differ."""
+        """Gives the local optimizer this rank's shares of a gradient. They are no copies unless
+        `copy` is set or strides differ.
+        """
         self._return()
         if self.own and gradient is not None:
             gradient = laid_out_as(gradient.detach(), self.parameter)
@@ -96,7 +111,9 @@ class Spread:
             local.grad = None
 
     def _return(self) -> None:
-        """Puts the parameter back into its bucket, with its new values, if other code has replaced its `.data`."""
+        """Puts the parameter back into its bucket, with its new values, if other code has replaced
+        its `.data`.
+        """
         if self.place is not None and self.place.data_ptr() != self.parameter.data_ptr():
             self.place.copy_(self.parameter.detach())
             _point(self.parameter, self.place)
@@ -116,11 +133,14 @@ class Bucket:
         offsets = accumulate(sizes, initial=0)
         slots = (Slot(str(number), (size,), next(offsets)) for number, size in enumerate(sizes))
         self.layout = ChunkLayout(tuple(slots), ranks)
-        self.runs: list[list[tuple[Spread, Share]]] = [[] for _ in range(ranks)]  # each rank's shares, with their parameters
+        # each rank's shares, with their parameters
+        self.runs: list[list[tuple[Spread, Share]]] = [[] for _ in range(ranks)]
         for index, run in enumerate(self.runs):
             for piece in self.layout.pieces(index):
                 spread, start, _ = ranges[int(piece.slot.name)]
-                run.append((spread, Share(index, start + piece.start, start + piece.stop, piece.offset)))
+                run.append(
+                    (spread, Share(index, start + piece.start, start + piece.stop, piece.offset))
+                )
                 spread.shares.append(run[-1][1])
         self._large = large
         self._memory: Tensor | None = None  # [W*S], if the parameters are views of it
@@ -129,7 +149,9 @@ class Bucket:
     def name(self) -> str:
         """The bucket's name in errors."""
         names = list(dict.fromkeys(spread.name for spread in self.spreads))
-        return f"{names[0]}{f' to {names[-1]}' if len(names) > 1 else ''} of ZeroRedundancyOptimizer"
+        return (
+            f"{names[0]}{f' to {names[-1]}' if len(names) > 1 else ''} of ZeroRedundancyOptimizer"
+        )
 
     @property
     def kind(self) -> tuple[torch.device, torch.dtype]:
@@ -146,7 +168,9 @@ class Bucket:
         return self.spreads[0].flat[: self.layout.numel] if self._large else self._memory
 
     def move_in(self) -> None:
-        """Makes the parameters views of the bucket. Buckets follow one another, so that only one bucket's memory is held twice."""
+        """Makes the parameters views of the bucket. Buckets follow one another, so that only one
+        bucket's memory is held twice.
+        """
         device, dtype = self.kind
         self._memory = torch.empty(self.layout.padded_numel, dtype=dtype, device=device)
         self._memory[self.layout.numel :].zero_()
@@ -185,7 +209,9 @@ def divide(spreads: Sequence[Spread], packing: Packing, owned: list[int]) -> lis
                 small.append((spread, even, numel))
         buckets += [
             Bucket(ranges, len(owned))
-            for ranges in packed(small, lambda item: (item[2] - item[1]) * item[0].parameter.element_size(), packing)
+            for ranges in packed(
+                small, lambda item: (item[2] - item[1]) * item[0].parameter.element_size(), packing
+            )
         ]
     if packing is Packing.VIEWED:
         for bucket in buckets:
@@ -193,7 +219,9 @@ def divide(spreads: Sequence[Spread], packing: Packing, owned: list[int]) -> lis
     return buckets
 
 
-def packed(items: Iterable[Item], nbytes_of: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+def packed(
+    items: Iterable[Item], nbytes_of: Callable[[Item], int], limit: int
+) -> Iterator[list[Item]]:
     """Packs items in order. What holds several has at most `limit` bytes."""
     held: list[Item] = []
     size = 0
@@ -231,6 +259,8 @@ def is_gapless(tensor: Tensor) -> bool:
 
 def laid_out_as(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Returns `tensor` if it lies in memory as `parameter` does, or a copy that does."""
-    if tensor.stride() == parameter.stride() or (tensor.is_contiguous() and parameter.is_contiguous()):
+    if tensor.stride() == parameter.stride() or (
+        tensor.is_contiguous() and parameter.is_contiguous()
+    ):
         return tensor
     return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -17,16 +17,22 @@ from .ranks import Ranks
 __all__: list[str] = []
 
 UNDER_WAY = 8  # transfers at once at most, because each takes memory
-PIECE_BYTES = 2**20  # of this rank's slice are in one transfer, if ranks share memory: larger transfers are cut
-PIECES_BYTES = 2**21  # of such pieces are under way at once, so that the shared memory stays small, and in the processor's cache
+# of this rank's slice are in one transfer, if ranks share memory: larger transfers are cut
+PIECE_BYTES = 2**20
+# of such pieces are under way at once, so that the shared memory stays small, and in the
+# processor's cache
+PIECES_BYTES = 2**21
 
 
 class Gathers:
-    """The transfers of a step. Those without copies may still be under way when `start` returns; `finish` waits for them."""
+    """The transfers of a step. Those without copies may still be under way when `start` returns;
+    `finish` waits for them.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._pending: deque[tuple[int, Pending, NamingFailures]] = deque()  # first the bytes that this rank sends
+        # first the bytes that this rank sends
+        self._pending: deque[tuple[int, Pending, NamingFailures]] = deque()
 
     def start(self, buckets: Iterable[Bucket]) -> None:
         """All-gathers the buckets."""
@@ -53,7 +59,9 @@ class Gathers:
                     parameter.copy_(values)
 
     def finish(self) -> None:
-        """Waits for the gathers that `start` began, and gives back their shared memory until the next step."""
+        """Waits for the gathers that `start` began, and gives back their shared memory until the
+        next step.
+        """
         while self._pending:
             self._wait_for_oldest()
         for communicator in self._ranks.on.values():
@@ -76,7 +84,9 @@ class Gathers:
         for start in range(0, runs.shape[1], length):
             piece = runs[:, start : start + length]
             own = piece[self._ranks.index]
-            while len(self._pending) == UNDER_WAY or (in_pieces and self._sent + own.nbytes > PIECES_BYTES):
+            while len(self._pending) == UNDER_WAY or (
+                in_pieces and self._sent + own.nbytes > PIECES_BYTES
+            ):
                 self._wait_for_oldest()
             with naming:
                 gather = communicator.all_gather(piece if in_pieces else full, own)
@@ -88,7 +98,12 @@ class Gathers:
 
     def _gather_copies(self, buckets: Sequence[Bucket]) -> None:
         (device, dtype), own = buckets[0].kind, self._ranks.index
-        runs = torch.empty(self._ranks.count, sum(bucket.layout.shard_numel for bucket in buckets), dtype=dtype, device=device)
+        runs = torch.empty(
+            self._ranks.count,
+            sum(bucket.layout.shard_numel for bucket in buckets),
+            dtype=dtype,
+            device=device,
+        )
         for spread, share, place in _along(buckets, own):
             runs[own, place].copy_(spread.flat[share.start : share.stop])
         what = buckets[0].name if len(buckets) == 1 else f"{buckets[0].name}, and what follows,"
@@ -101,7 +116,9 @@ class Gathers:
 
 
 def _along(buckets: Iterable[Bucket], index: int) -> Iterator[tuple[Spread, Share, slice]]:
-    """Yields each share of a rank with its place in a buffer that holds the rank's runs side by side."""
+    """Yields each share of a rank with its place in a buffer that holds the rank's runs side by
+    side.
+    """
     begin = 0
     for bucket in buckets:
         for spread, share in bucket.runs[index]:

@@ -17,10 +17,14 @@ __all__: list[str] = []
 def listed(params: Any) -> list[Any]:
     """Returns parameters, pairs or groups as a list, which can be read several times."""
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
-        raise TypeError(f"params must be an iterable of tensors or dicts, found {type(params).__name__}")
+        raise TypeError(
+            f"params must be an iterable of tensors or dicts, found {type(params).__name__}"
+        )
     if not (items := list(params)):
         raise ValueError("ZeroRedundancyOptimizer got no parameters")
-    if len({isinstance(item, dict) for item in items}) > 1 or not all(isinstance(item, dict | Tensor | tuple) for item in items):
+    if len({isinstance(item, dict) for item in items}) > 1 or not all(
+        isinstance(item, dict | Tensor | tuple) for item in items
+    ):
         found = ", ".join(sorted({type(item).__name__ for item in items}))
         raise TypeError(f"params must be tensors, or dicts of them with options, found {found}")
     return items
@@ -35,44 +39,72 @@ def checked(given: Any, number: int) -> dict[str, Any]:
     group: dict[str, Any] = dict(given)
     if isinstance(group["params"], set):
         return group  # torch itself refuses sets
-    group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    group["params"] = (
+        [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    )
     seen: dict[int, int] = {}
     for place, item in enumerate(group["params"]):
         parameter = item[1] if isinstance(item, tuple) else item
         if seen.setdefault(id(parameter), place) != place:
-            raise ValueError(f"parameters {seen[id(parameter)]} and {place} of group {number} are the same")
+            raise ValueError(
+                f"parameters {seen[id(parameter)]} and {place} of group {number} are the same"
+            )
         if getattr(parameter, "zero3_state", None) is not None:
             raise ValueError(
-                f"parameter {place} of group {number} belongs to a sharded model, of which every rank holds another slice: an optimizer "
-                "over ranks is for models that every rank holds whole. Give zero3.get_trainable_chunk(model) to the plain optimizer"
+                f"parameter {place} of group {number} belongs to a sharded model, of which every "
+                "rank holds another slice: an optimizer over ranks is for models that every rank "
+                "holds whole. Give zero3.get_trainable_chunk(model) to the plain optimizer"
             )
         if isinstance(parameter, Tensor) and parameter.layout != torch.strided:
-            raise ValueError(f"parameter {place} of group {number} is sparse, which has no parts to spread over ranks")
+            raise ValueError(
+                f"parameter {place} of group {number} is sparse, which has no parts to spread "
+                "over ranks"
+            )
     return group
 
 
 def check_addition(group: dict[str, Any], known: Iterable[torch.device], *, hooked: bool) -> None:
-    """Checks a group that is added later. `known`: the devices. `hooked`: DDP has the hook already."""
+    """Checks a group that is added later. `known`: the devices. `hooked`: DDP has the hook
+    already.
+    """
     if hooked:
-        raise RuntimeError("with overlap_with_ddp=True, add parameter groups before hook(ddp): DDP reduces only what it was made with")
-    if foreign := next((parameter.device for parameter in group["params"] if parameter.device not in known), None):
-        raise ValueError(f"parameters on {foreign} can't be added: the first ones were on {', '.join(map(str, known))}")
+        raise RuntimeError(
+            "with overlap_with_ddp=True, add parameter groups before hook(ddp): DDP reduces only "
+            "what it was made with"
+        )
+    if foreign := next(
+        (parameter.device for parameter in group["params"] if parameter.device not in known), None
+    ):
+        raise ValueError(
+            f"parameters on {foreign} can't be added: the first ones were on "
+            f"{', '.join(map(str, known))}"
+        )
 
 
 def spreads_of(group: dict[str, Any], number: int, *, whole: bool) -> list[Spread]:
     """`group`: the one of that number. `whole`: one rank updates all of a parameter."""
-    names = group.get("param_names") or [f"parameter {place} of group {number}" for place in range(len(group["params"]))]
-    return [Spread(parameter, number, name, whole=whole) for parameter, name in zip(group["params"], names, strict=True)]
+    names = group.get("param_names") or [
+        f"parameter {place} of group {number}" for place in range(len(group["params"]))
+    ]
+    return [
+        Spread(parameter, number, name, whole=whole)
+        for parameter, name in zip(group["params"], names, strict=True)
+    ]
 
 
 def line_of(spread: Spread) -> str:
     """Describes a parameter, which must be the same on all ranks."""
     parameter, whole = spread.parameter, ", whole" if spread.whole else ""
-    return f"{spread.name}: group {spread.group}, {tuple(parameter.shape)} {parameter.dtype} on {parameter.device.type}{whole}"
+    return (
+        f"{spread.name}: group {spread.group}, {tuple(parameter.shape)} {parameter.dtype} on "
+        f"{parameter.device.type}{whole}"
+    )
 
 
 def line_of_group(make: Callable[..., Any], number: int, group: dict[str, Any]) -> str:
-    """Describes a group's options, which must be the same on all ranks: numbers and words, and the types of other objects."""
+    """Describes a group's options, which must be the same on all ranks: numbers and words, and the
+    types of other objects.
+    """
     options = ", ".join(f"{key} {_said(value)}" for key, value in sorted(options_of(group).items()))
     return f"group {number}: {getattr(make, '__qualname__', type(make).__name__)}, {options}"
 
@@ -82,7 +114,11 @@ def _said(value: Any) -> str:
         return f"({', '.join(map(_said, value))})"
     if isinstance(value, Tensor) and value.numel() == 1:
         return repr(value.item())
-    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+    return (
+        repr(value)
+        if value is None or isinstance(value, (bool, int, float, str))
+        else type(value).__name__
+    )
 
 
 def mistake_in(body: Callable[[], object]) -> Exception | None:

@@ -21,7 +21,8 @@ Groups = list[dict[str, Any]]
 _NOT_OPTIONS = ("params", "param_names")
 _OF_SEVERAL = "Its update of one parameter depends on others"
 _OF_ONE = "If it looks at one parameter at a time, give whole=True to its groups"
-_RANKS = 2  # are tried, also if there is only one: a script that runs on one rank should run on several
+# are tried, also if there is only one: a script that runs on one rank should run on several
+_RANKS = 2
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -29,7 +30,9 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def copy_options(source: Iterable[dict[str, Any]], target: Iterable[dict[str, Any]]) -> None:
-    """Copies the options of each group, which a schedule or the caller may have set, to another's groups."""
+    """Copies the options of each group, which a schedule or the caller may have set, to another's
+    groups.
+    """
     for theirs, ours in zip(source, target, strict=True):
         ours.update(options_of(theirs))
 
@@ -39,18 +42,27 @@ class EvaluatesAgain(RuntimeError):
 
 
 class LocalOptimizers:
-    """Makes optimizers of one class, and tries whether they may have shares of the parameters, before any state is made."""
+    """Makes optimizers of one class, and tries whether they may have shares of the parameters,
+    before any state is made.
+    """
 
-    def __init__(self, optimizer_class: Callable[..., Any], defaults: dict[str, Any], *, one_by_one: bool) -> None:
-        """`defaults`: options for `optimizer_class`. `one_by_one`: steps are made for a few parameters at a time."""
+    def __init__(
+        self, optimizer_class: Callable[..., Any], defaults: dict[str, Any], *, one_by_one: bool
+    ) -> None:
+        """`defaults`: options for `optimizer_class`. `one_by_one`: steps are made for a few
+        parameters at a time.
+        """
         self.optimizer_class, self.defaults = optimizer_class, defaults
         self._one_by_one = one_by_one
 
     def make(self, groups: Groups) -> Any:
         return self.optimizer_class(groups, **self.defaults)
 
-    def check(self, group: dict[str, Any], *, whole: bool, keywords: Mapping[str, Any] | None) -> bool:
-        """Checks that ranks which each update a share of the parameters get the result of one optimizer over all parameters.
+    def check(
+        self, group: dict[str, Any], *, whole: bool, keywords: Mapping[str, Any] | None
+    ) -> bool:
+        """Checks that ranks which each update a share of the parameters get the result of one
+        optimizer over all parameters.
 
         Args:
             group: The caller's group of parameters, which is not empty.
@@ -58,20 +70,27 @@ class LocalOptimizers:
             keywords: The keywords of `step()`; the trial uses copies. None: they are not known yet.
 
         Returns:
-            Whether the check is complete. If not, `step()` takes keywords, and the check has to be repeated when they are known.
+            Whether the check is complete. If not, `step()` takes keywords, and the check has to be
+            repeated when they are known.
 
         Raises:
-            ValueError: The results differ, the optimizer evaluates a closure several times, or `optimizer_class` makes no optimizer.
-                Errors of `optimizer_class` pass through.
+            ValueError: The results differ, the optimizer evaluates a closure several times, or
+                `optimizer_class` makes no optimizer. Errors of `optimizer_class` pass through.
         """
-        name, first = getattr(self.optimizer_class, "__name__", str(self.optimizer_class)), group["params"][0]
+        name, first = (
+            getattr(self.optimizer_class, "__name__", str(self.optimizer_class)),
+            group["params"][0],
+        )
         ndims = sorted({parameter.ndim for parameter in group["params"]})
         small = torch.zeros((1,) * first.ndim, dtype=first.dtype, device=first.device)
         made = self.make([{**options_of(group), "params": [small]}])
         if not isinstance(made, Optimizer):
-            raise ValueError(f"optimizer_class must make a torch.optim.Optimizer, found a {type(made).__name__}")
+            raise ValueError(
+                f"optimizer_class must make a torch.optim.Optimizer, found a {type(made).__name__}"
+            )
         plain = builder(made, made.param_groups[0])
-        again = keywords is None and _takes_keywords(made) and not self._one_by_one  # steps inside a backward get no keywords
+        # steps inside a backward get no keywords
+        again = keywords is None and _takes_keywords(made) and not self._one_by_one
 
         def as_stepped(parameters: list[nn.Parameter]) -> Any:
             return _AsStepped(plain, parameters, keywords or {}, alone=False)
@@ -83,7 +102,11 @@ class LocalOptimizers:
         turns, alone = count(), None
         remedy = _OF_SEVERAL if whole else _OF_ONE
         try:
-            reason = probe_whole(as_stepped, first.device, _RANKS, ndims) if whole else probe_flat(as_stepped, first.device, _RANKS)
+            reason = (
+                probe_whole(as_stepped, first.device, _RANKS, ndims)
+                if whole
+                else probe_flat(as_stepped, first.device, _RANKS)
+            )
             if self._one_by_one:
                 alone = probe_whole(then_alone, first.device, 1, ndims if whole else [1, 2])
         except CannotProbe as cause:
@@ -94,24 +117,35 @@ class LocalOptimizers:
                 return False
             raise ValueError(f"{name} can't be spread over ranks: {why}") from cause
         if reason:
-            raise ValueError(f"{name} can't be spread over ranks, which each know a part of the parameters: {reason}. {remedy}")
+            raise ValueError(
+                f"{name} can't be spread over ranks, which each know a part of the parameters: "
+                f"{reason}. {remedy}"
+            )
         if alone:
-            raise ValueError(f"{name} can't run during backward, for some parameters by themselves: {alone}. Use overlap_with_ddp=False")
+            raise ValueError(
+                f"{name} can't run during backward, for some parameters by themselves: {alone}. "
+                "Use overlap_with_ddp=False"
+            )
         return not again
 
 
 def step_locally(optimizer: Optimizer, loss: Any, keywords: Mapping[str, Any]) -> None:
-    """Makes a step; gradients are set already. If `step()` requires a closure, it gets one that returns `loss`, once.
+    """Makes a step; gradients are set already. If `step()` requires a closure, it gets one that
+    returns `loss`, once.
 
     Raises:
-        EvaluatesAgain: The optimizer calls the closure a second time. Other errors of the optimizer pass through.
+        EvaluatesAgain: The optimizer calls the closure a second time. Other errors of the optimizer
+            pass through.
     """
     asked = False
 
     def tell() -> Any:
         nonlocal asked
         if asked:
-            raise EvaluatesAgain("the optimizer evaluates its closure several times in a step, and gradients are there for one")
+            raise EvaluatesAgain(
+                "the optimizer evaluates its closure several times in a step, and gradients are "
+                "there for one"
+            )
         asked = True
         return loss
 
@@ -126,9 +160,18 @@ def _takes_keywords(optimizer: Optimizer) -> bool:
 
 
 class _AsStepped:
-    """An optimizer whose steps are made as `ZeroRedundancyOptimizer` makes them. `alone`: for one parameter at a time."""
+    """An optimizer whose steps are made as `ZeroRedundancyOptimizer` makes them. `alone`: for one
+    parameter at a time.
+    """
 
-    def __init__(self, build: Build, parameters: list[nn.Parameter], keywords: Mapping[str, Any], *, alone: bool) -> None:
+    def __init__(
+        self,
+        build: Build,
+        parameters: list[nn.Parameter],
+        keywords: Mapping[str, Any],
+        *,
+        alone: bool,
+    ) -> None:
         self._optimizer, self._parameters, self._alone = build(parameters), parameters, alone
         self._keywords = copy.deepcopy(dict(keywords))
 

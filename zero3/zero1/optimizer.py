@@ -1,4 +1,6 @@
-"""ZeroRedundancyOptimizer: ZeRO stage 1. The optimizer's state is spread over the ranks, and the model is not changed."""
+"""ZeroRedundancyOptimizer: ZeRO stage 1. The optimizer's state is spread over the ranks, and the
+model is not changed.
+"""
 
 from __future__ import annotations
 
@@ -25,29 +27,37 @@ __all__: list[str] = []
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
-    """A torch optimizer whose state is spread over the ranks (ZeRO stage 1), for a model that every rank holds, as under DDP.
+    """A torch optimizer whose state is spread over the ranks (ZeRO stage 1), for a model that every
+    rank holds, as under DDP.
 
-    It has the interface of `torch.distributed.optim.ZeroRedundancyOptimizer`. Every rank updates an equal number of the parameters'
-    elements, with its own `optimizer_class` over 1-D views of them, and gathers the other ranks' results. All ranks must have the
-    same gradients, as after DDP's all-reduce. Parameters may have several dtypes and devices.
+    It has the interface of `torch.distributed.optim.ZeroRedundancyOptimizer`. Every rank updates an
+    equal number of the parameters' elements, with its own `optimizer_class` over 1-D views of them,
+    and gathers the other ranks' results. All ranks must have the same gradients, as after DDP's
+    all-reduce. Parameters may have several dtypes and devices.
 
     Args:
-        params: Parameters, (name, parameter) pairs, or dicts of parameters with options, as any torch optimizer takes them. The
-            option `whole=True` (of a group, or as a default) keeps each parameter on one rank and in its own shape.
-        optimizer_class: Makes the local optimizer. An optimizer that is not elementwise needs `whole=True`.
-        process_group: The ranks. None: the default group, or this process alone if there is no group.
-        parameters_as_bucket_view: Parameters become views of flat buckets, which are gathered without copies.
+        params: Parameters, (name, parameter) pairs, or dicts of parameters with options, as any
+            torch optimizer takes them. The option `whole=True` (of a group, or as a default) keeps
+            each parameter on one rank and in its own shape.
+        optimizer_class: Makes the local optimizer. An optimizer that is not elementwise needs
+            `whole=True`.
+        process_group: The ranks. None: the default group, or this process alone if there is no
+            group.
+        parameters_as_bucket_view: Parameters become views of flat buckets, which are gathered
+            without copies.
         overlap_with_ddp: Updates happen during DDP's backward. `hook(ddp)` has to be called once.
         defaults: Options for `optimizer_class`.
 
     Raises:
-        ValueError: There are no parameters, a parameter appears twice or belongs to a sharded model, parameters or flags differ
-            between ranks, or `optimizer_class` makes no torch optimizer or one that updates parts differently. Every rank raises it.
+        ValueError: There are no parameters, a parameter appears twice or belongs to a sharded
+            model, parameters or flags differ between ranks, or `optimizer_class` makes no torch
+            optimizer or one that updates parts differently. Every rank raises it.
         TypeError: `params` is no iterable of tensors or dicts. Every rank raises it.
 
     Example::
 
-        optimizer = zero3.ZeroRedundancyOptimizer(plain_model.parameters(), torch.optim.AdamW, lr=1e-3)
+        parameters = plain_model.parameters()
+        optimizer = zero3.ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-3)
         loss_of(plain_model, batch).backward()
         optimizer.step()
     """
@@ -66,18 +76,30 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._local = LocalOptimizers(optimizer_class, plain, one_by_one=overlap_with_ddp)
         self._whole_by_default = bool(defaults.get("whole"))
         self._whole: list[bool] = []  # of each group
-        self._untried = False  # whether the optimizer can be tried only at the first step, because `step` takes keywords
-        self._consolidated: tuple[int, dict[Tensor, dict[str, Any]] | None] = (0, None)  # at the shards' count of updates
+        # whether the optimizer can be tried only at the first step, because `step` takes keywords
+        self._untried = False
+        # at the shards' count of updates
+        self._consolidated: tuple[int, dict[Tensor, dict[str, Any]] | None] = (0, None)
         error = mistake_in(lambda: Optimizer.__init__(self, listed(params), plain))
         Joinable.__init__(self)
         groups = [] if error else self.param_groups
-        spreads = [spreads_of(group, number, whole=self._whole[number]) for number, group in enumerate(groups)]
+        spreads = [
+            spreads_of(group, number, whole=self._whole[number])
+            for number, group in enumerate(groups)
+        ]
         devices = (spread.parameter.device for held in spreads for spread in held)
         ranks, mistake = Ranks.of(process_group, devices)
         self.process_group = process_group_of(ranks.first)
         self.rank, self.world_size = ranks.index, ranks.count
-        flags = f"overlap_with_ddp={bool(overlap_with_ddp)}, parameters_as_bucket_view={bool(parameters_as_bucket_view)}"
-        lines = [flags, *(line_of(spread) for held in spreads for spread in held), *self._options(groups)]
+        flags = (
+            f"overlap_with_ddp={bool(overlap_with_ddp)}, "
+            f"parameters_as_bucket_view={bool(parameters_as_bucket_view)}"
+        )
+        lines = [
+            flags,
+            *(line_of(spread) for held in spreads for spread in held),
+            *self._options(groups),
+        ]
         with meeting(ranks.first, error := error or mistake):
             ranks.agree(lines, error or mistake_in(lambda: self._check(range(len(groups)))))
         shared = Packing.VIEWED if parameters_as_bucket_view else Packing.STAGED
@@ -91,56 +113,74 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Updates all parameters that have a gradient. Every rank calls it. (With overlap, the update has happened in the backward.)
+        """Updates all parameters that have a gradient. Every rank calls it. (With overlap, the
+        update has happened in the backward.)
 
         Args:
             closure: Computes the loss and the gradients anew. It is called once.
-            kwargs: Passed to the local optimizer's `step`. If that takes any, the optimizer is tried at the first step, with copies.
+            kwargs: Passed to the local optimizer's `step`. If that takes any, the optimizer is
+                tried at the first step, with copies.
 
         Returns:
             The result of `closure`, or None.
 
         Raises:
-            ValueError, RuntimeError: Ranks have gradients of different parameters, or a sparse one. Every rank raises it.
+            ValueError, RuntimeError: Ranks have gradients of different parameters, or a sparse one.
+                Every rank raises it.
         """
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         if self._overlap is None:
             still_here(self)
-            error = mistake_in(lambda: self._check(range(len(self.param_groups)), kwargs)) if self._untried else None
+            error = (
+                mistake_in(lambda: self._check(range(len(self.param_groups)), kwargs))
+                if self._untried
+                else None
+            )
             self._opened.step(self.param_groups, kwargs, loss=loss, error=error)
             self._consolidated = (0, None)
         else:
             self._overlap.check_hooked()
         return loss
 
-    def hook(self, ddp: Any, reduction: Callable[[Any, Any], Any] | None = None) -> Callable[[Any, Any], Any]:
-        """Makes the communication hook that `overlap_with_ddp=True` needs: `ddp.register_comm_hook(None, optimizer.hook(ddp))`, once.
+    def hook(
+        self, ddp: Any, reduction: Callable[[Any, Any], Any] | None = None
+    ) -> Callable[[Any, Any], Any]:
+        """Makes the communication hook that `overlap_with_ddp=True` needs:
+        `ddp.register_comm_hook(None, optimizer.hook(ddp))`, once.
 
-        After that every backward of `ddp` updates the parameters, and `step()` is not needed. Every rank calls it.
+        After that every backward of `ddp` updates the parameters, and `step()` is not needed. Every
+        rank calls it.
 
         Args:
             ddp: The `DistributedDataParallel` model with these parameters.
-            reduction: Another hook for DDP, which reduces gradients. Its state is the first argument of `register_comm_hook`.
+            reduction: Another hook for DDP, which reduces gradients. Its state is the first
+                argument of `register_comm_hook`.
 
         Returns:
             A communication hook for `ddp`.
 
         Raises:
-            ValueError: `overlap_with_ddp` is not set, or `ddp` lacks a parameter or has `find_unused_parameters=True`. All ranks raise it.
+            ValueError: `overlap_with_ddp` is not set, or `ddp` lacks a parameter or has
+                `find_unused_parameters=True`. All ranks raise it.
         """
         if self._overlap is None:
-            raise ValueError("hook() is for ZeroRedundancyOptimizer(..., overlap_with_ddp=True); without it, call step()")
+            raise ValueError(
+                "hook() is for ZeroRedundancyOptimizer(..., overlap_with_ddp=True); without it, "
+                "call step()"
+            )
         return self._overlap.hook(ddp, reduction)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, for example of layers that were frozen before. The state of other groups stays. Every rank calls it.
+        """Adds a group, for example of layers that were frozen before. The state of other groups
+        stays. Every rank calls it.
 
         Args:
             param_group: A dict of `params` and their options.
 
         Raises:
-            ValueError: A parameter is in a group already, or ranks add different parameters. Every rank raises it.
+            ValueError: A parameter is in a group already, or ranks add different parameters. Every
+                rank raises it.
             RuntimeError: `overlap_with_ddp=True`, and `hook` was called already.
         """
         if (shards := self._shards) is None:  # torch's constructor
@@ -149,12 +189,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         before = len(self.param_groups)
         if (error := mistake_in(lambda: self._append(param_group))) is None:
             hooked = self._overlap is not None and self._overlap.hooked
-            error = mistake_in(lambda: check_addition(self.param_groups[before], shards.ranks.on, hooked=hooked))
+            error = mistake_in(
+                lambda: check_addition(self.param_groups[before], shards.ranks.on, hooked=hooked)
+            )
             error = error or mistake_in(lambda: self._check([before]))
         added = self.param_groups[before:]
         spreads = spreads_of(added[0], before, whole=self._whole[before]) if added else []
         try:
-            shards.ranks.agree([line_of(spread) for spread in spreads] + self._options(added, before), error, "add_param_group")
+            shards.ranks.agree(
+                [line_of(spread) for spread in spreads] + self._options(added, before),
+                error,
+                "add_param_group",
+            )
         except Exception:
             del self.param_groups[before:], self._whole[before:]
             raise
@@ -162,23 +208,31 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         copy_options(shards.optimizer.param_groups, self.param_groups)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gathers the state of all parameters on one rank, for its `state_dict()`. Every rank calls it.
+        """Gathers the state of all parameters on one rank, for its `state_dict()`. Every rank calls
+        it.
 
         Args:
-            to: The rank. It receives one tensor at a time, on the CPU. State that earlier calls have gathered is dropped.
+            to: The rank. It receives one tensor at a time, on the CPU. State that earlier calls
+                have gathered is dropped.
 
         Raises:
-            ValueError: There is no such rank, ranks differ, or a state belongs to no single parameter. Every rank raises it.
+            ValueError: There is no such rank, ranks differ, or a state belongs to no single
+                parameter. Every rank raises it.
             TypeError: A state could only be pickled. Every rank raises it, with the state's name.
         """
         shards = self._opened
         known = isinstance(to, int) and 0 <= to < self.world_size
-        wrong = None if known else ValueError(f"to={to!r}, expected a rank from 0 to {self.world_size - 1}")
+        wrong = (
+            None
+            if known
+            else ValueError(f"to={to!r}, expected a rank from 0 to {self.world_size - 1}")
+        )
         shards.ranks.agree([f"consolidate_state_dict(to={to})"], wrong, "consolidate_state_dict")
         self._consolidated = (shards.updates, consolidate(shards, to))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state dict of a plain `optimizer_class`, with tensors on the CPU, from the last `consolidate_state_dict`.
+        """Returns the state dict of a plain `optimizer_class`, with tensors on the CPU, from the
+        last `consolidate_state_dict`.
 
         Returns:
             A dict of "state" and "param_groups", in which numbers stand for parameters.
@@ -190,8 +244,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if state is None or updates != self._opened.updates:
             self._consolidated = (0, None)
             raise RuntimeError(
-                f"rank {self.rank}: the optimizer's state is spread over the ranks, or changed since it was brought together. Call "
-                f"consolidate_state_dict(to={self.rank}) on all ranks, and then state_dict() on rank {self.rank} alone."
+                f"rank {self.rank}: the optimizer's state is spread over the ranks, or changed "
+                f"since it was brought together. Call consolidate_state_dict(to={self.rank}) on "
+                f"all ranks, and then state_dict() on rank {self.rank} alone."
             )
         self.state = defaultdict(dict, state)
         try:
@@ -200,20 +255,28 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.state = defaultdict(dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state dict of a plain optimizer, or of this class at any world size. Every rank calls it, and keeps its part.
+        """Loads the state dict of a plain optimizer, or of this class at any world size. Every rank
+        calls it, and keeps its part.
 
         Args:
             state_dict: The same on every rank. It is not changed.
 
         Raises:
-            ValueError: Groups or shapes differ from the optimizer's. Every rank raises it, before anything changes.
+            ValueError: Groups or shapes differ from the optimizer's. Every rank raises it, before
+                anything changes.
         """
         shards, groups = self._opened, self.param_groups
         taken: dict[nn.Parameter, dict[str, Any]] = {}
 
         def keep_own_part(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            """Runs after the caller's hooks. It leaves no state in the dict, so that torch copies only the options."""
-            taken.update(own_state(shards, [group["params"] for group in given["param_groups"]], given["state"]))
+            """Runs after the caller's hooks. It leaves no state in the dict, so that torch copies
+            only the options.
+            """
+            taken.update(
+                own_state(
+                    shards, [group["params"] for group in given["param_groups"]], given["state"]
+                )
+            )
             return {**given, "state": {}}
 
         handle = self.register_load_state_dict_pre_hook(keep_own_part)
@@ -243,7 +306,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self._overlap is not None and not kwargs.get("divide_by_initial_world_size", True):
             raise ValueError(
-                "divide_by_initial_world_size=False has no effect on DDP with a communication hook: use overlap_with_ddp=False"
+                "divide_by_initial_world_size=False has no effect on DDP with a communication "
+                "hook: use overlap_with_ddp=False"
             )
         return Shadow(self._shadow)
 
@@ -263,11 +327,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return process_group_of(self._opened.ranks.first)
 
     def __getstate__(self) -> dict[str, Any]:
-        raise RuntimeError("a ZeroRedundancyOptimizer can't be copied or pickled: consolidate_state_dict(), and save its state_dict()")
+        raise RuntimeError(
+            "a ZeroRedundancyOptimizer can't be copied or pickled: consolidate_state_dict(), and "
+            "save its state_dict()"
+        )
 
     @property
     def _overlap_with_ddp(self) -> bool:  # torch's own hooks read it
-        raise RuntimeError("torch's ddp_zero_hook drives torch's class only: ddp.register_comm_hook(None, optimizer.hook(ddp)) instead")
+        raise RuntimeError(
+            "torch's ddp_zero_hook drives torch's class only: ddp.register_comm_hook(None, "
+            "optimizer.hook(ddp)) instead"
+        )
 
     @property
     def _opened(self) -> Shards:
@@ -276,7 +346,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._shards
 
     def _shadow(self) -> None:
-        """Takes part in a step of the other ranks. With overlap, DDP's own hook for ranks without data does it."""
+        """Takes part in a step of the other ranks. With overlap, DDP's own hook for ranks without
+        data does it.
+        """
         if self._overlap is None:
             self._opened.step(self.param_groups, {}, joined=True)
             self._consolidated = (0, None)
@@ -289,10 +361,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._whole.append(whole)
 
     def _options(self, groups: list[dict[str, Any]], first: int = 0) -> list[str]:
-        return [line_of_group(self._local.optimizer_class, number, group) for number, group in enumerate(groups, first)]
+        return [
+            line_of_group(self._local.optimizer_class, number, group)
+            for number, group in enumerate(groups, first)
+        ]
 
     def _check(self, numbers: Iterable[int], keywords: dict[str, Any] | None = None) -> None:
-        """Tries the optimizer with the options of these groups. `keywords`: those of `step()`, when they are known."""
+        """Tries the optimizer with the options of these groups. `keywords`: those of `step()`, when
+        they are known.
+        """
         tried = True
         for number in numbers:
             if (group := self.param_groups[number])["params"]:

@@ -1,4 +1,6 @@
-"""The ranks that share a ZeroRedundancyOptimizer: what they compare, and what one of them tells the others."""
+"""The ranks that share a ZeroRedundancyOptimizer: what they compare, and what one of them tells the
+others.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _ACTIVE, _JOINED, _FAILED = range(3)
 
 
 class Ranks:
-    """One communicator for each device of the parameters, `on` it. Small things are exchanged on the first `device`."""
+    """One communicator for each device of the parameters, `on` it. Small things are exchanged on
+    the first `device`.
+    """
 
     def __init__(self, on: dict[torch.device, Communicator]) -> None:
         self.on = on
@@ -30,17 +34,23 @@ class Ranks:
         self.index, self.count = self.first.rank, self.first.world_size
 
     @classmethod
-    def of(cls, process_group: Any, devices: Iterable[torch.device]) -> tuple[Ranks, Exception | None]:
+    def of(
+        cls, process_group: Any, devices: Iterable[torch.device]
+    ) -> tuple[Ranks, Exception | None]:
         """Returns the ranks of a group, and the mistake in `process_group`, if any.
 
-        After a mistake they are the default group's. The other ranks most likely use it, and wait there.
+        After a mistake they are the default group's. The other ranks most likely use it, and wait
+        there.
         """
         devices = list(dict.fromkeys(devices)) or [any_device_of(process_group)]
         try:
             found = {device: communicator_for(process_group, device) for device in devices}
-            if any(communicator.shards < communicator.world_size for communicator in found.values()):
+            if any(
+                communicator.shards < communicator.world_size for communicator in found.values()
+            ):
                 raise TypeError(
-                    "process_group is a mesh of two dimensions, expected a process group or a mesh of one: there are no replicas here"
+                    "process_group is a mesh of two dimensions, expected a process group or a "
+                    "mesh of one: there are no replicas here"
                 )
             return cls(found), None
         except (TypeError, WrongMesh) as mistake:
@@ -50,17 +60,33 @@ class Ranks:
         """Context whose errors tell the rank and the purpose of a transfer that fails inside."""
         return NamingFailures(self.first, doing, Subject(what), caller)
 
-    def agree(self, lines: list[str], error: Exception | None, caller: str = "ZeroRedundancyOptimizer") -> None:
-        """Returns if all ranks pass the same lines and no error. Otherwise every rank raises the same error."""
-        agree(self.first, self.device, "the parameters of ZeroRedundancyOptimizer", lines, error, caller=caller)
+    def agree(
+        self, lines: list[str], error: Exception | None, caller: str = "ZeroRedundancyOptimizer"
+    ) -> None:
+        """Returns if all ranks pass the same lines and no error. Otherwise every rank raises the
+        same error.
+        """
+        agree(
+            self.first,
+            self.device,
+            "the parameters of ZeroRedundancyOptimizer",
+            lines,
+            error,
+            caller=caller,
+        )
 
-    def roll_call(self, lines: list[str], *, joined: bool, error: Exception | None = None) -> int | None:
-        """Returns the first rank with data, if another one has joined (has no data any more). It tells the others what to do.
+    def roll_call(
+        self, lines: list[str], *, joined: bool, error: Exception | None = None
+    ) -> int | None:
+        """Returns the first rank with data, if another one has joined (has no data any more). It
+        tells the others what to do.
 
-        Ranks with data compare `lines`. Each rank sends 16 bytes; texts follow only if these differ.
+        Ranks with data compare `lines`. Each rank sends 16 bytes; texts follow only if these
+        differ.
 
         Raises:
-            ValueError, TypeError, RuntimeError: The `error` of a rank, or the first line that differs. Every rank raises it.
+            ValueError, TypeError, RuntimeError: The `error` of a rank, or the first line that
+                differs. Every rank raises it.
         """
         state = _JOINED if joined else _ACTIVE if error is None else _FAILED
         digest = hashlib.sha256("\n".join(lines).encode()).digest()[:15]
@@ -68,7 +94,10 @@ class Ranks:
         with self.naming("comparing with the other ranks", subject, "ZeroRedundancyOptimizer.step"):
             said = self.first.exchange(digest + bytes([state]), self.device)
         active = [rank for rank, each in enumerate(said) if each[-1] != _JOINED]
-        if any(said[rank][-1] == _FAILED for rank in active) or len({said[rank] for rank in active}) > 1:
+        if (
+            any(said[rank][-1] == _FAILED for rank in active)
+            or len({said[rank] for rank in active}) > 1
+        ):
             agree(self.first, self.device, "which parameters have gradients", lines, error)
         return active[0] if 0 < len(active) < self.count else None
 
@@ -90,7 +119,9 @@ class Ranks:
             if own:
                 content.copy_(torch.frombuffer(payload, dtype=torch.uint8))
             self.first.broadcast(content, source)
-        return values if own else dict(decode_scalar(json.loads(bytes(content.tolist())), self.device))
+        return (
+            values if own else dict(decode_scalar(json.loads(bytes(content.tolist())), self.device))
+        )
 
     def broadcast(self, values: Tensor, source: int, doing: str, what: str) -> None:
         """Copies rank `source`'s values to every rank. `doing` and `what`: for the error."""

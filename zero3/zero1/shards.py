@@ -19,7 +19,9 @@ __all__: list[str] = []
 
 
 class Shards:
-    """The parameters in the order of their groups, the local optimizer, and the buckets that bring updates to all ranks."""
+    """The parameters in the order of their groups, the local optimizer, and the buckets that bring
+    updates to all ranks.
+    """
 
     def __init__(self, ranks: Ranks, packing: Packing) -> None:
         self.ranks = ranks
@@ -31,10 +33,14 @@ class Shards:
         self._packing = packing
         self._owned = [0] * ranks.count  # the bytes of whole parameters that each rank has
 
-    def create(self, local: LocalOptimizers, groups: Sequence[tuple[list[Spread], dict[str, Any]]]) -> None:
+    def create(
+        self, local: LocalOptimizers, groups: Sequence[tuple[list[Spread], dict[str, Any]]]
+    ) -> None:
         """Makes the local optimizer over this rank's shares of all groups. A group may be empty."""
         self._divide([spread for spreads, _ in groups for spread in spreads])
-        self.optimizer = local.make([{**options, "params": _own(spreads)} for spreads, options in groups])
+        self.optimizer = local.make(
+            [{**options, "params": _own(spreads)} for spreads, options in groups]
+        )
 
     def add(self, spreads: list[Spread], options: dict[str, Any]) -> None:
         """Adds a group. The shares of other groups do not change."""
@@ -42,9 +48,11 @@ class Shards:
         self.optimizer.add_param_group({**options, "params": _own(spreads)})
 
     def update(self, spreads: Sequence[Spread], loss: Any, keywords: Mapping[str, Any]) -> None:
-        """Updates the parameters, which have taken gradients, and begins to send their new values to all ranks.
+        """Updates the parameters, which have taken gradients, and begins to send their new values
+        to all ranks.
 
-        `gathers.finish` waits for them. `loss`: the result of the caller's closure. `keywords`: those of `step()`.
+        `gathers.finish` waits for them. `loss`: the result of the caller's closure. `keywords`:
+        those of `step()`.
         """
         step_locally(self.optimizer, loss, keywords)
         for spread in spreads:
@@ -52,12 +60,21 @@ class Shards:
         self.updates += 1
         if self.ranks.count > 1:
             changed = set(spreads)
-            self.gathers.start(bucket for bucket in self._buckets if changed.intersection(bucket.spreads))
+            self.gathers.start(
+                bucket for bucket in self._buckets if changed.intersection(bucket.spreads)
+            )
             self.gathers.broadcast(spreads)
-        increment_version([spread.parameter for spread in spreads])  # as a plain optimizer's update in place does
+        # as a plain optimizer's update in place does
+        increment_version([spread.parameter for spread in spreads])
 
     def step(
-        self, groups: Groups, keywords: dict[str, Any], *, loss: Any = None, joined: bool = False, error: Exception | None = None
+        self,
+        groups: Groups,
+        keywords: dict[str, Any],
+        *,
+        loss: Any = None,
+        joined: bool = False,
+        error: Exception | None = None,
     ) -> None:
         """Updates the parameters that have a gradient, on all ranks together.
 
@@ -72,9 +89,15 @@ class Shards:
         """
         present = [spread.parameter.grad is not None for spread in self.spreads]
         error = error or (None if joined else _unusable(self.spreads))
-        leader = self.ranks.roll_call([] if joined else _lines(self.spreads), joined=joined, error=error)
+        leader = self.ranks.roll_call(
+            [] if joined else _lines(self.spreads), joined=joined, error=error
+        )
         if leader is not None:
-            told: dict[str, Any] = {"gradients": present, "options": [options_of(group) for group in groups], "kwargs": keywords}
+            told: dict[str, Any] = {
+                "gradients": present,
+                "options": [options_of(group) for group in groups],
+                "kwargs": keywords,
+            }
             told = self.ranks.tell(told, leader, "step() of ZeroRedundancyOptimizer")
             present, keywords = told["gradients"], told["kwargs"]
             if joined:
@@ -92,7 +115,9 @@ class Shards:
             raise
         copy_options(self.optimizer.param_groups, groups)
 
-    def load(self, state: Mapping[nn.Parameter, dict[str, Any]], options: Sequence[dict[str, Any]]) -> None:
+    def load(
+        self, state: Mapping[nn.Parameter, dict[str, Any]], options: Sequence[dict[str, Any]]
+    ) -> None:
         """Loads the state of the local optimizer's parameters, and every group's options."""
         numbers = {parameter: number for number, parameter in enumerate(_own(self.spreads))}
         groups = [
@@ -114,9 +139,15 @@ def _own(spreads: Iterable[Spread]) -> list[nn.Parameter]:
 
 
 def _shared_gradient(ranks: Ranks, spread: Spread, leader: int) -> Tensor:
-    """Sends a gradient to ranks that have joined. (They took part in DDP's reduction without its result.) Their `.grad` does not change."""
+    """Sends a gradient to ranks that have joined. (They took part in DDP's reduction without its
+    result.) Their `.grad` does not change.
+    """
     parameter, gradient = spread.parameter, spread.parameter.grad
-    sent = None if gradient is None or ranks.index != leader else laid_out_as(gradient.detach(), parameter)
+    sent = (
+        None
+        if gradient is None or ranks.index != leader
+        else laid_out_as(gradient.detach(), parameter)
+    )
     laid = torch.empty_like(parameter) if sent is None else sent
     gapless = is_gapless(laid)
     values = flat(laid) if gapless else laid.contiguous().view(-1)
@@ -127,12 +158,18 @@ def _shared_gradient(ranks: Ranks, spread: Spread, leader: int) -> Tensor:
 
 
 def _lines(spreads: Iterable[Spread]) -> list[str]:
-    return [f"{spread.name}: {'a gradient' if spread.parameter.grad is not None else 'no gradient'}" for spread in spreads]
+    return [
+        f"{spread.name}: {'a gradient' if spread.parameter.grad is not None else 'no gradient'}"
+        for spread in spreads
+    ]
 
 
 def _unusable(spreads: Iterable[Spread]) -> Exception | None:
     for spread in spreads:
         gradient = spread.parameter.grad
         if gradient is not None and gradient.layout != torch.strided:
-            return RuntimeError(f"the gradient of {spread.name} is sparse, which has no parts to spread over ranks: use dense gradients")
+            return RuntimeError(
+                f"the gradient of {spread.name} is sparse, which has no parts to spread over "
+                "ranks: use dense gradients"
+            )
     return None

@@ -1,4 +1,6 @@
-"""Gathers the state that is spread over ranks as a plain optimizer's state, and divides such a state among ranks."""
+"""Gathers the state that is spread over ranks as a plain optimizer's state, and divides such a
+state among ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ _STEP = "step"  # the key of a count, also if it is a tensor that has the parame
 class _Described(NamedTuple):
     """A share's state under one key, as JSON.
 
-    A tensor with the share's elements (or of any shape, for a whole parameter) is sent by itself, and only described here. Other
-    values are here themselves.
+    A tensor with the share's elements (or of any shape, for a whole parameter) is sent by itself,
+    and only described here. Other values are here themselves.
     """
 
     key: Any
@@ -34,50 +36,82 @@ class _Described(NamedTuple):
 
 
 def consolidate(shards: Shards, to: int) -> dict[Tensor, dict[str, Any]] | None:
-    """Returns the state of every parameter, in the parameter's shape, on the CPU of rank `to`, and None on other ranks.
+    """Returns the state of every parameter, in the parameter's shape, on the CPU of rank `to`, and
+    None on other ranks.
 
-    One tensor at a time is sent. Beside its own state, another rank holds at most a share of one tensor.
+    One tensor at a time is sent. Beside its own state, another rank holds at most a share of one
+    tensor.
 
     Raises:
-        ValueError: A state has neither the shape of its parameter nor one element. Every rank raises it.
+        ValueError: A state has neither the shape of its parameter nor one element. Every rank
+            raises it.
         TypeError: A state is neither a tensor nor a plain value. Every rank raises it.
     """
     ranks = shards.ranks
     with agreeing(ranks.first, ranks.device, "the state of ZeroRedundancyOptimizer"):
-        mine = [(number, _description(shards, spread)) for number, spread in enumerate(shards.spreads) if spread.own]
+        mine = [
+            (number, _description(shards, spread))
+            for number, spread in enumerate(shards.spreads)
+            if spread.own
+        ]
     with ranks.naming("describing", "the state of ZeroRedundancyOptimizer"):
-        everyone = [dict(json.loads(text)) for text in exchange_texts(ranks.first, ranks.device, json.dumps(mine))]
+        everyone = [
+            dict(json.loads(text))
+            for text in exchange_texts(ranks.first, ranks.device, json.dumps(mine))
+        ]
     full: dict[Tensor, dict[str, Any]] = {}
     for number, spread in enumerate(shards.spreads):
-        for what in (_Described(*each) for each in next((held[number] for held in everyone if held.get(number)), ())):
+        for what in (
+            _Described(*each)
+            for each in next((held[number] for held in everyone if held.get(number)), ())
+        ):
             key = decode_scalar(what.key, _CPU)
-            value = _told(what) if what.dtype is None else _brought_together(shards, spread, key, what, to)
+            value = (
+                _told(what)
+                if what.dtype is None
+                else _brought_together(shards, spread, key, what, to)
+            )
             if ranks.index == to:
                 full.setdefault(spread.parameter, {})[key] = value
     return full if ranks.index == to else None
 
 
-def own_state(shards: Shards, groups: list[list[int]], state: Mapping[int, Mapping[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
-    """Returns what of a plain optimizer's state this rank's local optimizer needs. `groups`: the parameters' numbers in `state`.
+def own_state(
+    shards: Shards, groups: list[list[int]], state: Mapping[int, Mapping[str, Any]]
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """Returns what of a plain optimizer's state this rank's local optimizer needs. `groups`: the
+    parameters' numbers in `state`.
 
     Raises:
         ValueError: A tensor has neither its parameter's shape nor one element.
     """
     numbers = [number for group in groups for number in group]
     taken: dict[nn.Parameter, dict[str, Any]] = {}
-    for number, spread in zip(numbers, shards.spreads, strict=False):  # torch compares the groups' sizes
+    # torch compares the groups' sizes
+    for number, spread in zip(numbers, shards.spreads, strict=False):
         if number in state:
             for key, value in state[number].items():
                 _check_shape(spread, key, value)
             for share, parameter in spread.own.items():
-                taken[parameter] = {key: _share_of(value, key, spread, share) for key, value in state[number].items()}
+                taken[parameter] = {
+                    key: _share_of(value, key, spread, share)
+                    for key, value in state[number].items()
+                }
     return taken
 
 
 def _check_shape(spread: Spread, key: str, value: Any) -> None:
-    if isinstance(value, Tensor) and not spread.whole and value.numel() != 1 and value.shape != spread.parameter.shape:
+    if (
+        isinstance(value, Tensor)
+        and not spread.whole
+        and value.numel() != 1
+        and value.shape != spread.parameter.shape
+    ):
         found, expected = tuple(value.shape), tuple(spread.parameter.shape)
-        raise ValueError(f"the state {key!r} of {spread.name} has shape {found}, expected {expected} or one element")
+        raise ValueError(
+            f"the state {key!r} of {spread.name} has shape {found}, expected {expected} or one "
+            "element"
+        )
 
 
 def _share_of(value: Any, key: str, spread: Spread, share: Share) -> Any:
@@ -86,7 +120,9 @@ def _share_of(value: Any, key: str, spread: Spread, share: Share) -> Any:
         return value
     if spread.shaped or key == _STEP or value.shape != spread.parameter.shape:
         return value.clone()
-    return spread.cut(share, laid_out_as(value.detach(), spread.parameter)).to(spread.parameter.device, copy=True)
+    return spread.cut(share, laid_out_as(value.detach(), spread.parameter)).to(
+        spread.parameter.device, copy=True
+    )
 
 
 def _description(shards: Shards, spread: Spread) -> list[_Described]:
@@ -95,17 +131,22 @@ def _description(shards: Shards, spread: Spread) -> list[_Described]:
     described = []
     for key, value in shards.optimizer.state.get(parameter, {}).items():
         what = f"{type(shards.optimizer).__name__}'s {key!r} of {spread.name}"
-        named, shape = encode_scalar(key, f"the key of {what}"), list(value.shape) if isinstance(value, Tensor) else []
+        named, shape = (
+            encode_scalar(key, f"the key of {what}"),
+            list(value.shape) if isinstance(value, Tensor) else [],
+        )
         if not isinstance(value, Tensor):
             described.append(_Described(named, shape, None, encode_scalar(value, what)))
         elif value.numel() == 1 and (key == _STEP or (value.ndim == 0 and parameter.ndim)):
-            described.append(_Described(named, shape, None, encode_scalar(value.detach().cpu().view(()), what)))
+            described.append(
+                _Described(named, shape, None, encode_scalar(value.detach().cpu().view(()), what))
+            )
         elif spread.shaped or value.shape == parameter.shape:
             described.append(_Described(named, shape, name_of(value.dtype)))
         else:
             raise ValueError(
-                f"{what} has shape {tuple(shape)} for {parameter.numel()} of its elements: it has no place in a whole parameter's "
-                "state. Use whole=True for this group."
+                f"{what} has shape {tuple(shape)} for {parameter.numel()} of its elements: it has "
+                "no place in a whole parameter's state. Use whole=True for this group."
             )
     return described
 
@@ -115,7 +156,9 @@ def _told(what: _Described) -> Any:
     return value.view(what.shape) if isinstance(value, Tensor) else value
 
 
-def _brought_together(shards: Shards, spread: Spread, key: Any, what: _Described, to: int) -> Tensor | None:
+def _brought_together(
+    shards: Shards, spread: Spread, key: Any, what: _Described, to: int
+) -> Tensor | None:
     ranks, parameter, full = shards.ranks, spread.parameter, None
     dtype = dtype_named(str(what.dtype))
     if ranks.index == to:

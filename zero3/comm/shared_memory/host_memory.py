@@ -1,16 +1,19 @@
-"""Shared memory through which processes on one host exchange tensors. Sockets would take several times as long.
+"""Shared memory through which processes on one host exchange tensors. Sockets would take several
+times as long.
 
-For each process group, each process has one anonymous file, which the other processes map through `/proc`. It has no name, so it
-can't be left behind, and the size of /dev/shm does not limit it. It is sparse: only written pages take memory. A new transfer
-reuses memory that all have read. `trim` frees the memory, and so does the end of the group, or of the process and its forks.
+For each process group, each process has one anonymous file, which the other processes map through
+`/proc`. It has no name, so it can't be left behind, and the size of /dev/shm does not limit it. It
+is sparse: only written pages take memory. A new transfer reuses memory that all have read. `trim`
+frees the memory, and so does the end of the group, or of the process and its forks.
 
-    header     token | closed | places in use | per place: number, tag, turn, (offset, nbytes) and receipt for each rank
-    data       the tensors, close together
+    header     token | closed | places in use | per place: number, tag, turn, (offset, nbytes) and
+    receipt for each rank data       the tensors, close together
 
-A place describes one transfer. The sender writes its tensors into free memory, and then a new number into a place of the header.
-The receiver finds the place by tag and turn. (The turn counts the transfers with that tag. It is the same on all ranks.) The
-receiver reads the tensors where they are, and writes the number back as its receipt. After all receipts the memory is free again.
-A sender never waits for receivers, because they may be waiting for this sender.
+A place describes one transfer. The sender writes its tensors into free memory, and then a new
+number into a place of the header. The receiver finds the place by tag and turn. (The turn counts
+the transfers with that tag. It is the same on all ranks.) The receiver reads the tensors where they
+are, and writes the number back as its receipt. After all receipts the memory is free again. A
+sender never waits for receivers, because they may be waiting for this sender.
 """
 
 from __future__ import annotations
@@ -43,19 +46,29 @@ _LONGEST_SLEEP = 1e-3  # seconds between two looks at the header
 
 
 class Expected:
-    """Tensors that another rank sends to this rank. If this rank never looks at them, the place is given back all the same."""
+    """Tensors that another rank sends to this rank. If this rank never looks at them, the place is
+    given back all the same.
+    """
 
     __slots__ = ("_memory", "_seen", "_source", "_tag", "_turn")
 
     def __init__(self, memory: HostMemory, source: int, tag: int, turn: int) -> None:
-        self._memory, self._source, self._tag, self._turn, self._seen = memory, source, tag, turn, False
+        self._memory, self._source, self._tag, self._turn, self._seen = (
+            memory,
+            source,
+            tag,
+            turn,
+            False,
+        )
 
     @contextmanager
     def look(self, like: Tensor) -> Iterator[Tensor]:
-        """Context that yields the received data: 1-D, as long as `like`, in shared memory. Blocks the host.
+        """Context that yields the received data: 1-D, as long as `like`, in shared memory. Blocks
+        the host.
 
         Raises:
-            RuntimeError: nothing came within the group's timeout, the sender has ended, or the data is not as long as `like`.
+            RuntimeError: nothing came within the group's timeout, the sender has ended, or the data
+                is not as long as `like`.
         """
         with self._memory.look(self._source, self._tag, self._turn, like) as found:
             yield found
@@ -67,23 +80,39 @@ class Expected:
 
 
 class HostMemory:
-    """One process's side: its own file, and the files of the ranks in `near`, which are on the same host."""
+    """One process's side: its own file, and the files of the ranks in `near`, which are on the same
+    host.
+    """
 
-    def __init__(self, rank: int, world_size: int, own: Own | None, neighbours: Mapping[int, Neighbour], timeout: timedelta) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        own: Own | None,
+        neighbours: Mapping[int, Neighbour],
+        timeout: timedelta,
+    ) -> None:
         self.near = frozenset(neighbours)
         self._rank, self._world_size, self._timeout = rank, world_size, timeout.total_seconds()
         self._owner = os.getpid()
         self._words_of_place = 3 + 3 * world_size
         header_bytes = _header_bytes(world_size)
-        self._memories = {other: neighbour.memory for other, neighbour in neighbours.items()} | ({rank: own.memory} if own else {})
-        self._headers = {other: memoryview(memory)[:header_bytes].cast("q") for other, memory in self._memories.items()}
+        self._memories = {other: neighbour.memory for other, neighbour in neighbours.items()} | (
+            {rank: own.memory} if own else {}
+        )
+        self._headers = {
+            other: memoryview(memory)[:header_bytes].cast("q")
+            for other, memory in self._memories.items()
+        }
         self._file_fd = own.file_fd if own else -1
         self._process_fds = {other: neighbour.process_fd for other, neighbour in neighbours.items()}
-        self._unread: dict[int, tuple[int, int]] = {}  # place that lacks a receipt -> begin and end of its data
+        # place that lacks a receipt -> begin and end of its data
+        self._unread: dict[int, tuple[int, int]] = {}
         self._begin = self._end = header_bytes  # of the data; only this range takes memory
         self._last = 0  # the last number given to a transfer
         self._turns: Counter[int] = Counter()  # by tag
-        self._abandoned: deque[tuple[int, int, int]] = deque()  # (sender, tag, turn) that this rank will not read
+        # (sender, tag, turn) that this rank will not read
+        self._abandoned: deque[tuple[int, int, int]] = deque()
         self._putting = threading.Lock()
 
     @property
@@ -97,14 +126,17 @@ class HostMemory:
         return self._end - self._begin
 
     def next_turn(self, tag: int) -> int:
-        """The turn of the next transfer. It stays the same until `begun` is called, so a failed start can be repeated."""
+        """The turn of the next transfer. It stays the same until `begun` is called, so a failed
+        start can be repeated.
+        """
         return self._turns[tag] + 1
 
     def begun(self, tag: int) -> None:
         self._turns[tag] += 1
 
     def put(self, tag: int, turn: int, outgoing: Mapping[int, Sequence[Tensor]]) -> int:
-        """Writes 1-D tensors of one dtype, side by side for each near rank. A list for several ranks is written once. Returns the number.
+        """Writes 1-D tensors of one dtype, side by side for each near rank. A list for several
+        ranks is written once. Returns the number.
 
         Raises:
             RuntimeError: there is no free memory, or no free place.
@@ -112,41 +144,59 @@ class HostMemory:
         if not outgoing:
             return 0
         distinct = {id(tensors): tensors for tensors in outgoing.values()}
-        nbytes = {key: sum(tensor.nbytes for tensor in tensors) for key, tensors in distinct.items()}
+        nbytes = {
+            key: sum(tensor.nbytes for tensor in tensors) for key, tensors in distinct.items()
+        }
         with self._putting:
             header, memory = self._header(self._rank), self._memories[self._rank]
             place, end = self._room(sum(map(_aligned, nbytes.values())))
             offsets = {}
             for key, tensors in distinct.items():
                 if nbytes[key]:
-                    torch.cat(list(tensors), out=_tensor_in(memory, end, nbytes[key], tensors[0].dtype))
+                    torch.cat(
+                        list(tensors), out=_tensor_in(memory, end, nbytes[key], tensors[0].dtype)
+                    )
                 offsets[key], end = end, end + _aligned(nbytes[key])
             at = self._at(place)
             header[at + 1], header[at + 2] = tag, turn
             for rank, tensors in outgoing.items():
-                header[at + 3 + 2 * rank], header[at + 4 + 2 * rank] = offsets[id(tensors)], nbytes[id(tensors)]
+                header[at + 3 + 2 * rank], header[at + 4 + 2 * rank] = (
+                    offsets[id(tensors)],
+                    nbytes[id(tensors)],
+                )
             self._last += 1
-            header[at] = self._last  # written last: a reader that sees the number finds everything else
+            # written last: a reader that sees the number finds everything else
+            header[at] = self._last
             header[_USED] = max(header[_USED], place + 1)
             return self._last
 
     def _room(self, nbytes: int) -> tuple[int, int]:
-        """Returns a free place, and an offset with `nbytes` of free memory. The smallest gap is taken, so that the file stays small."""
+        """Returns a free place, and an offset with `nbytes` of free memory. The smallest gap is
+        taken, so that the file stays small.
+        """
         header = self._header(self._rank)
         self._forget_what_all_have_read()
         place = next(number for number in count() if number not in self._unread)
         if place == _PLACES:
-            raise RuntimeError(f"{_PLACES} transfers are under way, and none has been waited for: wait for earlier ones")
+            raise RuntimeError(
+                f"{_PLACES} transfers are under way, and none has been waited for: wait for "
+                "earlier ones"
+            )
         edges = [(self._begin, self._begin), *sorted(self._unread.values()), (self._end, self._end)]
         gaps = [(high - low, low) for (_, low), (high, _) in pairwise(edges)]
         _, start = min((gap for gap in gaps if gap[0] >= nbytes), default=gaps[-1])
         try:  # to write a page that the system can't provide would kill the process
             if place >= header[_USED]:
-                os.posix_fallocate(self._file_fd, self._at(place) * _WORD, self._words_of_place * _WORD)
+                os.posix_fallocate(
+                    self._file_fd, self._at(place) * _WORD, self._words_of_place * _WORD
+                )
             if start + nbytes > self._end:
                 os.posix_fallocate(self._file_fd, self._end, start + nbytes - self._end)
         except OSError as error:
-            raise RuntimeError(f"no memory for {nbytes} bytes for other ranks, beside {self.nbytes}: {error.strerror}") from error
+            raise RuntimeError(
+                f"no memory for {nbytes} bytes for other ranks, beside {self.nbytes}: "
+                f"{error.strerror}"
+            ) from error
         self._end = max(self._end, start + nbytes)
         self._unread[place] = start, start + nbytes
         return place, start
@@ -154,13 +204,17 @@ class HostMemory:
     def _forget_what_all_have_read(self) -> None:
         header = self._header(self._rank)
         for place in list(self._unread):
-            if all(header[self._receipt(place, rank)] == header[self._at(place)] for rank in self.near):
+            if all(
+                header[self._receipt(place, rank)] == header[self._at(place)] for rank in self.near
+            ):
                 del self._unread[place]
 
     def trim(self) -> None:
-        """Frees the memory behind the data that other ranks have yet to read. It waits for nobody, and may be called at any time.
+        """Frees the memory behind the data that other ranks have yet to read. It waits for nobody,
+        and may be called at any time.
 
-        It is not called after each transfer, because the next transfer would have to allocate every page again.
+        It is not called after each transfer, because the next transfer would have to allocate every
+        page again.
         """
         if not self.near:
             return
@@ -171,7 +225,8 @@ class HostMemory:
             last, self._end = self._end, first
             first, last = _aligned(first, mmap.PAGESIZE), _aligned(last, mmap.PAGESIZE)
             if first < last:
-                with suppress(OSError):  # some sandboxes don't support it: then the memory is freed with the group
+                # some sandboxes don't support it: then the memory is freed with the group
+                with suppress(OSError):
                     memory.madvise(mmap.MADV_REMOVE, first, last - first)
 
     def expect(self, source: int, tag: int, turn: int) -> Expected:
@@ -179,7 +234,9 @@ class HostMemory:
         return Expected(self, source, tag, turn)
 
     def abandon(self, source: int, tag: int, turn: int) -> None:
-        """This rank will not read that transfer. It may not have come yet. A destructor calls this, so it only takes a note."""
+        """This rank will not read that transfer. It may not have come yet. A destructor calls this,
+        so it only takes a note.
+        """
         self._abandoned.append((source, tag, turn))
 
     @contextmanager
@@ -192,8 +249,15 @@ class HostMemory:
         at = self._at(place)
         offset, nbytes = header[at + 3 + 2 * self._rank], header[at + 4 + 2 * self._rank]
         if nbytes != like.nbytes:
-            raise RuntimeError(f"rank {source} sent {nbytes} bytes, expected {like.nbytes}: the ranks' slices do not match")
-        yield _tensor_in(self._memories[source], offset, nbytes, like.dtype) if nbytes else like.new_empty(0)
+            raise RuntimeError(
+                f"rank {source} sent {nbytes} bytes, expected {like.nbytes}: the ranks' slices do "
+                "not match"
+            )
+        yield (
+            _tensor_in(self._memories[source], offset, nbytes, like.dtype)
+            if nbytes
+            else like.new_empty(0)
+        )
         self._sign(header, place)
 
     def _sign(self, header: memoryview, place: int) -> None:
@@ -216,11 +280,17 @@ class HostMemory:
             self._await(rank, partial(self._read_by, header, rank, number))
 
     def close(self) -> None:
-        """Leaves the group: ranks that wait for this process get an error. In a forked child it only closes the child's descriptors."""
+        """Leaves the group: ranks that wait for this process get an error. In a forked child it
+        only closes the child's descriptors.
+        """
         if self._headers and os.getpid() == self._owner:
             self._headers[self._rank][_CLOSED] = 1
         self._headers, self._memories = {}, {}
-        descriptors, self._file_fd, self._process_fds = [self._file_fd, *self._process_fds.values()], -1, {}
+        descriptors, self._file_fd, self._process_fds = (
+            [self._file_fd, *self._process_fds.values()],
+            -1,
+            {},
+        )
         for descriptor in descriptors:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -234,13 +304,22 @@ class HostMemory:
         """The transfer's place. None if it has not come, or if this rank has read it."""
         for place in range(header[_USED]):
             at = self._at(place)
-            if header[at] != header[self._receipt(place, self._rank)] and header[at + 1] == tag and header[at + 2] == turn:
+            if (
+                header[at] != header[self._receipt(place, self._rank)]
+                and header[at + 1] == tag
+                and header[at + 2] == turn
+            ):
                 return place
         return None
 
     def _read_by(self, header: memoryview, rank: int, number: int) -> int | None:
-        places = [place for place in range(header[_USED]) if header[self._at(place)] == number]  # none: read, and already replaced
-        return number if all(header[self._receipt(place, rank)] == number for place in places) else None
+        # none: read, and already replaced
+        places = [place for place in range(header[_USED]) if header[self._at(place)] == number]
+        return (
+            number
+            if all(header[self._receipt(place, rank)] == number for place in places)
+            else None
+        )
 
     def _at(self, place: int) -> int:
         return _FIRST + place * self._words_of_place
@@ -255,28 +334,42 @@ class HostMemory:
             waited = time.monotonic() - begin
             if waited > self._timeout:
                 raise RuntimeError(f"Timed out waiting {self._timeout:g} s for rank {rank}")
-            gone = self._header(rank)[_CLOSED] or (waited > _LONGEST_SLEEP and _has_ended(self._process_fds[rank]))
+            gone = self._header(rank)[_CLOSED] or (
+                waited > _LONGEST_SLEEP and _has_ended(self._process_fds[rank])
+            )
             if gone and look() is None:  # the rank may have written it just before it ended
-                raise RuntimeError(f"the process of rank {rank} has ended, or has left the process group")
+                raise RuntimeError(
+                    f"the process of rank {rank} has ended, or has left the process group"
+                )
             time.sleep(min(waited / 4, _LONGEST_SLEEP))
         return found
 
 
-def host_memory(group: Any, rank: int, world_size: int, timeout: timedelta, exchange: Exchange) -> HostMemory:
-    """This process's memory for `group`. All ranks make it together at its first use; it is closed when the group is destroyed."""
+def host_memory(
+    group: Any, rank: int, world_size: int, timeout: timedelta, exchange: Exchange
+) -> HostMemory:
+    """This process's memory for `group`. All ranks make it together at its first use; it is closed
+    when the group is destroyed.
+    """
     if (known := _known(group)) is not None:
         return known
-    memory = HostMemory(rank, world_size, *meet(rank, world_size, _header_bytes(world_size), exchange), timeout)
+    memory = HostMemory(
+        rank, world_size, *meet(rank, world_size, _header_bytes(world_size), exchange), timeout
+    )
     weakref.finalize(group, memory.close)
     return memory
 
 
 def _known(group: Any) -> HostMemory | None:
-    """The memory that `group` has already. It is found through its finalizer: torch's groups take no attributes."""
+    """The memory that `group` has already. It is found through its finalizer: torch's groups take
+    no attributes.
+    """
     for reference in weakref.getweakrefs(group):
         ending = reference.__callback__
         found = ending.peek() if isinstance(ending, weakref.finalize) else None
-        if found is not None and isinstance(owner := getattr(found[1], "__self__", None), HostMemory):
+        if found is not None and isinstance(
+            owner := getattr(found[1], "__self__", None), HostMemory
+        ):
             return owner
     return None
 
