@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from .core.parameters import CONTAINERS, ParameterSites, dotted, is_callable, own_modules
+from .core.parameters import CONTAINERS, dotted, is_callable, own_modules
+from .core.sites import ParameterSites
 
 __all__: list[str] = []
 

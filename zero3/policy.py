@@ -185,7 +185,7 @@ class ShardingPolicy:
         offload: Where chunks and their gradients rest between their uses. `"cpu"`: in host memory,
             pinned if layers compute on an accelerator. On the CPU that changes nothing. A
             directory, on a local disk: in memory-mapped files without a name, which vanish with the
-            process. The directory need not be the same on all hosts. Not with `gather_format`. The
+            process. The directory need not be the same on all hosts. The
             optimizer then steps on the CPU, as `chunk` and `chunk.grad` are there. On the CPU
             results are the same to the bit. On an accelerator gathers and sums are, and the
             optimizer's step, which then runs on the host, rounds as the host does. None: where
@@ -268,11 +268,6 @@ class ShardingPolicy:
             if self.offload is None
             else place_of(self.offload, 'offload must be "cpu", a directory or None')
         )
-        if place is not None and self.gather_format is not None:
-            raise ValueError(
-                "offload and gather_format exclude each other: an offloaded chunk travels as it "
-                "is, or cast to param_dtype"
-            )
         if place == "":
             raise ValueError('offload must be "cpu", a directory or None, found an empty text')
         # files are made later too, perhaps after the process has changed its directory

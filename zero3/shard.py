@@ -27,13 +27,13 @@ from .core.layout import megabytes
 from .core.module_overrides import Override, guard, refuse_merges
 from .core.parameters import (
     IN_MODEL,
-    ParameterSites,
     check_parameters,
     find_parameters,
     is_callable,
     own_module_name,
     own_modules,
 )
+from .core.sites import ParameterSites
 from .input_gradients import watch_input_gradients
 from .layer import RootEntry, Zero3Layer, adopt, is_layer, layers_of
 from .policy import ShardingPolicy, unlike

@@ -27,8 +27,8 @@ from benchmarks.common.ranks import alone
 from benchmarks.common.report import leave, markdown, new_figure, progress, save
 from benchmarks.common.systems import fsdp2
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
+from zero3.build.host import Host
 from zero3.comm.streams import Done, Lanes, Pending, lanes_for
-from zero3.core.residence import Host
 
 MODELS = {
     "7.5B": Size(width=4096, depth=35, heads=32, vocabulary=51200, sequence=8, batch=1),

@@ -22,8 +22,9 @@ from tests.support.reference import Turn, as_one_layer, check_parity, in_place, 
 from tests.support.uneven import Plan, assert_same, joined_threads, plain, tell_sharded
 from zero3 import MXFP4, NF4, Float8, Int8, ShardingPolicy
 from zero3.access import states_of
+from zero3.comm.errors import NamingFailures
 from zero3.comm.shared_memory.neighbours import SWITCH
-from zero3.core.compressed import CompressedChunk
+from zero3.wires.coded import Coded
 
 FINE = {"gather_format": Int8(block_size=1), "reduce_format": Int8(block_size=1)}
 TOLERANCE = 1e-5
@@ -186,7 +187,7 @@ def test_whole_parameters_travel_in_the_slices_of_their_owners() -> None:
         groups = zero3.param_groups(model, lambda name, info: {"whole": info.ndim == 2})
         state = states_of(model)[1]
         chunk = state.chunks[0]
-        assert isinstance(chunk, CompressedChunk) and chunk.layout.bounds is not None
+        assert isinstance(chunk.wire, Coded) and chunk.layout.bounds is not None
         layout = chunk.layout
         with zero3.full_params(model):
             masters = torch.cat([dict(model[1].module.named_parameters())[slot.name].detach().reshape(-1).clone() for slot in layout.slots])
@@ -199,10 +200,11 @@ def test_whole_parameters_travel_in_the_slices_of_their_owners() -> None:
             torch.cat([torch.randn(slot.shape, generator=torch.Generator().manual_seed(rank)).reshape(-1) for slot in layout.slots])
             for rank in range(2)
         ]
-        reducer = state.gradients.reducers[chunk]
+        account = state.gradients.accounts[chunk]
         for index, slot in enumerate(layout.slots):
-            reducer.add(index, gradient[slot.name])
-        reducer.back_up(reducer.prepare(group), state.lanes.backup, group).wait()
+            account.add(index, gradient[slot.name])
+        names = NamingFailures(group, "reducing", state.subject)
+        account.back_up(account.take_room(group), state.lanes, names).wait()
         mine = slice(*layout.chunk_range(group.rank))
         expected = (rounded(everyone[0][mine], Int8(5)) + rounded(everyone[1][mine], Int8(5))) / 2
         for part in [part for part in chunk.parts if part.start < part.stop]:

@@ -32,6 +32,7 @@ from tests.support.models import Checkpointed
 from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
 from zero3 import Int8, ShardingPolicy
 from zero3.access import states_of
+from zero3.comm.errors import NamingFailures
 
 
 def check(world_size: int, policy: ShardingPolicy, steps: int = 3, *, parts: bool = True, micro_batches: int = 1) -> None:
@@ -195,9 +196,10 @@ def test_a_rank_holds_no_second_buffer_of_full_size() -> None:
             state = states_of(layer)[0]
             weight = layer.module.weight
             fetched = live.peak_of(lambda: (state.fetch(), state.release()))
-            reducer = state.gradients.reducers[state.chunks[0]]
-            reducer.add(0, torch.ones(weight.shape))
-            reduced = live.peak_of(lambda: reducer.back_up(reducer.prepare(group), state.lanes.backup, group).wait())
+            account = state.gradients.accounts[state.chunks[0]]
+            account.add(0, torch.ones(weight.shape))
+            names = NamingFailures(group, "reducing", state.subject)
+            reduced = live.peak_of(lambda: account.back_up(account.take_room(group), state.lanes, names).wait())
         return fetched, reduced
 
     exact, found = peaks(ShardingPolicy()), peaks(BOTH)

@@ -19,7 +19,7 @@ from tests.support.reference import assert_at_rest, full_parameters, process_gro
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
 from zero3.comm.streams import HostLane, _HostMark
 from zero3.core.chunk import FullBuffer
-from zero3.core.gradient_reducer import GradientReducer
+from zero3.core.gradient_buffer import GradientBuffer
 
 X = rows(3)
 REPETITIONS = 100
@@ -71,7 +71,7 @@ def _trapped(monkeypatch: pytest.MonkeyPatch, mine: threading.local) -> None:
         monkeypatch.setattr(owner, method, trapped)
 
     wrap(FullBuffer, "allocate", "allocate")
-    wrap(GradientReducer, "_new_buffer", "gradient")
+    wrap(GradientBuffer, "like", "gradient")
     wrap(_HostMark, "wait", "wait")
     wrap(HostLane, "issue", "issue")
 

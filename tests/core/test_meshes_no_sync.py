@@ -28,7 +28,7 @@ def test_no_sync_replicas_only_reduces_in_each_replica_and_sums_once(replicas: i
                 with zero3.no_sync(model, replicas_only=True) if number < 2 else nullcontext():
                     loss_of(model, mesh, number).backward()
                 assert count(mesh, "all_reduce_later") - summed == (chunks if number == 2 else 0)
-                held = [reducer.partial for state in states_of(model) for reducer in state.gradients.reducers.values()]
+                held = [account.partial for state in states_of(model) for account in state.gradients.accounts.values()]
                 kept = [None if each is None else each.numel() for each in held]
                 assert kept == ([None] * chunks if number == 2 else [chunk.numel() for chunk in zero3.get_trainable_chunk(model)])
             if shards > 1:

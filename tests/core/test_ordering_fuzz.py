@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 import zero3
 from tests.core.test_random_programs import WIDTH, Node, as_layers, build, in_place, models, with_shard
-from tests.support.ordering import EchoCommunicator, FakeDevice, FakeEvent, FakeStream, faking
+from tests.support.ordering import EchoCommunicator, FakeDevice, FakeEvent, FakeStream, faking, release_at_once
 from zero3 import ShardingPolicy
-from zero3.core.gradient_reducer import Backup
 
 EXAMPLES = int(os.environ.get("ZERO3_EXAMPLES", "8"))
 
@@ -183,7 +182,7 @@ def _compute_does_not_wait(name: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def _backups_hold_nothing(name: str, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Backup, "__new__", lambda cls, mark, held, *rest: tuple.__new__(cls, (mark, (), *rest)))
+    release_at_once(patch)
 
 
 @pytest.mark.parametrize(

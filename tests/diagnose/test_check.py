@@ -14,7 +14,7 @@ from tests.support.models import WIDTH, mlp
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, in_sequence, process_group
 from zero3 import ShardingPolicy
-from zero3.core.gradient_reducer import GradientReducer
+from zero3.core.account import Account
 from zero3.diagnose import check as checking
 
 
@@ -54,13 +54,13 @@ def test_check_agrees_and_changes_nothing(world_size: int, reduction: Any) -> No
 
 
 def test_check_names_the_first_parameter_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = GradientReducer.add
+    real = Account.add
 
-    def add(self: GradientReducer, index: int, gradient: Tensor) -> None:
-        slot = self._chunk.layout.slots[index]
+    def add(self: Account, index: int, gradient: Tensor) -> None:
+        slot = self.chunk.layout.slots[index]
         real(self, index, gradient * 2 if slot.name.endswith("bias") else gradient)
 
-    monkeypatch.setattr(GradientReducer, "add", add)
+    monkeypatch.setattr(Account, "add", add)
     model = mlp()
     reports = run_ranks(2, lambda g: checked(g, model, wrap=lambda m: in_sequence(m, process_group(g), ShardingPolicy())))
     for report in reports:

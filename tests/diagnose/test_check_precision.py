@@ -13,7 +13,7 @@ from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, in_sequence, process_group
 from tests.support.stacks import Block, Stack, loss_of
 from zero3 import ShardingPolicy
-from zero3.core.gradient_reducer import GradientReducer
+from zero3.core.account import Account
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SEEDS = range(6)
@@ -71,13 +71,13 @@ def test_check_calls_nothing_wrong_that_is_cast_alike(name: str, world_size: int
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_check_still_finds_a_wrong_gradient(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = GradientReducer.add
+    real = Account.add
 
-    def add(self: GradientReducer, index: int, gradient: Tensor) -> None:
-        slot = self._chunk.layout.slots[index]
+    def add(self: Account, index: int, gradient: Tensor) -> None:
+        slot = self.chunk.layout.slots[index]
         real(self, index, gradient * 1.1 if slot.name == "up.weight" else gradient)
 
-    monkeypatch.setattr(GradientReducer, "add", add)
+    monkeypatch.setattr(Account, "add", add)
     for report in checked(2, POLICIES[name], 0):
         assert {difference.name for difference in report.differences} == {f"blocks.{i}.up.weight" for i in range(3)}
 

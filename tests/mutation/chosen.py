@@ -18,7 +18,7 @@ class Fault(NamedTuple):
 
 
 FAULTS = [
-    Fault("compute does not wait for a gather", "core/chunk.py", "self._in_flight.wait()\n", "pass\n", "core/no_sync"),
+    Fault("compute does not wait for a gather", "core/chunk.py", "self._ticket.wait()\n", "pass\n", "core/no_sync"),
     Fault(
         "the fetch lane does not wait for compute",
         "comm/streams.py",
@@ -35,16 +35,16 @@ FAULTS = [
     ),
     Fault(
         "a sum over replicas begins when a wait happens to end",
-        "core/replicas.py",
-        "_Later(lane.defer(begin), ",
-        "_Later(begin(), ",
+        "core/ticket.py",
+        "leg.mark = lane.defer(begin)",
+        "leg.mark = begin()",
         "uneven/joinable",
     ),
     Fault(
         "a sum for a mean",
-        "core/gradient_reducer.py",
-        'self._mean = policy.gradient_reduction == "mean"',
-        "self._mean = False",
+        "core/flow.py",
+        "if self._mean else 1",
+        "if False else 1",
         "core/no_sync",
     ),
     Fault(
@@ -78,9 +78,9 @@ FAULTS = [
     Fault("a gradient used twice overwrites", "core/gradient_buffer.py", "slot.add_(gradient)", "slot.copy_(gradient)", "core/no_sync"),
     Fault(
         "a chunk's reduction skipped",
-        "core/gradient_reducer.py",
-        "            if chunk.shard.requires_grad\n        ]",
-        "            if chunk.shard.requires_grad\n        ][1:]",
+        "core/layer_gradients.py",
+        "            if account.trains\n        ]",
+        "            if account.trains\n        ][1:]",
         "core/no_sync",
     ),
     Fault(
@@ -151,16 +151,16 @@ FAULTS = [
     ),
     Fault(
         "kept gradients survive zero_grad",
-        "core/kept_gradients.py",
+        "core/account.py",
         "            if part.parameter.grad is not left or (",
         "            if False and (",
         "core/no_sync",
     ),
     Fault(
         "a transaction that is not taken back",
-        "core/transactions.py",
-        "            before.buffer,\n            before.kept,\n            before.owed,\n            before.partial,\n",
-        "            self._buffer,\n            self._kept,\n            self.owed,\n            self.partial,\n",
+        "core/account.py",
+        "        self._buffer, self._kept = saved.buffer, saved.kept\n        self.owed, self.partial = saved.owed, saved.partial\n",
+        "",
         "resilience/step_guard",
     ),
     Fault(
@@ -180,8 +180,8 @@ FAULTS = [
     Fault(
         "a layer given back while it is filled",
         "core/chunk.py",
-        "        self.finish_fetch()\n        self.filled = False",
-        "        self.filled = False",
+        "        self.finish_fetch()\n        self.full.forget()",
+        "        self.full.forget()",
         "core/ordering_fuzz",
     ),
 ]

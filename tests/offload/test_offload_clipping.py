@@ -21,8 +21,8 @@ from tests.support.models import WORLDS, mlp, step
 from tests.support.offloaded import MAKES, backward, groups_of, same, same_bits, small, state_of, values_of, wait_for, wrapped
 from tests.support.ranks import ThreadCommunicator, ThreadMesh, run_mesh, run_ranks
 from tests.support.reference import Turn, in_sequence
-from zero3.core.untouched import UntouchedGradient, to_bring
 from zero3.scratch.mapped_files import MappedFiles
+from zero3.stores.untouched import UntouchedGradient, to_bring
 
 INF = float("inf")
 

@@ -17,7 +17,7 @@ from tests.support.models import WORLDS, mlp, step
 from tests.support.offloaded import MAKES, groups_of, same_bits, state_of, trained, values_of, wrapped
 from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import Turn
-from zero3.core.untouched import UntouchedGradient
+from zero3.stores.untouched import UntouchedGradient
 
 READS: dict[str, Callable[[nn.Module], list[Tensor]]] = {
     "clone": lambda model: [gradient.clone().as_subclass(Tensor) for gradient in gradients(model)],

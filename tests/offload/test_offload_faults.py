@@ -18,8 +18,8 @@ from tests.support.offloaded import in_files, odd, same, state_of, values_of, wr
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, in_sequence
-from zero3.core.residence import InFiles
 from zero3.scratch.mapped_files import MappedFiles
+from zero3.stores.files import Files
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world_size: int, numbers: range) -> None:
@@ -146,11 +146,11 @@ def test_a_gradient_that_can_not_be_written_early_fails_no_rank_alone(tmp_path: 
     def refuse(*_: Any, wait: bool) -> None:
         raise OSError("not written")
 
-    residence = InFiles(str(tmp_path), far=False)
-    residence.is_short = True
+    store = Files(str(tmp_path), far=False)
+    store.note_short(True)
     monkeypatch.setattr(MappedFiles, "write", refuse)
     gradient = torch.arange(5000.0)
-    kept = residence.keep(gradient)
+    kept = store.keep(gradient)
     assert torch.equal(kept, gradient) and in_files([kept])
     with pytest.raises(OSError, match="not written"):
-        residence.write(kept)
+        store.write(kept)

@@ -17,7 +17,7 @@ from tests.support.offloaded import in_files
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn
 from zero3 import ShardingPolicy
-from zero3.core.offloaded_chunk import OffloadedChunk
+from zero3.core.chunk import Chunk
 from zero3.scratch.mapped_files import MappedFiles
 
 
@@ -82,19 +82,19 @@ def test_a_gradient_that_somebody_keeps_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_chunks_are_read_ahead_of_their_fetches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, int]] = []
-    real_read, real_start = MappedFiles.read_ahead, OffloadedChunk.start_fetch
+    real_read, real_start = MappedFiles.read_ahead, Chunk.start_fetch
 
     def read_ahead(files: MappedFiles, tensor: Tensor) -> None:
         if tensor in files:
             told.append(("read", tensor.data_ptr()))
         real_read(files, tensor)
 
-    def start_fetch(chunk: OffloadedChunk, lane: Any) -> None:
+    def start_fetch(chunk: Chunk, lane: Any, names: Any) -> None:
         told.append(("fetch", chunk.shard.data_ptr()))
-        real_start(chunk, lane)
+        real_start(chunk, lane, names)
 
     monkeypatch.setattr(MappedFiles, "read_ahead", read_ahead)
-    monkeypatch.setattr(OffloadedChunk, "start_fetch", start_fetch)
+    monkeypatch.setattr(Chunk, "start_fetch", start_fetch)
     model = zero3.shard(seeded(Model)[0], policy=ShardingPolicy(offload=tmp_path))
     for step in range(4):
         if step == 3:

@@ -75,11 +75,6 @@ def test_room_for_all_layers_is_looked_for_before_the_first_is_made(tmp_path: Pa
     assert sum(asked) <= sum(taken)
 
 
-def test_gather_format_is_refused() -> None:
-    with pytest.raises(ValueError, match="offload and gather_format exclude each other"):
-        ShardingPolicy(offload="cpu", gather_format=zero3.Int8())
-
-
 @pytest.mark.parametrize("wrong", [1, True, b"/tmp", ["/tmp"], ""])
 def test_what_is_no_place_is_refused(wrong: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=r'offload must be "cpu", a directory or None, found'):

@@ -19,7 +19,7 @@ from tests.support.reference import TOLERANCE, Turn, assert_at_rest, assert_clos
 from tests.support.stacks import loss_of, stack, train
 from zero3 import ParamInfo, ShardingPolicy
 from zero3.access import states_of
-from zero3.core.residence import memory_for
+from zero3.build.host import memory_for
 from zero3.optim import whole_parameters
 
 Select = Callable[[str, ParamInfo], bool]

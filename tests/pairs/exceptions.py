@@ -46,10 +46,7 @@ EXCLUDED: dict[Names, Refusal] = {
     ("quantize", "full_params"): Refusal(RuntimeError, "what is written would be quantised once more, and lose more"),
 }
 
-MISSING: dict[Names, str] = {  # it only shrinks
-    ("offload", "gather_format"): "a chunk that rests elsewhere is not made into codes on its way in",
-    ("offload_optimizer", "gather_format"): "the same: its chunks rest in files",
-}
+MISSING: dict[Names, str] = {}  # it only shrinks
 
 
 def rows_of(key: str) -> list[str]:

@@ -223,6 +223,14 @@ def faking() -> Iterator[FakeDevice]:
         yield fake
 
 
+def release_at_once(patch: pytest.MonkeyPatch) -> None:
+    """What is under way holds none of its memory."""
+    from zero3.core import ticket
+
+    real = ticket._Leg.__init__
+    patch.setattr(ticket._Leg, "__init__", lambda leg, held: real(leg, None))
+
+
 @pytest.fixture
 def fake_device() -> Iterator[FakeDevice]:
     with faking() as fake:

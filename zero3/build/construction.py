@@ -21,18 +21,19 @@ from ..core.layer_state import LayerState
 from ..core.marks import mark_ignored, mark_sharded
 from ..core.parameters import (
     CONTAINERS,
-    ParameterSites,
     check_parameters,
     dotted,
     find_parameters,
     is_callable,
     own_modules,
 )
-from ..core.residence import host_of
+from ..core.sites import ParameterSites
 from ..core.wrappers import wrapper_in
 from ..guards.backward_inputs import know_chunks
 from ..policy import ShardingPolicy, directory_of, gradient_itemsize, rests_in, unlike
 from ..quantized.formats import Format
+from .axes import gradients_of
+from .host import host_of
 from .new_chunks import chunk_groups, new_chunk, offloaded
 from .quantizing import formats_of, nothing_selected
 
@@ -182,7 +183,15 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     note = examined.agree()
     communicator, device, label = examined.communicator, examined.device, examined.label
     communicator.channel = int.from_bytes(note[:IDENTITY_BYTES], "little")
-    state = LayerState(label, communicator, device, request.policy, len(request.modules))
+    policy = request.policy
+    state = LayerState(
+        label,
+        communicator,
+        device,
+        policy,
+        lambda subject: gradients_of(communicator, policy, subject),
+        len(request.modules),
+    )
     unloaded: set[str] = set()
     if note[IDENTITY_BYTES]:
         empty_on_rank_0 = communicator.exchange(bytes(examined.on_meta.values()), device)[0]
@@ -197,8 +206,12 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     for sharded in state.parameters:
         mark_sharded(sharded.sites.parameter, f"{sharded.sites.name!r} of layer {label}", state)
     alone = [parameter for parameter in examined.ignored if mark_ignored(parameter, state)]
-    state.gradients.ignored = tuple(
-        IgnoredGradient(each, transactional=request.policy.transactional) for each in alone
+    mean = policy.gradient_reduction == "mean"
+    state.gradients.leave_alone(
+        IgnoredGradient(
+            each, communicator.world_size, transactional=policy.transactional, mean=mean
+        )
+        for each in alone
     )
     for buffer in examined.buffers:
         buffer.broadcast(communicator, device, unloaded=buffer.name in unloaded)
@@ -236,7 +249,7 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
             check_parameters(
                 parameters, request.dtype, request.label or type(request.module).__name__
             )
-            host_of(communicator).check_residence(request.policy, device)
+            host_of(communicator).check_place(request.policy, device)
             formats = formats_of(
                 parameters,
                 request.policy,

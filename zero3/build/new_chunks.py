@@ -11,12 +11,13 @@ from ..comm.agreement import agreeing
 from ..comm.communicator import Communicator, is_first
 from ..core.chunk import Chunk
 from ..core.layout import ChunkLayout
-from ..core.offloaded_chunk import chunk_of, quantized_chunk_of
-from ..core.parameters import ParameterSites
-from ..core.quantized_chunk import QuantizedSites
-from ..core.residence import Residence, host_of, memory_for
-from ..policy import ShardingPolicy
+from ..core.sites import ParameterSites
+from ..faces.quantised import Quantised
+from ..policy import ShardingPolicy, compute_dtype
 from ..quantized.formats import Format
+from ..stores.resting import Resting
+from .axes import chunk_of
+from .host import host_of, memory_for
 from .scattering import scatter_parameters
 
 __all__: list[str] = []
@@ -32,20 +33,16 @@ def chunk_groups(
     the order of groups' first parameters.
     """
     groups: dict[tuple[bool, torch.dtype | str], list[ParameterSites]] = {}
-    # their tables are shared
-    codecs = {
-        kind.name: kind.codec(device)
+    faces = {
+        kind.name: Quantised(kind, kind.codec(device), device)
         for kind in {kind.name: kind for kind in formats.values()}.values()
     }
     for sites in parameters:
+        key: tuple[bool, torch.dtype | str] = sites.parameter.requires_grad, sites.parameter.dtype
         if (kind := formats.get(sites.name)) is not None:
-            groups.setdefault((False, kind.name), []).append(
-                QuantizedSites(sites, kind, codecs[kind.name], policy, device)
-            )
-        else:
-            groups.setdefault((sites.parameter.requires_grad, sites.parameter.dtype), []).append(
-                sites
-            )
+            key = False, kind.name
+            faces[kind.name].take(sites, compute_dtype(policy, sites.parameter.dtype))
+        groups.setdefault(key, []).append(sites)
     return list(groups.values())
 
 
@@ -54,7 +51,7 @@ def offloaded(
     communicator: Communicator,
     device: torch.device,
     policy: ShardingPolicy,
-) -> list[tuple[Residence, Tensor] | None]:
+) -> list[tuple[Resting, Tensor] | None]:
     """Where the chunk of each group rests, and memory for its values there, and for its gradients.
     None: where its layer computes.
 
@@ -64,25 +61,26 @@ def offloaded(
     """
     if policy.offload is None:
         return [None for _ in groups]
-    found: list[tuple[Residence, Tensor] | None] = []
+    found: list[tuple[Resting, Tensor] | None] = []
     with agreeing(communicator, device, "the memory for what is offloaded"):
         for group in groups:
-            residence = host_of(communicator).residence_for(policy, device)
-            if residence is None:
+            place = host_of(communicator).place_for(policy, device)
+            if place is None:
                 found.append(None)
                 continue
-            numel, trains = (
-                _layout_of(group, communicator).shard_numel,
-                policy if group[0].parameter.requires_grad else None,
-            )
-            found.append(
-                (residence, memory_for(residence, numel, group[0].stored_dtype, device, trains))
-            )
+            numel = _layout_of(group, communicator).shard_numel
+            trains = policy if group[0].parameter.requires_grad else None
+            found.append((place, memory_for(place, numel, _dtype_of(group), device, trains)))
     return found
 
 
 def _layout_of(group: list[ParameterSites], communicator: Communicator) -> ChunkLayout:
-    return ChunkLayout.build([(b.name, b.stored_shape) for b in group], communicator.shards)
+    shapes = [(sites.name, sites.face.stored(sites)[0]) for sites in group]
+    return ChunkLayout.build(shapes, communicator.shards)
+
+
+def _dtype_of(group: list[ParameterSites]) -> torch.dtype:
+    return group[0].face.stored(group[0])[1]
 
 
 @torch.no_grad()
@@ -92,7 +90,7 @@ def new_chunk(
     device: torch.device,
     unloaded: set[str],
     policy: ShardingPolicy,
-    offloaded: tuple[Residence, Tensor] | None,
+    offloaded: tuple[Resting, Tensor] | None,
 ) -> tuple[Chunk, list[ParameterSites]]:
     """Makes one group's chunk from rank 0's values. A rank holds no more memory than its module and
     this chunk.
@@ -103,8 +101,8 @@ def new_chunk(
     layout = _layout_of(group, communicator)
     by_name = {sites.name: sites for sites in group}
     ordered = [by_name[slot.name] for slot in layout.slots]
-    dtype, trainable = group[0].stored_dtype, group[0].parameter.requires_grad
-    residence, shard = offloaded or (
+    dtype, trainable = _dtype_of(group), group[0].parameter.requires_grad
+    place, shard = offloaded or (
         None,
         torch.empty(layout.shard_numel, dtype=dtype, device=device),
     )
@@ -115,9 +113,9 @@ def new_chunk(
         def value(index: int) -> Tensor:
             sites = ordered[index]
             return (
-                blank.expand(sites.stored_shape)
+                blank.expand(sites.face.stored(sites)[0])
                 if sites.name in unloaded
-                else sites.to_store(device)
+                else sites.face.store(sites, device)
             )
 
         here = shard if shard.device == device else torch.empty_like(shard, device=device)
@@ -125,12 +123,8 @@ def new_chunk(
         if here is not shard:
             shard.copy_(here)
     parameter = nn.Parameter(shard, requires_grad=trainable)
-    # all of them, or none
-    quantized = [sites for sites in ordered if isinstance(sites, QuantizedSites)]
-    if quantized:
-        chunk = quantized_chunk_of(residence, device, layout, parameter, communicator, quantized)
-    else:
-        chunk = chunk_of(residence, device, layout, parameter, communicator, policy)
+    face = ordered[0].face  # all have the same
+    chunk = chunk_of(place, device, layout, parameter, communicator, policy, face)
     if bare:  # the loader will write everything except the padding
         shard[max(0, layout.numel - chunk.index * layout.shard_numel) :].zero_()
     chunk.unloaded = {index for index, sites in enumerate(ordered) if sites.name in unloaded}

@@ -1,15 +1,14 @@
 """One model's backward. It walks over the traces of forwards from their ends, and fetches, backs up
 and releases layers.
 
-    backward of layer i    back up and release i+1; wait fetch(i); start fetch(i-1); autograd end of
-    backward        wait for all backups; then no layer is fetched, and no transfer is under way
+    backward of layer i    back up and release i+1; wait fetch(i); start fetch(i-1); autograd
+    end of backward        wait for all backups; then nothing is fetched or under way
 
 The numbers in comments, such as [B1], are those of "a step, call by call" in docs/design.md.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -29,10 +28,9 @@ from .autograd import (
     inside_backward,
 )
 from .coordination import Action, Activity, Gate
-from .gradient_reducer import Backup
-from .layer_state import LayerState, Presence, ignored_of, reducers_of
-from .offloaded_chunk import OffloadedLayers
+from .layer_state import LayerState, Presence, RestingLayers, accounts_of, ignored_of
 from .schedule import Call, CallStack, CallTrace, ForwardOrder, Step
+from .ticket import Ticket
 
 __all__: list[str] = []
 
@@ -61,10 +59,10 @@ class Backward:
         self._device = device
         self._depth = depth
         self._touched: list[LayerTrace] = []  # the traces that this backward has reached
-        self._backups: deque[Backup] = deque()
-        # what goes on after a backup: sums over replicas, copies to the host
-        self._later: deque[Backup] = deque()
-        self.offloaded = OffloadedLayers()
+        self._backups: deque[Ticket] = deque()
+        # those whose first leg is over: sums over replicas, copies to the host
+        self._later: deque[Ticket] = deque()
+        self.resting = RestingLayers()
         self._ignoring: list[LayerState] = []  # the layers with parameters that are left alone
         # the layers whose gradients the present backward is for, if not all
         self.only: frozenset[LayerState] | None = None
@@ -81,8 +79,8 @@ class Backward:
         """Adds a layer: from now on, any gradient that it gets is reduced by the end of the
         backward.
         """
-        state.gradients.backward = weakref.ref(self)
-        self.offloaded.watch(state)
+        state.gradients.serve(self)
+        self.resting.watch(state)
         if state.gradients.ignored:
             self._ignoring.append(state)
 
@@ -120,13 +118,20 @@ class Backward:
         micro-batch has failed.
         """
         while len(self._backups) >= max(1, self._depth):
-            self._later.extend(self._backups.popleft().wait())
+            self._wait_for_one()
         with state.backup_span:
             prepared = state.gradients.prepare(self._backup_communicator)
             with self.gate.reduce(state):
-                self._backups.extend(
-                    state.gradients.back_up(prepared, state.lanes, self._backup_communicator)
-                )
+                self._backups.extend(state.gradients.back_up(prepared, state.lanes))
+
+    def _wait_for_one(self) -> None:
+        oldest = self._backups.popleft()
+        if oldest.advance():
+            self._later.append(oldest)
+
+    def owe(self) -> None:
+        """Gradients are kept for later."""
+        self.owes = True
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
@@ -186,8 +191,8 @@ class Backward:
         transaction, only that backward's.
         """
         broken_backward = self.raised
-        for reducer in reducers_of(self._stack.layers) if broken_backward else ():
-            reducer.drops = True
+        for account in accounts_of(self._stack.layers) if broken_backward else ():
+            account.drop_what_lands()
         if self.raised and self.layers[0].policy.dynamic:
             try:
                 self._make_the_rest()
@@ -208,10 +213,10 @@ class Backward:
             self._outer_ending.forget()
         for state in self._stack.layers:
             state.reset(broken=(broken or broken_backward) and not self._goes_on)
-        if self.offloaded and broken_backward:
-            self.offloaded.settle()  # its end has not
-        for reducer in reducers_of(self._stack.layers) if broken_backward else ():
-            reducer.give_up()
+        if self.resting and broken_backward:
+            self.resting.settle()  # its end has not
+        for account in accounts_of(self._stack.layers) if broken_backward else ():
+            account.give_up()
         for ignored in ignored_of(self._ignoring) if broken_backward else ():
             ignored.give_up()
         self.forget_zeroed()
@@ -232,11 +237,11 @@ class Backward:
         """
         if not self.owes:
             return
-        reducers = reducers_of(self._stack.layers)
-        zeroed = [reducer for reducer in reducers if reducer.forget_zeroed()]
-        for reducer in reducers if zeroed else ():
-            if reducer.unseen:
-                reducer.drop()
+        accounts = accounts_of(self._stack.layers)
+        zeroed = [account for account in accounts if account.forget_zeroed()]
+        for account in accounts if zeroed else ():
+            if account.unseen:
+                account.drop()
 
     # -- the walk
 
@@ -251,8 +256,8 @@ class Backward:
         self.forget_zeroed()
         for state in self._ignoring:
             state.gradients.begin_backward()
-        if self.offloaded:
-            self.offloaded.go_on()
+        if self.resting:
+            self.resting.go_on()
         self.ending.wait(then=self._end)
         self._tell_gate()
         self.order.begin()
@@ -327,7 +332,7 @@ class Backward:
         reduces kept ones even then.
         """
         if state.gradients.deferred and not whole:
-            self.owes = True
+            self.owe()
             state.gradients.keep()
             return
         self.reduce(state)
@@ -344,22 +349,22 @@ class Backward:
             )
         self.forget_zeroed()
         tokens = [
-            (reducer, reducer.noted_tokens())
-            for reducer in reducers_of(self._stack.layers)
-            if reducer.owed
+            (account, account.noted_tokens())
+            for account in accounts_of(self._stack.layers)
+            if account.owed
         ]
         for state in self._stack.layers:
             if state.gradients.owed():
                 self._back_up(state, whole=True)
         self._settle()
         # the reduction adds no new gradients, so the number of tokens stays the same
-        for reducer, total in tokens:
+        for account, total in tokens:
             if total is not None:
-                reducer.note_tokens(total)
+                account.note_tokens(total)
 
     def _settle(self) -> None:
         while self._backups:
-            self._later.extend(self._backups.popleft().wait())
+            self._wait_for_one()
         if self._later:
             with self.gate.passing(Action.SETTLE, self._stack.layers[0]):
                 self.drain_backups()
@@ -367,9 +372,11 @@ class Backward:
     def drain_backups(self) -> None:
         """Waits for all reductions under way."""
         while self._backups:
-            self._later.extend(self._backups.popleft().wait())
+            self._wait_for_one()
         while self._later:
-            self._later.extend(self._later.popleft().wait())
+            oldest = self._later.popleft()
+            if oldest.advance():
+                self._later.append(oldest)
 
     def _finish_all(self) -> None:
         for trace in sorted(self._touched, key=lambda trace: -trace.serial):
@@ -390,8 +397,8 @@ class Backward:
         for state in self._stack.layers:
             state.calls_left = 0
             self.release(state)
-        if self.offloaded:
-            self.offloaded.settle()
+        if self.resting:
+            self.resting.settle()
         self.order.learn()
         self._leave_gate() if self._outer_ending.awaited else self._end_outer()
 

@@ -1,20 +1,27 @@
 """A chunk: this rank's slice of a layer's flat parameters, and the full buffer that it is gathered
 into.
+
+A chunk has one value on each of four axes. Its store says where the values rest, its wire how they
+travel, its face what the parameters are in the full buffer, and `stays` for how long that is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..comm.communicator import Communicator, is_first
-from ..comm.streams import Lane, Mark, Pending
-from .flat import split, unpack, zero_padding
+from ..comm.communicator import Bounds, Communicator, is_first
+from ..comm.errors import NamingFailures
+from ..comm.streams import Lane, Pending
+from .flat import split, zero_padding
 from .layout import ChunkLayout, Piece
+from .sites import Face
+from .ticket import Ticket
 
 __all__: list[str] = []
 
@@ -31,6 +38,152 @@ def shows_parameters(tensor: Tensor) -> bool:
     return getattr(tensor.untyped_storage(), _MARK, False)
 
 
+# -- the store: where values rest
+
+
+class Store(Protocol):
+    """Where a chunk's values rest, and its gradient."""
+
+    name: str  # in reports
+    far: bool  # whether the device reads and writes copies
+    rests: bool  # whether it wants to hear of `soon`, `rest`, `settle` and `go_on`
+
+    def taken(self, nbytes: int) -> int:
+        """What so many bytes take there, values or a gradient."""
+        ...
+
+    def lend(self, values: Tensor, into: Tensor | None) -> Tensor:
+        """The values as the device reads them, in the current lane: as they are, or copied `into`
+        its memory.
+        """
+        ...
+
+    def soon(self, chunk: Chunk) -> None:
+        """The chunk is fetched now."""
+        ...
+
+    def rest(self, values: Tensor) -> None:
+        """They are not needed for now."""
+        ...
+
+    def settle(self, chunk: Chunk, recent: list[Any] | None, *, before_backward: bool) -> None:
+        """A forward or a backward is over. The host waits until no device reads values that it may
+        write now; before a backward whoever asks for them waits. `recent`: the model's own, for
+        what stores note of the chunks that were fetched last.
+        """
+        ...
+
+    def go_on(self) -> None:
+        """A forward or a backward begins."""
+        ...
+
+    def check_process(self) -> None:
+        """
+        Raises:
+            RuntimeError: This is a forked child of the process whose memory this is.
+        """
+        ...
+
+
+class Here:
+    """In the memory in which the layer computes."""
+
+    name = "memory"
+    far = rests = False
+
+    def taken(self, nbytes: int) -> int:
+        return nbytes
+
+    def lend(self, values: Tensor, into: Tensor | None) -> Tensor:
+        return values
+
+    def soon(self, chunk: Chunk) -> None:
+        return None
+
+    def rest(self, values: Tensor) -> None:
+        return None
+
+    def settle(self, chunk: Chunk, recent: list[Any] | None, *, before_backward: bool) -> None:
+        return None
+
+    def go_on(self) -> None:
+        return None
+
+    check_process = go_on
+
+
+# -- the wire: how values travel to the full buffers of all ranks
+
+
+class Room(NamedTuple):
+    """The memory of one gather. It is allocated on the compute stream, before other ranks rely on
+    this one.
+    """
+
+    received: Tensor  # from all ranks
+    own: Tensor | None  # this rank's part of it, if that is written before it is sent
+    lent: Tensor | None  # where a store that is far copies the values to
+    bounds: Bounds
+    work: Any = None
+
+
+class Wire(Protocol):
+    def rounds(self, chunk: Chunk) -> bool:
+        """Whether the full buffer holds other numbers than the chunk, though in its dtype."""
+        ...
+
+    def room(self, chunk: Chunk, full: Tensor) -> Room: ...
+
+    def put(self, chunk: Chunk, room: Room) -> Tensor:
+        """What this rank sends. It works in the lane."""
+        ...
+
+    def behind(self, chunk: Chunk, room: Room, full: Tensor) -> Callable[[], None] | None:
+        """What fills the full buffer from what was received, in the lane, behind the gather."""
+        ...
+
+    def as_gathered(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        """What the chunk's values are in a full buffer of that dtype."""
+        ...
+
+
+class Plain:
+    """As it is stored, or cast to the full buffer's dtype before it is sent."""
+
+    def rounds(self, chunk: Chunk) -> bool:
+        return False
+
+    def room(self, chunk: Chunk, full: Tensor) -> Room:
+        casts, far = full.dtype != chunk.shard.dtype, chunk.store.far
+        own = full[chunk.place] if casts or far else None
+        lent = passing(chunk) if casts else own
+        return Room(full, own if casts else None, lent if far else None, chunk.layout.bounds)
+
+    def put(self, chunk: Chunk, room: Room) -> Tensor:
+        values = chunk.store.lend(chunk.shard.data, room.lent)
+        return values if room.own is None else room.own.copy_(values)
+
+    def behind(self, chunk: Chunk, room: Room, full: Tensor) -> Callable[[], None] | None:
+        return None
+
+    def as_gathered(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        return chunk.shard.data.to(dtype)
+
+
+def passing(chunk: Chunk) -> Tensor | None:
+    """Memory of the device for values that a store lends, on their way to be cast or encoded."""
+    shard = chunk.shard
+    if not chunk.store.far:
+        return None
+    return torch.empty(shard.shape, dtype=shard.dtype, device=chunk.device)
+
+
+PLAIN, HERE = Plain(), Here()  # they have no state
+
+
+# -- the full buffer
+
+
 class FullBuffer:
     """A flat tensor whose storage is freed and allocated again, while the tensor and its views stay
     the same objects.
@@ -40,54 +193,77 @@ class FullBuffer:
     show the same values as in forward.
     """
 
-    def __init__(self, layout: ChunkLayout, dtype: torch.dtype, device: torch.device) -> None:
-        self._layout = layout
+    is_chunk = False  # whether it is the chunk's own memory
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._numel = numel
         self.tensor = torch.empty(0, dtype=dtype, device=device)  # 1-D [W*S] from its first use on
-        self.views: list[Tensor] = []  # one for each slot, in its shape
+        self.views: Sequence[Tensor] = ()  # the parameters' data, one for each slot, likewise
+        # whether it holds what the chunks of all ranks held at its last gather
+        self.filled = False
+        # whether views of it are in use outside: then release does not free it
+        self.left = False
 
     def allocate(self) -> None:
-        if not self.views:
+        if self.tensor.numel() != self._numel:
             with torch.inference_mode(False):  # training may use the same buffer later
-                self.tensor = _marked(
-                    torch.empty(
-                        self._layout.padded_numel,
-                        dtype=self.tensor.dtype,
-                        device=self.tensor.device,
-                    )
-                )
-                self.views = unpack(self.tensor, self._layout)
+                self.tensor = _marked(self.tensor.new_empty(self._numel))
         elif (storage := self._storage).nbytes() != (nbytes := self.tensor.nbytes):
             storage.resize_(nbytes)
+
+    def show(self, views: Sequence[Tensor]) -> None:
+        self.views = views
+
+    def fill(self) -> None:
+        """Its gather is over."""
+        self.filled = True
+
+    def forget(self) -> None:
+        """What it holds is not to be used again."""
+        self.filled = False
 
     def free(self) -> None:
         self._storage.resize_(0)
 
-    def aliases(self, tensor: Tensor) -> bool:
+    def leave(self) -> None:
+        """Views of it may stay in use. Release leaves it to them, and the next fetch takes a new
+        one.
+        """
+        self.left = True
+
+    def let_escape(self, tensor: Tensor) -> None:
+        """If `tensor`, an output of the layer, is a view of it, the memory is left to that."""
         # sparse tensors have no storage
-        return tensor.layout == torch.strided and tensor.untyped_storage() is self._storage
+        if tensor.layout == torch.strided and tensor.untyped_storage() is self._storage:
+            self.left = True
 
     @property
     def _storage(self) -> torch.UntypedStorage:
         return self.tensor.untyped_storage()
 
 
-class ResidentBuffer:
-    """The full buffer at world size 1. It is the chunk itself, so nothing is allocated, transferred
-    or freed.
+class OwnMemory:
+    """The full buffer of a chunk that is not cut: the chunk's own memory. Nothing is allocated,
+    transferred or freed, and views of it stay valid.
     """
 
-    def __init__(self, layout: ChunkLayout, shard: nn.Parameter) -> None:
+    is_chunk = True
+    filled = left = False  # nothing is gathered
+
+    def __init__(self, shard: nn.Parameter) -> None:
         self.tensor = _marked(shard.data)  # 1-D [S], the same memory
-        self.views = unpack(self.tensor, layout)
+        self.views: Sequence[Tensor] = ()
+
+    def show(self, views: Sequence[Tensor]) -> None:
+        self.views = views
 
     def allocate(self) -> None:
         return None
 
-    def free(self) -> None:
-        return None
+    fill = forget = free = leave = allocate
 
-    def aliases(self, tensor: Tensor) -> bool:
-        return False  # the storage is never freed, so views of it stay valid
+    def let_escape(self, tensor: Tensor) -> None:
+        return None
 
 
 class Part(NamedTuple):
@@ -107,7 +283,7 @@ class Part(NamedTuple):
 
 class Chunk:
     """This rank's slice, `shard` `[S]`, of a layer's parameters of one dtype, either trainable or
-    frozen.
+    frozen. No class is derived from this one.
     """
 
     def __init__(
@@ -115,15 +291,20 @@ class Chunk:
         layout: ChunkLayout,
         shard: nn.Parameter,
         communicator: Communicator,
-        compute_dtype: torch.dtype,
-        device: torch.device | None = None,
+        computes: tuple[torch.dtype, torch.device],
+        store: Store,
+        wire: Wire,
+        face: Face,
     ) -> None:
+        """`computes`: the dtype of gathers and of the full buffer, and where the layer computes."""
         self.layout = layout
         # which of the layout's slices is this rank's. On a mesh, replicas have the same
         self.index = communicator.shard_rank
-        self.device = device or shard.device  # where the layer computes
+        self.place = slice(*layout.chunk_range(self.index))  # that slice of the full buffer
         self.shard = shard  # 1-D [S], in the dtype that the optimizer updates
-        self.compute_dtype = compute_dtype  # the dtype of gathers and of the full buffer
+        self.compute_dtype, self.device = computes
+        self.store, self.wire, self.face = store, wire, face
+        self.stays = False  # whether the full buffer stays from step to step (`resident_bytes`)
         # the optimizer's parameters: the shard itself, or parts of it
         self.parts = [Part(shard, 0, shard.numel())]
         # whether any chunk of the model is cut into parts; then ranks may hold different numbers of
@@ -137,22 +318,18 @@ class Chunk:
         self.trainable_when_wrapped = self.trains = shard.requires_grad
         self._communicator = communicator
         self._seen_version = shard._version
-        self._in_flight: Mark | None = None
-        self._as_stored = False  # see `show_as_stored`
-        # the usual buffer, while `full` is another one
-        self._computing: FullBuffer | ResidentBuffer | None = None
-        self._own = slice(*layout.chunk_range(self.index))  # this rank's slice of the full buffer
-        self.full = self._new_buffer()
+        self._ticket: Ticket | None = None  # of the gather under way
+        self._room: Room | None = None
+        # the usual wire and buffer, while others are in use: see `show_as_stored`
+        self._usual: tuple[Wire, FullBuffer | OwnMemory] | None = None
+        self.full = self._new_buffer(self.compute_dtype)
         # whether parameters' versions tell graphs that the full buffer was released
         self.tracks_versions = not self.resident
-        # whether views of the buffer are in use outside: then release does not free it
-        self.left = False
-        # whether the full buffer holds what the chunks of all ranks held at its last gather
-        self.filled = False
-        self.stays = False  # whether it stays filled from step to step (`resident_bytes`)
+        self._seen: FullBuffer | OwnMemory | None = None  # the buffer that the face shows
+        self._see()
 
     @property
-    def views(self) -> list[Tensor]:
+    def views(self) -> Sequence[Tensor]:
         """The parameters in the full buffer, in the order of the slots."""
         return self.full.views
 
@@ -169,64 +346,111 @@ class Chunk:
         return self.index == self.layout.first_holder
 
     @property
+    def alone(self) -> bool:
+        """Whether there is no other rank."""
+        return self._communicator.world_size == 1
+
+    @property
     def resident(self) -> bool:
         """Whether the full buffer is the chunk itself."""
-        return isinstance(self.full, ResidentBuffer)
+        return self.full.is_chunk
 
-    read_only = False  # whether its values can't be written, only loaded
-    far = False  # whether it rests in other memory than that in which its layer computes
-    rests = "memory"  # where reports say that it rests
+    @property
+    def read_only(self) -> bool:
+        """Whether its values can't be written, only loaded."""
+        return self.face.read_only
 
-    def taken(self, nbytes: int) -> int:
-        """What so many bytes take where it rests, values or a gradient."""
-        return nbytes
+    @property
+    def filled(self) -> bool:
+        return self.full.filled
+
+    @property
+    def left(self) -> bool:
+        return self.full.left
 
     @property
     def stored_as(self) -> str:
         """What reports call the numbers of the chunk: by their dtype, or by their format."""
-        return str(self.shard.dtype).removeprefix("torch.")
+        return self.face.name or str(self.shard.dtype).removeprefix("torch.")
 
     @property
     def gathered_as(self) -> str:
         """What reports call the numbers of the full buffer."""
-        return str(self.compute_dtype).removeprefix("torch.")
+        return self.face.name or str(self.compute_dtype).removeprefix("torch.")
 
     @property
     def casts(self) -> bool:
-        return self.compute_dtype != self.shard.dtype
+        """Whether what computes is something else than what is stored."""
+        return (
+            self.face.read_only
+            or self.compute_dtype != self.shard.dtype
+            or (self._usual[0] if self._usual is not None else self.wire).rounds(self)
+        )
+
+    def hidden(self, index: int, stand_in: Tensor) -> Tensor:
+        """A parameter's data while it is released: it stays readable in the chunk's own memory."""
+        return self.views[index] if self.resident and not self.face.read_only else stand_in
+
+    # -- fetch and release
 
     def show_as_stored(self) -> None:
         """Until the next release, the full buffer has the chunk's dtype and not the compute dtype,
         so that values are exact.
         """
-        if self.casts and self._computing is None:
-            self._computing, self._as_stored = self.full, True
-            self.full = self._new_buffer()
+        if self.casts and self._usual is None:
+            self._usual = self.wire, self.full
+            self.wire, self.full = PLAIN, self._new_buffer(self.shard.dtype)
 
     def make_room(self, *, as_stored: bool = False) -> None:
         """[fetch 2] Allocates the full buffer, before ranks rely on the gather: memory may run out
         on one rank alone.
         """
-        if self.filled:
-            return
-        if as_stored:
-            self.show_as_stored()
-        self.full.allocate()
+        full = self.full
+        if not full.filled:
+            if as_stored:
+                self.show_as_stored()
+                full = self.full
+            full.allocate()
+            if not full.is_chunk:
+                self._room = self.wire.room(self, full.tensor)
+        self._see()
 
-    def start_fetch(self, lane: Lane) -> None:
-        """Starts the gather. The lane waits for the compute stream: for the optimizer's step and
-        the buffer's last reader.
+    def _see(self) -> None:
+        """Leads the face to the present full buffer, when that has memory."""
+        full = self.full
+        if full is not self._seen and (full.is_chunk or full.tensor.numel() or self._room):
+            full.show(self.face.views(full.tensor, self.layout))
+            self._seen = full
+
+    def start_fetch(self, lane: Lane, names: NamingFailures) -> None:
+        """[fetch 3] Starts the gather. The lane waits for the compute stream: for the optimizer's
+        step and the buffer's last reader.
         """
-        if self.filled:
+        if self.store.rests:
+            self.store.soon(self)
+        full = self.full
+        if full.filled:
             return
         self.adopt_values()
-        if self.resident:
+        if full.is_chunk:
             # the caller has set chunk.data
-            if self.full.tensor.data_ptr() != self.shard.data_ptr():
-                self.full = self._new_buffer()
+            if full.tensor.data_ptr() != self.shard.data_ptr():
+                self.full = self._new_buffer(full.tensor.dtype)
+                self._see()
+            self._show_values()
             return
-        with lane.issue():
-            self._in_flight = lane.complete(self._gather(self.full.tensor))
+        room = self._room or self.wire.room(self, full.tensor)
+        self._ticket = Ticket(names)
+        self._ticket.go(
+            lane,
+            partial(self._gather, room),
+            self.wire.behind(self, room, full.tensor),
+            room,
+        )
+
+    def _gather(self, room: Room) -> Pending:
+        own = self.wire.put(self, room)
+        return self._communicator.all_gather(room.received, own, room.bounds)
 
     def take_part_in_fetch(self) -> None:
         """Takes part in a fetch that only other ranks need. This rank sends its chunk, and drops
@@ -234,16 +458,8 @@ class Chunk:
         """
         self.adopt_values()
         full = torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.device)
-        self._gather(full).wait()
-
-    def _gather(self, full: Tensor) -> Pending:
-        """Sends the chunk, or its cast in this rank's slice of `full`."""
-        own = (
-            self.shard.data
-            if full.dtype == self.shard.dtype
-            else full[self._own].copy_(self.shard.data)
-        )
-        return self._communicator.all_gather(full, own, self.layout.bounds)
+        self._gather(self.wire.room(self, full)).wait()
+        self.store.rest(self.shard.data)
 
     def adopt_values(self) -> None:
         """Copies values of a part that was given other data (`parameter.data = values`) back into
@@ -264,9 +480,19 @@ class Chunk:
 
     def finish_fetch(self) -> None:
         """Makes the compute stream wait for the gather."""
-        if self._in_flight is not None:
-            self._in_flight.wait()
-            self._in_flight, self.filled = None, True
+        if self._ticket is not None:
+            self._ticket.wait()
+            self._ticket = self._room = None
+            self.full.fill()
+            self._show_values()
+        if self.store.rests:
+            self.store.rest(self.shard.data)
+
+    def _show_values(self) -> None:
+        """Where codes are gathered, and values are to be shown."""
+        if self._usual is not None and self.face.read_only:
+            with torch.no_grad(), torch.inference_mode(False):
+                self.full.show(self.face.values(self.full.tensor, self.layout))
 
     def is_stale(self) -> Tensor:
         """Whether the full buffer has to be gathered because of this rank's chunk, as a 0-dim
@@ -275,53 +501,38 @@ class Chunk:
         if not self.filled:
             return torch.ones((), dtype=torch.bool, device=self.device)
         self.adopt_values()
-        own = self.full.tensor[self._own]
-        return (own != self._as_gathered(own.dtype).to(own.device)).any()
-
-    def _as_gathered(self, dtype: torch.dtype) -> Tensor:
-        """What the chunk's values are in a full buffer of that dtype."""
-        return self.shard.data.to(dtype)
+        own = self.full.tensor[self.place]
+        return (own != self.wire.as_gathered(self, own.dtype).to(own.device)).any()
 
     def release(self) -> None:
         self.finish_fetch()
-        self.filled = False
-        if self._computing is not None:
-            self.full, self._computing, self._as_stored, self.left = (
-                self._computing,
-                None,
-                False,
-                False,
-            )
-            return
-        if not self.left:
+        self.full.forget()
+        if self._usual is not None:
+            self.wire, self.full = self._usual
+            self._usual = None
+            self._unsee()
+        elif self.full.left:
+            kept = StorageWeakRef(self.full.tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            self.full = self._new_buffer(self.full.tensor.dtype)
+            self._unsee()
+            # If views are still in use, versions must stay: a new version makes torch rebuild their
+            # grad_fn from the base as it is now.
+            self.tracks_versions = self.tracks_versions and kept.expired()  # type: ignore[no-untyped-call]
+        else:
             self.full.free()  # [release 2]
-            return
-        left = StorageWeakRef(self.full.tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self.full, self.left = self._new_buffer(), False
-        # If views are still in use, versions must stay: a new version makes torch rebuild their
-        # grad_fn from the base as it is now.
-        self.tracks_versions = self.tracks_versions and left.expired()  # type: ignore[no-untyped-call]
 
-    def leave_buffer(self) -> None:
-        """Called if views of the full buffer may stay in use. Release leaves it to them, and the
-        next fetch takes a new buffer.
-        """
-        self.left = not self.resident
-
-    def let_escape(self, tensor: Tensor) -> None:
-        """Keeps the buffer's memory for `tensor`, an output of the layer, if it is a view of a
-        parameter.
-        """
-        if self.full.aliases(tensor):
-            self.leave_buffer()
+    def _unsee(self) -> None:
+        """Lets go of a buffer that nobody needs any more, or that is left to its users."""
+        self._seen = None
+        self.face.forget()
 
     def abandon_fetch(self) -> None:
         """Ends a gather that may have failed, after an exception. Its result is not used."""
         try:
             self.finish_fetch()
         except RuntimeError:
-            self._in_flight = None
-            self.leave_buffer()  # the failed transfer may still write into it
+            self._ticket = self._room = None
+            self.full.leave()  # the failed transfer may still write into it
 
     def changed(self) -> bool:
         """Whether the shard was written since the last call. If it was, a backward through older
@@ -331,9 +542,14 @@ class Chunk:
         changed, self._seen_version = version != self._seen_version, version
         return changed
 
+    # -- values from rank 0
+
     @torch.no_grad()
     def scatter(self) -> None:
         """Cuts rank 0's full buffer into the chunks of all ranks."""
+        if self.face.read_only:
+            self.face.write(self.full.views, self.full.tensor, self.layout)
+            torch.autograd.graph.increment_version(self.shard)
         zero_padding(self.full.tensor, self.layout)
         if not self.resident:
             self.receive(
@@ -343,28 +559,18 @@ class Chunk:
         self.unloaded.clear()
 
     def receive(self, slices: list[Tensor] | None) -> None:  # one for each rank, on rank 0
-        self._communicator.scatter(self.shard.data, slices, self.layout.bounds).wait()
+        own = passing(self)
+        values = self.shard.data if own is None else own
+        self._communicator.scatter(values, slices, self.layout.bounds).wait()
+        if own is not None:
+            self.shard.data.copy_(own)
+        self.store.rest(self.shard.data)
 
-    def hand_over(
-        self, take: Callable[[Tensor, Tensor], None], landed: Tensor, summed: Tensor
-    ) -> None:
-        """Lets a reducer `take` a gradient that has landed, and the sum that it was made from, in
-        the order of the lane.
-        """
-        take(landed, summed)
-
-    def way_home(self, mark: Mark) -> Mark:
-        """`mark`, or if the gradient that it is the end of has further to go, the mark of all the
-        way.
-        """
-        return mark
-
-    def _new_buffer(self) -> FullBuffer | ResidentBuffer:
+    def _new_buffer(self, dtype: torch.dtype) -> FullBuffer | OwnMemory:
         with torch.inference_mode(False):  # training may use the same buffer later
-            dtype = self.shard.dtype if self._as_stored else self.compute_dtype
-            if self._communicator.world_size == 1 and dtype == self.shard.dtype and not self.far:
-                return ResidentBuffer(self.layout, self.shard)
-            return FullBuffer(self.layout, dtype, self.device)
+            if self.alone and dtype == self.shard.dtype and not self.store.far:
+                return OwnMemory(self.shard)
+            return FullBuffer(self.layout.padded_numel, dtype, self.device)
 
 
 def registered(chunks: Sequence[Chunk]) -> dict[str, nn.Parameter | None]:

@@ -65,7 +65,7 @@ def drop_stale(communicator: Communicator, layers: Sequence[LayerState]) -> None
             communicator.all_reduce(stale, maximum=True)
     for (state, chunk), flag in zip(staying, stale.tolist(), strict=True):
         if flag:
-            chunk.filled = False
+            chunk.full.forget()
             state.release_or_keep()
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..comm.communicator import Bounds, Communicator
-from ..comm.streams import Done, Pending
 from .layout import ChunkLayout
 
 __all__: list[str] = []
@@ -24,11 +22,11 @@ class GradientBuffer:
     so gradients of a single backward never take more memory.
     """
 
-    __slots__ = ("_came", "_device", "_dtype", "_layout", "_written", "full")
+    __slots__ = ("_came", "_device", "_dtype", "_layout", "_written", "full", "made_in")
 
     def __init__(self, layout: ChunkLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._layout = layout
-        self._dtype = dtype
+        self.made_in = self._dtype = dtype
         self._device = device
         self._came: dict[int, Tensor] = {}  # slot -> gradient that is not in the buffer yet
         self._written: set[int] = set()  # slots that are in the buffer
@@ -37,6 +35,10 @@ class GradientBuffer:
     @property
     def empty(self) -> bool:
         return self.full is None and not self._came
+
+    def like(self) -> GradientBuffer:
+        """An empty one."""
+        return GradientBuffer(self._layout, self.made_in, self._device)
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Adds a gradient of slot number `index`. The tensor is kept until the buffer is made."""
@@ -137,30 +139,3 @@ class GradientBuffer:
 
     def _slot(self, full: Tensor, index: int) -> Tensor:
         return full.as_strided(*self._layout.slots[index].strided)
-
-
-class Sending:
-    """What a reduction sends, and where its result comes: all the memory that it needs."""
-
-    __slots__ = ("divided", "full", "landed", "pieces", "summed", "travelling")
-
-    def __init__(
-        self, pieces: list[list[Tensor]] | None, full: Tensor | None, summed: Tensor, landed: Tensor
-    ) -> None:
-        # what is sent to each rank, as it lies in autograd's gradients; otherwise it is in `full`
-        self.pieces = pieces
-        self.full = full  # 1-D [W*S]
-        # 1-D [S], takes the sum over ranks; where there is one shard it is `full`
-        self.summed = summed
-        self.landed = landed  # 1-D [S], takes the mean in the dtype of the chunk's gradient
-        self.divided = False  # whether `full` was divided for the mean already
-        # what else has to stay in memory until compute has waited for the sum
-        self.travelling: object = full
-
-    def start(self, communicator: Communicator, bounds: Bounds) -> Pending:
-        """[backup 2] Starts to sum over ranks, in the lane that is current."""
-        if self.pieces is not None:
-            return communicator.reduce_pieces(self.summed, self.pieces)
-        if self.full is None or self.full is self.summed:
-            return Done()
-        return communicator.reduce_scatter(self.summed, self.full, bounds)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..policy import ShardingPolicy, chosen, info_of
-from .parameters import ParameterSites
+from .sites import ParameterSites
 
 __all__: list[str] = []
 
@@ -40,10 +40,13 @@ class IgnoredGradient:
     or `roll_back`.
     """
 
-    def __init__(self, parameter: nn.Parameter, *, transactional: bool) -> None:
+    def __init__(
+        self, parameter: nn.Parameter, ranks: int, *, transactional: bool, mean: bool
+    ) -> None:
         self.parameter = parameter
-        self._transactional = transactional
-        self.held = False  # whether a `step_guard` is open, which ends what is staged
+        self._transactional, self._mean = transactional, mean
+        self._ranks = self._averaged_over = ranks
+        self._held = False  # whether a `step_guard` is open, which ends what is staged
         self._staged = False
         self._earlier: Tensor | None = None  # the gradient of earlier backwards, while it is staged
         self._new: Tensor | None = None  # that of backwards since
@@ -53,11 +56,26 @@ class IgnoredGradient:
         if not self._staged:
             self._staged, self._earlier, self.parameter.grad = True, self.parameter.grad, None
 
+    def average_over(self, ranks: int) -> None:
+        """The mean is taken over so many ranks: the others have no data left."""
+        self._averaged_over = ranks
+
+    def hold(self, *, on: bool) -> None:
+        """A `step_guard` begins, or is over."""
+        self._held = on
+        if on:
+            self.stage()
+
+    def begin_backward(self) -> None:
+        if self._transactional or self._averaged_over != self._ranks:
+            self.stage()
+
     @torch.no_grad()
-    def end_backward(self, weight: float) -> None:
-        """Multiplies the gradient of a staged backward by `weight`, and commits it unless a
-        `step_guard` is open.
+    def end_backward(self) -> None:
+        """Weighs the gradient of a staged backward, so that the mean over ranks is right, and
+        commits it unless a `step_guard` is open.
         """
+        weight = self._ranks / self._averaged_over if self._mean else 1
         came = self.parameter.grad if self._staged else None
         if came is not None:
             came = came if weight == 1 else came.mul_(weight)
@@ -65,7 +83,7 @@ class IgnoredGradient:
                 came if self._new is None else self._new.add_(came),
                 None,
             )
-        if not self.held:
+        if not self._held:
             self.commit()
 
     @torch.no_grad()
@@ -93,9 +111,9 @@ class IgnoredGradient:
         kept apart. It may be called twice.
         """
         self.roll_back()
-        if not (self.held or self._transactional):
+        if not (self._held or self._transactional):
             self.parameter.grad = None
-        if self.held:
+        if self._held:
             self.stage()
 
     def scale(self, factor: Tensor) -> None:

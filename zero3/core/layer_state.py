@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +15,19 @@ from ..comm.errors import NamingFailures, Subject
 from ..comm.log import Transfer, TransferLog
 from ..comm.streams import Lanes
 from ..policy import ShardingPolicy, keeps_until_backward, rounding, shards_parameters
+from .account import Account
 from .autograd import as_plain_tensors, can_show, inside_backward, profiler_label
 from .casting import caller_for
 from .chunk import Chunk, registered
 from .coordination import Gate, gate_for
 from .flat import not_a_number
-from .gradient_reducer import GradientReducer
 from .gradient_types import UsedGradient, stepped_already
 from .ignored import IgnoredGradient
+from .layer_gradients import LayerGradients
 from .marks import mark, mark_sharded
-from .parameters import ParameterSites, ShardedParameter, remember_order, show_all
+from .parameters import ShardedParameter, remember_order, show_all
 from .released import ReleasedParameter
-from .replicas import gradients_for
+from .sites import ParameterSites
 
 __all__: list[str] = []
 
@@ -78,6 +80,7 @@ class LayerState:
         communicator: Communicator,
         device: torch.device,
         policy: ShardingPolicy,
+        new_gradients: Callable[[Subject], LayerGradients],
         modules: int = 1,
     ) -> None:
         self.subject = Subject(f"layer {label}")
@@ -89,7 +92,7 @@ class LayerState:
         self.call = caller_for(policy)  # calls the layer's module
         self.chunks: list[Chunk] = []
         self.parameters: list[ShardedParameter] = []
-        self.gradients = gradients_for(communicator, policy, self.subject)
+        self.gradients = new_gradients(self.subject)
         self.gate: Gate = gate_for(policy.compare_every)
         self.presence = Presence.RELEASED
         # stages 1 and 2: full buffers stay filled from step to step
@@ -129,7 +132,7 @@ class LayerState:
         blank = not_a_number(chunk.compute_dtype, chunk.device)
         remember_order(parameters)
         for index, sites in enumerate(parameters):
-            stand_in = sites.stand_in(blank)
+            stand_in = sites.face.stand_in(sites, blank)
             if not can_show(old := sites.parameter, stand_in):
                 sites.replace(nn.Parameter(stand_in, old.requires_grad))
                 # whoever kept it, such as an optimizer, is told
@@ -162,7 +165,8 @@ class LayerState:
 
     @log.setter
     def log(self, log: TransferLog) -> None:
-        self._log = self.subject.log = self.gradients.log = log
+        self._log = self.subject.log = log
+        self.gradients.write_into(log)
 
     @property
     def name_among_ranks(self) -> str:
@@ -216,14 +220,13 @@ class LayerState:
         for chunk in self.chunks:
             chunk.make_room(as_stored=self.as_stored)
         with self.fetch_span, self.gate.gather(self):
-            try:
-                if self.chunks:
-                    self._log.entries.append(self._entry)
-                for chunk in self.chunks:
-                    chunk.start_fetch(self.lanes.fetch)
-            except RuntimeError as failure:
-                self._gathering.explain(failure)
-                raise
+            if self.chunks:
+                self._log.entries.append(self._entry)
+            for chunk in self.chunks:
+                self.start_chunk(chunk)
+
+    def start_chunk(self, chunk: Chunk) -> None:
+        chunk.start_fetch(self.lanes.fetch, self._gathering)
 
     def take_part_in_fetch(self) -> None:
         """Takes part in a fetch that only other ranks need."""
@@ -242,12 +245,8 @@ class LayerState:
         """
         if self.presence in (Presence.FETCHING, Presence.KEPT):
             with self.wait_span:
-                try:
-                    for chunk in self.chunks:
-                        chunk.finish_fetch()
-                except RuntimeError as failure:
-                    self._gathering.explain(failure)
-                    raise
+                for chunk in self.chunks:
+                    chunk.finish_fetch()
             # set first: after an interrupt in between, release must hide every parameter
             self.presence = Presence.FETCHED
             for chunk in self.chunks:
@@ -337,7 +336,7 @@ class LayerState:
         for tensor in tensors:
             if not isinstance(tensor, nn.Parameter):
                 for chunk in self.chunks:
-                    chunk.let_escape(tensor)
+                    chunk.full.let_escape(tensor)
 
     def check_unwritten(self) -> None:
         """Raises if a parameter was changed in place since it was shown, because a release would
@@ -353,7 +352,7 @@ class LayerState:
                 and not self.pins
                 and not sharded.chunk.resident
             ):
-                sharded.chunk.filled = False
+                sharded.chunk.full.forget()
                 raise RuntimeError(
                     f"rank {self.communicator.rank}: while layer {self.label} computed, parameter "
                     f"{sharded.sites.name!r} was changed in place, which the ranks' chunks can't "
@@ -364,7 +363,7 @@ class LayerState:
     def _hide(self) -> None:
         self.versions = [sharded.sites.parameter._version for sharded in self.parameters]
         for sharded in self.parameters:
-            sharded.sites.hide(sharded.value if sharded.chunk.resident else sharded.stand_in)
+            sharded.sites.hide(sharded.chunk.hidden(sharded.index, sharded.stand_in))
 
     def _invalidate_saved(self) -> None:
         """Gives hidden parameters a new version, so that torch raises its own error if a backward
@@ -378,12 +377,18 @@ class LayerState:
             ]
         )
 
+    def settle(self) -> None:
+        """The host waits until no device reads the layer's chunks where they rest."""
+        for chunk in self.chunks:
+            if chunk.store.rests:
+                chunk.store.settle(chunk, None, before_backward=False)
+
     def reset(self, *, broken: bool = True) -> None:
         """Drops all that was under way. It waits for transfers first, because they write into the
         buffers.
         """
-        for reducer in (reducer for reducer in self.gradients.reducers.values() if reducer.pending):
-            reducer.abandon()
+        for account in (account for account in self.gradients.accounts.values() if account.pending):
+            account.abandon()
         self.calls_left = 0
         if self.presence is Presence.FETCHING:
             for chunk in self.chunks:
@@ -427,6 +432,39 @@ def ignored_of(states: Iterable[LayerState]) -> list[IgnoredGradient]:
     return [each for state in states for each in state.gradients.ignored]
 
 
-def reducers_of(states: Iterable[LayerState]) -> list[GradientReducer]:
-    """The gradient reducers of all chunks of the layers."""
-    return [reducer for state in states for reducer in state.gradients.reducers.values()]
+def accounts_of(states: Iterable[LayerState]) -> list[Account]:
+    """The accounts of all chunks of the layers."""
+    return [account for state in states for account in state.gradients.accounts.values()]
+
+
+def check_process(states: Iterable[LayerState]) -> None:
+    """
+    Raises:
+        RuntimeError: This is a forked child, and chunks of these layers rest in memory that is its
+            parent's.
+    """
+    resting = (chunk for state in states for chunk in state.chunks if chunk.store.rests)
+    if (chunk := next(resting, None)) is not None:  # all were made in one process
+        chunk.store.check_process()
+
+
+class RestingLayers(list[LayerState]):
+    """A model's layers whose chunks rest elsewhere, and want to hear of forwards and backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._recent: list[Any] = []  # for stores: see `Store.settle`
+
+    def watch(self, state: LayerState) -> None:
+        if any(chunk.store.rests for chunk in state.chunks):
+            self.append(state)
+
+    def settle(self, *, before_backward: bool = False) -> None:
+        for state in self:
+            for chunk in state.chunks:
+                chunk.store.settle(chunk, self._recent, before_backward=before_backward)
+
+    def go_on(self) -> None:
+        for state in self:
+            for chunk in state.chunks:
+                chunk.store.go_on()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .autograd import restore_versions
 from .chunk import Chunk
 from .released import ReleasedParameter
+from .sites import ParameterSites
 
 __all__: list[str] = []
 
@@ -27,99 +28,6 @@ IN_MODEL = "_zero3_in_model"  # in a layer's __dict__, if the layer has a place 
 _WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
 # in a name, or in a key of a file (`parameter:0.weight[0:4]`)
 _PREFIX = re.compile(rf"(?<![^.:])(?:{'|'.join(_WRAPPED)})\.")
-
-
-@dataclass(eq=False)
-class ParameterSites:
-    """One parameter, and all places in the layer's modules that have it. A tied parameter has
-    several places.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape of the parameter's slot."""
-        return tuple(self.parameter.shape)
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        """The dtype of the chunk."""
-        return self.parameter.dtype
-
-    def to_store(self, device: torch.device) -> Tensor:
-        """What is written into the slot, before the parameter is hidden for the first time. The
-        chunk is on `device`.
-        """
-        return self.parameter
-
-    def values_in(self, slot: Tensor) -> Tensor:
-        """The parameter's values, from what its slot in a full buffer holds."""
-        return slot
-
-    def write(self, values: Tensor, slot: Tensor) -> None:
-        """Puts values, in the parameter's shape, into its slot in a full buffer."""
-        if values.data_ptr() != slot.data_ptr():
-            slot.copy_(values)
-
-    def stand_in(self, blank: Tensor) -> Tensor:
-        """The parameter's data while it is released: the 0-dim `blank`, stretched to its shape."""
-        return blank.expand(self.parameter.shape)
-
-    def data(self) -> Tensor:
-        """The shown parameter's data."""
-        return self.parameter.data
-
-    def show(self, value: Tensor) -> None:
-        """Makes the parameter an ordinary one whose data is `value`, its slot of the full buffer.
-        Nothing is copied.
-        """
-        self.parameter.__class__ = nn.Parameter
-        self.parameter.data = value
-        for module, attribute in self.places:
-            if module.__dict__.pop(attribute, None) is not self.parameter:
-                raise RuntimeError(
-                    f"{self.name}: the module's attribute {attribute!r} was replaced after "
-                    "wrapping. A wrapped parameter stays one object; change its values inside "
-                    "`with zero3.full_params(module, writeback=True):`."
-                )
-            module._parameters[attribute] = self.parameter
-
-    def hide(self, stand_in: Tensor) -> None:
-        """[release 1] Makes the parameter a released one: metadata can be read, values raise,
-        `model.parameters()` leaves it out.
-
-        It may be called again on a hidden parameter.
-        """
-        self.parameter.__class__ = nn.Parameter
-        self.parameter.grad = None
-        self.parameter.data = stand_in
-        for module, attribute in self.places:
-            module._parameters.pop(attribute, None)
-            module.__dict__[attribute] = self.parameter
-        self.parameter.__class__ = ReleasedParameter
-
-    def replaced(self) -> bool:
-        """Whether a module has another object in the place of this parameter. Only for a shown
-        parameter.
-        """
-        return any(
-            module._parameters.get(attribute) is not self.parameter
-            for module, attribute in self.places
-        )
-
-    def replace(self, parameter: nn.Parameter) -> None:
-        """Puts a new object into all places. A parameter that can't be given other data needs it:
-        see `autograd.can_show`.
-        """
-        # attributes that users set, such as no_weight_decay
-        parameter.__dict__.update(self.parameter.__dict__)
-        for module, attribute in self.places:
-            # not into _parameters: some modules keep lists of their own (LSTM)
-            setattr(module, attribute, parameter)
-        self.parameter = parameter
 
 
 @dataclass(frozen=True, slots=True)

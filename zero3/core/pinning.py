@@ -12,7 +12,6 @@ from torch import Tensor
 from ..policy import rounding
 from .chunk import Chunk
 from .layer_state import LayerState
-from .offloaded_chunk import settle
 from .parameters import ShardedParameter, named, restore_order
 
 __all__: list[str] = []
@@ -37,7 +36,7 @@ def pin(state: LayerState, *, to_compute: bool = False) -> None:
     try:
         state.start_fetch()
         state.finish_fetch()
-        settle(state)
+        state.settle()
     except BaseException:
         state.as_stored = False
         raise
@@ -62,7 +61,7 @@ def unpin(state: LayerState) -> None:
     if not state.pins:
         state.registry.update(state.chunk_names())
         for chunk in state.chunks:
-            chunk.leave_buffer()
+            chunk.full.leave()
         state.release()
         state.as_stored = False
     state.log.fold()  # so that it stays short, however often this is done between two forwards
@@ -98,8 +97,8 @@ def write_back(state: LayerState) -> None:
     for chunk in state.chunks:
         chunk.scatter()
         if state.pins > 1:  # an outer context goes on showing the parameters, on all ranks
-            chunk.filled = False
-            chunk.start_fetch(state.lanes.fetch)
+            chunk.full.forget()
+            state.start_chunk(chunk)
             chunk.finish_fetch()
 
 

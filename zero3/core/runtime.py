@@ -172,8 +172,8 @@ class Runtime:
             self.backward.recompute()
             self._trace = self._new_trace()
             return None
-        if self.backward.offloaded:
-            self.backward.offloaded.go_on()
+        if self.backward.resting:
+            self.backward.resting.go_on()
         activity = self.layers[0].gate.doing(Activity.FORWARD)
         activity.__enter__()
         try:
@@ -233,8 +233,8 @@ class Runtime:
                 activity.__exit__(type(failure), failure, None)
             raise
         if activity is not None:
-            if self.backward.offloaded:
-                self.backward.offloaded.settle(before_backward=self.awaits_backward)
+            if self.backward.resting:
+                self.backward.resting.settle(before_backward=self.awaits_backward)
             activity.__exit__(None if error is None else type(error), error, None)
 
     def _finish_pass(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..access import states_of
+from ..comm.errors import NamingFailures
 from ..comm.streams import Clock, Lane, Lanes, Mark, Pending, clock_for
 from ..core.autograd import inside_backward
 from ..core.chunk import Chunk
@@ -215,10 +216,15 @@ class _Recorder:
         self._open(name, phase)
 
     def _start_fetch(
-        self, state: LayerState, chunk: Chunk, start_fetch: Callable[[Lane], None], lane: Lane
+        self,
+        state: LayerState,
+        chunk: Chunk,
+        start_fetch: Callable[..., None],
+        lane: Lane,
+        names: NamingFailures,
     ) -> None:
         nbytes = _received(chunk, chunk.compute_dtype.itemsize)
-        start_fetch(_TimedLane(lane, self, state, "fetch", iter([nbytes])))
+        start_fetch(_TimedLane(lane, self, state, "fetch", iter([nbytes])), names)
 
     def _prepare(self, prepare: Callable[..., Any], communicator: object) -> Any:
         self._close()
@@ -230,7 +236,6 @@ class _Recorder:
         back_up: Callable[..., Any],
         prepared: Any,
         lanes: Lanes,
-        communicator: object,
     ) -> Any:
         trained = [chunk for chunk in state.chunks if chunk.shard.requires_grad]
         widths = [gradient_dtype(state.policy, chunk.shard.dtype).itemsize for chunk in trained]
@@ -245,7 +250,7 @@ class _Recorder:
             timed = timed._replace(
                 replicas=_TimedLane(lanes.replicas, self, state, "backup", iter(sums))
             )
-        return back_up(prepared, timed, communicator)
+        return back_up(prepared, timed)
 
     # -- forward hooks
 

@@ -128,7 +128,7 @@ def report(model: nn.Module) -> Report:
     for state in states:
         for chunk in state.chunks:
             kind = f"{'trainable' if chunk.shard.requires_grad else 'frozen'} {chunk.stored_as}"
-            chunks[kind] = chunks.get(kind, 0) + chunk.taken(chunk.shard.nbytes)
+            chunks[kind] = chunks.get(kind, 0) + chunk.store.taken(chunk.shard.nbytes)
             full = chunk.layout.padded_numel * chunk.compute_dtype.itemsize
             gathered[chunk.gathered_as] = gathered.get(chunk.gathered_as, 0) + full
     return Report(
@@ -141,14 +141,14 @@ def report(model: nn.Module) -> Report:
         ),
         chunks=chunks,
         gradients=sum(
-            chunk.taken(
+            chunk.store.taken(
                 chunk.shard.numel() * landed_dtype(state.policy, chunk.shard.dtype).itemsize
             )
             for state in states
             for chunk in state.chunks
             if chunk.shard.requires_grad
         ),
-        rests=tuple(dict.fromkeys(chunk.rests for state in states for chunk in state.chunks))
+        rests=tuple(dict.fromkeys(chunk.store.name for state in states for chunk in state.chunks))
         or ("memory",),
         gathered=gathered,
         full_parameters=_at_once(

@@ -22,7 +22,7 @@ from ..comm.communicator import is_first
 from ..core.layer_state import LayerState
 from ..core.layout import Piece
 from ..core.parameters import ShardedParameter
-from ..core.quantized_chunk import QuantizedSites
+from ..faces.quantised import weight_of
 from .adapters import FILE, fit_adapter, places_of_adapters
 from .index_maps import IndexMap
 from .key_mapping import Fit, fit
@@ -180,9 +180,9 @@ def _fill_layers(states: list[LayerState], reader: SliceReader, found: Fit) -> N
 
 def _fill_chunks(state: LayerState, reader: SliceReader, found: Fit) -> None:
     for sharded, piece in _pieces(state):
-        if isinstance(sharded.sites, QuantizedSites):
+        if (weight := weight_of(sharded.sites)) is not None:
             if (packed := found.packed.get(id(sharded.sites.parameter))) is not None:
-                packed.fill(reader, sharded.sites, piece, sharded.chunk.shard.data[piece.place])
+                packed.fill(reader, weight, piece, sharded.chunk.shard.data[piece.place])
             continue
         if (index_map := found.maps.get(id(sharded.sites.parameter))) is not None:
             reader.read(index_map, piece.start, sharded.chunk.shard.data[piece.place])

@@ -22,7 +22,7 @@ from ..comm.agreement import agreeing
 from ..core.layer_state import LayerState
 from ..core.parameters import parameters_of, plain_modules
 from ..core.pinning import pin, unpin
-from ..core.quantized_chunk import QuantizedSites
+from ..faces.quantised import weight_of
 from ..names import innermost
 from ..optim.state_memory import land_steps
 from .index_maps import IndexMap
@@ -140,7 +140,8 @@ class MergedContents(Contents):
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of the tensor's values, also of a quantised one."""
         sites = self.parameters[name].sites if name in self.parameters else None
-        return sites.dtype if isinstance(sites, QuantizedSites) else super().dtype(name)
+        weight = None if sites is None else weight_of(sites)
+        return super().dtype(name) if weight is None else weight.own_dtype
 
 
 def _chosen(name: str, model: Any) -> str | None:
@@ -333,7 +334,7 @@ class _MergedPlan(Plan):
             (s for s in self._owners[id(parameter)].parameters if s.sites.parameter is parameter),
             None,
         )
-        return found is not None and isinstance(found.sites, QuantizedSites)
+        return found is not None and weight_of(found.sites) is not None
 
 
 @contextmanager

@@ -18,7 +18,8 @@ from torch import Tensor
 from ..checkpoint.safetensors_files import SafetensorsFiles, Stored
 from ..core.layer_state import LayerState
 from ..core.layout import Piece
-from ..core.quantized_chunk import QuantizedSites
+from ..faces.quantised import weight_of
+from ..faces.recipes import QuantizedWeight
 from ..quantized.formats import MXFP4, NF4, Float8, Format
 from .index_maps import IndexMap, Whole
 from .key_mapping import Fit
@@ -193,8 +194,9 @@ def match_packed(
         ]
         if not parts:
             continue
-        mine, kind, name = sites.get(key), parts[0].format, found.names[key][0]
-        here = mine.format.name if isinstance(mine, QuantizedSites) else "not quantised"
+        kind, name = parts[0].format, found.names[key][0]
+        weight = weight_of(sites[key]) if key in sites else None
+        here = "not quantised" if weight is None else weight.format.name
         if (
             here != kind.name
             or any(part.format != kind for part in parts)
@@ -237,11 +239,13 @@ class PackedReader:
             return str(error)
         return None
 
-    def fill(self, reader: SliceReader, sites: QuantizedSites, piece: Piece, kept: Tensor) -> None:
+    def fill(
+        self, reader: SliceReader, weight: QuantizedWeight, piece: Piece, kept: Tensor
+    ) -> None:
         """Writes the bytes of `piece` into `kept`."""
         kept.zero_()
         low, high = piece.start, piece.stop
-        for section in sites.format.sections(sites.weight.shape):
+        for section in weight.format.sections(weight.shape):
             first, last = max(low, section.offset), min(high, section.stop)
             if first >= last:
                 continue

@@ -15,7 +15,8 @@ from ..checkpoint.safetensors_files import Stored
 from ..comm.communicator import Communicator
 from ..core.layer_state import LayerState
 from ..core.layout import Piece
-from ..core.quantized_chunk import QuantizedSites
+from ..faces.quantised import weight_of
+from ..faces.recipes import QuantizedWeight
 from ..quantized.codec import SLICE_NUMEL, Codec
 from ..quantized.formats import Format
 from .index_maps import IndexMap
@@ -32,10 +33,10 @@ class Slot:
     on.
     """
 
-    def __init__(self, sites: QuantizedSites, piece: Piece | None, kept: Tensor) -> None:
-        self._format: Format = sites.format
-        self._codec: Codec = sites.weight.codec
-        self._shape, self._dtype = sites.weight.shape, sites.dtype
+    def __init__(self, weight: QuantizedWeight, piece: Piece | None, kept: Tensor) -> None:
+        self._format: Format = weight.format
+        self._codec: Codec = weight.codec
+        self._shape, self._dtype = weight.shape, weight.own_dtype
         self._low, self._kept = piece.start if piece is not None else 0, kept
         self._sections = {section.name: section for section in self._format.sections(self._shape)}
         self._codes_in_byte = -(-math.prod(self._shape) // max(1, self._sections["codes"].numel))
@@ -119,17 +120,16 @@ def fill_quantized(
     """
     for sharded in state.parameters:
         sites, chunk = sharded.sites, sharded.chunk
-        if (
-            not isinstance(sites, QuantizedSites)
-            or (index_map := found.get(id(sites.parameter))) is None
-        ):
+        if (weight := weight_of(sites)) is None or (
+            index_map := found.get(id(sites.parameter))
+        ) is None:
             continue
-        if sites.weight.codec.turns(sites.weight.shape):
+        if weight.codec.turns(weight.shape):
             index_map = index_map.transposed(-2, -1)
         slot = chunk.layout.slots[sharded.index]
         piece = next((piece for piece in chunk.pieces if piece.slot is slot), None)
         filling = Slot(
-            sites,
+            weight,
             piece,
             chunk.shard.data[piece.place] if piece is not None else chunk.shard.data[:0],
         )

@@ -124,7 +124,8 @@ class Hand(TorchFunctionMode):
             ):
                 self._wire.tell(Command.FETCH, number, full)
             for each, parameter in zip(state.parameters, self._lent[number], strict=True):
-                value = each.sites.values_in(view(full[each.chunk], each.chunk.layout, each.index))
+                slot = view(full[each.chunk], each.chunk.layout, each.index)
+                value = each.sites.face.value(each.sites, slot)
                 if (
                     number not in self._stored
                     and each.index in each.chunk.unloaded
@@ -145,8 +146,9 @@ class Hand(TorchFunctionMode):
                         f"{each.sites.name} of layer {state.label} was given the shape "
                         f"{tuple(parameter.shape)}"
                     )
-                each.sites.write(parameter.data, slot)  # it may have been given other data
-            value = each.sites.values_in(slot)
+                # it may have been given other data
+                each.sites.face.put(each.sites, parameter.data, slot)
+            value = each.sites.face.value(each.sites, slot)
             if bool(value.isnan().any()) or (
                 not value.is_floating_point() and id(parameter) not in self._used
             ):

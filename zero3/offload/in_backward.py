@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..core.gradient_types import CallersMistake, DeferredGradient, UsedGradient, stepped_already
 from ..core.marks import Owner
-from ..core.offloaded_chunk import OffloadedChunk
+from ..stores.resting import place_of
 from .turns import Turn, Turns
 
 __all__: list[str] = []
@@ -79,12 +79,10 @@ class InBackward:
                         )
                         _call_when_landed(parameter, self)
                         parameter.zero3_stepped_in_backward = Owner(optimizer)  # type: ignore[attr-defined]
-            if isinstance(turn.chunk, OffloadedChunk) and all(
-                id(part.parameter) in self._turn_of for part in turn.chunk.parts
-            ):
-                turn.chunk.residence.used_at_once = partial(
-                    _steps, weakref.ref(self), weakref.ref(turn.chunk.parts[0].parameter)
-                )
+            place, parts = place_of(turn.chunk), turn.chunk.parts if turn.chunk else []
+            if place is not None and all(id(part.parameter) in self._turn_of for part in parts):
+                first = weakref.ref(parts[0].parameter)
+                place.is_used_at_once(partial(_steps, weakref.ref(self), first))
 
     def steps(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter is stepped when its gradient lands. (A single rank keeps nothing

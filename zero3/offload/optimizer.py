@@ -13,7 +13,7 @@ import torch
 
 from ..comm.agreement import agreeing
 from ..core.gradient_types import reduce_deferred
-from ..core.offloaded_chunk import check_process
+from ..core.layer_state import check_process
 from ..optim.state_memory import land_steps
 from ..policy import directory_of, shards_gradients
 from .in_backward import InBackward, check_unstepped

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..core.residence import Residence
 from ..scratch.mapped_files import MappedFiles
+from ..stores.resting import Resting
 
 __all__: list[str] = []
 
@@ -22,7 +22,7 @@ class Visit(NamedTuple):
     """What a turn works on, of what lies in files."""
 
     layer: str  # for errors
-    residence: Residence
+    place: Resting
     values: list[Tensor]
     gradients: list[Tensor]
     files: MappedFiles
@@ -32,19 +32,19 @@ class Visit(NamedTuple):
         """Returns whether memory is short: the kernel had dropped something. It is the visit's last
         call.
         """
-        was_away = any(map(self.residence.is_away, [*self.values, *self.gradients])) or any(
+        was_away = any(map(self.place.is_away, [*self.values, *self.gradients])) or any(
             map(self.files.is_away, self.state)
         )
-        self.residence.is_short = was_away
+        self.place.note_short(was_away)
         if was_away:  # the disk gets all orders at once
             for tensor in [*self.values, *self.gradients]:
-                self.residence.read_ahead(tensor)
+                self.place.read_ahead(tensor)
             for tensor in self.state:
                 self.files.read_ahead(tensor)
         for tensor in self.values:
-            self.residence.bring(tensor, to_write=True)
+            self.place.bring(tensor, to_write=True)
         for tensor in self.gradients:
-            self.residence.bring(tensor, to_write=False)
+            self.place.bring(tensor, to_write=False)
         for tensor in self.state:
             self.files.bring(tensor, to_write=True)
         # a thread that is late with forgetting the visit holds no gradients: the next ones would
@@ -55,8 +55,8 @@ class Visit(NamedTuple):
 
     def let_go(self) -> None:
         for tensor in self.values:
-            self.residence.rest(tensor)
-        self.residence.rest_gradients()
+            self.place.rest(tensor)
+        self.place.rest_gradients()
         for tensor in self.state:
             self.files.rest(tensor)
 
@@ -67,7 +67,7 @@ class Visit(NamedTuple):
         """
         try:
             for tensor in self.values:
-                self.residence.write(tensor)
+                self.place.write(tensor)
             for tensor in self.state:
                 self.files.write(tensor, wait=True)
         except OSError as error:

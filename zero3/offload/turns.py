@@ -15,10 +15,10 @@ from ..core.chunk import Chunk
 from ..core.gradient_types import DeferredGradient
 from ..core.layer_state import LayerState
 from ..core.marks import state_of
-from ..core.offloaded_chunk import OffloadedChunk
-from ..core.untouched import to_bring, touch
 from ..optim.state_memory import set_state_memory
 from ..policy import directory_of
+from ..stores.resting import place_of
+from ..stores.untouched import to_bring, touch
 from .one_by_one import narrowed, try_out
 from .state_files import StateFiles, ZerosInFiles
 from .traffic import Traffic, Visit
@@ -54,7 +54,7 @@ class Turn:
 
     def visit(self, optimizer: torch.optim.Optimizer) -> Visit | None:
         """What lies in files of all that the turn works on."""
-        if self.files is None or not isinstance(self.chunk, OffloadedChunk):
+        if self.files is None or (place := place_of(self.chunk)) is None:
             return None
         parameters = list(self.all())
         gradients = [
@@ -72,7 +72,7 @@ class Turn:
             for value in optimizer.state.get(parameter, {}).values()
         )
         state = [value for value in kept if type(value) is Tensor and value.ndim]
-        return Visit(self.layer, self.chunk.residence, written, read, self.files.files, state)
+        return Visit(self.layer, place, written, read, self.files.files, state)
 
 
 class Turns:

@@ -12,7 +12,7 @@ from ..core.autograd import as_plain_tensors
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
 from ..core.marks import ignored_by, state_of
-from ..core.untouched import touch
+from ..stores.untouched import touch
 
 __all__: list[str] = []
 

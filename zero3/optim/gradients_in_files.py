@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from ..core.chunk import Chunk, Part
 from ..core.layer_state import LayerState
-from ..core.offloaded_chunk import OffloadedChunk
-from ..core.residence import InFiles
-from ..core.untouched import Span, changed, known_norm, norm_of, to_bring
+from ..stores.files import Files, spans
+from ..stores.untouched import Span, changed, known_norm, norm_of, to_bring
 from .state_memory import is_stepped_in_turns
 
 __all__: list[str] = []
@@ -26,38 +25,37 @@ Norms = Mapping[tuple[Chunk, Span], Tensor]  # by elements of chunks
 class GradientInFile(NamedTuple):
     """A gradient in a file."""
 
-    chunk: OffloadedChunk
+    chunk: Chunk
+    store: Files
     part: Part
     gradient: Tensor
 
     def bring(self, to_write: bool) -> None:
-        self.chunk.residence.bring(to_bring(self.gradient)[0], to_write=to_write)
+        self.store.bring(to_bring(self.gradient)[0], to_write=to_write)
 
     def known_norms(self, order: float) -> dict[Span, Tensor] | None:
         norms = {
-            span: known_norm(self.gradient, span, order) for span in self.chunk.spans(self.part)
+            span: known_norm(self.gradient, span, order) for span in spans(self.chunk, self.part)
         }
         found = {span: norm for span, norm in norms.items() if norm is not None}
         return found if len(found) == len(norms) else None
 
     def norms(self, order: float) -> dict[Span, Tensor]:
         values = self.gradient.as_subclass(Tensor)
-        return {span: norm_of(values, span, order) for span in self.chunk.spans(self.part)}
+        return {span: norm_of(values, span, order) for span in spans(self.chunk, self.part)}
 
 
 def gradients_in_files(states: list[LayerState]) -> list[GradientInFile]:
-    chunks = (
-        chunk for state in states for chunk in state.chunks if isinstance(chunk, OffloadedChunk)
-    )
     parts = (
-        (chunk, part, part.parameter.grad)
-        for chunk in chunks
-        if isinstance(chunk.residence, InFiles)
+        (chunk, chunk.store, part, part.parameter.grad)
+        for state in states
+        for chunk in state.chunks
+        if isinstance(chunk.store, Files)
         for part in chunk.parts
     )
     return [
-        GradientInFile(chunk, part, gradient)
-        for chunk, part, gradient in parts
+        GradientInFile(chunk, store, part, gradient)
+        for chunk, store, part, gradient in parts
         if gradient is not None and gradient.numel()
     ]
 
@@ -71,7 +69,7 @@ def norms_in_files(gradients: list[GradientInFile], order: float) -> Norms:
     taken = iter([each.norms(order) for each in _one_by_one(unknown, to_write=False)])
     found: dict[tuple[Chunk, Span], Tensor] = {}
     for each, norms in zip(gradients, known, strict=True):
-        each.chunk.norm_order = order
+        each.store.take_norms(order)
         for (start, stop), norm in (next(taken) if norms is None else norms).items():
             found[each.chunk, (each.part.start + start, each.part.start + stop)] = norm
     return found
@@ -91,7 +89,7 @@ def scale_in_files(gradients: list[GradientInFile], max_norm: float, total: Tens
         each
         for each in gradients
         if not (
-            is_stepped_in_turns(each.part.parameter) and each.chunk.scale_later(each.part, factor)
+            is_stepped_in_turns(each.part.parameter) and each.store.scale_later(each.part, factor)
         )
     ]
     for each in _one_by_one(now, to_write=True):
@@ -111,4 +109,4 @@ def _one_by_one(gradients: Sequence[GradientInFile], *, to_write: bool) -> Itera
             here.result()
             yield each
             if following is None or following.chunk is not each.chunk:
-                thread.submit(each.chunk.residence.rest_gradients)
+                thread.submit(each.store.rest_gradients)

@@ -198,7 +198,8 @@ def _dequantised(state: LayerState) -> Iterator[tuple[ShardedParameter, Tensor]]
             state.communicator.all_gather(full, own, chunk.layout.bounds).wait()
             for sharded in state.parameters:
                 if sharded.chunk is chunk:
-                    yield sharded, sharded.sites.values_in(view(full, chunk.layout, sharded.index))
+                    slot = view(full, chunk.layout, sharded.index)
+                    yield sharded, sharded.sites.face.value(sharded.sites, slot)
 
 
 def _add_own(

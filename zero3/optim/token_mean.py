@@ -16,7 +16,7 @@ from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
 from ..core.coordination import Action, ungated
 from ..core.gradient_types import TOKENS, DeferredGradient
-from ..core.layer_state import LayerState, ignored_of, reducers_of
+from ..core.layer_state import LayerState, accounts_of, ignored_of
 
 __all__: list[str] = []
 
@@ -76,8 +76,8 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
         _without_ranks(loss_sum, weights.share, states).backward()  # type: ignore[no-untyped-call]
     except BaseException:
         # earlier gradients are scaled for a sum that is incomplete now
-        for reducer in reducers_of(states):
-            reducer.give_up()
+        for account in accounts_of(states):
+            account.give_up()
         for ignored in ignored_of(states):
             ignored.give_up()
         raise
@@ -97,7 +97,7 @@ def _mistake(loss_sum: Any, num_tokens: Any, states: list[LayerState]) -> Except
             f"requires_grad={loss_sum.requires_grad}, expected a 0-dim tensor with a graph: a "
             "rank without tokens runs the model too, and sums over nothing (reduction='sum')"
         )
-    if any(reducer.undecided for reducer in reducers_of(states)):
+    if any(account.undecided for account in accounts_of(states)):
         return ValueError(
             "a second zero3.backward inside one zero3.step_guard: the number of tokens of the "
             "first one counts only when the guard ends. Give each micro-batch a guard of its own."
@@ -198,8 +198,8 @@ def weigh(
     so_far = counts[2] / counts[3].clamp(min=1)
     total = counts[0] + so_far
     share = torch.where(total == 0, 0, 1 / total)
-    for reducer in reducers_of(states):
-        reducer.scale(so_far * share)
+    for account in accounts_of(states):
+        account.scale(so_far * share)
     for ignored in ignored_of(states):
         ignored.scale(so_far * share)
     return Weights(counts[0], counts[1], total, share)
@@ -207,8 +207,8 @@ def weigh(
 
 def note(states: list[LayerState], total: Tensor) -> None:
     """Notes after the backward that gradients are the mean over `total` tokens."""
-    for reducer in reducers_of(states):
-        reducer.note_tokens(total)
+    for account in accounts_of(states):
+        account.note_tokens(total)
 
 
 def _without_ranks(loss_sum: Tensor, share: Tensor, states: list[LayerState]) -> Tensor:
@@ -225,7 +225,7 @@ def _so_far(states: list[LayerState], nothing: Tensor) -> Tensor | ValueError:
     """Returns the number of tokens that the gradients are the mean of, and 1. If they were zeroed
     since, it returns `nothing`.
     """
-    gradients = [gradient for reducer in reducers_of(states) for gradient in reducer.earlier]
+    gradients = [gradient for account in accounts_of(states) for gradient in account.earlier]
     known = [
         (gradient, *noted)
         for gradient in gradients

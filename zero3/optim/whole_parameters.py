@@ -9,13 +9,13 @@ from functools import partial
 import torch
 from torch import nn
 
+from ..build.axes import chunk_of
+from ..build.host import host_of, memory_for
 from ..comm.agreement import agree, agreeing
 from ..core.chunk import Chunk
 from ..core.layer_state import LayerState
 from ..core.layout import ChunkLayout, Slot, deal
-from ..core.offloaded_chunk import chunk_of
 from ..core.pinning import replace_chunks
-from ..core.residence import host_of, memory_for
 from .pieces import retire
 
 __all__: list[str] = []
@@ -134,7 +134,7 @@ def _empty_chunks(family: Family, layouts: list[ChunkLayout]) -> list[Chunk]:
     with torch.inference_mode(False):
         for layout in layouts:
             trains = family.frozen is None or layout.slots[0].name not in family.frozen
-            place = host_of(state.communicator).residence_for(state.policy, state.device)
+            place = host_of(state.communicator).place_for(state.policy, state.device)
             numel = layout.chunk_numel(old.index)
             values = memory_for(
                 place, numel, old.shard.dtype, state.device, state.policy if trains else None
@@ -151,7 +151,7 @@ def _fill(family: Family, chunks: list[Chunk]) -> None:
     for old in family.chunks:
         old.show_as_stored()
         old.make_room()
-        old.start_fetch(family.state.lanes.fetch)
+        family.state.start_chunk(old)
         try:
             old.finish_fetch()
             views = {

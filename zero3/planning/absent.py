@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..build.host import Host
 from ..comm.communicator import Bounds, Communicator, Told
 from ..comm.streams import Done, Lanes, Mark, Pending
-from ..core.residence import Host
 from ..policy import ShardingPolicy, rests_in
 from .resting import OnPaper
 
@@ -120,13 +120,13 @@ class AbsentRanks(Host):
         self._moving = 0
         return self._count
 
-    def residence_for(self, policy: ShardingPolicy, device: torch.device) -> OnPaper | None:
+    def place_for(self, policy: ShardingPolicy, device: torch.device) -> OnPaper | None:
         """As on the planned device."""
         where, on_gpu = rests_in(policy), self._lands_at_once
         away = where == "disk" or (where == "cpu" and on_gpu)
         return OnPaper(self.resting, in_files=where == "disk", far=on_gpu) if away else None
 
-    def check_residence(self, policy: ShardingPolicy, device: torch.device) -> None:
+    def check_place(self, policy: ShardingPolicy, device: torch.device) -> None:
         return None  # the directory may be on another machine
 
     def room_on_disk(self, directory: str, nbytes: int) -> AbstractContextManager[object]:

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core.chunk import Chunk
 from ..core.gradient_types import reduce_deferred
 from ..offload.one_by_one import narrowed, step_of
 from ..scratch.regions import pinned_nbytes
@@ -19,18 +21,20 @@ __all__: list[str] = []
 
 
 class OnPaper:
-    """A residence without memory. `resting`: around what is made in it. `far`: the planned device
+    """A place without memory. `resting`: around what is made in it. `far`: the planned device
     is a GPU.
     """
+
+    rests = True
+    norm_order = None
 
     def __init__(
         self, resting: Callable[[], AbstractContextManager[object]], *, in_files: bool, far: bool
     ) -> None:
         self._resting, self._in_files, self.far, self.at_once = resting, in_files, far, in_files
         self.name = "files" if in_files else "host memory"
-        self.used_at_once, self.is_short = lambda: False, False
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         with self._resting():
             if self.far and not self._in_files:
                 return torch.empty(
@@ -38,23 +42,38 @@ class OnPaper:
                 )[: numel * dtype.itemsize].view(dtype)
             return torch.empty(numel, dtype=dtype, device="meta")
 
-    to_copy_into = empty
+    to_copy_into = allocate
 
     def taken(self, nbytes: int) -> int:
         return pinned_nbytes(nbytes) if self.far and not self._in_files else nbytes
 
-    is_shared_by_forks = False
+    def lend(self, values: Tensor, into: Tensor | None) -> Tensor:
+        """What comes from a file passes through pinned memory."""
+        if into is None or not into.numel():
+            return values if into is None else into
+        passed = self.allocate(values.numel(), values.dtype) if self._in_files else values.detach()
+        return into.copy_(passed)
 
-    def check_process(self) -> None:
+    def serve(self, chunk: Chunk) -> None:
         return None
 
-    def to_copy_from(self, values: Tensor) -> Tensor:
-        """Pinned memory for what comes from a file."""
-        return self.empty(values.numel(), values.dtype) if self._in_files else values.detach()
+    def settle(self, chunk: Chunk, recent: list[Any] | None, *, before_backward: bool) -> None:
+        return None
+
+    def go_on(self) -> None:
+        return None
+
+    check_process = rest_gradients = go_on
+
+    def is_used_at_once(self, by: Callable[[], bool]) -> None:
+        return None
+
+    def note_short(self, is_short: bool) -> None:
+        return None
 
     def keep(self, gradient: Tensor) -> Tensor:
         return (
-            self.empty(gradient.numel(), gradient.dtype).copy_(gradient)
+            self.allocate(gradient.numel(), gradient.dtype).copy_(gradient)
             if self._in_files
             else gradient
         )
@@ -70,11 +89,11 @@ class OnPaper:
 
     read_ahead = write = rest
 
+    def soon(self, chunk: Chunk) -> None:
+        return None
+
     def is_away(self, tensor: Tensor) -> bool:
         return False
-
-    def rest_gradients(self) -> None:
-        return None
 
 
 def step_by_turns(optimizer: torch.optim.Optimizer, ledger: Ledger, *, far: bool) -> None:

@@ -19,12 +19,10 @@ from ..access import get_trainable_chunk, states_of
 from ..auto_wrap import Layers
 from ..core.autograd import inside_backward
 from ..core.chunk import Chunk
-from ..core.gradient_buffer import Sending
-from ..core.gradient_reducer import GradientReducer
+from ..core.layer_gradients import Prepared
 from ..core.layer_state import LayerState
-from ..core.offloaded_chunk import OffloadedChunk
-from ..core.quantized_chunk import QuantizedSites
-from ..core.recipes import QuantizedWeight
+from ..faces.quantised import weight_of
+from ..faces.recipes import QuantizedWeight
 from ..policy import ShardingPolicy
 from ..quantized.codec import Codec
 from ..shard import shard
@@ -107,9 +105,7 @@ class Trace:
         )
         self.optimizer = _made(optimizer, get_trainable_chunk(self.model))
         # whether they rest elsewhere
-        self.offloads = any(
-            isinstance(chunk, OffloadedChunk) for state in states for chunk in state.chunks
-        )
+        self.offloads = any(chunk.store.rests for state in states for chunk in state.chunks)
         if device == "cuda" and not self.offloads:
             self._step_as_on_cuda()
         # the most bytes that were alive when a forward of the last measurement had ended
@@ -221,9 +217,7 @@ class Trace:
         vars(gradients)["keep"] = partial(self._keep, gradients.keep)
         for chunk in state.chunks:
             chunk.unloaded.clear()  # values never come
-            self.ledger.note(
-                chunk.shard, ELSEWHERE if isinstance(chunk, OffloadedChunk) else "chunks"
-            )
+            self.ledger.note(chunk.shard, ELSEWHERE if chunk.store.rests else "chunks")
             vars(chunk)["make_room"] = partial(self._make_room, chunk, chunk.make_room)
             vars(chunk)["release"] = partial(self._release, chunk, chunk.release)
             vars(chunk)["is_stale"] = partial(self._is_stale, chunk, chunk.is_stale)
@@ -281,13 +275,11 @@ class Trace:
         with self.ledger.because("gradients"):
             keep()
 
-    def _prepare(
-        self, prepare: Callable[..., list[tuple[GradientReducer, Sending]]], communicator: Any
-    ) -> Any:
+    def _prepare(self, prepare: Callable[..., Prepared], communicator: Any) -> Prepared:
         with self.ledger.because("transfers"):
             prepared = prepare(communicator)
-        for _, sending in prepared:
-            self.ledger.note(sending.landed, "gradients")
+        for _, gradient in prepared:
+            self.ledger.note(gradient.landed, "gradients")
         return prepared
 
 
@@ -306,8 +298,8 @@ def _made(optimizer: OptimizerClass, chunks: list[nn.Parameter]) -> torch.optim.
 def _quantized_in(states: Iterable[LayerState]) -> Iterator[QuantizedWeight]:
     for state in states:
         for sharded in state.parameters:
-            if isinstance(sharded.sites, QuantizedSites):
-                yield sharded.sites.weight
+            if (weight := weight_of(sharded.sites)) is not None:
+                yield weight
 
 
 def _name_of(state: LayerState) -> str:

@@ -171,7 +171,7 @@ def _held_by(model: nn.Module, device: torch.device) -> int:
         id(part.parameter)
         for state in states_of(model)
         for chunk in state.chunks
-        if chunk.rests != "memory"
+        if chunk.store.rests
         for part in chunk.parts
     }
     own = (tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in away)

@@ -23,9 +23,8 @@ from ..access import reset, states_of
 from ..comm.agreement import agree, tell_all
 from ..core.comparison import drop_stale
 from ..core.coordination import Action, Activity, Gate, gate_for, ungated
-from ..core.layer_state import LayerState, reducers_of
+from ..core.layer_state import LayerState, accounts_of
 from ..core.runtime import Runtime
-from ..core.transactions import TransactionalReducer, hold, let_go
 from ..layer import runtimes_in
 
 __all__: list[str] = []
@@ -170,7 +169,7 @@ class CollectiveReplay:
         try:
             for state in self._states:
                 self._held.append(state)
-                hold(state.gradients)
+                state.gradients.hold()
                 state.gate = _RecordingGate(state.gate, numbers, self._done, self._phases)
         except BaseException:
             self.close(keep=False)
@@ -297,10 +296,7 @@ class CollectiveReplay:
                 "an optimizer stepped inside zero3.step_guard, or something else wrote into "
                 "chunks there. Put backwards into the guard; clip and step after it."
             )
-        if any(
-            isinstance(reducer, TransactionalReducer) and reducer.disturbed
-            for reducer in reducers_of(self._states)
-        ):
+        if any(account.disturbed for account in accounts_of(self._states)):
             return RuntimeError(
                 "gradients were zeroed or replaced inside zero3.step_guard, which ranks that "
                 "fail would not do. The micro-batch is dropped, and gradients are what they were "
@@ -317,7 +313,7 @@ class CollectiveReplay:
                 else gate_for(state.policy.compare_every)
             )
         for state in held:
-            let_go(state.gradients, keep=keep)
+            state.gradients.let_go(keep=keep)
 
     def give_up(self, error: BaseException) -> None:
         """The guard raises: under `Join` the other ranks hear of it."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..core.gradient_types import DeferredGradient
-from ..core.layer_state import LayerState, reducers_of
+from ..core.layer_state import LayerState, accounts_of
 from ..optim.pieces import parts_of
 
 __all__: list[str] = []
@@ -62,11 +62,11 @@ class StateChanges:
         """
         mine, kept = self.gradients()
         if kept and not owed:
-            for reducer in reducers_of(self._states):
-                reducer.drop()
+            for account in accounts_of(self._states):
+                account.drop()
         if mine and not gradients:
-            for reducer in reducers_of(self._states):
-                reducer.drop_all()
+            for account in accounts_of(self._states):
+                account.drop_all()
 
     def _now(self) -> list[tuple[int, Tensor | None, int]]:
         gradients = [(part, _reduced(part)) for part in parts_of(self._states)]

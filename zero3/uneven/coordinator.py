@@ -26,7 +26,6 @@ from ..comm.errors import NamingFailures, Subject
 from ..core.coordination import Action, Activity, GatedCommunicator, gate_for, ungated
 from ..core.layer_state import LayerState
 from ..core.runtime import Runtime
-from ..core.transactions import hold, let_go
 from ..optim.token_mean import note, weigh
 from ..resilience.replay import tell_end
 from .announcements import Announcements, Doing
@@ -120,8 +119,8 @@ class JoinCoordinator:
     def _use(self, state: LayerState, communicator: Communicator) -> None:
         """Gives the layer and its gradients (for a loss scaler's inf) another communicator."""
         state.communicator = communicator
-        for reducer in state.gradients.reducers.values():
-            reducer.communicator = communicator
+        for account in state.gradients.accounts.values():
+            account.serve(communicator)
 
     # -- on a rank with data
 
@@ -267,12 +266,12 @@ class JoinCoordinator:
         `step_guard`.
         """
         for state in self._states if not self._holds else ():
-            hold(state.gradients)
+            state.gradients.hold()
         self._holds = True
 
     def _let_go(self, *, keep: bool) -> None:
         for state in self._states if self._holds else ():
-            let_go(state.gradients, keep=keep)
+            state.gradients.let_go(keep=keep)
         self._holds = False
 
     # -- on all ranks
@@ -382,6 +381,4 @@ def _average_over(state: LayerState, ranks: int) -> None:
     """From now on the layer's gradients are the mean over `ranks` ranks, because the others have no
     data.
     """
-    state.gradients.averaged_over = ranks
-    for reducer in state.gradients.reducers.values():
-        reducer.averaged_over = ranks
+    state.gradients.average_over(ranks)

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
-from .autograd import as_plain_tensors, grouped_products, transforms_under_way
-from .flat import not_a_number
+from ..core.autograd import as_plain_tensors, grouped_products, transforms_under_way
+from ..core.flat import not_a_number
+from ..core.released import METADATA, func_name
 from .recipes import InUse, Recipe, Step, unpack
-from .released import METADATA, func_name
 
 __all__: list[str] = []
 

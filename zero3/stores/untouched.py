@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from .autograd import around_accumulation, as_plain_tensors
-from .gradient_types import SEEN_WITHOUT_VALUES, DeferredGradient, WholeGradient
+from ..core.autograd import around_accumulation, as_plain_tensors
+from ..core.gradient_types import SEEN_WITHOUT_VALUES, DeferredGradient, WholeGradient
 
 __all__: list[str] = []
 

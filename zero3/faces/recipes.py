@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..quantized.codec import Codec
+from ..quantized.formats import Format
 from ..quantized.sections import QuantizedTensor
 
 __all__: list[str] = []
@@ -22,13 +23,26 @@ __all__: list[str] = []
 class QuantizedWeight:
     """A parameter's bytes in its layer's full buffer, and what reads them."""
 
-    format_name: str
+    format: Format
     shape: tuple[int, ...]
+    own_dtype: torch.dtype  # that of the values in `full_params` and in state dicts
     dtype: torch.dtype  # in which the layer computes
     codec: Codec
+    stretched: Tensor  # the parameter's data: a NaN, stretched to its shape
+    shown_as: type[nn.Parameter]  # the parameter's class while the layer is fetched, to compute
     parameter: weakref.ref[nn.Parameter]
     stored: QuantizedTensor | None = None  # views of the full buffer, from its first fetch on
-    shown: bool = False  # whether the layer is fetched, to compute
+
+    def is_of(self, parameter: nn.Parameter) -> None:
+        self.parameter = weakref.ref(parameter)
+
+    def see(self, stored: QuantizedTensor | None) -> None:
+        """`stored`: views of the present full buffer."""
+        self.stored = stored
+
+    @property
+    def format_name(self) -> str:
+        return self.format.name
 
     @property
     def name(self) -> str:
@@ -39,7 +53,7 @@ class QuantizedWeight:
         """The values, or those of one matrix of several, such as an expert's: then nothing else is
         decoded.
         """
-        if self.stored is None or not self.shown:
+        if self.stored is None or type(self.parameter()) is not self.shown_as:
             raise RuntimeError(
                 f"{self.name} is released: what was made of it while its layer computed can't be "
                 "used any more"

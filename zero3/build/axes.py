@@ -1,0 +1,101 @@
+"""Picks the values on the axes of a new chunk, and the stages of its gradients."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+
+from ..comm.communicator import Communicator
+from ..comm.errors import Subject
+from ..core.account import Account
+from ..core.chunk import HERE, PLAIN, Chunk, Wire
+from ..core.flow import Add, Average, Flow, ReduceScatter, Stage
+from ..core.layer_gradients import LayerGradients
+from ..core.layout import ChunkLayout
+from ..core.sites import VIEWS, Face
+from ..policy import (
+    ShardingPolicy,
+    compute_dtype,
+    directory_of,
+    gather_format,
+    gradient_dtype,
+    landed_dtype,
+    reduce_format,
+    shards_gradients,
+)
+from ..stages.replicas import Hold, SumReplicas
+from ..stores.files import PutAway
+from ..stores.pinned import Home
+from ..stores.resting import Keeping, Resting, place_of
+from ..wires.coded import Coded, CodedReduceScatter
+
+__all__: list[str] = []
+
+
+def chunk_of(
+    place: Resting | None,
+    device: torch.device,
+    layout: ChunkLayout,
+    shard: nn.Parameter,
+    communicator: Communicator,
+    policy: ShardingPolicy,
+    face: Face = VIEWS,
+) -> Chunk:
+    """A new chunk. `place`: where it rests; None: where its layer computes."""
+    stored = shard.dtype
+    kind = None if face.read_only else gather_format(policy, communicator, stored)
+    wire: Wire = PLAIN if kind is None else Coded(kind, layout)
+    computes = stored if face.read_only else compute_dtype(policy, stored)
+    store = HERE if place is None else place
+    chunk = Chunk(layout, shard, communicator, (computes, device), store, wire, face)
+    if place is not None:
+        place.serve(chunk)
+    return chunk
+
+
+def gradients_of(
+    communicator: Communicator, policy: ShardingPolicy, subject: Subject
+) -> LayerGradients:
+    """The gradients of a new layer."""
+
+    def new_account(chunk: Chunk) -> Account:
+        return account_of(chunk, communicator, policy, subject)
+
+    def handed_over_in(stored: torch.dtype) -> torch.dtype | None:
+        return None if policy.grad_dtype is None else gradient_dtype(policy, stored)
+
+    return LayerGradients(
+        communicator, subject, new_account, handed_over_in, waits=not shards_gradients(policy)
+    )
+
+
+def account_of(
+    chunk: Chunk, communicator: Communicator, policy: ShardingPolicy, subject: Subject
+) -> Account:
+    """A chunk's account, whose gradients go the way that the policy says."""
+    stored = chunk.shard.dtype
+    lands, mean = landed_dtype(policy, stored), policy.gradient_reduction == "mean"
+    chunk.shard.grad_dtype = lands
+    kind, sums = reduce_format(policy, communicator, stored), gradient_dtype(policy, stored)
+    # fp16 overflows at 65504, so a part of the division for the mean is done before the sum
+    early = mean and kind is None and sums == torch.float16
+    first = 1 << (communicator.world_size.bit_length() - 1) // 2 if early else 1
+    stages: list[Stage] = [
+        ReduceScatter(chunk.layout.bounds, sums, divides_first=first)
+        if kind is None
+        else CodedReduceScatter(kind, chunk, communicator, subject)
+    ]
+    if communicator.shards < communicator.world_size:
+        stages += [Hold(), SumReplicas()]
+    stages.append(Average(lands, mean=mean, divides_first=first))
+    place = place_of(chunk)
+    if place is not None and place.far:
+        stages.append(Home(place))
+    keeps = place is not None and directory_of(policy) is not None
+    stages.append(PutAway(cast(Keeping, place)) if keeps else Add())
+    flow = Flow(*stages, at_once=place is not None and place.at_once)
+    summed = sums if kind is None else torch.float32
+    added = summed if summed.itemsize > lands.itemsize else lands
+    return Account(chunk, flow, (sums, added), communicator, stages=policy.transactional)

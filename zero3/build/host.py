@@ -1,0 +1,71 @@
+"""What layers use of a machine, beside tensors on their device: the places where chunks rest."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from ..comm.streams import has_streams
+from ..policy import ShardingPolicy, added_dtype, directory_of, landed_dtype
+from ..scratch.nameless_file import nameless_file, room_on_disk
+from ..stores.files import Files
+from ..stores.pinned import Pinned
+from ..stores.resting import Resting
+
+__all__: list[str] = []
+
+
+class Host:
+    """A communicator whose ranks are on no machine is a host itself."""
+
+    on_paper = False  # whether layers may compute on the meta device
+
+    def place_for(self, policy: ShardingPolicy, device: torch.device) -> Resting | None:
+        """The place of a new chunk. None: it stays on `device`, where its layer computes."""
+        if (directory := directory_of(policy)) is not None:
+            return Files(directory, far=has_streams(device))
+        return Pinned() if policy.offload is not None and has_streams(device) else None
+
+    def check_place(self, policy: ShardingPolicy, device: torch.device) -> None:
+        """
+        Raises:
+            ValueError: Chunks of a layer on `device` can't rest where the policy says.
+        """
+        if (directory := directory_of(policy)) is None:
+            return
+        if device.type != "cpu" and not has_streams(device):
+            raise ValueError(
+                f"offload={directory!r}: files are for layers on the CPU, or on CUDA and its "
+                f"like, found a layer on {device}"
+            )
+        nameless_file(directory).close()
+
+    def room_on_disk(self, directory: str, nbytes: int) -> AbstractContextManager[object]:
+        """So many bytes of a disk, until it is closed."""
+        return room_on_disk(directory, nbytes)
+
+
+def host_of(group: object) -> Host:
+    """The host of the layers of a process group, or of a communicator."""
+    return group if isinstance(group, Host) else Host()
+
+
+def memory_for(
+    place: Resting | None,
+    numel: int,
+    stored: torch.dtype,
+    device: torch.device,
+    trains: ShardingPolicy | None,
+) -> Tensor:
+    """Memory for a chunk's values. If it `trains`, by that policy, also makes sure of the memory of
+    its gradient.
+    """
+    if place is None:
+        return torch.empty(numel, dtype=stored, device=device)
+    values = place.allocate(numel, stored)
+    if trains is not None:
+        # a wider sum stays beside it
+        place.reserve(numel, list({landed_dtype(trains, stored), added_dtype(trains, stored)}))
+    return values

@@ -1,0 +1,218 @@
+"""The way of a chunk's gradient, from autograd's tensors to `chunk.grad`: stages, in lanes.
+
+    plain             ReduceScatter | Average  Add
+    with replicas     ReduceScatter | Hold     SumReplicas | Average  Add
+    far from here     ReduceScatter | Average  Home | Add
+
+What stands behind a bar follows a transfer, in its lane. A transfer and what follows it are a leg.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..comm.communicator import Bounds, Communicator
+from ..comm.errors import NamingFailures
+from ..comm.streams import Done, Lanes, Pending, Then
+from .gradient_buffer import GradientBuffer
+from .ticket import Ticket
+
+__all__: list[str] = []
+
+
+class Travelling:
+    """A gradient on its way. It has all the memory that the way needs before the way begins."""
+
+    __slots__ = (
+        "account",
+        "communicator",
+        "divided",
+        "ends_early",
+        "full",
+        "landed",
+        "lanes",
+        "pieces",
+        "summed",
+        "ticket",
+        "work",
+    )  # fmt: skip
+
+    def __init__(self, account: Any, communicator: Communicator) -> None:
+        self.account = account  # whose gradient it is
+        self.communicator = communicator  # over which it is reduced
+        # what is sent to each rank, as it lies in autograd's gradients; otherwise it is in `full`
+        self.pieces: list[list[Tensor]] | None = None
+        self.full: Tensor | None = None  # 1-D [W*S]
+        self.divided = False  # whether `full` was divided for the mean already
+        # 1-D [S], takes the sum over ranks; where there is one shard it is `full`
+        self.summed: Any = None
+        self.landed: Any = None  # 1-D [S], takes the mean in the dtype of the chunk's gradient
+        self.work: Any = None  # what else a stage needs until compute has waited for the sum
+        self.ends_early = False  # whether it ends with the first leg
+        self.ticket: Any = None
+        self.lanes: Any = None
+
+    @property
+    def exact(self) -> Tensor | None:
+        """The sum, if it is wider than what lands."""
+        wider = self.summed.dtype.itemsize > self.landed.dtype.itemsize
+        return self.summed if wider else None
+
+    def moves_to(self, landed: Any, summed: Any) -> None:
+        """It is somewhere else from now on."""
+        self.landed, self.summed = landed, summed
+
+
+class Stage(Protocol):
+    # of a stage that moves data: "backup", "replicas" or "host"; "": it works in the lane of the
+    # stage before it
+    lane: str
+
+    def take_room(self, gradient: Travelling, buffer: GradientBuffer) -> None:
+        """Allocates its memory, on the compute stream, before other ranks rely on this one:
+        memory may run out on one rank alone. `buffer`: the gradients of this rank.
+        """
+        ...
+
+    def __call__(self, gradient: Travelling) -> Pending | None: ...
+
+
+class Flow:
+    """The stages of one chunk's gradients, in legs."""
+
+    def __init__(self, *stages: Stage, at_once: bool = False) -> None:
+        """`at_once`: the host waits for the last leg together with the one before."""
+        self.stages, self._at_once = stages, at_once
+        first = [at for at, stage in enumerate(stages) if stage.lane]
+        self._legs = [
+            stages[at:end] for at, end in zip(first, [*first[1:], len(stages)], strict=True)
+        ]
+
+    def take_room(
+        self, account: Any, communicator: Communicator, buffer: GradientBuffer
+    ) -> Travelling:
+        """[backup 1]"""
+        gradient = Travelling(account, communicator)
+        for stage in self.stages:
+            stage.take_room(gradient, buffer)
+        return gradient
+
+    def start(
+        self, gradient: Travelling, lanes: Lanes, names: NamingFailures, into: object
+    ) -> Ticket:
+        """`into`: what it is added to."""
+        gradient.lanes, gradient.ticket = lanes, Ticket(names, into)
+        self._go(0, gradient)
+        return gradient.ticket  # type: ignore[no-any-return]
+
+    def _go(self, number: int, gradient: Travelling) -> None:
+        mover = self._legs[number][0]
+        start, behind = partial(mover, gradient), partial(self._behind, number, gradient)
+        ticket, held = gradient.ticket, (gradient.summed, gradient.landed)
+        if mover.lane == "backup":
+            ticket.go(gradient.lanes.backup, start, behind, (*held, gradient.full, gradient.work))
+            # this leg alone holds them
+            gradient.full = gradient.work = None
+        elif mover.lane == "replicas":
+            ticket.follow(gradient.lanes.replicas, start, behind, held)
+        else:
+            ticket.arrive(Then(start() or Done(), behind), at_once=self._at_once)
+
+    def _behind(self, number: int, gradient: Travelling) -> None:
+        # in a backward it is off already, and entering no_grad costs time
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._behind(number, gradient)
+        for stage in self._legs[number][1:]:
+            stage(gradient)
+        if number + 1 < len(self._legs) and not gradient.ends_early:
+            self._go(number + 1, gradient)
+
+
+class ReduceScatter:
+    """[backup 2] Sums over the ranks that share the chunk: each gets its slice."""
+
+    lane = "backup"
+
+    def __init__(self, bounds: Bounds, dtype: torch.dtype, *, divides_first: int = 1) -> None:
+        """`divides_first`: a part of the division for the mean. fp16 overflows at 65504."""
+        self._bounds, self._dtype, self._divides_first = bounds, dtype, divides_first
+
+    def take_room(self, gradient: Travelling, buffer: GradientBuffer) -> None:
+        take_gradients(gradient, buffer, self._dtype, self._divides_first)
+        chunk, full = gradient.account.chunk, gradient.full
+        alone = full is not None and chunk.layout.world_size == 1
+        gradient.summed = (
+            full
+            if alone
+            else torch.empty(chunk.shard.shape, dtype=self._dtype, device=chunk.device)
+        )
+
+    def __call__(self, gradient: Travelling) -> Pending:
+        communicator, full, pieces = gradient.communicator, gradient.full, gradient.pieces
+        gradient.pieces = None  # the transfer holds them as long as it needs them
+        if full is not None and self._divides_first > 1 and not gradient.divided:
+            full.div_(self._divides_first)
+        if pieces is not None:
+            return communicator.reduce_pieces(gradient.summed, pieces)
+        if full is None or full is gradient.summed:
+            return Done()
+        return communicator.reduce_scatter(gradient.summed, full, self._bounds)
+
+
+def take_gradients(
+    gradient: Travelling, buffer: GradientBuffer, dtype: torch.dtype, divides_first: int = 1
+) -> None:
+    """Takes this rank's gradients out, zeros for slots without one. Micro-batches may have been
+    added up in a wider dtype than that in which they are sent.
+    """
+    takes_pieces = gradient.communicator.takes_pieces and divides_first == 1
+    gradient.pieces = buffer.pieces() if takes_pieces else None
+    full = buffer.complete() if gradient.pieces is None else None
+    if full is not None and full.dtype != buffer.made_in:
+        gradient.divided = divides_first > 1
+        full = (full.div_(divides_first) if gradient.divided else full).to(buffer.made_in)
+    gradient.full = full
+
+
+class Average:
+    """[backup 3] The mean, in the dtype of the chunk's gradient. It is divided in the wider of both
+    dtypes.
+    """
+
+    lane = ""
+
+    def __init__(self, dtype: torch.dtype, *, mean: bool, divides_first: int = 1) -> None:
+        self._dtype, self._mean, self._divides_first = dtype, mean, divides_first
+
+    def take_room(self, gradient: Travelling, buffer: GradientBuffer) -> None:
+        summed = gradient.summed
+        same = summed.dtype == self._dtype
+        gradient.landed = summed if same else torch.empty_like(summed, dtype=self._dtype)
+
+    def __call__(self, gradient: Travelling) -> None:
+        summed, landed = gradient.summed, gradient.landed
+        divisor = gradient.account.averaged_over / self._divides_first if self._mean else 1
+        narrows = summed.dtype.itemsize > landed.dtype.itemsize
+        if narrows and divisor != 1:
+            summed.div_(divisor)
+        if landed is not summed:
+            landed.copy_(summed)
+        if not narrows and divisor != 1:
+            landed.div_(divisor)
+
+
+class Add:
+    """[backup 4] Adds it to the chunk's gradient."""
+
+    lane = ""
+
+    def take_room(self, gradient: Travelling, buffer: GradientBuffer) -> None:
+        return None
+
+    def __call__(self, gradient: Travelling) -> None:
+        gradient.account.land(gradient.landed, gradient.exact)

@@ -1,0 +1,261 @@
+"""A layer's gradients: the hooks that take them from autograd, and an account for each chunk."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.communicator import Communicator
+from ..comm.errors import NamingFailures, Subject
+from ..comm.log import Transfer, TransferLog
+from ..comm.streams import Lanes
+from .account import Account
+from .autograd import accumulates_into, as_plain_tensors
+from .chunk import Chunk
+from .flow import Travelling
+from .ignored import IgnoredGradient
+from .parameters import ShardedParameter
+from .ticket import Ticket
+
+__all__: list[str] = []
+
+Prepared = list[tuple[Account, Travelling]]
+
+
+class LayerGradients:
+    """A layer's accounts, one for each chunk, and the hooks that give them autograd's gradients.
+
+    Hooks and deferred gradients refer to this object weakly, and this object refers weakly to the
+    model's `Backward`. So there are no cycles, and a deleted model is freed at once.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        subject: Subject,
+        new_account: Callable[[Chunk], Account],
+        dtype_for: Callable[[torch.dtype], torch.dtype | None],
+        *,
+        waits: bool,
+    ) -> None:
+        """`dtype_for`: of a chunk's dtype, that in which autograd hands over gradients. None: in
+        the parameter's own. `waits`: reductions wait until somebody asks for a gradient (stage 1).
+        """
+        self.accounts: dict[Chunk, Account] = {}
+        # of the layer's parameters that are left alone
+        self.ignored: tuple[IgnoredGradient, ...] = ()
+        # a weak reference to the model's `Backward`
+        self.backward: Callable[[], Any] = lambda: None
+        self.log = TransferLog()  # the model's
+        # the number of `no_sync` contexts that the layer is in, and of those with `replicas_only`
+        self.deferrals = self._replica_deferrals = 0
+        self.holds = 0  # the number of `step_guard` contexts that the layer is in
+        self.averaged_over = communicator.world_size  # the number of ranks for the mean
+        self._waits, self._new_account, self._dtype_for = waits, new_account, dtype_for
+        self._entry = Transfer("reducing", subject, 2 * communicator.channel)
+        self._communicator = communicator
+        self._naming = NamingFailures(communicator, "reducing the gradients of", subject)
+        self._hooked: dict[int, ShardedParameter] = {}  # by the id of the parameter
+
+    def serve(self, backward: Any) -> None:
+        """`backward`: the model's, which is told of the first gradient."""
+        self.backward = weakref.ref(backward)
+
+    def write_into(self, log: TransferLog) -> None:
+        """`log`: the model's."""
+        self.log = log
+
+    def leave_alone(self, ignored: Iterable[IgnoredGradient]) -> None:
+        self.ignored = tuple(ignored)
+
+    def add_chunk(self, chunk: Chunk) -> None:
+        self.accounts[chunk] = self._new_account(chunk)
+
+    def replace_chunks(
+        self, chunks: Iterable[Chunk], parameters: Iterable[ShardedParameter]
+    ) -> None:
+        """Takes other chunks for the same parameters."""
+        before, self.accounts = self.accounts, {}
+        for chunk in chunks:
+            self.add_chunk(chunk)
+            self.accounts[chunk] = before.get(chunk, self.accounts[chunk])
+        for sharded in parameters:
+            self.hook(sharded)
+
+    def hook(self, sharded: ShardedParameter) -> None:
+        """From now on, the gradients that autograd accumulates into the parameter go to its chunk's
+        account.
+        """
+        parameter, key = sharded.sites.parameter, id(sharded.sites.parameter)
+        layer = weakref.ref(self)
+        known = key in self._hooked
+        if not sharded.chunk.trains:
+            return
+        self._hooked[key] = sharded
+        if known:
+            return
+
+        # [B4] holds no strong reference, because the cycle collector can't see into hooks
+        def take(leaf: Tensor) -> None:
+            with as_plain_tensors():  # the parameter may be released already
+                gradient, leaf.grad = leaf.grad, None
+            if gradient is not None and (gradients := layer()) is not None:
+                gradients.add(key, gradient)
+
+        with as_plain_tensors():
+            if (dtype := self._dtype_for(sharded.chunk.shard.dtype)) is not None:
+                parameter.grad_dtype = dtype
+            parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+
+    def add(self, key: int, gradient: Tensor) -> None:
+        sharded = self._hooked[key]
+        account = self.accounts[sharded.chunk]
+        if not account.pending and (backward := self.backward()) is not None:
+            # the gradient may come from outside the layer's calls, so no other hook may have begun
+            # the backward
+            backward.begin()
+        account.add(sharded.index, gradient)
+
+    # -- how far they go
+
+    @property
+    def deferred(self) -> bool:
+        """Whether reductions are left for later: under `no_sync` and at stage 1. On one rank that
+        would only cost memory.
+        """
+        return (self.deferrals > 0 or self._waits) and self._communicator.world_size > 1
+
+    @property
+    def may_reduce(self) -> bool:
+        """Whether gradients may be reduced over all ranks now. Under `no_sync` they may not."""
+        return not self.deferrals and not self._replica_deferrals
+
+    @property
+    def fate(self) -> str:
+        """What a backward does with them, unless they are deferred: a text that ranks compare."""
+        return (
+            "gradients reduced in each replica (as under no_sync(replicas_only=True))"
+            if self._replica_deferrals
+            else "gradients reduced"
+        )
+
+    def defer(self, contexts: int, *, replicas_only: bool) -> None:
+        """Enters (1) or leaves (-1) a `no_sync`. Where there are no replicas, `replicas_only`
+        restricts nothing.
+        """
+        if not replicas_only:
+            self.deferrals += contexts
+        elif self._communicator.shards < self._communicator.world_size:
+            self._replica_deferrals += contexts
+
+    def pending(self) -> bool:
+        """Whether this backward has added gradients that are not backed up yet."""
+        return any(account.pending for account in self.accounts.values())
+
+    def owed(self) -> bool:
+        """Whether an earlier backward has kept gradients that are not reduced yet."""
+        return any(account.owed for account in self.accounts.values())
+
+    def due(self) -> bool:
+        """Whether such gradients are to be reduced by the present backward."""
+        return self.may_reduce and not self._waits and self.owed()
+
+    def expected(self) -> bool:
+        """Whether the present backward computes gradients of this layer's parameters."""
+        return accumulates_into(sharded.sites.parameter for sharded in self._hooked.values())
+
+    # -- their way
+
+    def prepare(self, communicator: Communicator) -> Prepared:
+        """Allocates what the reductions of all trainable chunks need, before ranks rely on them:
+        memory may run out on one rank alone.
+        """
+        return [
+            (account, account.take_room(communicator))
+            for account in self.accounts.values()
+            if account.trains
+        ]
+
+    def back_up(self, prepared: Prepared, lanes: Lanes) -> list[Ticket]:
+        """Starts to reduce the gradients of all trainable chunks. Where there are replicas and
+        gradients may not be reduced over these yet, each replica's sums are kept.
+        """
+        ends_early = not self.may_reduce
+        if lanes.replicas is not None:
+            with self._naming:
+                lanes.replicas.begin_deferred()
+        self.log.entries.append(self._entry)
+        tickets = []
+        for account, gradient in prepared:
+            gradient.ends_early = ends_early
+            tickets.append(account.back_up(gradient, lanes, self._naming))
+        if ends_early:
+            for account, _ in prepared:
+                account.keep(self)
+            if (backward := self.backward()) is not None:
+                backward.owe()
+        return tickets
+
+    def keep(self) -> None:
+        for account in self.accounts.values():
+            if account.trains:
+                account.keep(self)
+
+    def reduce_deferred(self) -> bool:
+        """Reduces all deferred gradients of the model (stage 1). Returns False if that is not
+        allowed yet, under `no_sync`.
+        """
+        backward = self.backward()
+        if not self._waits or not self.may_reduce or backward is None:
+            return False
+        backward.reduce_deferred()
+        return True
+
+    # -- the begin and the end of a backward
+
+    def begin_backward(self) -> None:
+        """Called for layers with parameters that are left alone."""
+        for each in self.ignored:
+            each.begin_backward()
+
+    def end_backward(self) -> None:
+        for account in self.accounts.values():
+            account.end_backward(self)
+        for each in self.ignored:
+            each.end_backward()
+
+    def average_over(self, ranks: int) -> None:
+        """The mean is taken over so many ranks: the others have no data left."""
+        self.averaged_over = ranks
+        for account in self.accounts.values():
+            account.average_over(ranks)
+        for each in self.ignored:
+            each.average_over(ranks)
+
+    def hold(self) -> None:
+        """From now on a `step_guard` commits or rolls back the gradients of backwards."""
+        self.holds += 1
+        for account in self.accounts.values():
+            account.guard(on=True)
+            account.watch(self)
+        self.end_backward()
+        for each in self.ignored:
+            each.hold(on=True)
+
+    def let_go(self, *, keep: bool) -> None:
+        """The `step_guard` is over: its gradients are committed, or rolled back if not `keep`."""
+        for account in self.accounts.values() if not keep else ():
+            account.roll_back()
+        self.holds -= 1
+        for each in self.ignored:
+            if not keep:
+                each.roll_back()
+            each.hold(on=bool(self.holds))
+        if not self.holds:
+            self.end_backward()
+            for account in self.accounts.values():
+                account.guard(on=False)

@@ -1,0 +1,1 @@
+"""What parameters are if they are no views of a full buffer."""

@@ -1,0 +1,111 @@
+"""The face of a chunk of quantised parameters: bytes, of which each parameter has a slot for its
+codes and scales. Parameters show nothing of the full buffer; their weights read it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..core.flat import not_a_number, unpack
+from ..core.layout import ChunkLayout
+from ..core.sites import ParameterSites
+from ..quantized.codec import Codec
+from ..quantized.formats import Format
+from .quantized_parameter import QuantizedParameter
+from .recipes import QuantizedWeight, Recipe
+
+__all__: list[str] = []
+
+
+class Quantised:
+    """With codes while the layer computes, with values in `full_params`."""
+
+    read_only = True
+
+    def __init__(self, kind: Format, codec: Codec, device: torch.device) -> None:
+        self.name: str | None = kind.name
+        self._kind, self._codec, self._device = kind, codec, device
+        self._sites: dict[str, ParameterSites] = {}
+
+    def take(self, sites: ParameterSites, computes: torch.dtype) -> None:
+        """Makes a parameter one of these. `computes`: the dtype in which operations compute."""
+        parameter = sites.parameter
+        self._sites[sites.name] = sites
+        weight = QuantizedWeight(
+            self._kind,
+            tuple(parameter.shape),
+            parameter.dtype,
+            computes,
+            self._codec,
+            not_a_number(computes, self._device).expand(parameter.shape),
+            QuantizedParameter,
+            weakref.ref(parameter),
+        )
+        sites.become(self, weight)
+
+    # -- one parameter
+
+    def stored(self, sites: ParameterSites) -> tuple[tuple[int, ...], torch.dtype]:
+        return (self._kind.nbytes(sites.known.shape),), torch.uint8
+
+    def store(self, sites: ParameterSites, device: torch.device) -> Tensor:
+        raw = torch.empty(self.stored(sites)[0], dtype=torch.uint8, device=device)
+        self._kind.store(self._codec.quantize(sites.parameter.to(device)), raw)
+        return raw
+
+    def value(self, sites: ParameterSites, slot: Tensor) -> Tensor:
+        weight: QuantizedWeight = sites.known
+        return self._codec.dequantize(self._kind.seen(slot, weight.shape), weight.own_dtype)
+
+    def put(self, sites: ParameterSites, values: Tensor, slot: Tensor) -> None:
+        """Values that the slot stands for already are left as they are, because quantising them
+        again may change them.
+        """
+        if not torch.equal(self.value(sites, slot), values):
+            self._kind.store(self._codec.quantize(values), slot)
+
+    def stand_in(self, sites: ParameterSites, blank: Tensor) -> Tensor:
+        stretched: Tensor = sites.known.stretched
+        return stretched
+
+    def know(self, sites: ParameterSites) -> None:
+        weight: QuantizedWeight = sites.known
+        weight.is_of(sites.parameter)
+        sites.parameter.zero3_recipe = Recipe(weight)  # type: ignore[attr-defined]
+
+    def shown_as(self, sites: ParameterSites, value: Tensor) -> type[nn.Parameter]:
+        return QuantizedParameter if value is sites.known.stretched else nn.Parameter
+
+    # -- all of them
+
+    def _in_order(self, layout: ChunkLayout) -> list[ParameterSites]:
+        return [self._sites[slot.name] for slot in layout.slots]
+
+    def views(self, full: Tensor, layout: ChunkLayout) -> Sequence[Tensor]:
+        ordered = self._in_order(layout)
+        for sites, raw in zip(ordered, unpack(full, layout), strict=True):
+            weight: QuantizedWeight = sites.known
+            weight.see(self._kind.seen(raw, weight.shape))
+        return [sites.known.stretched for sites in ordered]
+
+    def values(self, full: Tensor, layout: ChunkLayout) -> Sequence[Tensor]:
+        slots = zip(self._in_order(layout), unpack(full, layout), strict=True)
+        return [self.value(sites, slot) for sites, slot in slots]
+
+    def write(self, values: Sequence[Tensor], full: Tensor, layout: ChunkLayout) -> None:
+        slots = zip(self._in_order(layout), unpack(full, layout), values, strict=True)
+        for sites, slot, given in slots:
+            self.put(sites, given, slot)
+
+    def forget(self) -> None:
+        for sites in self._sites.values():
+            sites.known.see(None)
+
+
+def weight_of(sites: ParameterSites) -> QuantizedWeight | None:
+    """What is known of a quantised parameter. None: it is not quantised."""
+    return sites.known if isinstance(sites.known, QuantizedWeight) else None

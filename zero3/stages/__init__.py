@@ -1,0 +1,1 @@
+"""What a gradient's way has beside the usual."""

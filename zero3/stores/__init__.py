@@ -1,0 +1,1 @@
+"""Where chunks rest if it is not where their layers compute."""

@@ -1,0 +1,1 @@
+"""How chunks and gradients travel if it is not as they are."""
