@@ -13,11 +13,11 @@ from .comm.agreement import agree, all_go_on
 from .core.autograd import inside_backward
 from .core.gradient_types import CallersMistake
 from .core.layer_state import LayerState
-from .core.marks import state_of
 from .core.offloaded_chunk import check_process
 from .core.parameters import named, plain_modules
 from .core.pinning import Pin, pin, refuse_to_write, unpin, write_back
-from .core.transforms import transformable
+from .guards.marks import state_of
+from .guards.transforms import transformable
 from .layer import layers_of, runtimes_in, states_in
 
 __all__: list[str] = []

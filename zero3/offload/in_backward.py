@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.gradient_types import CallersMistake, DeferredGradient, UsedGradient, stepped_already
-from ..core.marks import Owner
 from ..core.offloaded_chunk import OffloadedChunk
+from ..guards.marks import Owner
 from .turns import Turn, Turns
 
 __all__: list[str] = []

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from ..core.chunk import Chunk
 from ..core.gradient_types import DeferredGradient
 from ..core.layer_state import LayerState
-from ..core.marks import state_of
 from ..core.offloaded_chunk import OffloadedChunk
 from ..core.untouched import to_bring, touch
+from ..guards.marks import state_of
 from ..optim.state_memory import set_state_memory
 from ..policy import directory_of
 from .one_by_one import narrowed, try_out

@@ -11,8 +11,8 @@ from ..comm.errors import NamingFailures, Subject
 from ..core.autograd import as_plain_tensors
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
-from ..core.marks import ignored_by, state_of
 from ..core.untouched import touch
+from ..guards.marks import ignored_by, state_of
 
 __all__: list[str] = []
 
