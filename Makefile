@@ -18,7 +18,7 @@ LAUNCH := set -- $$($(BIN)/python -c 'import os, torch; n = int("$(NPROC)" or to
 PYTEST := TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest
 
 # Without ARGS tests run in two halves at once: most wait for processes and threads of their own more than they compute.
-HALF := tests/checkpoint tests/core tests/device tests/pairs
+HALF := tests/checkpoint tests/core tests/device tests/guards tests/pairs
 pytest = $(if $(ARGS),$(PYTEST) $(1) $(ARGS),half=$$(mktemp); $(PYTEST) $(1) $(HALF) > $$half 2>&1 & \
 	$(PYTEST) $(1) $(HALF:%=--ignore %); first=$$?; wait $$!; second=$$?; cat $$half; rm $$half; exit $$((first | second)))
 
@@ -42,7 +42,7 @@ test-all: $(VENV)/.examples $(VENV)/.tests  ## run all tests (ARGS go to pytest)
 	@$(call pytest,)
 
 deepspeed: $(VENV)/.examples $(VENV)/.tests $(VENV)/.deepspeed  ## run the tests in which DeepSpeed takes part (the others do without it)
-	PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed:$$PYTHONPATH $(BIN)/python -m pytest tests/formats/test_deepspeed.py tests/core/test_wrappers.py -k "deepspeed_itself or likeness" $(ARGS)
+	PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed:$$PYTHONPATH $(BIN)/python -m pytest tests/formats/test_deepspeed.py tests/guards/test_wrappers.py -k "deepspeed_itself or likeness" $(ARGS)
 
 bitsandbytes: $(VENV)/.examples $(VENV)/.tests $(VENV)/.bitsandbytes  ## run the tests of quantised weights and 8-bit optimizers with bitsandbytes installed
 	PYTHONPATH=$(CURDIR)/$(VENV)/bitsandbytes:$$PYTHONPATH $(BIN)/python -m pytest tests/optim/test_bitsandbytes.py tests/quantized/test_bitsandbytes.py tests/quantized/test_training.py tests/quantized/test_operations.py tests/quantized/test_memory.py tests/quantized/test_loading.py tests/quantized/test_loading_codes.py $(ARGS)

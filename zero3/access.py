@@ -13,10 +13,10 @@ from .comm.agreement import agree, all_go_on
 from .core.autograd import inside_backward
 from .core.gradient_types import CallersMistake
 from .core.layer_state import LayerState, check_process
-from .core.marks import state_of
 from .core.parameters import named, plain_modules
 from .core.pinning import Pin, pin, refuse_to_write, unpin, write_back
-from .core.transforms import transformable
+from .guards.marks import state_of
+from .guards.transforms import transformable
 from .layer import layers_of, runtimes_in, states_in
 
 __all__: list[str] = []

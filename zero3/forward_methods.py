@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from .access import states_of
-from .core.module_overrides import Override
 from .core.parameters import unwrapped
+from .guards.module_overrides import Override
 from .layer import RootEntry, Zero3Layer, layers_of, run_sharded
 
 __all__: list[str] = []

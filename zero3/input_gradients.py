@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from .core.module_overrides import Override
 from .core.parameters import parameters_of, plain_modules, unwrapped
+from .guards.module_overrides import Override
 
 __all__: list[str] = []
 

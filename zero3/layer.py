@@ -14,10 +14,18 @@ from torch import nn
 
 from .build.construction import Request, all_but, build_state
 from .comm.plain_values import name_of
-from .core.autograd import attributes_of, mark_upstream, tensors_in, uncached_autocast
-from .core.compiled import ends_graphs
+from .core.autograd import (
+    attributes_of,
+    mark_upstream,
+    tensors_in,
+    transforms_under_way,
+    uncached_autocast,
+)
 from .core.layer_state import LayerState
-from .core.module_overrides import (
+from .core.parameters import WRAPPED, own_module_name, own_modules
+from .core.runtime import Runtime
+from .guards.compiled import ends_graphs
+from .guards.module_overrides import (
     Override,
     check_conversion,
     guard,
@@ -26,10 +34,10 @@ from .core.module_overrides import (
     refuse_load_state_dict,
     refuse_state_dict,
 )
-from .core.parameters import WRAPPED, own_module_name, own_modules
-from .core.runtime import Runtime
-from .core.stand_in import StandIn
-from .core.wrappers import refuse_wrappers
+from .guards.requires_grad import check_requires_grad
+from .guards.stand_in import StandIn
+from .guards.transforms import refuse_transforms
+from .guards.wrappers import refuse_wrappers
 from .policy import ShardingPolicy
 
 __all__: list[str] = []
@@ -261,6 +269,8 @@ def run_sharded(
     `entry`: the module that was called.
     """
     with runtime.forward_pass(entry):
+        if transforms_under_way():
+            refuse_transforms(state)
         runtime.pre_forward(state)
         with state.forward_span, uncached_autocast():
             output = state.call(module, *args, **kwargs)  # [F3]
@@ -345,12 +355,23 @@ def adopt(root: nn.Module, *, ordered: bool, outer: Sequence[LayerState] = ()) -
         states[0].policy,
         ordered=ordered,
         depths=[*(0 for _ in outer), *_depths(root, len(outer), set())],
+        called_by=_called_by,
+        check_toggled=check_requires_grad,
     )
     for layer in layers:
         if layer._runtime is not None:
             layer._runtime.reset()
         layer._runtime = runtime
     return runtime
+
+
+def _called_by(module: nn.Module) -> list[LayerState]:
+    """The layers that a call of `module` may call: those in it, and the root's own layer if its
+    `forward` enters that.
+    """
+    forward = vars(module).get("forward")
+    root = forward.root() if isinstance(forward, RootEntry) else None
+    return [*states_in(module), *([] if root is None else [root])]
 
 
 def _depths(module: nn.Module, depth: int, seen: set[nn.Module]) -> Iterator[int]:

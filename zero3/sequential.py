@@ -10,8 +10,8 @@ from torch import nn
 
 from .comm.agreement import agree
 from .comm.factory import any_device_of, communicator_for
-from .core.compiled import ends_graphs
 from .core.runtime import Runtime
+from .guards.compiled import ends_graphs
 from .layer import Zero3Layer, adopt, floating_dtype, layers_of, states_in
 from .policy import unlike
 

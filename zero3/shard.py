@@ -20,20 +20,20 @@ from .auto_wrap import Layers, Named, choose, few_that_train, tied_across
 from .build.construction import Request, agree_on, all_but, build_state, device_of
 from .build.quantizing import formats_of
 from .comm.communicator import is_first
-from .core.compiled import check_compiled
 from .core.ignored import without_ignored
 from .core.layer_state import LayerState
 from .core.layout import megabytes
-from .core.module_overrides import Override, guard, refuse_merges
 from .core.parameters import (
     IN_MODEL,
-    check_parameters,
     find_parameters,
     is_callable,
     own_module_name,
     own_modules,
 )
 from .core.sites import ParameterSites
+from .guards.compiled import check_compiled
+from .guards.module_overrides import Override, guard, refuse_merges
+from .guards.unshardable import check_parameters
 from .input_gradients import watch_input_gradients
 from .layer import RootEntry, Zero3Layer, adopt, is_layer, layers_of
 from .policy import ShardingPolicy, unlike

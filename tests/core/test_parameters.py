@@ -14,7 +14,7 @@ import zero3
 from tests.support.models import WIDTH, WORLDS, Weights, calls, linear, mean_square, rows, seeded
 from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import Turn, as_one_layer, check_parity, in_sequence, on_ranks, process_group, unsharded
-from zero3.core import parameters
+from zero3.guards import unshardable
 
 X = rows(3)
 
@@ -160,7 +160,7 @@ def test_parameters_that_overlap_are_refused(world_size: int, make: Callable[[],
 
 def test_only_odd_parameters_are_compared_element_by_element(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes eight bytes an element, and long."""
-    monkeypatch.setattr(parameters, "_addresses", lambda tensor: pytest.fail(f"of {tuple(tensor.shape)}, {tensor.stride()}"))
+    monkeypatch.setattr(unshardable, "_addresses", lambda tensor: pytest.fail(f"of {tuple(tensor.shape)}, {tensor.stride()}"))
     stored = torch.zeros(3, 4)
     zero3.Zero3Layer(holding(a=torch.zeros(2, 3), b=torch.zeros(4, 2).T, c=torch.zeros(()), d=torch.zeros(0, 2), e=stored[:, ::2]))
 

@@ -18,18 +18,18 @@ from ..comm.factory import IDENTITY_BYTES, WrongMesh, any_device_of, communicato
 from ..comm.plain_values import not_copied
 from ..core.ignored import IgnoredGradient, without_ignored
 from ..core.layer_state import LayerState
-from ..core.marks import mark_ignored, mark_sharded
 from ..core.parameters import (
     CONTAINERS,
-    check_parameters,
     dotted,
     find_parameters,
     is_callable,
     own_modules,
 )
 from ..core.sites import ParameterSites
-from ..core.wrappers import wrapper_in
 from ..guards.backward_inputs import know_chunks
+from ..guards.marks import mark, mark_ignored, mark_sharded
+from ..guards.unshardable import check_parameters
+from ..guards.wrappers import wrapper_in
 from ..policy import ShardingPolicy, directory_of, gradient_itemsize, rests_in, unlike
 from ..quantized.formats import Format
 from .axes import gradients_of
@@ -202,9 +202,13 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     for group, place in zip(
         groups, offloaded(groups, communicator, device, request.policy), strict=True
     ):
-        state.add_chunk(*new_chunk(group, communicator, device, unloaded, request.policy, place))
-    for sharded in state.parameters:
-        mark_sharded(sharded.sites.parameter, f"{sharded.sites.name!r} of layer {label}", state)
+        chunk, found = new_chunk(group, communicator, device, unloaded, request.policy, place)
+        given = [sites.parameter for sites in found]  # the layer may put others in their places
+        state.add_chunk(chunk, found)
+        mark(chunk.shard, state)
+        for sites, parameter in zip(found, given, strict=True):
+            for each in (parameter, sites.parameter):
+                mark_sharded(each, f"{sites.name!r} of layer {label}", state)
     alone = [parameter for parameter in examined.ignored if mark_ignored(parameter, state)]
     mean = policy.gradient_reduction == "mean"
     state.gradients.leave_alone(

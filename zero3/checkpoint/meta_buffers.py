@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.layer_state import LayerState
-from ..core.module_overrides import Override
 from ..core.parameters import parameters_of, plain_modules, released_in, unwrapped, wrapped_in
+from ..guards.module_overrides import Override
 
 __all__: list[str] = []
 

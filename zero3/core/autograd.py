@@ -4,7 +4,6 @@ and hooks of the engine.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -62,49 +61,6 @@ def grouped_products() -> tuple[Callable[..., Any], ...]:
         )
         if f is not None
     )
-
-
-def leave_untraced() -> None:
-    """Tells torch.compile, if it is in use, that it traces no function of zero3: its graphs end
-    there.
-    """
-    rules = sys.modules.get("torch._dynamo.trace_rules")
-    if rules is not None and not rules.check_file(sys.modules["zero3"].__file__).skipped:
-        rules.add("zero3")
-
-
-class OneGraph(RuntimeError, AssertionError):
-    """`fullgraph=True` around what ends graphs. torch.compile puts any RuntimeError into one of its
-    own, but no AssertionError.
-    """
-
-
-class Untraced(str):
-    """Why torch.compile does not trace a function, as torch's own errors and logs say it. With
-    `fullgraph=True` it is the error.
-    """
-
-    __slots__ = ()
-
-    def __format__(self, spec: str) -> str:
-        if torch._guards.TracingContext.try_get() is not None:
-            _check_one_graph(str(self))
-        return super().__format__(spec)
-
-
-def end_graph(reason: str) -> None:
-    """Ends the graph that torch.compile is tracing before what has called this. Without such a
-    graph it does nothing.
-    """
-    if torch._guards.TracingContext.try_get() is not None:
-        _check_one_graph(reason)
-        raise sys.modules["torch._dynamo.exc"].Unsupported(reason)
-
-
-def _check_one_graph(reason: str) -> None:
-    tracer = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx()
-    if getattr(tracer, "one_graph", False):
-        raise OneGraph(reason)
 
 
 class EndOfBackward:

@@ -1,5 +1,7 @@
-"""Comparisons between ranks: of a layer whose call was not predicted, and of the transfers that
-they have made.
+"""Comparisons between ranks: of a layer whose call was not predicted, of the transfers that they
+have made, and of chunks that have changed while their full buffers stayed.
+
+Which full buffers stay is chosen here too.
 """
 
 from __future__ import annotations
@@ -7,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from ..comm.agreement import agree
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from .coordination import Action
 from .layer_state import LayerState
-from .module_overrides import Override
 
 __all__: list[str] = []
 
@@ -78,17 +78,3 @@ def choose_residents(state: LayerState, room: int) -> int:
         chunk.stays = not chunk.shard.requires_grad and not chunk.resident and nbytes <= room
         room -= nbytes if chunk.stays else 0
     return room
-
-
-def states_within(module: nn.Module, layers: Sequence[LayerState]) -> list[LayerState]:
-    """Returns the layers that a call of `module` may call: those in it, and the root's own layer if
-    its `forward` enters that.
-    """
-    found = [
-        state
-        for inner in module.modules()
-        if isinstance(state := vars(inner).get("_state"), LayerState)
-    ]
-    forward = vars(module).get("forward")
-    state = forward.root() if isinstance(forward, Override) else None
-    return [*found, *([] if state is None else [state])] or list(layers)

@@ -24,7 +24,6 @@ from .flat import not_a_number
 from .gradient_types import UsedGradient, stepped_already
 from .ignored import IgnoredGradient
 from .layer_gradients import LayerGradients
-from .marks import mark, mark_sharded
 from .parameters import ShardedParameter, remember_order, show_all
 from .released import ReleasedParameter
 from .sites import ParameterSites
@@ -100,7 +99,8 @@ class LayerState:
         self.keeps_until_backward = keeps_until_backward(policy)
         # of a layer of several modules: for how many calls of this pass it stays fetched
         self.modules, self.calls_left = modules, 0
-        # whether a parameter's `requires_grad` may differ from its chunk's: see `requires_grad`
+        # whether a parameter's `requires_grad` may differ from its chunk's: see
+        # `guards/requires_grad.py`
         self.toggled = False
         # the root's own layer, if it owns parameters inside this layer
         self.lent_to: LayerState | None = None
@@ -127,7 +127,6 @@ class LayerState:
         from now on.
         """
         self.chunks.append(chunk)
-        mark(chunk.shard, self)
         self.gradients.add_chunk(chunk)
         blank = not_a_number(chunk.compute_dtype, chunk.device)
         remember_order(parameters)
@@ -135,9 +134,7 @@ class LayerState:
             stand_in = sites.face.stand_in(sites, blank)
             if not can_show(old := sites.parameter, stand_in):
                 sites.replace(nn.Parameter(stand_in, old.requires_grad))
-                # whoever kept it, such as an optimizer, is told
-                mark_sharded(old, f"{sites.name!r} of {self.subject.name}", self)
-                old.__class__ = ReleasedParameter
+                old.__class__ = ReleasedParameter  # whoever kept it, such as an optimizer, is told
             self.parameters.append(ShardedParameter(sites, chunk, index, stand_in))
             self.gradients.hook(self.parameters[-1])
         self._hide()
@@ -425,6 +422,21 @@ class LayerState:
                 "them (zero3.load_pretrained, zero3.load_full_state_dict) or draw them "
                 "(zero3.materialize); give a buffer that no checkpoint holds to its module."
             )
+
+
+def may_get_gradients(state: LayerState) -> bool:
+    """Whether gradients may come for parameters in the layer's modules: its own, or those that the
+    root's own layer has.
+    """
+    return any(_trains(owner) for owner in (state, state.lent_to) if owner is not None)
+
+
+def _trains(state: LayerState) -> bool:
+    if not any(chunk.shard.requires_grad for chunk in state.chunks):
+        return False
+    return not state.toggled or any(
+        sharded.sites.parameter.requires_grad for sharded in state.parameters
+    )
 
 
 def ignored_of(states: Iterable[LayerState]) -> list[IgnoredGradient]:

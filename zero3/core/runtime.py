@@ -10,7 +10,7 @@ order of calls, which ranks have compared. In backward it is the trace of the fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -28,14 +28,11 @@ from .comparison import (
     compare_call,
     compare_logs,
     drop_stale,
-    states_within,
 )
 from .coordination import Activity
 from .dynamic import DynamicOrder
-from .layer_state import LayerState, Presence
-from .requires_grad import check_requires_grad, may_get_gradients
+from .layer_state import LayerState, Presence, may_get_gradients
 from .schedule import CallStack, CallTrace, ForwardOrder, ForwardPass, Frame, LearnedOrder
-from .transforms import refuse_transforms
 
 __all__: list[str] = []
 
@@ -48,15 +45,22 @@ class Runtime:
         *,
         ordered: bool,
         depths: Sequence[int],
+        called_by: Callable[[nn.Module], Sequence[LayerState]],
+        check_toggled: Callable[[LayerState, Iterable[LayerState]], None],
     ) -> None:
         """`ordered`: the layers are called in this order. `depths`: for each, how many it is inside
         of. Each module has its place.
+
+        `called_by`: the layers that a call of a module may call, or none: then it may call all.
+        `check_toggled`: is told a layer that is to compute, some of whose parameters may have
+        another `requires_grad` than their chunk, and all layers. It raises if that is wrong.
         """
         first = layers[0]
         check_alike(layers)
         self.communicator = first.communicator
         self.replays: dict[object, Any] = {}  # the collectives of micro-batches, for `step_guard`
         self._device = first.device
+        self._called_by, self._check_toggled = called_by, check_toggled
         self._stack = CallStack(dict.fromkeys(layers))
         self._order: LearnedOrder[LayerState] | DynamicOrder = (
             DynamicOrder(zip(layers, depths, strict=True), policy.prefetch_depth)
@@ -118,7 +122,7 @@ class Runtime:
         points, or not at all.
         """
         some = any(state.resident for state in self.layers)
-        return some and all(state.resident for state in states_within(module, self.layers))
+        return some and all(state.resident for state in self._called_by(module) or self.layers)
 
     def is_running(self, state: LayerState) -> bool:
         """Whether a forward of `state` is under way."""
@@ -286,8 +290,7 @@ class Runtime:
         to fetch the next layers.
         """
         # ranks do not compare: they may differ here
-        if state.resident or transforms_under_way() or self.backward.is_recomputing(state):
-            refuse_transforms(state)
+        if state.resident or self.backward.is_recomputing(state):
             gone = state.presence not in (Presence.FETCHED, Presence.KEPT) and not state.resident
             state.fetch()
             start = self._trace.begin() if self._trace is not None else 0
@@ -305,7 +308,7 @@ class Runtime:
         self._release_lingering(keep=[state, *ahead])
         state.fetch()
         if state.toggled:
-            check_requires_grad(state, self.layers)
+            self._check_toggled(state, self.layers)
         for following in ahead:
             following.start_fetch()
         self._stack.frames.append(Frame(state, self._trace.begin(), graph_clock()))

@@ -1,1 +1,1 @@
-"""What refuses and what poses: wrappers, overrides, stand-ins. No step runs it."""
+"""What refuses and what poses: wrappers, overrides, stand-ins. No step needs it."""

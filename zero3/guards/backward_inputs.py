@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..core.autograd import as_plain_tensors
 from ..core.backward import Backward
 from ..core.layer_state import LayerState
-from ..core.marks import state_of
+from ..guards.marks import state_of
 
 __all__: list[str] = []
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ..access import get_trainable_chunk
-from ..core.marks import state_of
 from ..core.released import ReleasedParameter
+from ..guards.marks import state_of
 from ..optim.check_optimizer import check_optimizer
 from ..optim.param_groups import param_groups
 from ..optim.pieces import parts_of

@@ -19,7 +19,7 @@ from ..comm.agreement import agree
 from ..comm.communicator import is_first
 from ..comm.factory import communicator_for
 from ..core.layer_state import LayerState
-from ..core.module_overrides import Override
+from ..guards.module_overrides import Override
 from ..layer import RootEntry, Zero3Layer, layers_of, run_sharded
 from ..policy import ShardingPolicy
 from ..shard import PolicyOf, shard

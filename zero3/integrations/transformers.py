@@ -17,7 +17,7 @@ from ..access import is_sharded, resident
 from ..auto_wrap import Layers
 from ..checkpoint.meta_buffers import twin
 from ..comm.factory import communicator_for
-from ..core.module_overrides import Override
+from ..guards.module_overrides import Override
 from ..huggingface.save_pretrained import save_pretrained
 from ..names import named_tensors
 from ..offload.activations import offload_activations

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.gradient_types import CallersMistake, DeferredGradient, UsedGradient, stepped_already
-from ..core.marks import Owner
+from ..guards.marks import Owner
 from ..stores.resting import place_of
 from .turns import Turn, Turns
 

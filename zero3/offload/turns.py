@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..core.chunk import Chunk
 from ..core.gradient_types import DeferredGradient
 from ..core.layer_state import LayerState
-from ..core.marks import state_of
+from ..guards.marks import state_of
 from ..optim.state_memory import set_state_memory
 from ..policy import directory_of
 from ..stores.resting import place_of

@@ -11,7 +11,7 @@ from ..comm.errors import NamingFailures, Subject
 from ..core.autograd import as_plain_tensors
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
-from ..core.marks import ignored_by, state_of
+from ..guards.marks import ignored_by, state_of
 from ..stores.untouched import touch
 
 __all__: list[str] = []

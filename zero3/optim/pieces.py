@@ -13,8 +13,8 @@ from torch import nn
 from ..core.chunk import Chunk, Part
 from ..core.layer_state import LayerState
 from ..core.layout import Slot
-from ..core.marks import mark
 from ..core.released import ReleasedParameter
+from ..guards.marks import mark
 
 __all__: list[str] = []
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.layer_state import LayerState
-from ..core.marks import StaysBehind
+from ..guards.marks import StaysBehind
 
 __all__: list[str] = []
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from .released import ReleasedParameter, refuse_values
+from ..core.released import ReleasedParameter, refuse_values
 
 __all__: list[str] = []
 

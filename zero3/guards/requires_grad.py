@@ -8,25 +8,10 @@ from collections.abc import Iterable
 
 import torch
 
-from .layer_state import LayerState
-from .parameters import named
+from ..core.layer_state import LayerState
+from ..core.parameters import named
 
 __all__: list[str] = []
-
-
-def may_get_gradients(state: LayerState) -> bool:
-    """Whether gradients may come for parameters in the layer's modules: its own, or those that the
-    root's own layer has.
-    """
-    return any(_trains(owner) for owner in (state, state.lent_to) if owner is not None)
-
-
-def _trains(state: LayerState) -> bool:
-    if not any(chunk.shard.requires_grad for chunk in state.chunks):
-        return False
-    return not state.toggled or any(
-        sharded.sites.parameter.requires_grad for sharded in state.parameters
-    )
 
 
 def check_requires_grad(computing: LayerState, layers: Iterable[LayerState]) -> None:

@@ -14,9 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from .autograd import leave_untraced
-from .compiled import check_wrapper_of, compile_in_parts, ends_graphs
-from .parameters import (
+from ..core.parameters import (
     IN_MODEL,
     WRAPPED,
     dotted,
@@ -26,6 +24,7 @@ from .parameters import (
     plain_modules,
     released_in,
 )
+from .compiled import check_wrapper_of, compile_in_parts, ends_graphs, leave_untraced
 from .wrappers import refuse_wrappers
 
 __all__: list[str] = []
@@ -46,9 +45,6 @@ class Override:
     It refers to the module weakly, because a cycle would keep a deleted model's memory. A copy of
     the module has the plain method. `default` is the plain method of classes that have none.
     """
-
-    # the state of the root's own layer, if the method enters that
-    root: Callable[[], Any] = staticmethod(lambda: None)
 
     def __init__(
         self,

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
-from .autograd import Untraced, leave_untraced
-from .parameters import WRAPPED
+from ..core.parameters import WRAPPED
 
 __all__: list[str] = []
 
@@ -24,6 +24,49 @@ _INSTEAD = (
     "with it before sharding: block.compile(fullgraph=True), then zero3.shard(model)"
 )
 REASON = f"zero3: {_INSTEAD}"
+
+
+def leave_untraced() -> None:
+    """Tells torch.compile, if it is in use, that it traces no function of zero3: its graphs end
+    there.
+    """
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None and not rules.check_file(sys.modules["zero3"].__file__).skipped:
+        rules.add("zero3")
+
+
+class OneGraph(RuntimeError, AssertionError):
+    """`fullgraph=True` around what ends graphs. torch.compile puts any RuntimeError into one of its
+    own, but no AssertionError.
+    """
+
+
+class Untraced(str):
+    """Why torch.compile does not trace a function, as torch's own errors and logs say it. With
+    `fullgraph=True` it is the error.
+    """
+
+    __slots__ = ()
+
+    def __format__(self, spec: str) -> str:
+        if torch._guards.TracingContext.try_get() is not None:
+            _check_one_graph(str(self))
+        return super().__format__(spec)
+
+
+def end_graph(reason: str) -> None:
+    """Ends the graph that torch.compile is tracing before what has called this. Without such a
+    graph it does nothing.
+    """
+    if torch._guards.TracingContext.try_get() is not None:
+        _check_one_graph(reason)
+        raise sys.modules["torch._dynamo.exc"].Unsupported(reason)
+
+
+def _check_one_graph(reason: str) -> None:
+    tracer = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx()
+    if getattr(tracer, "one_graph", False):
+        raise OneGraph(reason)
 
 
 def ends_graphs(function: F) -> F:

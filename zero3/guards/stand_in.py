@@ -11,9 +11,8 @@ from typing import Any, Self
 
 from torch import nn
 
-from .autograd import end_graph
-from .compiled import REASON
-from .parameters import IN_MODEL, WRAPPED
+from ..core.parameters import IN_MODEL, WRAPPED
+from .compiled import REASON, end_graph
 
 __all__: list[str] = []
 

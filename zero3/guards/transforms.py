@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from .autograd import transforms_under_way
-from .layer_state import LayerState
+from ..core.autograd import transforms_under_way
+from ..core.layer_state import LayerState
 
 __all__: list[str] = []
 

@@ -1,0 +1,102 @@
+"""Refuses parameters that can't be sharded, before anything has changed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..core.released import ReleasedParameter
+from ..core.sites import ParameterSites
+
+__all__: list[str] = []
+
+
+def check_parameters(
+    parameters: list[ParameterSites], dtype: torch.dtype | None, label: str
+) -> None:
+    """Raises ValueError, with the parameter's name, if one of `parameters` can't be sharded.
+    Changes nothing.
+    """
+    for sites in parameters:
+        parameter = sites.parameter
+        if isinstance(parameter, ReleasedParameter):
+            raise ValueError(
+                f"parameter {sites.name!r} of {label} is already sharded, as "
+                f"{parameter.zero3_name}. Wrap a module once; if the parameter is tied across "
+                "layers, put both into one Zero3Layer, or use zero3.shard(model)."
+            )
+        if hasattr(parameter, "ds_id"):
+            raise ValueError(
+                f"parameter {sites.name!r} of {label} has been partitioned by DeepSpeed "
+                "(zero.Init), which keeps its values: build the "
+                'model without it, on torch.device("meta") if it does not fit'
+            )
+        if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:
+            raise ValueError(
+                f"parameter {sites.name!r} is a {type(parameter).__name__} (data: "
+                f"{type(parameter.data).__name__}), expected a plain torch.nn.Parameter: "
+                "subclasses hold more than flat values. Convert it before wrapping, or leave it "
+                "out."
+            )
+        if dtype is not None and parameter.requires_grad and parameter.dtype != dtype:
+            raise ValueError(
+                f"trainable parameter {sites.name!r} is {parameter.dtype}, expected "
+                f"dtype={dtype}: dtype checks what the optimizer updates, it converts nothing. "
+                "Convert the module before wrapping, or drop the argument."
+            )
+    _check_overlap(
+        [sites for sites in parameters if not sites.parameter.is_meta and sites.parameter.numel()]
+    )
+
+
+def _check_overlap(parameters: list[ParameterSites]) -> None:
+    spans = []
+    for sites in parameters:
+        parameter = sites.parameter
+        if _overlaps_itself(parameter):
+            raise ValueError(
+                f"parameter {sites.name!r} overlaps itself (shape {tuple(parameter.shape)}, "
+                f"stride {parameter.stride()}): a tensor with several names for one element can't "
+                "be trained. Use .clone() before wrapping."
+            )
+        last = sum(
+            (size - 1) * stride
+            for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+        )
+        spans.append(
+            (
+                parameter.data_ptr(),
+                parameter.data_ptr() + (last + 1) * parameter.element_size(),
+                sites,
+            )
+        )
+    # spans that end behind the start of the present one
+    reached: list[tuple[int, ParameterSites]] = []
+    for start, stop, sites in sorted(spans, key=lambda span: span[:2]):
+        reached = [(end, other) for end, other in reached if end > start]
+        for _, other in reached:
+            # every element is compared, because ranges may overlap without a shared one
+            # (interleaved columns of one buffer)
+            if torch.isin(_addresses(other.parameter), _addresses(sites.parameter)).any():
+                raise ValueError(
+                    f"parameters {other.name!r} and {sites.name!r} overlap in memory but are two "
+                    "objects. Make them one Parameter if they are tied, or .clone() one of them."
+                )
+        reached.append((stop, sites))
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < extent:
+            return len(set(_addresses(tensor).tolist())) < tensor.numel()
+        extent += (size - 1) * stride
+    return False
+
+
+def _addresses(tensor: Tensor) -> Tensor:
+    """The address of every element, in bytes."""
+    index = torch.tensor(tensor.data_ptr())
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        index = index[..., None] + torch.arange(size) * stride * tensor.element_size()
+    return index.flatten()
