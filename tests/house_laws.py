@@ -16,6 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "zero3"
 COLUMNS = 100
+HANDED_ON = "Travelling"  # the record that stages hand on: each writes into it
+AXES = ("stores", "wires", "stages", "faces")  # a file of these rooms is one value of an axis
 LISTS = Path(__file__).with_suffix(".json")
 TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 LINES = {path.relative_to(PACKAGE).as_posix(): path.read_text().splitlines() for path in sorted(PACKAGE.rglob("*.py"))}
@@ -82,7 +84,7 @@ def no_class_inherits_from_another_file() -> Iterator[Place]:
 def a_field_is_assigned_in_its_class_s_file() -> Iterator[Place]:
     owners = defaultdict(set)
     for file, node in classes():
-        for field in fields_of(node):
+        for field in fields_of(node) if node.name != HANDED_ON else ():
             owners[field].add(file)
     for file, tree in TREES.items():
         for node in ast.walk(tree):
@@ -137,13 +139,13 @@ def a_function_has_at_most_30_statements() -> Iterator[Place]:
 
 
 def a_small_file_has_more_than_one_reader() -> Iterator[Place]:
-    """A file of under 80 lines that one file alone imports is a part of that file."""
+    """A file of under 80 lines that one file alone imports is a part of that file, unless it is one value of an axis."""
     readers = defaultdict(set)
     for file, names in IMPORTED.items():
         for found in names.values():
             readers[found].add(file)
     for file, lines in LINES.items():
-        if len(lines) < 80 and not file.endswith("__init__.py") and len(readers[file]) == 1:
+        if len(lines) < 80 and not file.startswith(AXES) and not file.endswith("__init__.py") and len(readers[file]) == 1:
             yield file
 
 

@@ -19,7 +19,7 @@ from .comm.agreement import agree
 from .comm.communicator import is_first
 from .core.layer_state import LayerState
 from .core.parameters import named
-from .initial_values.layers import Command, Hand, Wire
+from .initial_values.layers import Command, Hand, Announcements
 from .initial_values.others import Others
 
 __all__: list[str] = []
@@ -67,7 +67,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
     """
     states = states_of(model)
     first = states[0]
-    wire = Wire(states)
+    told = Announcements(states)
     agree(
         first.communicator,
         first.device,
@@ -86,12 +86,12 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
     error: Exception | None = None
     if is_first(first.communicator):
         try:
-            _draw(model, states, init, wire, others)
+            _draw(model, states, init, told, others)
         except Exception as caught:  # whatever it is, the others wait to hear of it
             error = caught
-        wire.tell(Command.END)
+        told.tell(Command.END)
     else:
-        wire.listen()
+        told.listen()
     agree(first.communicator, first.device, "what materialize has drawn", [], error)
     for chunk in (chunk for state in states for chunk in state.chunks):
         chunk.unloaded.clear()
@@ -129,11 +129,15 @@ def _share_generators(first: LayerState, unseeded: str) -> None:
 
 
 def _draw(
-    model: nn.Module, states: Sequence[LayerState], init: Init | None, wire: Wire, others: Others
+    model: nn.Module,
+    states: Sequence[LayerState],
+    init: Init | None,
+    told: Announcements,
+    others: Others,
 ) -> None:
     copies: dict[nn.Module, nn.Module] = {}
     root = twin(model, copies)
-    hand = Hand(states, copies, wire)
+    hand = Hand(states, copies, told)
     others.lend(copies)
     with torch.no_grad(), hand:
         for module, function in _calls(root, init):

@@ -92,7 +92,8 @@ FAULTS = [
         "the sum lands beside its lane",
         "core/flow.py",
         "        for stage in self._legs[number][1:]:\n            stage(gradient)\n",
-        "        with torch.Stream(gradient.account.chunk.device):\n            for stage in self._legs[number][1:]:\n                stage(gradient)\n",
+        "        with torch.Stream(gradient.account.chunk.device):\n"
+        "            for stage in self._legs[number][1:]:\n                stage(gradient)\n",
     ),
     Fault(
         "an earlier reduction is dropped, not waited for",
@@ -257,7 +258,8 @@ FAULTS = [
         "the memory in which a chunk is cast is given back at once",
         "core/chunk.py",
         "        values = chunk.store.lend(chunk.shard.data, room.lent)\n        return values if",
-        "        values = chunk.store.lend(chunk.shard.data, room.lent)\n        chunk._room, chunk._ticket._legs[-1].held = None, []\n        room = room._replace(lent=None)\n        return values if",
+        "        values = chunk.store.lend(chunk.shard.data, room.lent)\n        own, received = room.own, room.received\n"
+        "        chunk._room, chunk._ticket._legs[-1].held = None, []\n        room = room._replace(lent=None)\n        return values if",
         "offload_to_cpu_bf16",
     ),
     Fault(

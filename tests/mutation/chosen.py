@@ -101,7 +101,7 @@ FAULTS = [
     Fault(
         "a broken backward leaves its half",
         "core/backward.py",
-        "            reducer.give_up()",
+        "            account.give_up()",
         "            pass",
         "core/exceptions",
     ),

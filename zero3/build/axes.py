@@ -9,12 +9,12 @@ from torch import nn
 
 from ..comm.communicator import Communicator
 from ..comm.errors import Subject
-from ..core.account import Account
-from ..core.chunk import HERE, PLAIN, Chunk, Wire
+from ..core.account import Account, Among
+from ..core.chunk import Chunk, Here, Plain, Wire
 from ..core.flow import Add, Average, Flow, ReduceScatter, Stage
 from ..core.layer_gradients import LayerGradients
 from ..core.layout import ChunkLayout
-from ..core.sites import VIEWS, Face
+from ..core.sites import Face, Views
 from ..policy import (
     ShardingPolicy,
     compute_dtype,
@@ -35,20 +35,21 @@ __all__: list[str] = []
 
 
 def chunk_of(
-    place: Resting | None,
-    device: torch.device,
     layout: ChunkLayout,
     shard: nn.Parameter,
+    where: tuple[Resting | None, torch.device],
     communicator: Communicator,
     policy: ShardingPolicy,
-    face: Face = VIEWS,
+    face: Face | None = None,
 ) -> Chunk:
-    """A new chunk. `place`: where it rests; None: where its layer computes."""
-    stored = shard.dtype
+    """A new chunk. `where`: it rests, None if it is where its layer computes; and where that is.
+    `face`: None if parameters are views of the full buffer.
+    """
+    (place, device), stored, face = where, shard.dtype, face or Views()
     kind = None if face.read_only else gather_format(policy, communicator, stored)
-    wire: Wire = PLAIN if kind is None else Coded(kind, layout)
+    wire: Wire = Plain() if kind is None else Coded(kind, layout)
     computes = stored if face.read_only else compute_dtype(policy, stored)
-    store = HERE if place is None else place
+    store = Here() if place is None else place
     chunk = Chunk(layout, shard, communicator, (computes, device), store, wire, face)
     if place is not None:
         place.serve(chunk)
@@ -60,8 +61,8 @@ def gradients_of(
 ) -> LayerGradients:
     """The gradients of a new layer."""
 
-    def new_account(chunk: Chunk) -> Account:
-        return account_of(chunk, communicator, policy, subject)
+    def new_account(chunk: Chunk, among: Among) -> Account:
+        return account_of(chunk, among, policy, subject)
 
     def handed_over_in(stored: torch.dtype) -> torch.dtype | None:
         return None if policy.grad_dtype is None else gradient_dtype(policy, stored)
@@ -71,11 +72,9 @@ def gradients_of(
     )
 
 
-def account_of(
-    chunk: Chunk, communicator: Communicator, policy: ShardingPolicy, subject: Subject
-) -> Account:
+def account_of(chunk: Chunk, among: Among, policy: ShardingPolicy, subject: Subject) -> Account:
     """A chunk's account, whose gradients go the way that the policy says."""
-    stored = chunk.shard.dtype
+    communicator, stored = among.communicator, chunk.shard.dtype
     lands, mean = landed_dtype(policy, stored), policy.gradient_reduction == "mean"
     chunk.shard.grad_dtype = lands
     kind, sums = reduce_format(policy, communicator, stored), gradient_dtype(policy, stored)
@@ -98,4 +97,4 @@ def account_of(
     flow = Flow(*stages, at_once=place is not None and place.at_once)
     summed = sums if kind is None else torch.float32
     added = summed if summed.itemsize > lands.itemsize else lands
-    return Account(chunk, flow, (sums, added), communicator, stages=policy.transactional)
+    return Account(chunk, flow, (sums, added), among, stages=policy.transactional)

@@ -124,7 +124,7 @@ def new_chunk(
             shard.copy_(here)
     parameter = nn.Parameter(shard, requires_grad=trainable)
     face = ordered[0].face  # all have the same
-    chunk = chunk_of(place, device, layout, parameter, communicator, policy, face)
+    chunk = chunk_of(layout, parameter, (place, device), communicator, policy, face)
     if bare:  # the loader will write everything except the padding
         shard[max(0, layout.numel - chunk.index * layout.shard_numel) :].zero_()
     chunk.unloaded = {index for index, sites in enumerate(ordered) if sites.name in unloaded}

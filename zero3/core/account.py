@@ -5,7 +5,7 @@ back.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -46,6 +46,34 @@ class _Savepoint:
     factor: Tensor | None = None  # the argument of `scale`, applied at the commit
     total: Tensor | None = None  # the argument of `note_tokens`, noted at the commit
     merged: bool = False  # whether `buffer` has been added to the account's own sum
+    # what has landed since, for the commit
+    staged: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Guard:
+    """What a `step_guard` needs of an account."""
+
+    is_on: bool = False
+    # what stands for the parts' gradients until the commit
+    placed: tuple[tuple[Part, Tensor], ...] | None = None
+    disturbed: bool = False
+    # kept, so that a later guard begins without an allocation, which may fail on one rank alone
+    nothing: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Among:
+    """The ranks among which a layer's gradients are reduced."""
+
+    communicator: Communicator  # asked where values are asked of all ranks
+    averaged_over: int  # the number of ranks for the mean: fewer if some have no data left
+
+    def serve(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+
+    def average_over(self, ranks: int) -> None:
+        self.averaged_over = ranks
 
 
 class Account:
@@ -65,12 +93,12 @@ class Account:
         chunk: Chunk,
         flow: Flow,
         dtypes: tuple[torch.dtype, torch.dtype],
-        communicator: Communicator,
+        among: Among,
         *,
         stages: bool,
     ) -> None:
-        """`dtypes`: of sums within a backward, and of those over several backwards. `stages`: in
-        each backward. (Otherwise inside of a `step_guard` alone.)
+        """`dtypes`: of sums within a backward, and of those over several backwards. `among`: the
+        layer's. `stages`: in each backward. (Otherwise inside of a `step_guard` alone.)
         """
         self.chunk = chunk
         self.pending = False  # whether this backward has added gradients that are not backed up yet
@@ -78,9 +106,7 @@ class Account:
         # 1-D [S], where chunks have replicas: the sum of one replica, not yet summed over all
         self.partial: Tensor | None = None
         dtype, self.added_as = dtypes
-        self._flow, self._communicator = flow, communicator
-        # the number of ranks for the mean: fewer if some have no data left
-        self.averaged_over = communicator.world_size
+        self._flow, self.among = flow, among
         self._buffer = GradientBuffer(chunk.layout, dtype, chunk.device)
         # parts, and the gradients that the last `keep` left with them
         self._kept: list[tuple[Part, Tensor]] = []
@@ -89,28 +115,12 @@ class Account:
         # whether what lands is dropped at once, so that no hook of the caller's sees it: its
         # backward has raised
         self._drops = False
-        self._always, self._guarded = stages, False
+        self._always, self._guard = stages, _Guard()
         self._saved: _Savepoint | None = None
-        # what has landed since the savepoint, for the commit
-        self._staged: tuple[tuple[Tensor, Tensor | None], ...] = ()
-        # in a `step_guard`: what stands for the parts' gradients until the commit
-        self._placed: tuple[tuple[Part, Tensor], ...] | None = None
-        self._disturbed = False
-        # kept, so that a later `step_guard` begins without an allocation, which may fail on one
-        # rank alone
-        self._nothing: Tensor | None = None
 
     @property
     def trains(self) -> bool:
         return self.chunk.shard.requires_grad
-
-    def serve(self, communicator: Communicator) -> None:
-        """Gradients ask `communicator` from now on, where their values are asked of all ranks."""
-        self._communicator = communicator
-
-    def average_over(self, ranks: int) -> None:
-        """The mean is taken over so many ranks: the others have no data left."""
-        self.averaged_over = ranks
 
     # -- a gradient's way
 
@@ -129,9 +139,14 @@ class Account:
         self.pending = self.owed = False
         return self._flow.take_room(self, communicator, taken)
 
-    def back_up(self, gradient: Travelling, lanes: Lanes, names: NamingFailures) -> Ticket:
-        """[B5] Starts to reduce the gradients into this rank's slice."""
+    def back_up(
+        self, gradient: Travelling, lanes: Lanes, names: NamingFailures, *, ends_early: bool = False
+    ) -> Ticket:
+        """[B5] Starts to reduce the gradients into this rank's slice. `ends_early`: they stay in
+        this replica.
+        """
         into = [part.parameter.grad for part in self.chunk.parts]
+        gradient.ends_early = ends_early
         return self._flow.start(gradient, lanes, names, into)
 
     def hold(self, summed: Tensor | None) -> Tensor | None:
@@ -142,7 +157,7 @@ class Account:
     def land(self, landed: Tensor, exact: Tensor | None) -> None:
         """A gradient `[S]` has come to the end of its way. `exact`: in a wider dtype."""
         if self._stages:
-            self._staged = (*self._staged, (landed, exact))
+            self._save().staged.append((landed, exact))
         else:
             self._accumulate(landed, exact)
 
@@ -159,7 +174,7 @@ class Account:
             WholeGradient if part.whole else PieceGradient if self.chunk.divided else ShardGradient
         )
         alone = self.chunk.layout.world_size == 1
-        return gradient if alone else kind.of(gradient, self._communicator)
+        return gradient if alone else kind.of(gradient, self.among.communicator)
 
     @property
     def earlier(self) -> list[Tensor]:
@@ -188,7 +203,7 @@ class Account:
         """
         if self._stages:
             self._merge_earlier()
-        guarded = self._placed is not None and not self.disturbed
+        guarded = self._guard.placed is not None and not self.disturbed
         self._buffer.keep(self.added_as)
         self.pending, self.owed = False, True
         self.watch(layer)
@@ -200,7 +215,7 @@ class Account:
                 vars(parameter.grad).pop(TOKENS, None)
         self._kept = self._standing()
         if guarded:
-            self._placed = tuple(self._kept)
+            self._guard.placed = tuple(self._kept)
 
     def _standing(self) -> list[tuple[Part, Tensor]]:
         held = [(part, part.parameter.grad) for part in self.chunk.parts if part.start < part.stop]
@@ -310,29 +325,30 @@ class Account:
 
     @property
     def _stages(self) -> bool:
-        return self._always or self._guarded
+        return self._always or self._guard.is_on
 
     @property
     def undecided(self) -> bool:
         """Whether there are gradients that are neither committed nor rolled back."""
         saved = self._saved
         return saved is not None and (
-            bool(self._staged) or saved.factor is not None or self._kept is not saved.kept
+            bool(saved.staged) or saved.factor is not None or self._kept is not saved.kept
         )
 
     @property
     def disturbed(self) -> bool:
         """Whether the caller has zeroed or replaced the chunk's gradient inside a `step_guard`."""
-        self._disturbed = self._disturbed or any(
+        guard = self._guard
+        guard.disturbed = guard.disturbed or any(
             part.parameter.grad is not placed
             or (isinstance(placed, DeferredGradient) and placed.zeroed)
-            for part, placed in self._placed or ()
+            for part, placed in guard.placed or ()
         )
-        return self._disturbed
+        return guard.disturbed
 
     def guard(self, *, on: bool) -> None:
         """A `step_guard` begins, or is over. For between backwards."""
-        self._guarded = on
+        self._guard.is_on = on
 
     def end_backward(self, layer: DefersReductions) -> None:
         """A backward has ended without an error."""
@@ -349,33 +365,36 @@ class Account:
         for part in self.chunk.parts if not self.disturbed else ():
             parameter = part.parameter
             if parameter.requires_grad and not isinstance(parameter.grad, DeferredGradient):
-                if self._nothing is None:
+                if self._guard.nothing is None:
                     dtype = parameter.grad_dtype
-                    self._nothing = torch.zeros((), dtype=dtype, device=parameter.device)
-                parameter.grad = DeferredGradient.like(parameter, weakref.ref(layer), self._nothing)
-        self._placed = tuple(self._standing())
+                    self._guard.nothing = torch.zeros((), dtype=dtype, device=parameter.device)
+                parameter.grad = DeferredGradient.like(
+                    parameter, weakref.ref(layer), self._guard.nothing
+                )
+        self._guard.placed = tuple(self._standing())
 
-    def _save(self) -> None:
+    def _save(self) -> _Savepoint:
         if self._saved is None:
             gradients = [part.parameter.grad for part in self.chunk.parts]
             self._saved = _Savepoint(self._buffer, self._kept, self.owed, gradients, self.partial)
             self._buffer = self._buffer.like()
+        return self._saved
 
     def _merge_earlier(self) -> None:
         """What was kept before the savepoint goes the same way as what came since."""
-        self._save()
-        saved = self._saved
-        if saved is not None and not saved.merged and not saved.buffer.empty:
+        saved = self._save()
+        if not saved.merged and not saved.buffer.empty:
             saved.merged = True
             self._buffer.merge(saved.buffer, saved.factor)
 
     def _forget(self) -> None:
-        self._saved, self._staged, self._placed, self._disturbed = None, (), None, False
+        self._saved = self._guard.placed = None
+        self._guard.disturbed = False
 
     @torch.no_grad()
     def commit(self) -> None:
         """Adds what has landed since the savepoint to the chunk's gradient, and ends it."""
-        saved, staged = self._saved, self._staged
+        saved = self._saved
         self._forget()
         if saved is None:
             return
@@ -383,7 +402,7 @@ class Account:
             self._buffer = saved.buffer if self._buffer.empty else self._buffer
         if saved.factor is not None:
             self._scale(saved.factor, None if saved.merged else saved.buffer)
-        for landed, exact in staged:
+        for landed, exact in saved.staged:
             self._accumulate(landed, exact)
         for part in self.chunk.parts if not self.owed else ():
             # no backward has reached this chunk
@@ -396,9 +415,9 @@ class Account:
         """Restores what was held at the savepoint, and ends it. What the caller has zeroed since
         stays so, unless a guard is open.
         """
-        saved, guarded, disturbed = self._saved, self._placed is not None, self.disturbed
+        saved, guarded, disturbed = self._saved, self._guard.placed is not None, self.disturbed
         self._forget()
-        self._disturbed = disturbed
+        self._guard.disturbed = disturbed
         if saved is None:
             return
         self.pending = False
@@ -408,7 +427,7 @@ class Account:
             found = part.parameter.grad
             zeroed = isinstance(found, DeferredGradient) and found.zeroed and not guarded
             if isinstance(gradient, DeferredGradient):
-                gradient.zeroed = zeroed
+                gradient.count_as_zeroed(zeroed)
             if guarded or isinstance(found, DeferredGradient):
                 stays = not zeroed or isinstance(gradient, DeferredGradient)
                 part.parameter.grad = gradient if stays else None

@@ -178,9 +178,6 @@ def passing(chunk: Chunk) -> Tensor | None:
     return torch.empty(shard.shape, dtype=shard.dtype, device=chunk.device)
 
 
-PLAIN, HERE = Plain(), Here()  # they have no state
-
-
 # -- the full buffer
 
 
@@ -399,7 +396,7 @@ class Chunk:
         """
         if self.casts and self._usual is None:
             self._usual = self.wire, self.full
-            self.wire, self.full = PLAIN, self._new_buffer(self.shard.dtype)
+            self.wire, self.full = Plain(), self._new_buffer(self.shard.dtype)
 
     def make_room(self, *, as_stored: bool = False) -> None:
         """[fetch 2] Allocates the full buffer, before ranks rely on the gather: memory may run out

@@ -196,7 +196,7 @@ class Average:
 
     def __call__(self, gradient: Travelling) -> None:
         summed, landed = gradient.summed, gradient.landed
-        divisor = gradient.account.averaged_over / self._divides_first if self._mean else 1
+        divisor = gradient.account.among.averaged_over / self._divides_first if self._mean else 1
         narrows = summed.dtype.itemsize > landed.dtype.itemsize
         if narrows and divisor != 1:
             summed.div_(divisor)

@@ -194,6 +194,9 @@ class DeferredGradient(Tensor):
     def earlier(self) -> Tensor | None:
         return None if self.zeroed else self.reduced
 
+    def count_as_zeroed(self, zeroed: bool) -> None:
+        self.zeroed = zeroed
+
     def reduce_now(self) -> None:
         """Reduces this and all other deferred gradients of the model. This object becomes an
         ordinary gradient.

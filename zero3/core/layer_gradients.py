@@ -13,7 +13,7 @@ from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from ..comm.log import Transfer, TransferLog
 from ..comm.streams import Lanes
-from .account import Account
+from .account import Account, Among
 from .autograd import accumulates_into, as_plain_tensors
 from .chunk import Chunk
 from .flow import Travelling
@@ -37,7 +37,7 @@ class LayerGradients:
         self,
         communicator: Communicator,
         subject: Subject,
-        new_account: Callable[[Chunk], Account],
+        new_account: Callable[[Chunk, Among], Account],
         dtype_for: Callable[[torch.dtype], torch.dtype | None],
         *,
         waits: bool,
@@ -54,7 +54,7 @@ class LayerGradients:
         # the number of `no_sync` contexts that the layer is in, and of those with `replicas_only`
         self.deferrals = self._replica_deferrals = 0
         self.holds = 0  # the number of `step_guard` contexts that the layer is in
-        self.averaged_over = communicator.world_size  # the number of ranks for the mean
+        self.among = Among(communicator, communicator.world_size)
         self._waits, self._new_account, self._dtype_for = waits, new_account, dtype_for
         self._entry = Transfer("reducing", subject, 2 * communicator.channel)
         self._communicator = communicator
@@ -73,7 +73,7 @@ class LayerGradients:
         self.ignored = tuple(ignored)
 
     def add_chunk(self, chunk: Chunk) -> None:
-        self.accounts[chunk] = self._new_account(chunk)
+        self.accounts[chunk] = self._new_account(chunk, self.among)
 
     def replace_chunks(
         self, chunks: Iterable[Chunk], parameters: Iterable[ShardedParameter]
@@ -189,10 +189,10 @@ class LayerGradients:
             with self._naming:
                 lanes.replicas.begin_deferred()
         self.log.entries.append(self._entry)
-        tickets = []
-        for account, gradient in prepared:
-            gradient.ends_early = ends_early
-            tickets.append(account.back_up(gradient, lanes, self._naming))
+        tickets = [
+            account.back_up(gradient, lanes, self._naming, ends_early=ends_early)
+            for account, gradient in prepared
+        ]
         if ends_early:
             for account, _ in prepared:
                 account.keep(self)
@@ -230,9 +230,7 @@ class LayerGradients:
 
     def average_over(self, ranks: int) -> None:
         """The mean is taken over so many ranks: the others have no data left."""
-        self.averaged_over = ranks
-        for account in self.accounts.values():
-            account.average_over(ranks)
+        self.among.average_over(ranks)
         for each in self.ignored:
             each.average_over(ranks)
 

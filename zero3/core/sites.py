@@ -120,9 +120,6 @@ class Views:
         return nn.Parameter
 
 
-VIEWS = Views()  # it has no state
-
-
 @dataclass(eq=False)
 class ParameterSites:
     """One parameter, and all places in the layer's modules that have it. A tied parameter has
@@ -132,7 +129,7 @@ class ParameterSites:
     name: str
     parameter: nn.Parameter
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
-    face: Face = VIEWS
+    face: Face = field(default_factory=Views)
     known: Any = None  # what its face knows of it
 
     def show(self, value: Tensor) -> None:

@@ -26,7 +26,7 @@ class Command(IntEnum):
     END = 2
 
 
-class Wire:
+class Announcements:
     """By which rank 0, which draws, tells the others what to take part in."""
 
     def __init__(self, states: Sequence[LayerState]) -> None:
@@ -77,10 +77,13 @@ class Hand(TorchFunctionMode):
     """
 
     def __init__(
-        self, states: Sequence[LayerState], copies: Mapping[nn.Module, nn.Module], wire: Wire
+        self,
+        states: Sequence[LayerState],
+        copies: Mapping[nn.Module, nn.Module],
+        told: Announcements,
     ) -> None:
         super().__init__()
-        self._states, self._wire = states, wire
+        self._states, self._tells = states, told
         self._held: dict[int, dict[Chunk, Tensor]] = {}  # by the layer's number: its full chunks
         self._stored: set[int] = set()
         self._used: set[int] = set()  # ids of parameters
@@ -122,7 +125,7 @@ class Hand(TorchFunctionMode):
             if number in self._stored or any(
                 each.index not in each.chunk.unloaded for each in state.parameters
             ):
-                self._wire.tell(Command.FETCH, number, full)
+                self._tells.tell(Command.FETCH, number, full)
             for each, parameter in zip(state.parameters, self._lent[number], strict=True):
                 slot = view(full[each.chunk], each.chunk.layout, each.index)
                 value = each.sites.face.value(each.sites, slot)
@@ -154,7 +157,7 @@ class Hand(TorchFunctionMode):
             ):
                 self._bare[number].append(f"{each.sites.name!r} of layer {state.label}")
             parameter.data = each.stand_in
-        self._wire.tell(Command.STORE, number, full)
+        self._tells.tell(Command.STORE, number, full)
         self._stored.add(number)
 
     def empty(self) -> None:

@@ -216,7 +216,7 @@ def _without_ranks(loss_sum: Tensor, share: Tensor, states: list[LayerState]) ->
     `share`.
     """
     mean = states[0].policy.gradient_reduction == "mean"
-    return loss_sum * (share * (states[0].gradients.averaged_over if mean else 1)).to(
+    return loss_sum * (share * (states[0].gradients.among.averaged_over if mean else 1)).to(
         loss_sum.dtype
     )
 

@@ -141,7 +141,7 @@ def _empty_chunks(family: Family, layouts: list[ChunkLayout]) -> list[Chunk]:
             )
             shard = nn.Parameter(values.zero_(), requires_grad=trains)
             made.append(
-                chunk_of(place, state.device, layout, shard, state.communicator, state.policy)
+                chunk_of(layout, shard, (place, state.device), state.communicator, state.policy)
             )
     return made
 

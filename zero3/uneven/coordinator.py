@@ -119,8 +119,7 @@ class JoinCoordinator:
     def _use(self, state: LayerState, communicator: Communicator) -> None:
         """Gives the layer and its gradients (for a loss scaler's inf) another communicator."""
         state.communicator = communicator
-        for account in state.gradients.accounts.values():
-            account.serve(communicator)
+        state.gradients.among.serve(communicator)
 
     # -- on a rank with data
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..comm.communicator import Communicator
 from ..comm.errors import Subject
 from ..comm.streams import Pending, Then
-from ..core.chunk import PLAIN, Chunk, Room, passing
+from ..core.chunk import Chunk, Plain, Room, passing
 from ..core.flow import Travelling, take_gradients
 from ..core.gradient_buffer import GradientBuffer
 from ..core.layout import ChunkLayout
@@ -42,14 +42,17 @@ class Coded:
     """
 
     def __init__(self, kind: Format, layout: ChunkLayout) -> None:
-        self._rows = _rows_of(kind, layout)
+        self._rows, self._plain = (
+            _rows_of(kind, layout),
+            Plain(),
+        )  # as it travels while it is frozen
 
     def rounds(self, chunk: Chunk) -> bool:
         return chunk.shard.requires_grad
 
     def room(self, chunk: Chunk, full: Tensor) -> Room:
         if not chunk.shard.requires_grad:
-            return PLAIN.room(chunk, full)
+            return self._plain.room(chunk, full)
         received, work = self._rows.empty(chunk.device), self._rows.work(chunk.device)
         own = self._rows.of(received, chunk.index)
         return Room(received, own, passing(chunk), self._rows.bounds, work)
@@ -57,7 +60,7 @@ class Coded:
     @torch.no_grad()
     def put(self, chunk: Chunk, room: Room) -> Tensor:
         if room.work is None or room.own is None:
-            return PLAIN.put(chunk, room)
+            return self._plain.put(chunk, room)
         values = chunk.store.lend(chunk.shard.data, room.lent)
         self._rows[chunk.index].encode([values], room.own, room.work)
         return room.own
@@ -74,7 +77,7 @@ class Coded:
 
     def as_gathered(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         if not chunk.shard.requires_grad:
-            return PLAIN.as_gathered(chunk, dtype)
+            return self._plain.as_gathered(chunk, dtype)
         row, out = self._rows[chunk.index], torch.empty_like(chunk.shard.data, dtype=dtype)
         raw, work = out.new_empty(row.nbytes, dtype=torch.uint8), self._rows.work(out.device)
         row.encode([chunk.shard.data], raw, work)
