@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .autograd import leave_untraced
-from .compiled import check_wrapper_of, compile_in_parts, ends_graphs
+from .compiled import compile_in_parts, ends_graphs
 from .parameters import (
     IN_MODEL,
     WRAPPED,
@@ -280,7 +280,7 @@ def _check_new_module(module: nn.Module, name: str, new: nn.Module | None) -> No
     sharded, nor reduced, nor loaded.
     """
     if name == "_orig_mod" and new is not None:
-        check_wrapper_of(new)
+        leave_untraced()  # torch.compile makes its wrapper
     if isinstance(new, nn.Module) and WRAPPED in vars(new):
         vars(new)[IN_MODEL] = True
     if _GUARDED in vars(module) and isinstance(new, nn.Module):
