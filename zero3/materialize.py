@@ -19,7 +19,7 @@ from .comm.agreement import agree
 from .comm.communicator import is_first
 from .core.layer_state import LayerState
 from .core.parameters import named
-from .initial_values.layers import Command, Hand, Announcements
+from .initial_values.layers import Announcements, Command, Hand
 from .initial_values.others import Others
 
 __all__: list[str] = []

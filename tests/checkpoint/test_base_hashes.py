@@ -153,7 +153,7 @@ def test_a_base_without_values_yet_is_told_of_and_can_be_loaded_later(tmp_path: 
     assert all(not chunk.unloaded for state in states_of(model) for chunk in state.chunks)
 
 
-def test_weights_false_and_early_checkpoints_compare_no_base(tmp_path: Path) -> None:
+def test_weights_false_compares_no_base(tmp_path: Path) -> None:
     saved_by(1, tmp_path / "saved")
 
     def load(group: ThreadCommunicator) -> None:

@@ -78,8 +78,8 @@ def test_save_checkpoint_of_extra_state_that_files_can_not_hold(value: Any, tmp_
     assert not (tmp_path / "run").exists()
 
 
-def test_load_checkpoint_of_other_extra_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Names that differ are an error; a checkpoint of a zero3 that kept none is taken, and says so."""
+def test_load_checkpoint_of_other_extra_state(tmp_path: Path) -> None:
+    """Names that differ are an error."""
     run_ranks(2, lambda group: zero3.save_checkpoint(tmp_path, keeping(10, group)))
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     for change, message in (
@@ -97,16 +97,6 @@ def test_load_checkpoint_of_other_extra_state(tmp_path: Path, caplog: pytest.Log
             assert kept(model)[0]["steps"] == 0
 
         run_ranks(2, refused)
-    old = {key: value for key, value in manifest.items() if key != "extra_states"}
-    _rewrite(tmp_path, old)
-
-    def load(group: ThreadCommunicator) -> None:
-        model = keeping(0, group)
-        zero3.load_checkpoint(tmp_path, model)
-        assert kept(model)[0]["steps"] == 0
-
-    run_ranks(2, load)
-    assert sum("holds no extra state, and these modules have one: 0.inner._extra_state" in r.getMessage() for r in caplog.records) == 1
 
 
 def _rewrite(directory: Path, content: dict[str, Any]) -> None:

@@ -128,6 +128,22 @@ def test_what_is_written_fsdp2_loads(theirs: tuple[Path, Full], tmp_path: Path) 
             assert_same({**group}, {**expected})
 
 
+def test_the_metadata_is_what_torch_itself_writes(tmp_path: Path) -> None:
+    """Names, shapes, blocks and the places of values: all but in which order and where in the file they lie."""
+    model = {"a": torch.ones(2, 3), "b": torch.arange(5).to(torch.bfloat16)}
+    tree = {"model": model, "epoch": 3, "more": {"list": [1, {"c": torch.ones(())}]}}
+    torch.save(tree, tmp_path / "file")
+    convert(tmp_path / "file", tmp_path / "ours", "--to", "dcp")
+    with warnings.catch_warnings(action="ignore"):  # that there is one process
+        dcp.save(tree, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    ours, theirs = (pickle.loads((tmp_path / name / ".metadata").read_bytes()) for name in ("ours", "theirs"))
+    assert type(ours) is type(theirs) and ours.version == theirs.version
+    assert ours.state_dict_metadata == theirs.state_dict_metadata and ours.planner_data == theirs.planner_data
+    assert {index: where.relative_path for index, where in ours.storage_data.items()} == {
+        index: where.relative_path for index, where in theirs.storage_data.items()
+    }
+
+
 def test_models_without_optimizers(theirs: tuple[Path, Full], tmp_path: Path) -> None:
     directory, (model, _) = theirs
     whole = torch.load(convert(directory / "bare", tmp_path / "file", "--to", "torch"), weights_only=True)

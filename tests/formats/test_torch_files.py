@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import zipfile
 from collections import Counter
 from io import FileIO
@@ -83,20 +84,37 @@ def test_a_file_that_is_cut_off(cut: int, tmp_path: Path) -> None:
 
 
 def altered(tmp_path: Path, record: str, change: Any, how: int = zipfile.ZIP_STORED) -> Path:
-    torch.save({"a": torch.randn(1000)}, tmp_path / "file")
-    with zipfile.ZipFile(tmp_path / "file") as old, zipfile.ZipFile(tmp_path / "other", "w", how) as new:
+    """One record is another, and those behind it are as they were."""
+    torch.save({"a": torch.randn(1000), "b": torch.randn(3000)}, tmp_path / "file")
+    with zipfile.ZipFile(tmp_path / "file") as old, zipfile.ZipFile(tmp_path / "other", "w") as new:
         for name in old.namelist():
-            new.writestr(name, change(old.read(name)) if name.endswith(record) else old.read(name))
+            if name.endswith(record):
+                new.writestr(name, change(old.read(name)), how)
+            else:
+                new.writestr(name, old.read(name))
     return tmp_path / "other"
 
 
 def test_files_that_say_what_can_not_be(tmp_path: Path) -> None:
+    """torch.load(mmap=True) takes the first and the last of them, and reads wrong numbers."""
     with pytest.raises(ValueError, match=r"lies beyond data/0, or that is missing"):
         read(altered(tmp_path, "data/0", lambda old: old[:100]))
     with pytest.raises(ValueError, match="big-endian, this machine is not"):
         read(altered(tmp_path, "byteorder", lambda old: b"big"))
     with pytest.raises(ValueError, match="data/0 is compressed"):
         read(altered(tmp_path, "data/0", bytes, zipfile.ZIP_DEFLATED))
+
+
+def test_of_tensors_that_do_not_lie_in_order_one_is_in_memory(tmp_path: Path) -> None:
+    """Whoever reads a part of each, as DeepSpeed's ranks do, does not come to hold them all."""
+    torch.save([torch.randn(7, 1013).t() for _ in range(5)], tmp_path / "file")
+    with FileIO(str(tmp_path / "file")) as file:
+        value = torch_files.TorchFile(file, "file").value
+        for lazy in value:
+            lazy.read(0, torch.empty(3))
+        held = [found for found in gc.get_objects() if type(found) is Tensor and found.numel() == 7 * 1013]
+        assert len(held) == 1
+        assert torch.equal(value[0].tensor(), torch.load(tmp_path / "file", weights_only=True)[0])
 
 
 def test_a_trap_is_not_sprung(tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from ..access import states_of
 from ..comm.agreement import agreeing
-from ..comm.communicator import is_first
 from ..comm.plain_values import decode
-from ..core.parameters import named, own_name
+from ..core.parameters import named
 from ..optim.several import Optimizers, Together
 from . import manifest, random_state
 from .contents import Contents, differences, names_apart
@@ -112,9 +111,7 @@ class _Loader:
                 self._files = opened.enter_context(
                     closing(SafetensorsFiles(found.data, self._names(found)))
                 )
-                self._stored = {
-                    own_name(name): stored for name, stored in self._files.tensors.items()
-                }
+                self._stored = self._files.tensors
                 self._ranges = Ranges(self._files)
                 self._check(found, contents)
             self._compare_base(found, contents)
@@ -139,11 +136,6 @@ class _Loader:
                 found = manifest.read(self._path)
             except OSError as error:
                 raise ValueError(f"{self._path} can't be read: {error}") from error
-            # early versions saved the names of wrappers too
-            if isinstance(tensors := found.content.get("tensors"), dict):
-                found.content["tensors"] = {
-                    own_name(name): described for name, described in tensors.items()
-                }
             if self._given is not None and found.content["optimizer"] is None:
                 raise ValueError(
                     f"{self._path} was saved without an optimizer: load it without one, and begin "
@@ -165,7 +157,8 @@ class _Loader:
         """Raises ValueError if the checkpoint does not fit the model."""
         saved, expected = found.content["tensors"], contents.description()
         self._untie(saved, contents)
-        if problems := differences(expected, saved) + self._strange_extra_states(found):
+        extra_states = names_apart(extra_state_modules(self._model), found.content["extra_states"])
+        if problems := differences(expected, saved) + extra_states:
             raise ValueError(
                 f"the checkpoint does not fit this {type(self._model).__name__}; nothing was "
                 f"loaded. {'. '.join(problems)}"
@@ -237,18 +230,6 @@ class _Loader:
                     )
                 del saved[name]
 
-    def _strange_extra_states(self, found: Manifest) -> list[str]:
-        saved, here = found.content.get("extra_states"), extra_state_modules(self._model)
-        if saved is None:  # early versions left them out
-            if here and is_first(self._first.communicator):
-                _log.warning(
-                    "%s holds no extra state, and these modules have one: %s. It stays as it is",
-                    self._path,
-                    ", ".join(here),
-                )
-            return []
-        return names_apart(here, saved)
-
     def _plan(self, found: Manifest, contents: Contents, optimizer: Together) -> None:
         own = contents_of(optimizer, self._held, contents, with_state=False)
         with self._agreeing("the optimizer of load_checkpoint"), manifest.reading(found):
@@ -276,9 +257,9 @@ class _Loader:
                     self._fill_optimizer()
                     others = {name: self._other(name, contents) for name in contents.others}
                     extra = decode(found.content["extra"], self._extra)
-                    saved = found.content.get("extra_states") or {}
                     extra_states = {
-                        name: decode(value, self._extra) for name, value in saved.items()
+                        name: decode(value, self._extra)
+                        for name, value in found.content["extra_states"].items()
                     }
                     self._fill_chunks(contents, set(stored))
                     computed = initialise(self._model, contents.states)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.parameters import own_name
 from .safetensors_files import SafetensorsFiles, Stored, bytes_of
 
 __all__: list[str] = []
@@ -38,7 +37,7 @@ class Ranges:
         self._files = files
         self._ranges: dict[tuple[str, str], list[Range]] = {}
         for name, stored in files.tensors.items():
-            if (match := _RANGE.fullmatch(own_name(name))) is not None and name.startswith(
+            if (match := _RANGE.fullmatch(name)) is not None and name.startswith(
                 ("parameter:", "state:")
             ):
                 kind, _, rest = match[1].partition(":")

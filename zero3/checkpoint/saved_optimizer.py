@@ -90,8 +90,8 @@ class OptimizerContents:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> OptimizerContents:
-        groups = [(dict(options), list(map(own_name, names))) for options, names in found["groups"]]
-        return cls(groups, named_states(found["state"]), list(found.get("classes", [])))
+        groups = [(dict(options), list(names)) for options, names in found["groups"]]
+        return cls(groups, named_states(found["state"]), list(found["classes"]))
 
     def options_by_name(self) -> dict[str, dict[str, Any]]:
         return {name: options for options, names in self.groups for name in names}
@@ -104,7 +104,7 @@ class OptimizerContents:
 def named_states(found: Iterable[Any]) -> dict[str, NamedState]:
     """Makes a state for each name. `found`: items `[names, elements, scalars, whole]`."""
     return {
-        own_name(name): NamedState(
+        name: NamedState(
             dict(elements),
             dict(scalars),
             {key: (dtype, shape) for key, (dtype, shape) in whole.items()},

@@ -28,7 +28,6 @@ from ..checkpoint.ranges import Ranges
 from ..checkpoint.safetensors_files import STAGE_BYTES, SafetensorsFiles, bytes_of
 from ..checkpoint.safetensors_writing import header_of
 from ..comm.plain_values import dtype_named
-from ..core.parameters import own_name
 from ..huggingface.index_maps import Whole
 from ..huggingface.outputs import Output, bytes_in, index_of, shards_of
 
@@ -83,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
     except BaseException:
         file_operations.remove(temporary)
         raise
-    if extra := found.content.get("extra_states"):
+    if extra := found.content["extra_states"]:
         print(
             f"zero3: safetensors files hold tensors only, so this was left out: {', '.join(extra)}",
             file=sys.stderr,
@@ -117,9 +116,8 @@ def _planned(found: manifest.Manifest, options: argparse.Namespace) -> dict[str,
     if (wrong := not_a_dtype(dtype)) is not None:
         raise ValueError(f"--dtype {options.dtype}: {wrong}")
     outputs: dict[str, Output] = {}
-    for key, described in found.content["tensors"].items():
-        # early versions saved the names of wrappers too
-        name, own = own_name(key), dtype_named(described["dtype"])
+    for name, described in found.content["tensors"].items():
+        own = dtype_named(described["dtype"])
         to = dtype if dtype is not None and own.is_floating_point else own
         output = Output(
             name.removeprefix(options.strip),
@@ -133,7 +131,7 @@ def _planned(found: manifest.Manifest, options: argparse.Namespace) -> dict[str,
                 f"{other.index_map.sources[0]!r} and {name!r}"
             )
     if options.strip and not any(
-        name.startswith(options.strip) for name in map(own_name, found.content["tensors"])
+        name.startswith(options.strip) for name in found.content["tensors"]
     ):
         raise ValueError(
             f"--strip {options.strip}: no name begins with it; the first is "
@@ -170,7 +168,7 @@ def _write_all(
 def _write(
     files: SafetensorsFiles, path: Path, shard: list[Output], advance: Callable[[int], object]
 ) -> None:
-    ranges, stored = Ranges(files), {own_name(key): tensor for key, tensor in files.tensors.items()}
+    ranges = Ranges(files)
     header = header_of(
         ((output.name, output.dtype, output.shape) for output in shard), {"format": "pt"}
     )
@@ -183,7 +181,7 @@ def _write(
                 values = stage[: step * output.dtype.itemsize].view(output.dtype)[
                     : output.numel - start
                 ]
-                if (whole := stored.get(f"other:0:{source}")) is not None:
+                if (whole := files.tensors.get(f"other:0:{source}")) is not None:
                     files.read(whole, start, values)
                 else:
                     ranges.read("parameter", source, start, values)

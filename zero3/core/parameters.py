@@ -25,8 +25,7 @@ IN_MODEL = "_zero3_in_model"  # in a layer's __dict__, if the layer has a place 
 # Under which torch's wrappers hold the module that they wrap: those of activation checkpointing and
 # offloading, and of torch.compile.
 _WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
-# in a name, or in a key of a file (`parameter:0.weight[0:4]`)
-_PREFIX = re.compile(rf"(?<![^.:])(?:{'|'.join(_WRAPPED)})\.")
+_PREFIX = re.compile(rf"(?<![^.])(?:{'|'.join(_WRAPPED)})\.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """DeepSpeed's ZeRO-3 checkpoints, as `save_checkpoint` of its engine lays them out.
 
 latest                                           the name of the newest step's directory
-global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt   names, shapes and buffers, a rank's pieces
-of frozen parameters global_step2/zero_pp_rank_0_mp_rank_00_optim_states.pt   a rank's pieces of
-what trains, and of its state
+global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt   names, shapes and buffers, and a rank's
+                                                         pieces of frozen parameters
+global_step2/zero_pp_rank_0_mp_rank_00_optim_states.pt   a rank's pieces of what trains, and of its
+                                                         state
 
 A parameter is cut into equal pieces, one a rank, the last one padded. A rank's pieces of the
 parameters of one sub-group lie one after another in one flat tensor, a parameter of the optimizer;
@@ -12,6 +13,7 @@ parameters of one sub-group lie one after another in one flat tensor, a paramete
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -196,7 +198,7 @@ class _Reader:
         for number, named in enumerate(shapes):
             offset = 0
             for name, shape in named.items():
-                length = -(-Lazy(torch.float32, tuple(shape), print).numel // self._run.ranks)
+                length = -(-math.prod(shape) // self._run.ranks)
 
                 def whole(
                     parts: list[Lazy],

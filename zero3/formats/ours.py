@@ -19,7 +19,6 @@ from ..checkpoint.safetensors_files import SafetensorsFiles
 from ..checkpoint.safetensors_writing import header_of, write_hashed
 from ..checkpoint.saved_optimizer import OptimizerContents, options_of, sorted_out
 from ..comm.plain_values import decode, decode_scalar, dtype_named, encode, name_of
-from ..core.parameters import own_name
 from .lazy import Lazy, as_lazy, mapped, small
 from .run import Holds, Run
 
@@ -51,26 +50,25 @@ class _Reader:
         self._content = found.content
         self._files = files
         self._ranges = Ranges(files)
-        self._stored = {own_name(name): self._whole(name) for name in files.tensors}
+        self._stored = {name: self._whole(name) for name in files.tensors}
 
     def run(self) -> Run:
         content = self._content
-        run = Run("zero3", {}, config=content.get("config"), ranks=content["world_size"])
+        run = Run("zero3", {}, config=content["config"], ranks=content["world_size"])
         self._found.check_values()
-        for key, described in content["tensors"].items():
-            name, shape = own_name(key), tuple(described["shape"])
+        for name, described in content["tensors"].items():
+            shape = tuple(described["shape"])
             if f"other:0:{name}" in self._stored:
                 run.tensors[name] = self._stored[f"other:0:{name}"]
                 run.buffers.add(name)
             else:
                 run.tensors[name] = self._by_ranges("parameter", name, described["dtype"], shape)
             if "also" in described:
-                run.also[name] = list(map(own_name, described["also"]))
+                run.also[name] = described["also"]
         run.extra = decode(content["extra"], lambda number: self._stored[f"extra:{number}"])
-        extra_states = content.get("extra_states") or {}
         run.extra_states = {
             name: decode(value, lambda number: self._stored[f"extra:{number}"])
-            for name, value in extra_states.items()
+            for name, value in content["extra_states"].items()
         }
         if content["optimizer"] is not None:
             self._add_optimizer(run, OptimizerContents.from_json(content["optimizer"]))

@@ -1,8 +1,13 @@
 """torch's own files, the zip that `torch.save` writes: looked into without torch.load, and written
 as a stream.
 
-archive/data.pkl        a pickle; where a tensor is, it says which storage, from where on, and of
-what shape archive/data/0, 1, ...  the storages, uncompressed
+archive/data.pkl         a pickle; where a tensor is, it says of which storage, where and how shaped
+archive/data/0, 1, ...   the storages, uncompressed
+
+`torch.load(weights_only=True)` holds the whole file. With `mmap=True` (torch 2.13) it reads past
+the end of a storage that is shorter than the pickle says, and takes compressed bytes for values,
+both in silence; every page that was read counts as this process's memory. And it refuses
+DeepSpeed's files, for their names of classes.
 """
 
 from __future__ import annotations
@@ -122,6 +127,7 @@ class TorchFile:
             )
         self._positions: dict[str, int] = {}
         self._tensors: dict[tuple[Any, ...], Lazy] = {}
+        self._in_memory: list[tuple[Lazy, Tensor]] = []  # the last of those that `_in_order` reads
         self.value = pickled.read(text, what, self._make, self._storage)
 
     def _storage(self, identifier: Any) -> _Storage:
@@ -199,9 +205,27 @@ class TorchFile:
                 for size, own, expected in zip(shape, strides, dense, strict=True)
             )
             self._tensors[place] = (
-                whole if in_order or not span else _in_order(whole, span, strides)
+                whole if in_order or not span else self._in_order(whole, span, strides)
             )
         return self._tensors[place]
+
+    def _in_order(self, stored: Lazy, span: int, strides: tuple[int, ...]) -> Lazy:
+        """A tensor that does not lie in the order of its elements (transposed, expanded): it is
+        read as a whole, and stays in memory until its last element, or another one, is read.
+        """
+
+        def read(start: int, into: Tensor) -> None:
+            if not self._in_memory or self._in_memory[0][0] is not stored:
+                self._in_memory.clear()
+                memory = torch.empty(span, dtype=stored.dtype)
+                stored.read(0, memory)
+                flat = memory.as_strided(stored.shape, strides).reshape(-1)
+                self._in_memory.append((stored, flat))
+            into.copy_(self._in_memory[0][1][start : start + into.numel()])
+            if start + into.numel() == stored.numel:
+                self._in_memory.clear()
+
+        return Lazy(stored.dtype, stored.shape, read)
 
     def _read(self, record: str, start: int, into: Tensor) -> None:
         if record not in self._positions:
@@ -217,24 +241,6 @@ class TorchFile:
             if not (count := read_bytes(self._file, offset, view)):
                 raise ValueError(f"{self._what} ended within {record}: it is cut off")
             view, offset = view[count:], offset + count
-
-
-def _in_order(stored: Lazy, span: int, strides: tuple[int, ...]) -> Lazy:
-    """A tensor that does not lie in the order of its elements (transposed, expanded): it is read as
-    a whole.
-    """
-    found: list[Tensor] = []  # while its pieces are read one after another
-
-    def read(start: int, into: Tensor) -> None:
-        if not found:
-            memory = torch.empty(span, dtype=stored.dtype)
-            stored.read(0, memory)
-            found.append(memory.as_strided(stored.shape, strides).reshape(-1))
-        into.copy_(found[0][start : start + into.numel()])
-        if start + into.numel() == stored.numel:
-            found.clear()
-
-    return Lazy(stored.dtype, stored.shape, read)
 
 
 def plain(name: str, arguments: tuple[Any, ...]) -> Any:

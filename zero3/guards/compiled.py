@@ -7,13 +7,10 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-
-from ..core.parameters import WRAPPED
 
 __all__: list[str] = []
 
@@ -90,23 +87,6 @@ def compile_in_parts(
     compile_it(*args, **kwargs)
 
 
-def check_wrapper_of(module: nn.Module) -> None:
-    """Called when `torch.compile(module)` makes its wrapper. Raises if it is to be one graph, and
-    `module` holds layers.
-    """
-    leave_untraced()
-    frame: FrameType | None = sys._getframe(1)
-    # an argument of the wrapper's constructor
-    while frame is not None and "dynamo_ctx" not in frame.f_locals:
-        frame = frame.f_back
-    if (
-        frame is not None
-        and getattr(frame.f_locals["dynamo_ctx"], "fullgraph", False)
-        and _holds_layers(module)
-    ):
-        raise _refused("", module)
-
-
 def check_compiled(modules: Iterable[tuple[str, nn.Module]]) -> None:
     """Raises if one of `modules`, which will call layers, was compiled to be one graph."""
     for name, module in modules:
@@ -122,10 +102,6 @@ def check_compiled(modules: Iterable[tuple[str, nn.Module]]) -> None:
             for context in (vars(module).get("dynamo_ctx"), closed.get("self"))
         ):
             raise _refused(name, module)
-
-
-def _holds_layers(module: nn.Module) -> bool:
-    return any(WRAPPED in vars(inner) for inner in module.modules())
 
 
 def _refused(name: str, module: nn.Module) -> RuntimeError:

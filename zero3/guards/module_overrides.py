@@ -24,7 +24,7 @@ from ..core.parameters import (
     plain_modules,
     released_in,
 )
-from .compiled import check_wrapper_of, compile_in_parts, ends_graphs, leave_untraced
+from .compiled import compile_in_parts, ends_graphs, leave_untraced
 from .wrappers import refuse_wrappers
 
 __all__: list[str] = []
@@ -276,7 +276,7 @@ def _check_new_module(module: nn.Module, name: str, new: nn.Module | None) -> No
     sharded, nor reduced, nor loaded.
     """
     if name == "_orig_mod" and new is not None:
-        check_wrapper_of(new)
+        leave_untraced()  # torch.compile makes its wrapper
     if isinstance(new, nn.Module) and WRAPPED in vars(new):
         vars(new)[IN_MODEL] = True
     if _GUARDED in vars(module) and isinstance(new, nn.Module):

@@ -9,10 +9,11 @@ nothing has to be undone.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
@@ -32,9 +33,15 @@ __all__: list[str] = []
 _Operation = tuple[Any, ...]  # (operation, number of the layer, texts that ranks compare)
 
 BEGIN, END = "begin", "end"  # of a forward or a backward, where ranks meet under `Join`
-# how a text begins that tells of the caller's mistake, and of no failed micro-batch
-_MISTAKE = "! "
 MAX_KNOWN = 8  # sequences of collectives that are remembered
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why a guarded micro-batch is dropped, as its rank tells the others."""
+
+    what: str
+    is_mistake: bool = False  # the caller's, which every rank raises
 
 
 class _Phase:
@@ -266,24 +273,26 @@ class CollectiveReplay:
             RuntimeError: a rank has done what does not belong into the guard; on every rank.
         """
         mistake = mistake or self._mistake()
-        text = f"{_MISTAKE}{mistake}" if mistake is not None else failure
+        trouble = Trouble(failure) if failure else None
+        if mistake is not None:
+            trouble = Trouble(str(mistake), is_mistake=True)
         first = self._states[0]
         with first.gate.passing(Action.GUARD, first):
             try:
-                told = tell_end(first, text)
+                told = tell_end(first, trouble)
             except torch.OutOfMemoryError as error:  # for the nine bytes: nothing is sent yet
                 reset(self._model)
-                told = tell_end(first, text or f"{type(error).__name__}: {error}")
-            errors = {rank: what for rank, what in enumerate(told) if what}
+                told = tell_end(first, trouble or Trouble(f"{type(error).__name__}: {error}"))
+            errors = {rank: each.what for rank, each in enumerate(told) if each is not None}
             if errors:
                 reset(self._model)
                 # the failed rank has not learned the orders that the others have learned
                 self._expect(self._found)
             else:
                 self._learn()
-            for rank, what in errors.items():
-                if what.startswith(_MISTAKE):
-                    raise RuntimeError(f"rank {rank}: {what.removeprefix(_MISTAKE)}")
+            for rank, each in enumerate(told):
+                if each is not None and each.is_mistake:
+                    raise RuntimeError(f"rank {rank}: {each.what}")
             self.close(keep=not errors)  # here ranks without data do it too
         if errors:
             logging.getLogger("zero3").warning("a micro-batch was dropped on all ranks: %s", errors)
@@ -327,15 +336,14 @@ class CollectiveReplay:
         return [chunk.shard._version for state in self._states for chunk in state.chunks]
 
 
-def tell_end(first: LayerState, text: str) -> list[str]:
-    """The end of a guarded micro-batch: what every rank tells the others ("": nothing), in rank
-    order.
-    """
-    return tell_all(
+def tell_end(first: LayerState, trouble: Trouble | None) -> list[Trouble | None]:
+    """The end of a guarded micro-batch: what every rank tells the others, in rank order."""
+    told = tell_all(
         ungated(first.communicator),
         first.device,
         "the end of a guarded micro-batch",
-        text,
+        "" if trouble is None else json.dumps(asdict(trouble)),
         first.log.digest,
         "step_guard",
     )
+    return [Trouble(**json.loads(text)) if text else None for text in told]

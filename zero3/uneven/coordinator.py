@@ -252,7 +252,7 @@ class JoinCoordinator:
                 if action is Action.TOKENS:
                     self._tokens = weigh(self._states, 0, 0).total
                 elif action is Action.GUARD:
-                    self._let_go(keep=not any(tell_end(self._states[0], "")))
+                    self._let_go(keep=not any(tell_end(self._states[0], None)))
                 else:
                     help_with(action, state, self._runtimes[state])
             except Exception as caught:  # the other ranks hear of it at their next announcement
