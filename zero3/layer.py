@@ -23,7 +23,7 @@ from .core.autograd import (
 )
 from .core.layer_state import LayerState
 from .core.parameters import WRAPPED, own_module_name, own_modules
-from .core.runtime import Runtime
+from .core.runtime import Pace, Runtime
 from .guards.compiled import ends_graphs
 from .guards.module_overrides import (
     Override,
@@ -38,7 +38,7 @@ from .guards.requires_grad import check_requires_grad
 from .guards.stand_in import StandIn
 from .guards.transforms import refuse_transforms
 from .guards.wrappers import refuse_wrappers
-from .policy import ShardingPolicy
+from .policy import ShardingPolicy, unlike
 
 __all__: list[str] = []
 
@@ -183,6 +183,7 @@ class Zero3Layer(StandIn):
             return own
         own.reset()
         for layer in layers_of(self):
+            check_alike([upstream.layers[0], layer._state])
             upstream.take_in(layer._state)
             layer._runtime = upstream
         return upstream
@@ -350,9 +351,10 @@ def adopt(root: nn.Module, *, ordered: bool, outer: Sequence[LayerState] = ()) -
     for state, names in labels.items():
         state.label = " and ".join(names.values())
     states = [*outer, *(layer._state for layer in layers)]
+    check_alike(states)
     runtime = Runtime(
         states,
-        states[0].policy,
+        pace_of(states[0].policy),
         ordered=ordered,
         depths=[*(0 for _ in outer), *_depths(root, len(outer), set())],
         called_by=_called_by,
@@ -363,6 +365,26 @@ def adopt(root: nn.Module, *, ordered: bool, outer: Sequence[LayerState] = ()) -
             layer._runtime.reset()
         layer._runtime = runtime
     return runtime
+
+
+def pace_of(policy: ShardingPolicy) -> Pace:
+    return Pace(
+        depth=policy.prefetch_depth,
+        dynamic=policy.dynamic,
+        compare_every=policy.compare_every,
+        own_backup_group=policy.separate_backup_group,
+        resident_bytes=policy.resident_bytes,
+    )
+
+
+def check_alike(layers: Sequence[LayerState]) -> None:
+    """
+    Raises:
+        ValueError: Layers that share a runtime, because a plain module calls one after another,
+            differ in a field of the whole model.
+    """
+    if (error := unlike((f"layer {state.label}", state.policy) for state in layers)) is not None:
+        raise error
 
 
 def _called_by(module: nn.Module) -> list[LayerState]:

@@ -363,6 +363,11 @@ def keeps_until_backward(policy: ShardingPolicy) -> bool:
     return not policy.reshard_after_forward or not shards_parameters(policy)
 
 
+def dtypes_at_the_edges(policy: ShardingPolicy) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """The dtypes of a layer's floating inputs and outputs. None: they are not cast."""
+    return policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype
+
+
 def compute_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:
     """The dtype of the full buffer for a chunk of dtype `stored`."""
     return (

@@ -18,9 +18,8 @@ from torch import nn
 from .access import pinned
 from .auto_wrap import Layers, Named, choose, few_that_train, tied_across
 from .build.construction import Request, agree_on, all_but, build_state, device_of
-from .build.quantizing import formats_of
+from .build.selecting import formats_of, without_ignored
 from .comm.communicator import is_first
-from .core.ignored import without_ignored
 from .core.layer_state import LayerState
 from .core.layout import megabytes
 from .core.parameters import (

@@ -16,8 +16,9 @@ from ..comm.agreement import agree, meeting
 from ..comm.communicator import Communicator
 from ..comm.factory import IDENTITY_BYTES, WrongMesh, any_device_of, communicator_for, decline
 from ..comm.plain_values import not_copied
-from ..core.ignored import IgnoredGradient, without_ignored
-from ..core.layer_state import LayerState
+from ..core.casting import caller_for
+from ..core.ignored import IgnoredGradient
+from ..core.layer_state import Behaviour, LayerState
 from ..core.parameters import (
     CONTAINERS,
     dotted,
@@ -30,12 +31,22 @@ from ..guards.backward_inputs import know_chunks
 from ..guards.marks import mark, mark_ignored, mark_sharded
 from ..guards.unshardable import check_parameters
 from ..guards.wrappers import wrapper_in
-from ..policy import ShardingPolicy, directory_of, gradient_itemsize, rests_in, unlike
+from ..policy import (
+    ShardingPolicy,
+    directory_of,
+    dtypes_at_the_edges,
+    gradient_itemsize,
+    keeps_until_backward,
+    rests_in,
+    rounding,
+    shards_parameters,
+    unlike,
+)
 from ..quantized.formats import Format
 from .axes import gradients_of
 from .host import host_of
 from .new_chunks import chunk_groups, new_chunk, offloaded
-from .quantizing import formats_of, nothing_selected
+from .selecting import formats_of, nothing_selected, without_ignored
 
 __all__: list[str] = []
 
@@ -188,6 +199,7 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
         label,
         communicator,
         device,
+        behaviour_of(policy),
         policy,
         lambda subject: gradients_of(communicator, policy, subject),
         len(request.modules),
@@ -223,6 +235,16 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
         (b.owner, b.attribute, b.name) for b in examined.buffers if b.tensor.is_meta
     ]
     return state
+
+
+def behaviour_of(policy: ShardingPolicy) -> Behaviour:
+    return Behaviour(
+        call=caller_for(*dtypes_at_the_edges(policy)),
+        compare_every=policy.compare_every,
+        stays_whole=not shards_parameters(policy),
+        keeps_until_backward=keeps_until_backward(policy),
+        rounding=rounding(policy),
+    )
 
 
 def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examined:

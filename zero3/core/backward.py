@@ -50,14 +50,19 @@ class Backward:
         backup_communicator: Communicator,
         device: torch.device,
         depth: int,
+        *,
+        makes_the_rest: bool,
     ) -> None:
+        """`makes_the_rest`: a rank whose backward raised makes its transfers to the end, because
+        ranks that leave out different layers were at different ones.
+        """
         # layers, and gradients' fates
         self.order: ForwardOrder[tuple[tuple[LayerState, ...], tuple[str, ...]]] = ForwardOrder()
         self._stack = stack
         self._communicator = communicator
         self._backup_communicator = backup_communicator
         self._device = device
-        self._depth = depth
+        self._depth, self._makes_the_rest = depth, makes_the_rest
         self._touched: list[LayerTrace] = []  # the traces that this backward has reached
         self._backups: deque[Ticket] = deque()
         # those whose first leg is over: sums over replicas, copies to the host
@@ -193,7 +198,7 @@ class Backward:
         broken_backward = self.raised
         for account in accounts_of(self._stack.layers) if broken_backward else ():
             account.drop_what_lands()
-        if self.raised and self.layers[0].policy.dynamic:
+        if self.raised and self._makes_the_rest:
             try:
                 self._make_the_rest()
             except RuntimeError:  # a transfer has failed

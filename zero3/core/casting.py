@@ -1,4 +1,4 @@
-"""Casts the inputs and outputs of a layer, as its policy says."""
+"""Casts the inputs and outputs of a layer."""
 
 from __future__ import annotations
 
@@ -12,24 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..policy import ShardingPolicy
-
 __all__: list[str] = []
 
 
-def caller_for(policy: ShardingPolicy) -> Callable[..., Any]:
+def caller_for(inputs: torch.dtype | None, output: torch.dtype | None) -> Callable[..., Any]:
     """Returns a function `(module, *args, **kwargs)` that calls the module, and casts its floating
-    inputs and outputs.
+    inputs and outputs to these dtypes. None: no cast.
 
     Autograd records the casts, so gradients have the dtypes of the original tensors.
     """
-    inputs, output = dtypes_at_the_edges(policy)
     return operator.call if inputs is None and output is None else partial(_call, inputs, output)
-
-
-def dtypes_at_the_edges(policy: ShardingPolicy) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """The dtypes of floating inputs and outputs. None: they are not cast."""
-    return policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype
 
 
 def _call(

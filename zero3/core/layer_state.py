@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -14,10 +15,8 @@ from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from ..comm.log import Transfer, TransferLog
 from ..comm.streams import Lanes
-from ..policy import ShardingPolicy, keeps_until_backward, rounding, shards_parameters
 from .account import Account
 from .autograd import as_plain_tensors, can_show, inside_backward, profiler_label
-from .casting import caller_for
 from .chunk import Chunk, registered
 from .coordination import Gate, gate_for
 from .flat import not_a_number
@@ -61,6 +60,17 @@ class Saves:
         self._wait = None
 
 
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """What a layer was made to do."""
+
+    call: Callable[..., Any]  # calls the layer's module
+    compare_every: int  # 1: before each gather, ranks compare their transfers
+    stays_whole: bool  # stages 1 and 2: full buffers stay filled from step to step
+    keeps_until_backward: bool  # whether full buffers stay from forward to backward
+    rounding: str  # for errors: what makes that which computes other than the chunks
+
+
 class LayerState:
     """Fetches and releases a layer. The runtime decides when.
 
@@ -78,25 +88,26 @@ class LayerState:
         label: str,
         communicator: Communicator,
         device: torch.device,
-        policy: ShardingPolicy,
+        behaviour: Behaviour,
+        policy: Any,
         new_gradients: Callable[[Subject], LayerGradients],
         modules: int = 1,
     ) -> None:
+        """`policy`: what the layer was made by. Others read it, core does not."""
         self.subject = Subject(f"layer {label}")
         # a random number, the same on all ranks; labels may differ between ranks
         self.identity = communicator.channel
         self.communicator = communicator
         self.device = device
-        self.policy = policy
-        self.call = caller_for(policy)  # calls the layer's module
+        self.behaviour, self.policy = behaviour, policy
+        self.call = behaviour.call
         self.chunks: list[Chunk] = []
         self.parameters: list[ShardedParameter] = []
         self.gradients = new_gradients(self.subject)
-        self.gate: Gate = gate_for(policy.compare_every)
+        self.gate: Gate = gate_for(behaviour.compare_every)
         self.presence = Presence.RELEASED
-        # stages 1 and 2: full buffers stay filled from step to step
-        self.stays_whole = not shards_parameters(policy)
-        self.keeps_until_backward = keeps_until_backward(policy)
+        # stages 1 and 2, or fetched by hand: full buffers stay filled from step to step
+        self.stays_whole = behaviour.stays_whole
         # of a layer of several modules: for how many calls of this pass it stays fetched
         self.modules, self.calls_left = modules, 0
         # whether a parameter's `requires_grad` may differ from its chunk's: see
@@ -203,7 +214,7 @@ class LayerState:
             raise RuntimeError(
                 f"rank {self.communicator.rank}: layer {self.label} was to compute inside "
                 "zero3.full_params(), where its parameters are as they are stored, not in "
-                f"{rounding(self.policy)}. Use `with zero3.resident(model):` to compute."
+                f"{self.behaviour.rounding}. Use `with zero3.resident(model):` to compute."
             )
         self.start_fetch()
         self.finish_fetch()

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..policy import rounding
 from .chunk import Chunk
 from .layer_state import LayerState
 from .parameters import ShardedParameter, named, restore_order
@@ -29,7 +28,7 @@ def pin(state: LayerState, *, to_compute: bool = False) -> None:
     if state.pins and stored != state.as_stored:
         raise RuntimeError(
             f"rank {state.communicator.rank}: zero3.full_params shows layer {state.label} as it "
-            f"is stored, zero3.resident in {rounding(state.policy)}: leave one before you enter "
+            f"is stored, zero3.resident in {state.behaviour.rounding}: leave one before you enter "
             "the other"
         )
     state.as_stored = stored

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,6 @@ import torch
 from torch import nn
 
 from ..comm.communicator import Communicator
-from ..policy import ShardingPolicy, unlike
 from .autograd import graph_clock, inside_backward, nodes_since, tensors_in, transforms_under_way
 from .backward import Backward, LayerCall, LayerTrace
 from .comparison import (
@@ -37,11 +37,22 @@ from .schedule import CallStack, CallTrace, ForwardOrder, ForwardPass, Frame, Le
 __all__: list[str] = []
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How a model's layers go one after another."""
+
+    depth: int  # how many layers are gathered ahead, and how many reductions are under way
+    dynamic: bool  # whether ranks may leave out layers
+    compare_every: int  # transfers, after which ranks compare them
+    own_backup_group: bool  # whether reductions have their own communicator
+    resident_bytes: int  # of frozen full buffers that stay from step to step
+
+
 class Runtime:
     def __init__(
         self,
         layers: Sequence[LayerState],
-        policy: ShardingPolicy,
+        pace: Pace,
         *,
         ordered: bool,
         depths: Sequence[int],
@@ -56,39 +67,41 @@ class Runtime:
         another `requires_grad` than their chunk, and all layers. It raises if that is wrong.
         """
         first = layers[0]
-        check_alike(layers)
         self.communicator = first.communicator
         self.replays: dict[object, Any] = {}  # the collectives of micro-batches, for `step_guard`
         self._device = first.device
         self._called_by, self._check_toggled = called_by, check_toggled
         self._stack = CallStack(dict.fromkeys(layers))
         self._order: LearnedOrder[LayerState] | DynamicOrder = (
-            DynamicOrder(zip(layers, depths, strict=True), policy.prefetch_depth)
-            if policy.dynamic
+            DynamicOrder(zip(layers, depths, strict=True), pace.depth)
+            if pace.dynamic
             else LearnedOrder(
                 layers if ordered else (),
-                policy.prefetch_depth,
+                pace.depth,
                 partial(compare_call, first.communicator),
             )
         )
         self._tells = (
-            not policy.dynamic and policy.compare_every > 1 and not first.communicator.tags_messages
+            not pace.dynamic and pace.compare_every > 1 and not first.communicator.tags_messages
         )
-        self._compare_every = 0 if policy.dynamic else policy.compare_every
+        self._compare_every = 0 if pace.dynamic else pace.compare_every
         # the number of transfers at which the log is folded or compared
         self._due = self._compare_every or FOLD_EVERY
-        backups = (
-            first.communicator.duplicate() if policy.separate_backup_group else first.communicator
-        )
+        backups = first.communicator.duplicate() if pace.own_backup_group else first.communicator
         self.backward = Backward(
-            self._stack, first.communicator, backups, first.device, policy.prefetch_depth
+            self._stack,
+            first.communicator,
+            backups,
+            first.device,
+            pace.depth,
+            makes_the_rest=pace.dynamic,
         )
         self._trace: LayerTrace | None = None  # the trace of the forward under way
         # the trace of the last pass, which another outermost module may continue
         self._open_trace: LayerTrace | None = None
         # whether no module may continue that pass, because ranks ran inside `resident` since
         self._pass_is_over = False
-        self.any_stays, self._room = False, policy.resident_bytes
+        self.any_stays, self._room = False, pace.resident_bytes
         # own pace: the forward under way is inside `resident`
         self._own_pace, self._passes = False, 0
         # layers whose call is over and that are not released yet
@@ -133,7 +146,6 @@ class Runtime:
 
     def take_in(self, state: LayerState) -> None:
         """Adds a layer whose inputs come from this runtime's layers."""
-        check_alike([self.layers[0], state])
         self._order.adopt(state)
         self.layers.append(state)
         self._watch(state)
@@ -375,7 +387,7 @@ class Runtime:
     def _release_lingering(self, keep: Iterable[LayerState]) -> None:
         kept = set(keep)
         for state in self._lingering:
-            if state not in kept and not state.keeps_until_backward:
+            if state not in kept and not state.behaviour.keeps_until_backward:
                 self.backward.release(state)
             elif (
                 state not in kept and not self._stack.is_under_way(state) and not inside_backward()
@@ -385,13 +397,3 @@ class Runtime:
         self._lingering = [
             state for state in self._lingering if state.presence is not Presence.RELEASED
         ]
-
-
-def check_alike(layers: Sequence[LayerState]) -> None:
-    """
-    Raises:
-        ValueError: Layers that share a runtime, because a plain module calls one after another,
-            differ in a field of the whole model.
-    """
-    if (error := unlike((f"layer {state.label}", state.policy) for state in layers)) is not None:
-        raise error

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from ..access import full_params, get_trainable_chunk, states_of
 from ..comm.agreement import agree
 from ..comm.streams import random_state_kept
-from ..core.casting import cast, dtypes_at_the_edges
+from ..core.casting import cast
 from ..core.layer_state import LayerState
 from ..core.parameters import ShardedParameter
 from ..layer import Zero3Layer, layers_of
 from ..optim.gradients import full_gradients
-from ..policy import ShardingPolicy, compute_dtype, gradient_dtype
+from ..policy import ShardingPolicy, compute_dtype, dtypes_at_the_edges, gradient_dtype
 from ..shard import shard
 
 __all__: list[str] = []

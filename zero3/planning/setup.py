@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..build.quantizing import formats_of
+from ..build.selecting import formats_of
 from ..core.parameters import find_parameters
 from ..policy import ShardingPolicy
 from ..quantized.configured import configured_in
