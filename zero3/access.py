@@ -14,10 +14,10 @@ from .core.autograd import inside_backward
 from .core.gradient_types import CallersMistake
 from .core.layer_state import LayerState, check_process
 from .core.parameters import named, plain_modules
-from .core.pinning import Pin, pin, refuse_to_write, unpin, write_back
 from .guards.marks import state_of
 from .guards.transforms import transformable
 from .layer import layers_of, runtimes_in, states_in
+from .pinning import Pin, pin, refuse_to_write, unpin, write_back
 
 __all__: list[str] = []
 

@@ -39,6 +39,7 @@ from .guards.stand_in import StandIn
 from .guards.transforms import refuse_transforms
 from .guards.wrappers import refuse_wrappers
 from .policy import ShardingPolicy, unlike
+from .stages.dynamic import DynamicOrder
 
 __all__: list[str] = []
 
@@ -356,7 +357,7 @@ def adopt(root: nn.Module, *, ordered: bool, outer: Sequence[LayerState] = ()) -
         states,
         pace_of(states[0].policy),
         ordered=ordered,
-        depths=[*(0 for _ in outer), *_depths(root, len(outer), set())],
+        own_order=_own_order(states, [*(0 for _ in outer), *_depths(root, len(outer), set())]),
         called_by=_called_by,
         check_toggled=check_requires_grad,
     )
@@ -367,10 +368,16 @@ def adopt(root: nn.Module, *, ordered: bool, outer: Sequence[LayerState] = ()) -
     return runtime
 
 
+def _own_order(states: Sequence[LayerState], depths: Sequence[int]) -> DynamicOrder | None:
+    """`depths`: for each layer, how many it is inside of. Each module has its place."""
+    policy = states[0].policy
+    nested = zip(states, depths, strict=True)
+    return DynamicOrder(nested, policy.prefetch_depth) if policy.dynamic else None
+
+
 def pace_of(policy: ShardingPolicy) -> Pace:
     return Pace(
         depth=policy.prefetch_depth,
-        dynamic=policy.dynamic,
         compare_every=policy.compare_every,
         own_backup_group=policy.separate_backup_group,
         resident_bytes=policy.resident_bytes,

@@ -21,7 +21,7 @@ from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import TOLERANCE, Turn, assert_at_rest, by_shard, check_parity, in_sequence, on_ranks
 from tests.support.stacks import WIDTH, built
 from zero3 import ShardingPolicy
-from zero3.core.dynamic import Event, StaticOrder
+from zero3.stages.dynamic import Event, StaticOrder
 
 DEPTH = 4
 DYNAMIC = ShardingPolicy(dynamic=True)

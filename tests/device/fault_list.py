@@ -306,7 +306,7 @@ FAULTS = [
     ),
     Fault(
         "the host writes a chunk that is being copied, after full_params",
-        "core/pinning.py",
+        "pinning.py",
         "        state.settle()\n",
         "        pass\n",
         "offload_and_forwards_without_backward",

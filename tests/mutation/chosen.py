@@ -85,7 +85,7 @@ FAULTS = [
     ),
     Fault(
         "a kept layer outlives a step",
-        "core/pinning.py",
+        "pinning.py",
         "    state.release()  # the values of a kept layer",
         "    # the values of a kept layer",
         "core/exceptions",

@@ -18,8 +18,8 @@ from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, process_group
 from zero3.access import states_of
-from zero3.core.pinning import pin
 from zero3.huggingface import merging
+from zero3.pinning import pin
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

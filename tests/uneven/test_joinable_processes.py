@@ -19,7 +19,8 @@ from tests.support.processes import PROMPT, Rank, on_ranks, try_on_ranks
 from tests.support.reference import assert_at_rest
 from tests.support.uneven import Failure, Plan, Story, adamw, assert_same, plain, sharded, tell_sharded, words
 from zero3.access import states_of
-from zero3.core.coordination import GatedCommunicator, OpenGate
+from zero3.conductors.gated import GatedCommunicator
+from zero3.core.coordination import OpenGate
 
 
 @contextmanager

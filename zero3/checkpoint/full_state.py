@@ -14,9 +14,9 @@ from ..comm.communicator import is_first
 from ..comm.plain_values import kind_of, unreadable
 from ..core.layer_state import LayerState
 from ..core.parameters import own_name
-from ..core.pinning import pin, pin_unloaded, unpin, write_back
 from ..names import named_entries, named_tensors
 from ..optim.state_memory import land_steps
+from ..pinning import pin, pin_unloaded, unpin, write_back
 from .contents import listed
 from .extra_state import (
     copied,

@@ -18,7 +18,7 @@ from ..comm.streams import Lanes
 from .account import Account
 from .autograd import as_plain_tensors, can_show, inside_backward, profiler_label
 from .chunk import Chunk, registered
-from .coordination import Gate, gate_for
+from .coordination import Gate
 from .flat import not_a_number
 from .gradient_types import UsedGradient, stepped_already
 from .ignored import IgnoredGradient
@@ -65,7 +65,7 @@ class Behaviour:
     """What a layer was made to do."""
 
     call: Callable[..., Any]  # calls the layer's module
-    compare_every: int  # 1: before each gather, ranks compare their transfers
+    gate: Gate  # outside of `Join` and `step_guard`
     stays_whole: bool  # stages 1 and 2: full buffers stay filled from step to step
     keeps_until_backward: bool  # whether full buffers stay from forward to backward
     rounding: str  # for errors: what makes that which computes other than the chunks
@@ -104,7 +104,7 @@ class LayerState:
         self.chunks: list[Chunk] = []
         self.parameters: list[ShardedParameter] = []
         self.gradients = new_gradients(self.subject)
-        self.gate: Gate = gate_for(behaviour.compare_every)
+        self.gate = behaviour.gate
         self.presence = Presence.RELEASED
         # stages 1 and 2, or fetched by hand: full buffers stay filled from step to step
         self.stays_whole = behaviour.stays_whole

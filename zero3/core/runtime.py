@@ -30,9 +30,8 @@ from .comparison import (
     drop_stale,
 )
 from .coordination import Activity
-from .dynamic import DynamicOrder
 from .layer_state import LayerState, Presence, may_get_gradients
-from .schedule import CallStack, CallTrace, ForwardOrder, ForwardPass, Frame, LearnedOrder
+from .schedule import CallStack, CallTrace, ForwardOrder, ForwardPass, Frame, LearnedOrder, Order
 
 __all__: list[str] = []
 
@@ -42,7 +41,6 @@ class Pace:
     """How a model's layers go one after another."""
 
     depth: int  # how many layers are gathered ahead, and how many reductions are under way
-    dynamic: bool  # whether ranks may leave out layers
     compare_every: int  # transfers, after which ranks compare them
     own_backup_group: bool  # whether reductions have their own communicator
     resident_bytes: int  # of frozen full buffers that stay from step to step
@@ -55,12 +53,12 @@ class Runtime:
         pace: Pace,
         *,
         ordered: bool,
-        depths: Sequence[int],
+        own_order: Order[LayerState] | None,
         called_by: Callable[[nn.Module], Sequence[LayerState]],
         check_toggled: Callable[[LayerState, Iterable[LayerState]], None],
     ) -> None:
-        """`ordered`: the layers are called in this order. `depths`: for each, how many it is inside
-        of. Each module has its place.
+        """`ordered`: the layers are called in this order. `own_order`: one that is not learned, by
+        which this rank makes the transfers of layers that it leaves out, too.
 
         `called_by`: the layers that a call of a module may call, or none: then it may call all.
         `check_toggled`: is told a layer that is to compute, some of whose parameters may have
@@ -72,19 +70,13 @@ class Runtime:
         self._device = first.device
         self._called_by, self._check_toggled = called_by, check_toggled
         self._stack = CallStack(dict.fromkeys(layers))
-        self._order: LearnedOrder[LayerState] | DynamicOrder = (
-            DynamicOrder(zip(layers, depths, strict=True), pace.depth)
-            if pace.dynamic
-            else LearnedOrder(
-                layers if ordered else (),
-                pace.depth,
-                partial(compare_call, first.communicator),
-            )
+        self._order: Order[LayerState] = own_order or LearnedOrder(
+            layers if ordered else (), pace.depth, partial(compare_call, first.communicator)
         )
         self._tells = (
-            not pace.dynamic and pace.compare_every > 1 and not first.communicator.tags_messages
+            own_order is None and pace.compare_every > 1 and not first.communicator.tags_messages
         )
-        self._compare_every = 0 if pace.dynamic else pace.compare_every
+        self._compare_every = pace.compare_every if own_order is None else 0
         # the number of transfers at which the log is folded or compared
         self._due = self._compare_every or FOLD_EVERY
         backups = first.communicator.duplicate() if pace.own_backup_group else first.communicator
@@ -94,7 +86,7 @@ class Runtime:
             backups,
             first.device,
             pace.depth,
-            makes_the_rest=pace.dynamic,
+            makes_the_rest=own_order is not None,
         )
         self._trace: LayerTrace | None = None  # the trace of the forward under way
         # the trace of the last pass, which another outermost module may continue

@@ -21,10 +21,10 @@ from ..checkpoint.safetensors_files import SafetensorsFiles, Stored
 from ..comm.agreement import agreeing
 from ..core.layer_state import LayerState
 from ..core.parameters import parameters_of, plain_modules
-from ..core.pinning import pin, unpin
 from ..faces.quantised import weight_of
 from ..names import innermost
 from ..optim.state_memory import land_steps
+from ..pinning import pin, unpin
 from .index_maps import IndexMap
 from .key_mapping import fit, without_adapters
 from .outputs import Output, bytes_in, check_unmixed, outputs_of_model, shards_of

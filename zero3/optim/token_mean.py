@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ..access import states_of
 from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
-from ..core.coordination import Action, ungated
+from ..conductors.gated import ungated
+from ..core.coordination import Action
 from ..core.gradient_types import TOKENS, DeferredGradient
 from ..core.layer_state import LayerState, accounts_of, ignored_of
 

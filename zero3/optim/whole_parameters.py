@@ -15,7 +15,7 @@ from ..comm.agreement import agree, agreeing
 from ..core.chunk import Chunk
 from ..core.layer_state import LayerState
 from ..core.layout import ChunkLayout, Slot, deal
-from ..core.pinning import replace_chunks
+from ..pinning import replace_chunks
 from .pieces import retire
 
 __all__: list[str] = []

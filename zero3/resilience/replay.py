@@ -22,8 +22,9 @@ from torch import nn
 
 from ..access import reset, states_of
 from ..comm.agreement import agree, tell_all
+from ..conductors.gated import ungated
 from ..core.comparison import drop_stale
-from ..core.coordination import Action, Activity, Gate, gate_for, ungated
+from ..core.coordination import Action, Activity, Gate
 from ..core.layer_state import LayerState, accounts_of
 from ..core.runtime import Runtime
 from ..layer import runtimes_in
@@ -317,9 +318,7 @@ class CollectiveReplay:
         held, self._held = self._held, []
         for state in held:
             state.gate = (
-                state.gate.inner
-                if isinstance(state.gate, _RecordingGate)
-                else gate_for(state.policy.compare_every)
+                state.gate.inner if isinstance(state.gate, _RecordingGate) else state.behaviour.gate
             )
         for state in held:
             state.gradients.let_go(keep=keep)

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
-from ..core.coordination import Action, Activity, GatedCommunicator, gate_for, ungated
+from ..conductors.gated import GatedCommunicator, ungated
+from ..core.coordination import Action, Activity
 from ..core.layer_state import LayerState
 from ..core.runtime import Runtime
 from ..optim.token_mean import note, weigh
@@ -112,7 +113,7 @@ class JoinCoordinator:
         if self._strayed:
             self._forget_orders()
         for state in self._states:
-            state.gate = gate_for(state.policy.compare_every)
+            state.gate = state.behaviour.gate
             self._use(state, ungated(state.communicator))
             _average_over(state, self._control.world_size)
 

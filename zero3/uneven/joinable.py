@@ -13,7 +13,7 @@ from ..access import states_of
 from ..comm.agreement import agree
 from ..comm.ddp import Joinable, Shadow, still_here
 from ..comm.factory import process_group_of
-from ..core.coordination import ungated
+from ..conductors.gated import ungated
 from ..core.runtime import Runtime
 from ..layer import adopt, layers_of, runtimes_in
 from ..policy import shards_gradients

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .chunk import Chunk
-from .layer_state import LayerState
-from .parameters import ShardedParameter, named, restore_order
+from .core.chunk import Chunk
+from .core.layer_state import LayerState
+from .core.parameters import ShardedParameter, named, restore_order
 
 __all__: list[str] = []
 

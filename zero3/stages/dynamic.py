@@ -9,9 +9,9 @@ from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 from ..comm.agreement import agree
-from .autograd import inside_backward
-from .layer_state import LayerState
-from .schedule import ForwardOrder, Passes
+from ..core.autograd import inside_backward
+from ..core.layer_state import LayerState
+from ..core.schedule import ForwardOrder, Passes
 
 __all__: list[str] = []
 
