@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .access import pinned
-from .auto_wrap import Layers, Named, choose, few_that_train, tied_across
+from .auto_wrap import Candidate, Layers, choose, few_that_train, tied_across
 from .build.construction import Request, agree_on, all_but, build_state, device_of
 from .build.quantizing import formats_of
 from .comm.communicator import is_first
@@ -261,7 +261,7 @@ def _outside_or_around(model: nn.Module, layers: set[int]) -> Iterator[tuple[str
             yield name, module
 
 
-def _part(common: Request, modules: tuple[Named, ...]) -> Request:
+def _part(common: Request, modules: tuple[Candidate, ...]) -> Request:
     named = [(own_module_name(name), module) for name, module in modules]
     label = " and ".join(f"{name!r} ({type(module).__name__})" for name, module in named)
     if len(named) == 1:

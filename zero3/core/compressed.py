@@ -24,7 +24,7 @@ from ..comm.errors import Subject
 from ..comm.streams import Pending, Then
 from ..policy import ShardingPolicy, compute_dtype, gather_format, gradient_dtype, reduce_format
 from ..quantized.formats import Format, Int8
-from ..quantized.wire import Row, Rows, Work
+from ..quantized.wire import Row, Rows, Workspace
 from .chunk import Chunk
 from .gradient_buffer import Sending
 from .layout import ChunkLayout
@@ -49,7 +49,7 @@ class _Room(NamedTuple):
     """The memory of one gather."""
 
     raw: Tensor  # the rows of all ranks
-    work: Work
+    work: Workspace
 
 
 class CompressedChunk(Chunk):
@@ -204,7 +204,7 @@ class CompressedSending(Sending):
 
 
 @torch.no_grad()
-def _sum_up(row: Row, received: Tensor, total: Tensor, work: Work) -> None:
+def _sum_up(row: Row, received: Tensor, total: Tensor, work: Workspace) -> None:
     """Adds what all ranks have sent, in rank order."""
     for start in range(0, received.numel(), max(1, row.nbytes)):
         row.decode(received[start : start + row.nbytes], total, work, add=start > 0)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..comm.agreement import agree
 from ..comm.board import Board, board_for
-from ..comm.communicator import Bounds, Communicator, Told
+from ..comm.communicator import Bounds, Communicator
+from ..comm.log import Told
 from ..comm.streams import Lanes, Pending
 
 __all__: list[str] = []

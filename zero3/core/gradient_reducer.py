@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
-from ..comm.log import Transfer, TransferLog
+from ..comm.log import Entry, TransferLog
 from ..comm.streams import Lane, Lanes, Mark
 from ..policy import ShardingPolicy, gradient_dtype, landed_dtype, shards_gradients
 from .autograd import accumulates_into, as_plain_tensors
@@ -226,7 +226,7 @@ class LayerGradients:
         self.deferrals = 0  # the number of `no_sync` contexts that the layer is in
         self.holds = 0  # the number of `step_guard` contexts that the layer is in
         self._stay_whole = not shards_gradients(policy)
-        self._entry = Transfer("reducing", subject, 2 * communicator.channel)
+        self._entry = Entry("reducing", subject, 2 * communicator.channel)
         self._communicator, self._policy = communicator, policy
         self._naming = NamingFailures(communicator, "reducing the gradients of", subject)
         self._hooked: dict[int, ShardedParameter] = {}  # by the id of the parameter

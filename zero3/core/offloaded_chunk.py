@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from ..comm.communicator import Communicator
-from ..comm.streams import Lane, Mark, Moment, OnHost, Pending
+from ..comm.streams import Fence, Lane, Mark, OnHost, Pending
 from ..policy import ShardingPolicy, compute_dtype
 from .autograd import as_plain_tensors
 from .chunk import Chunk, Part
@@ -116,7 +116,7 @@ class OffloadedChunk(Chunk):
         self.residence, self.rests, self.far = residence, residence.name, residence.far
         # on the device, in the chunk's dtype, on its way to a full buffer of another dtype
         self._passing = self._nothing = torch.empty(0)
-        self._read: Moment | None = None  # the end of the last copy to the device
+        self._read: Fence | None = None  # the end of the last copy to the device
         self._leaving: list[_Leaving] = []  # gradients on their way to the host
         # of the norms to take of gradients when they land, since clipping will ask for them
         self.norm_order: float | None = None
@@ -181,7 +181,7 @@ class OffloadedChunk(Chunk):
             first = own if full.dtype == self.shard.dtype else self._passing
             first.copy_(to_copy, non_blocking=True)
             if to_copy is values:
-                self._read = Moment(self.device)
+                self._read = Fence(self.device)
             if first is not own:
                 own.copy_(first)
         return self._communicator.all_gather(full, own, self.layout.bounds)

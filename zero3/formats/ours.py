@@ -42,10 +42,10 @@ def read(path: Path, opened: ExitStack, advance: Callable[[int], object]) -> Run
     files = SafetensorsFiles(found.data, list(found.files))
     opened.callback(files.close)
     with manifest.reading(found):
-        return _Reader(found, files).run()
+        return _Checkpoint(found, files).run()
 
 
-class _Reader:
+class _Checkpoint:
     def __init__(self, found: manifest.Manifest, files: SafetensorsFiles) -> None:
         self._found = found
         self._content = found.content

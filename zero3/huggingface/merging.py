@@ -30,7 +30,7 @@ from .key_mapping import fit, without_adapters
 from .outputs import Output, bytes_in, check_unmixed, outputs_of_model, shards_of
 from .packed import find_packed
 from .reading import SliceReader
-from .save_pretrained import Plan, write_values
+from .save_pretrained import Export, write_values
 
 __all__: list[str] = []
 
@@ -172,7 +172,7 @@ class _Originals:
         self._reader.read(self._maps[id(parameter)], 0, target.view(-1))
 
 
-class _MergedPlan(Plan):
+class _MergedPlan(Export):
     """The files of the merged model, and how ranks write them, layer by layer."""
 
     def __init__(
@@ -283,11 +283,11 @@ class _MergedPlan(Plan):
             low, high = (0, output.numel) if rank == 0 else (0, 0)
         size = output.dtype.itemsize
         if output.index_map.is_by_ranges:
-            for run in output.index_map.runs(low, high) if low < high else ():
+            for extent in output.index_map.extents(low, high) if low < high else ():
                 write_values(
                     opened,
-                    place + run.start * size,
-                    values[run.source][run.at : run.at + run.length],
+                    place + extent.start * size,
+                    values[extent.source][extent.at : extent.at + extent.length],
                     output.dtype,
                 )
             return

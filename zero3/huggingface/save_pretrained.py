@@ -110,7 +110,7 @@ def save_pretrained(
 
 def _plans(
     model: nn.Module, directory: Path, max_bytes: int, dtype: torch.dtype | None
-) -> Iterator[Plan]:
+) -> Iterator[Export]:
     contents = Contents(model, "save_pretrained")
     extra = _extra_tensors(model, contents)
     model = innermost(model)
@@ -125,7 +125,7 @@ def _plans(
                 f"save_pretrained of a quantised model would write codes for {named(quantized)}: "
                 "use zero3.save_merged"
             )
-        yield Plan(
+        yield Export(
             model,
             contents,
             directory,
@@ -137,7 +137,7 @@ def _plans(
         outputs = outputs_of_adapter(model, adapter, contents, dtype)
         place = directory if adapter == "default" else directory / adapter
         check_unmixed(place, str(getattr(adapters[adapter], "base_model_name_or_path", None) or ""))
-        yield Plan(model, contents, place, {"adapter_model.safetensors": outputs}, adapter)
+        yield Export(model, contents, place, {"adapter_model.safetensors": outputs}, adapter)
 
 
 def _extra_tensors(model: nn.Module, contents: Contents) -> dict[str, Tensor]:
@@ -154,7 +154,7 @@ def _extra_tensors(model: nn.Module, contents: Contents) -> dict[str, Tensor]:
     return tensors
 
 
-class Plan:
+class Export:
     """The files of one directory, and how ranks write them."""
 
     def __init__(
@@ -281,16 +281,18 @@ class Plan:
     def _fill_file(self, file: str, held: dict[str, list[tuple[int, Tensor]]]) -> None:
         with file_operations.reopen(self._temporary(file)) as opened:
             for output, place in self._places(file):
-                for run in (
-                    output.index_map.runs(0, output.numel) if output.index_map.is_by_ranges else ()
+                for extent in (
+                    output.index_map.extents(0, output.numel)
+                    if output.index_map.is_by_ranges
+                    else ()
                 ):
-                    for start, values in held.get(run.source, []):
+                    for start, values in held.get(extent.source, []):
                         low, high = (
-                            max(start, run.at),
-                            min(start + values.numel(), run.at + run.length),
+                            max(start, extent.at),
+                            min(start + values.numel(), extent.at + extent.length),
                         )
                         if low < high:
-                            where = place + (run.start + low - run.at) * output.dtype.itemsize
+                            where = place + (extent.start + low - extent.at) * output.dtype.itemsize
                             write_values(
                                 opened, where, values[low - start : high - start], output.dtype
                             )

@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..comm.communicator import Bounds, Communicator, Told
+from ..comm.communicator import Bounds, Communicator
+from ..comm.log import Told
 from ..comm.streams import Done, Lanes, Mark, Pending
 from ..core.residence import Host
 from ..policy import ShardingPolicy, rests_in
