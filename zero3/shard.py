@@ -33,8 +33,10 @@ from .core.parameters import (
     is_callable,
     own_module_name,
     own_modules,
+    parameters_of,
+    plain_modules,
+    unwrapped,
 )
-from .input_gradients import watch_input_gradients
 from .layer import RootEntry, Zero3Layer, adopt, is_layer, layers_of
 from .policy import ShardingPolicy, unlike
 from .quantized.configured import configured_in
@@ -51,6 +53,10 @@ _REFUSED_ADAPTERS = MappingProxyType(
         "CPT": "gives its parameter other values in each forward",
     }
 )
+# what makes the output of embeddings need gradients: transformers' name of the method, and
+# transformers' and peft's names of the hooks
+_ENABLE_GRADIENTS = "enable_input_require_grads"
+_GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 # of transformers
 _CONTINUOUS_BATCHING = (
     "generate_batch",
@@ -396,7 +402,7 @@ def _enter_through_root(state: LayerState, model: nn.Module) -> None:
             if callable(getattr(type(module), name, None)):
                 Override(module, name, partial(_batch_if_resident, weakref.ref(state), name))
         if is_first(state.communicator):
-            watch_input_gradients(module, is_root=module is model)
+            _watch_input_gradients(module, is_root=module is model)
 
 
 def _generate(
@@ -487,3 +493,61 @@ def _report(model: nn.Module, root: LayerState, adapters: frozenset[int]) -> Non
 "tied (%s).",
             type(model).__name__, megabytes(own), megabytes(largest), listed,
         )  # fmt: skip
+
+
+def _watch_input_gradients(module: nn.Module, *, is_root: bool) -> None:
+    """Warns now if the whole model (`is_root`) has a hook that does it, and later when `module` is
+    told to put one there.
+    """
+    if is_root:
+        _warn_of_input_gradients(module)
+    if callable(getattr(type(module), _ENABLE_GRADIENTS, None)):
+        Override(module, _ENABLE_GRADIENTS, _enable_input_gradients)
+
+
+def _enable_input_gradients(module: nn.Module, enable: Callable[[], Any]) -> None:
+    enable()
+    _warn_of_input_gradients(module)
+
+
+def _warn_of_input_gradients(model: nn.Module) -> None:
+    hooked = [
+        module
+        for each in model.modules()
+        for module in {each, unwrapped(each)}
+        if _makes_require_grad(module)
+    ]
+    frozen = [
+        module
+        for module in map(unwrapped, hooked)
+        if not any(p.requires_grad for _, p in parameters_of(module) if p is not None)
+    ]
+    if frozen and not any(_recomputes_reentrantly(module) for module in plain_modules(model)):
+        _log.warning(
+            "%s: the output of its frozen embeddings needs gradients (%s). So backward gathers "
+"and differentiates all layers, also those below the first one that trains, for "
+"gradients that nobody uses. Only reentrant checkpointing needs that: call "
+"model.disable_input_require_grads() after gradient_checkpointing_enable() with "
+"use_reentrant=False.",
+            type(model).__name__, _ENABLE_GRADIENTS,
+        )  # fmt: skip
+
+
+def _makes_require_grad(module: nn.Module) -> bool:
+    return any(
+        getattr(hook, "__name__", "") in _GRADIENT_HOOKS for hook in module._forward_hooks.values()
+    )
+
+
+def _recomputes_reentrantly(module: nn.Module) -> bool:
+    """Whether transformers checkpoints the module in the reentrant way, which is torch's
+    default.
+    """
+    function = (
+        getattr(module, "_gradient_checkpointing_func", None)
+        if vars(module).get("gradient_checkpointing")
+        else None
+    )
+    return function is not None and bool(
+        getattr(function, "keywords", {}).get("use_reentrant", True)
+    )

@@ -21,8 +21,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..comm.agreement import agree
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
+from ..core.comparison import drop_stale
 from ..core.coordination import Action, Activity, GatedCommunicator, gate_for, ungated
 from ..core.layer_state import LayerState
 from ..core.runtime import Runtime
@@ -32,7 +34,6 @@ from ..resilience.replay import tell_end
 from .announcements import Announcements, Doing
 from .changes import StateChanges
 from .headcount import Headcount, said
-from .participation import help_with
 
 __all__: list[str] = []
 
@@ -256,7 +257,7 @@ class JoinCoordinator:
                 elif action is Action.GUARD:
                     self._let_go(keep=not any(tell_end(self._states[0], "")))
                 else:
-                    help_with(action, state, self._runtimes[state])
+                    _help_with(action, state, self._runtimes[state])
             except Exception as caught:  # the other ranks hear of it at their next announcement
                 error = caught
             finally:
@@ -376,6 +377,31 @@ class JoinCoordinator:
         return RuntimeError(
             f"rank {self._control.rank}: some ranks have no data left, and {reason}."
         )
+
+
+def _help_with(action: Action, state: LayerState, runtime: Runtime) -> None:
+    """Takes part in an announced collective: in a gather with its chunks, in a reduction with
+    zeros, in a comparison as a listener.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: The same error as on the other ranks.
+    """
+    if action is Action.GATHER:
+        state.take_part_in_fetch()
+    elif action is Action.REDUCE:
+        runtime.backward.reduce(state)
+    elif action is Action.KEEP:
+        state.gradients.defer(1, replicas_only=True)
+        try:
+            runtime.backward.reduce(state)
+        finally:
+            state.gradients.defer(-1, replicas_only=True)
+    elif action is Action.SETTLE:
+        runtime.backward.drain_backups()
+    elif action is Action.LOOK:
+        drop_stale(runtime.communicator, runtime.layers)
+    elif action is Action.AGREE:
+        agree(runtime.communicator, state.device, "what comes next", [], absent=True)
 
 
 def _average_over(state: LayerState, ranks: int) -> None:
