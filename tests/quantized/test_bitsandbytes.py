@@ -7,7 +7,7 @@ import torch
 
 from zero3 import NF4
 from zero3.quantized import nf4
-from zero3.quantized.nf4 import dynamic_values
+from zero3.quantized.codec import dynamic_values
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: make bitsandbytes")
 functional = pytest.importorskip("bitsandbytes.functional")
