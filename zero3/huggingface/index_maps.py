@@ -127,6 +127,19 @@ class Whole(IndexMap[Key]):
         return torch.zeros_like(flat), flat
 
 
+class Computed(IndexMap[str]):
+    """No map: peft computes the tensor anew when it saves it, from all values of the adapter's
+    prompt encoder.
+    """
+
+    def __init__(self, shape: Sequence[int], sources: Sequence[str]) -> None:
+        super().__init__(shape, sources, 1)
+
+    @property
+    def is_by_ranges(self) -> bool:
+        return False
+
+
 class _Reshaped(IndexMap[Key]):
     def __init__(self, inner: IndexMap[Key], shape: Sequence[int]) -> None:
         super().__init__(shape, inner.sources, inner.grain)
