@@ -421,7 +421,7 @@ def _generate(
         raise RuntimeError(
             f"the sharded model that this {type(module).__name__} belongs to is gone"
         )
-    with pinned([state], "generate", to_compute=True):
+    with pinned([state], "generate", "compute"):
         return generate(*args, **kwargs)
 
 

@@ -31,7 +31,7 @@ from ..optim.param_groups import param_groups
 from ..policy import ParamInfo
 from . import trainer_checkpoints as checkpoints
 from .handover import Handover
-from .preparing import Policy, enclose_forward
+from .preparing import Policy, Sharding, enclose_forward
 from .versions import require
 
 require("transformers", __name__)
@@ -186,9 +186,8 @@ class Zero3Mixin(_Base):
         # the Trainer makes one of a class that it names itself
         self.accelerator.__class__ = Zero3Accelerator
         self.accelerator.shards_with(
-            *self._zero3_choice,
-            accumulation.get("sync_each_batch", True),
-            head_in_root=self._is_of_trl(),
+            Sharding(*self._zero3_choice, head_in_root=self._is_of_trl()),
+            sync_each_batch=accumulation.get("sync_each_batch", True),
         )
 
     def call_model_init(self, trial: Any = None) -> nn.Module:

@@ -33,7 +33,7 @@ from ..optim.token_mean import note, weigh
 from ..resilience.replay import tell_end
 from .announcements import Announcements, Doing
 from .changes import StateChanges
-from .headcount import Headcount, said
+from .headcount import Headcount, Standing
 
 __all__: list[str] = []
 
@@ -295,13 +295,10 @@ class JoinCoordinator:
         a step wait for the others.
         """
         guarded = self._states[0].gradients.holds > 0
-        mine = said(
-            kind,
-            *self._changes.gradients(),
-            changed=kind is not None and self._changes.changed(),
-            guarded=guarded,
-        )
-        counts = torch.tensor(mine, dtype=torch.int64, device=self._states[0].device)
+        gradients, owed = self._changes.gradients()
+        changed = kind is not None and self._changes.changed()
+        mine = Standing(kind, gradients, owed, changed, guarded)
+        counts = torch.tensor(mine.numbers(), dtype=torch.int64, device=self._states[0].device)
         try:
             with self._naming:
                 self._control.all_reduce(counts)
