@@ -18,12 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from ..comm.agreement import agree
 from ..comm.communicator import Communicator
-from ..comm.errors import NamingFailures, Subject
 from ..core.comparison import drop_stale
 from ..core.coordination import Action, Activity, GatedCommunicator, gate_for, ungated
 from ..core.layer_state import LayerState
@@ -67,11 +65,8 @@ class JoinCoordinator:
         self._states = list(states)
         self._announcements = Announcements(states, control)
         self._runtimes = {state: runtime for runtime in runtimes for state in runtime.layers}
-        self._control = control  # for announcements and for counting
+        self._control = control
         self._step = step
-        self._naming = NamingFailures(
-            control, "keeping step with", Subject("ranks that have more or less data")
-        )
         self._divide_by_all = True
         self._notify: Callable[[], bool] = lambda: False
         self.on = False
@@ -298,14 +293,12 @@ class JoinCoordinator:
         gradients, owed = self._changes.gradients()
         changed = kind is not None and self._changes.changed()
         mine = Standing(kind, gradients, owed, changed, guarded)
-        counts = torch.tensor(mine.numbers(), dtype=torch.int64, device=self._states[0].device)
         try:
-            with self._naming:
-                self._control.all_reduce(counts)
+            counts = self._announcements.count(mine.numbers())
         except RuntimeError:
             self.end()
             raise
-        found = Headcount.of(counts.tolist(), self._control.world_size)
+        found = Headcount.of(counts, self._control.world_size)
         self._announces = found.others > 0
         if found.apart:
             self._fail(
