@@ -104,9 +104,10 @@ def nobody_writes_into_others_by_name() -> Iterator[Place]:
 
 
 def a_class_s_name_stands_in_one_file() -> Iterator[Place]:
+    """With an underscore before it or not."""
     files = defaultdict(set)
     for file, node in classes():
-        files[node.name].add(file)
+        files[node.name.lstrip("_")].add(file)
     yield from (f"{file} {name}" for name, found in files.items() if len(found) > 1 for file in found)
 
 
