@@ -30,7 +30,7 @@ FLOORS = (
     {"guards", "stores", "wires", "stages", "faces", "conductors", "pinning"},
     {"build"},
     {"layer", "auto_wrap"},
-    {"sequential", "access", "input_gradients"},
+    {"sequential", "access"},
     {"shard", "names", "resilience", "forward_methods", "by_hand"},
     {"optim"},
     {"checkpoint", "zero1", "uneven", "diagnose"},
@@ -109,7 +109,7 @@ def test_every_floor_is_inhabited() -> None:
 RANKS_READ = {
     "access": 1, "checkpoint/contents": 2, "commands/plan": 1, "core/chunk": 1,
     "build/construction": 2, "conductors/gated": 3, "diagnose/report": 1,
-    "integrations/ending_together": 1, "integrations/trainer_checkpoints": 3, "optim/clipping": 1, "optim/norms": 1, "planning/absent": 1,
+    "integrations/trainer_checkpoints": 3, "integrations/transformers": 1, "optim/clipping": 1, "optim/norms": 1, "planning/absent": 1,
     "planning/setup": 4, "planning/watching": 1, "resilience/replay": 1, "resilience/step_guard": 1,
     "wires/coded": 1, "zero1/ranks": 1,
 }  # fmt: skip

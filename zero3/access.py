@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Literal
 
 from torch import nn
 
@@ -108,16 +109,18 @@ def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]
     """
     if writeback:
         refuse_to_write(states_of(module))
-    with pinned(states_of(module), f"full_params(writeback={writeback})", writeback=writeback):
+    caller = f"full_params(writeback={writeback})"
+    with pinned(states_of(module), caller, "write" if writeback else "read"):
         yield
 
 
 @contextmanager
 def pinned(
-    states: list[LayerState], caller: str, *, writeback: bool = False, to_compute: bool = False
+    states: list[LayerState], caller: str, to: Literal["read", "write", "compute"]
 ) -> Iterator[None]:
-    """Context in which `states` are fetched, in the dtypes of storage or of compute. Ranks compare
-    `caller` before they gather.
+    """Context in which `states` are fetched: in the dtypes of storage, to read them or to write
+    rank 0's values back at its end, or in those of compute. Ranks compare `caller` before they
+    gather.
     """
     rank = states[0].communicator.rank
     agree_to_gather(states, caller)
@@ -125,8 +128,8 @@ def pinned(
     written: list[str] = []
     try:
         for state in states:
-            undone = to_compute and not state.pinned  # an outer context may keep changes
-            pin(state, to_compute=to_compute)
+            undone = to == "compute" and not state.pinned  # an outer context may keep changes
+            pin(state, to_compute=to == "compute")
             pins.append(Pin(state, undone=undone))
         error: BaseException | None = None
         try:
@@ -136,11 +139,11 @@ def pinned(
             error = caught
             raise
         finally:
-            if writeback and all_go_on(states[0].communicator, states[0].device, caller, error):
+            if to == "write" and all_go_on(states[0].communicator, states[0].device, caller, error):
                 for state in states:
                     write_back(state)
     finally:
-        toggled = [name for each in pins for name in each.undo_toggles()] if not to_compute else []
+        toggled = [name for each in pins for name in each.undo_toggles()] if to != "compute" else []
         replaced = [
             f"{p.sites.name!r} of layer {each.state.label}"
             for each in pins
@@ -208,7 +211,7 @@ def resident(model: nn.Module) -> Iterator[None]:
         _merged_adapters(model),
         all(state.pinned or all(chunk.resident for chunk in state.chunks) for state in states),
     )
-    with pinned(states, "resident", to_compute=True):
+    with pinned(states, "resident", "compute"):
         for runtime in runtimes_in(model):
             runtime.end_continuation()  # ranks may run different numbers of forwards from here on
         for state in states:

@@ -27,12 +27,12 @@ Layers = (
 FEW = 16  # a model's trainable elements are few if this many times as many are in it
 
 
-class Named(NamedTuple):
+class Candidate(NamedTuple):
     name: str
     module: nn.Module
 
 
-def choose(model: nn.Module, layers: Layers) -> list[tuple[Named, ...]]:
+def choose(model: nn.Module, layers: Layers) -> list[tuple[Candidate, ...]]:
     """Returns the modules of each layer: mostly one. Each module stands there once, outer before
     inner, and the model itself does not.
 
@@ -40,7 +40,9 @@ def choose(model: nn.Module, layers: Layers) -> list[tuple[Named, ...]]:
         ValueError: No module is found, or one can't be a layer.
         TypeError: `layers` is neither a class, several classes or modules, nor a predicate.
     """
-    inside = [Named(name, module) for name, module in model.named_modules() if module is not model]
+    inside = [
+        Candidate(name, module) for name, module in model.named_modules() if module is not model
+    ]
     # torch.compile's wrapper is called in place of the module in it, and calls what it has found
     # there when it was made
     wrappers = {
@@ -140,7 +142,7 @@ def _together(groups: list[tuple[nn.Module, ...]]) -> dict[int, tuple[nn.Module,
     return together
 
 
-def _modules_named(inside: list[Named], items: list[Any]) -> set[int]:
+def _modules_named(inside: list[Candidate], items: list[Any]) -> set[int]:
     classes = tuple(item for item in items if isinstance(item, type))
     modules = [item for item in items if not isinstance(item, type)]
     known = {id(module) for _, module in inside}
@@ -157,7 +159,7 @@ def _modules_named(inside: list[Named], items: list[Any]) -> set[int]:
 # -- the automatic choice
 
 
-def _automatic(model: nn.Module, inside: list[Named]) -> set[int]:
+def _automatic(model: nn.Module, inside: list[Candidate]) -> set[int]:
     """Chooses blocks, then embeddings and heads, then other modules until the root's own layer is
     no larger than the largest block.
     """
@@ -179,7 +181,7 @@ def _automatic(model: nn.Module, inside: list[Named]) -> set[int]:
     return chosen | _large_parts(model, chosen, counts, largest)
 
 
-def _blocks(model: nn.Module, inside: list[Named], counts: Counter[int]) -> list[nn.Module]:
+def _blocks(model: nn.Module, inside: list[Candidate], counts: Counter[int]) -> list[nn.Module]:
     """Returns the elements of each outermost module list that holds a tenth of the parameters, or
     of the largest list if none does. Then it adds those of each list of blocks that holds a tenth
     as much as the largest of these elements.
@@ -210,7 +212,7 @@ def _blocks(model: nn.Module, inside: list[Named], counts: Counter[int]) -> list
 
 
 def _outermost_lists(
-    inside: list[Named], holds_something: Callable[[nn.Module], bool]
+    inside: list[Candidate], holds_something: Callable[[nn.Module], bool]
 ) -> list[list[nn.Module]]:
     """Returns the called modules of each module list that is in no other list, if there are any
     that hold something.
@@ -251,7 +253,7 @@ def _called_in(module: nn.Module) -> list[nn.Module]:
     ]
 
 
-def _ends(model: nn.Module, inside: list[Named], large: int) -> list[nn.Module]:
+def _ends(model: nn.Module, inside: list[Candidate], large: int) -> list[nn.Module]:
     """Returns embeddings and heads: those that a transformers model names, or else every embedding;
     each `nn.Linear` directly in the model; and every embedding of `large` parameters or more.
     """
@@ -364,11 +366,11 @@ def few_that_train(parameters: Sequence[ParameterSites]) -> list[ParameterSites]
     return trained if few else []
 
 
-def tied_across(model: nn.Module, chosen: list[tuple[Named, ...]]) -> dict[int, ParameterSites]:
+def tied_across(model: nn.Module, chosen: list[tuple[Candidate, ...]]) -> dict[int, ParameterSites]:
     """Returns the parameters that are in several layers (the root counts as one), by id, with all
     their places and their first name.
     """
-    parts = [(Named("", model),), *chosen]
+    parts = [(Candidate("", model),), *chosen]
     boundaries = {id(module) for part in chosen for _, module in part}
     units: dict[int, set[int]] = {}
     parameters: dict[int, ParameterSites] = {}

@@ -19,7 +19,7 @@ from .comm.agreement import agree
 from .comm.communicator import is_first
 from .core.layer_state import LayerState
 from .core.parameters import named
-from .initial_values.layers import Announcements, Command, Hand
+from .initial_values.layers import Command, Commands, Hand
 from .initial_values.others import Others
 
 __all__: list[str] = []
@@ -67,7 +67,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
     """
     states = states_of(model)
     first = states[0]
-    told = Announcements(states)
+    told = Commands(states)
     agree(
         first.communicator,
         first.device,
@@ -132,7 +132,7 @@ def _draw(
     model: nn.Module,
     states: Sequence[LayerState],
     init: Init | None,
-    told: Announcements,
+    told: Commands,
     others: Others,
 ) -> None:
     copies: dict[nn.Module, nn.Module] = {}

@@ -263,16 +263,7 @@ class ShardingPolicy:
                 f"{self.ignored!r}"
             )
         self._check_formats()
-        place = (
-            None
-            if self.offload is None
-            else place_of(self.offload, 'offload must be "cpu", a directory or None')
-        )
-        if place == "":
-            raise ValueError('offload must be "cpu", a directory or None, found an empty text')
-        # files are made later too, perhaps after the process has changed its directory
-        if self.offload not in (None, "cpu"):
-            object.__setattr__(self, "offload", os.path.abspath(self.offload))
+        self._check_offload()
         if self.transactional and self.stage == 1:
             raise ValueError(
                 "transactional=True needs stage 2 or 3: with stage=1 gradients are reduced after "
@@ -284,6 +275,16 @@ class ShardingPolicy:
                 raise TypeError(f"{name} must be an integer, found {number!r}")
             if number < 0:
                 raise ValueError(f"{name} must be 0 or more, found {number}")
+
+    def _check_offload(self) -> None:
+        if self.offload is None:
+            return
+        place = place_of(self.offload, 'offload must be "cpu", a directory or None')
+        if place == "":
+            raise ValueError('offload must be "cpu", a directory or None, found an empty text')
+        # files are made later too, perhaps after the process has changed its directory
+        if self.offload != "cpu":
+            object.__setattr__(self, "offload", os.path.abspath(self.offload))
 
     def _check_formats(self) -> None:
         for name, kinds, how in (

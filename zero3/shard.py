@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .access import pinned
-from .auto_wrap import Layers, Named, choose, few_that_train, tied_across
+from .auto_wrap import Candidate, Layers, choose, few_that_train, tied_across
 from .build.construction import Request, agree_on, all_but, build_state, device_of
 from .build.selecting import formats_of, without_ignored
 from .comm.communicator import is_first
@@ -28,12 +28,14 @@ from .core.parameters import (
     is_callable,
     own_module_name,
     own_modules,
+    parameters_of,
+    plain_modules,
+    unwrapped,
 )
 from .core.sites import ParameterSites
 from .guards.compiled import check_compiled
 from .guards.module_overrides import Override, guard, refuse_merges
 from .guards.unshardable import check_parameters
-from .input_gradients import watch_input_gradients
 from .layer import RootEntry, Zero3Layer, adopt, is_layer, layers_of
 from .policy import ShardingPolicy, unlike
 from .quantized.configured import configured_in
@@ -50,6 +52,10 @@ _REFUSED_ADAPTERS = MappingProxyType(
         "CPT": "gives its parameter other values in each forward",
     }
 )
+# what makes the output of embeddings need gradients: transformers' name of the method, and
+# transformers' and peft's names of the hooks
+_ENABLE_GRADIENTS = "enable_input_require_grads"
+_GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 # of transformers
 _CONTINUOUS_BATCHING = (
     "generate_batch",
@@ -145,21 +151,21 @@ def shard(
         process_group,
         label=f"the root ({type(model).__name__})",
     )
-    plan = _agreed_plan(common, layers, policy)
-    for request in plan.layers:
+    partition = _agreed_partition(common, layers, policy)
+    for request in partition.layers:
         for module, layer in zip(
-            request.modules, Zero3Layer._from_request(request, plan.will_be_layer), strict=True
+            request.modules, Zero3Layer._from_request(request, partition.will_be_layer), strict=True
         ):
             _put(model, module, layer)
-    root = build_state(plan.root, is_layer)
+    root = build_state(partition.root, is_layer)
     _enter_through_root(root, model)
     refuse_merges(model)
-    _report(model, root, plan.adapters)
+    _report(model, root, partition.adapters)
     return model
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Partition:
     layers: list[Request]
     root: Request
     # ids of the parameters that the root has because few train
@@ -173,23 +179,27 @@ class _Plan:
         return {id(module) for request in self.layers for module in request.modules}
 
 
-def _agreed_plan(common: Request, layers: Layers, policy: ShardingPolicy | PolicyOf) -> _Plan:
-    """Plans which part of the model becomes which layer. All ranks check the plan before anything
+def _agreed_partition(
+    common: Request, layers: Layers, policy: ShardingPolicy | PolicyOf
+) -> _Partition:
+    """Says which part of the model becomes which layer. All ranks check it before anything
     changes.
     """
     error: Exception | None = None
-    plan = _Plan([], common)
+    partition = _Partition([], common)
     try:
-        plan = _with_policies(_plan(common, layers), _as_configured(common.module, policy))
-        _check_together(plan)
-        plan = _with_adapters(plan)
+        partition = _with_policies(
+            _partitioned(common, layers), _as_configured(common.module, policy)
+        )
+        _check_together(partition)
+        partition = _with_adapters(partition)
     except Exception as caught:  # whatever a predicate raises: the other ranks wait to hear of it
         error = caught
-    agree_on([plan.root, *plan.layers], plan.will_be_layer, error)
-    return plan
+    agree_on([partition.root, *partition.layers], partition.will_be_layer, error)
+    return partition
 
 
-def _plan(common: Request, layers: Layers) -> _Plan:
+def _partitioned(common: Request, layers: Layers) -> _Partition:
     model = common.module
     common = replace(common, device=device_of(common, lambda module: False))
     if layers_of(model):
@@ -202,19 +212,19 @@ def _plan(common: Request, layers: Layers) -> _Plan:
     check_compiled(_outside_or_around(model, {id(module) for part in chosen for _, module in part}))
     tied = tied_across(model, chosen)
     apart = replace(common, elsewhere=frozenset(tied), model=model)
-    return _Plan(
+    return _Partition(
         [_part(apart, part) for part in chosen], replace(common, borrowed=tuple(tied.values()))
     )
 
 
-def _check_together(plan: _Plan) -> None:
+def _check_together(partition: _Partition) -> None:
     """Checks the parameters of all layers together, because those of two layers may overlap."""
     ignored: set[int] = set()
-    for request in (plan.root, *plan.layers):
+    for request in (partition.root, *partition.layers):
         if isinstance(request.policy, ShardingPolicy) and request.policy.ignored is not None:
             found = find_parameters(
                 request.module,
-                all_but(request, plan.will_be_layer),
+                all_but(request, partition.will_be_layer),
                 request.elsewhere,
                 request.borrowed,
             )
@@ -222,10 +232,10 @@ def _check_together(plan: _Plan) -> None:
             ignored |= {id(sites.parameter) for sites in found if sites not in sharded}
     everything = [
         sites
-        for sites in find_parameters(plan.root.module, lambda module: False)
+        for sites in find_parameters(partition.root.module, lambda module: False)
         if id(sites.parameter) not in ignored
     ]
-    check_parameters(everything, plan.root.dtype, type(plan.root.module).__name__)
+    check_parameters(everything, partition.root.dtype, type(partition.root.module).__name__)
 
 
 def _check_adapters(model: nn.Module) -> None:
@@ -260,7 +270,7 @@ def _outside_or_around(model: nn.Module, layers: set[int]) -> Iterator[tuple[str
             yield name, module
 
 
-def _part(common: Request, modules: tuple[Named, ...]) -> Request:
+def _part(common: Request, modules: tuple[Candidate, ...]) -> Request:
     named = [(own_module_name(name), module) for name, module in modules]
     label = " and ".join(f"{name!r} ({type(module).__name__})" for name, module in named)
     if len(named) == 1:
@@ -298,22 +308,23 @@ def _as_configured(
     )
 
 
-def _with_policies(plan: _Plan, policy: ShardingPolicy | PolicyOf) -> _Plan:
+def _with_policies(partition: _Partition, policy: ShardingPolicy | PolicyOf) -> _Partition:
     if isinstance(policy, ShardingPolicy):
         inner = replace(policy, output_dtype=None)
-        return _Plan(
-            [replace(part, policy=inner) for part in plan.layers], replace(plan.root, policy=policy)
+        return _Partition(
+            [replace(part, policy=inner) for part in partition.layers],
+            replace(partition.root, policy=policy),
         )
     if not callable(policy):
         raise TypeError(
             "policy must be a zero3.ShardingPolicy or (name, module) -> ShardingPolicy, found "
             f"{type(policy).__name__}"
         )
-    names = {id(module): name for name, module in plan.root.module.named_modules()}
-    found = _Plan([], replace(plan.root, policy=policy("", plan.root.module)))
+    names = {id(module): name for name, module in partition.root.module.named_modules()}
+    found = _Partition([], replace(partition.root, policy=policy("", partition.root.module)))
     found.layers.extend(
         replace(part, policy=policy(names[id(part.modules[0])], part.modules[0]))
-        for part in plan.layers
+        for part in partition.layers
     )
     each = [
         (str(request.label), request.policy)
@@ -325,30 +336,35 @@ def _with_policies(plan: _Plan, policy: ShardingPolicy | PolicyOf) -> _Plan:
     return found
 
 
-def _with_adapters(plan: _Plan) -> _Plan:
+def _with_adapters(partition: _Partition) -> _Partition:
     """Gives the trainable parameters of layers to the root, if they are few. So one gather and one
     reduction serve all of them.
     """
-    policy = plan.root.policy
-    tied = {id(sites.parameter) for sites in plan.root.borrowed}
+    policy = partition.root.policy
+    tied = {id(sites.parameter) for sites in partition.root.borrowed}
     # the former is refused later
     if not isinstance(policy, ShardingPolicy) or not policy.group_adapters:
-        return plan
-    everything = without_ignored(find_parameters(plan.root.module, lambda module: False), policy)
+        return partition
+    everything = without_ignored(
+        find_parameters(partition.root.module, lambda module: False), policy
+    )
     adapters = {
         id(sites.parameter): sites
         for sites in few_that_train(everything)
         if id(sites.parameter) not in tied
     }
     parts, moved = [], dict[int, ParameterSites]()
-    for part in plan.layers:
+    for part in partition.layers:
         alike = replace(part.policy, output_dtype=policy.output_dtype) == policy
-        own = find_parameters(part.module, all_but(part, plan.will_be_layer))
+        own = find_parameters(part.module, all_but(part, partition.will_be_layer))
         found = {id(sites.parameter) for sites in own if alike} & adapters.keys()
         moved |= {key: adapters[key] for key in found}
         parts.append(replace(part, elsewhere=part.elsewhere | found))
-    borrowed = (*plan.root.borrowed, *(sites for key, sites in adapters.items() if key in moved))
-    return _Plan(parts, replace(plan.root, borrowed=borrowed), frozenset(moved))
+    borrowed = (
+        *partition.root.borrowed,
+        *(sites for key, sites in adapters.items() if key in moved),
+    )
+    return _Partition(parts, replace(partition.root, borrowed=borrowed), frozenset(moved))
 
 
 def _put(model: nn.Module, module: nn.Module, layer: Zero3Layer) -> None:
@@ -395,7 +411,7 @@ def _enter_through_root(state: LayerState, model: nn.Module) -> None:
             if callable(getattr(type(module), name, None)):
                 Override(module, name, partial(_batch_if_resident, weakref.ref(state), name))
         if is_first(state.communicator):
-            watch_input_gradients(module, is_root=module is model)
+            _watch_input_gradients(module, is_root=module is model)
 
 
 def _generate(
@@ -414,7 +430,7 @@ def _generate(
         raise RuntimeError(
             f"the sharded model that this {type(module).__name__} belongs to is gone"
         )
-    with pinned([state], "generate", to_compute=True):
+    with pinned([state], "generate", "compute"):
         return generate(*args, **kwargs)
 
 
@@ -486,3 +502,61 @@ def _report(model: nn.Module, root: LayerState, adapters: frozenset[int]) -> Non
 "tied (%s).",
             type(model).__name__, megabytes(own), megabytes(largest), listed,
         )  # fmt: skip
+
+
+def _watch_input_gradients(module: nn.Module, *, is_root: bool) -> None:
+    """Warns now if the whole model (`is_root`) has a hook that does it, and later when `module` is
+    told to put one there.
+    """
+    if is_root:
+        _warn_of_input_gradients(module)
+    if callable(getattr(type(module), _ENABLE_GRADIENTS, None)):
+        Override(module, _ENABLE_GRADIENTS, _enable_input_gradients)
+
+
+def _enable_input_gradients(module: nn.Module, enable: Callable[[], Any]) -> None:
+    enable()
+    _warn_of_input_gradients(module)
+
+
+def _warn_of_input_gradients(model: nn.Module) -> None:
+    hooked = [
+        module
+        for each in model.modules()
+        for module in {each, unwrapped(each)}
+        if _makes_require_grad(module)
+    ]
+    frozen = [
+        module
+        for module in map(unwrapped, hooked)
+        if not any(p.requires_grad for _, p in parameters_of(module) if p is not None)
+    ]
+    if frozen and not any(_recomputes_reentrantly(module) for module in plain_modules(model)):
+        _log.warning(
+            "%s: the output of its frozen embeddings needs gradients (%s). So backward gathers "
+"and differentiates all layers, also those below the first one that trains, for "
+"gradients that nobody uses. Only reentrant checkpointing needs that: call "
+"model.disable_input_require_grads() after gradient_checkpointing_enable() with "
+"use_reentrant=False.",
+            type(model).__name__, _ENABLE_GRADIENTS,
+        )  # fmt: skip
+
+
+def _makes_require_grad(module: nn.Module) -> bool:
+    return any(
+        getattr(hook, "__name__", "") in _GRADIENT_HOOKS for hook in module._forward_hooks.values()
+    )
+
+
+def _recomputes_reentrantly(module: nn.Module) -> bool:
+    """Whether transformers checkpoints the module in the reentrant way, which is torch's
+    default.
+    """
+    function = (
+        getattr(module, "_gradient_checkpointing_func", None)
+        if vars(module).get("gradient_checkpointing")
+        else None
+    )
+    return function is not None and bool(
+        getattr(function, "keywords", {}).get("use_reentrant", True)
+    )

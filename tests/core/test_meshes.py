@@ -27,7 +27,7 @@ from tests.support.reference import (
     spoil,
 )
 from zero3.access import states_of
-from zero3.comm.log import Transfer
+from zero3.comm.log import Entry
 
 MESHES = pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (3, 2), (2, 1), (2, 3)])
 SHAPE = (2, 2)
@@ -278,7 +278,7 @@ def test_ranks_of_a_mesh_that_call_other_layers_are_told() -> None:
 def test_transfers_of_one_replica_alone_are_told_to_all_ranks() -> None:
     def body(model: Any, mesh: ThreadMesh) -> None:
         if mesh.replica:
-            model[0]._state.log.entries.append(Transfer("gathering", model[1]._state.subject, 77))
+            model[0]._state.log.entries.append(Entry("gathering", model[1]._state.subject, 77))
         loss_of(model, mesh, 0).backward()
         with pytest.raises(ValueError, match=r"ranks differ in the transfers made before forward pass 1: rank 0: .*; rank 3: "):
             zero3.clip_grad_norm_(model, 1.0)

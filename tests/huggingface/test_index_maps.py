@@ -56,7 +56,7 @@ def filled(index_map: IndexMap[Tensor]) -> Tensor:
     one_by_one = torch.stack(values).view(index_map.shape)
     for start in range(index_map.numel):
         for stop in (start + 1, (start + index_map.numel) // 2 + 1, index_map.numel):
-            parts = [run.source.reshape(-1)[run.at : run.at + run.length] for run in index_map.runs(start, stop)]
+            parts = [run.source.reshape(-1)[run.at : run.at + run.length] for run in index_map.extents(start, stop)]
             assert torch.equal(torch.cat(parts), one_by_one.reshape(-1)[start:stop]), (start, stop)
     return one_by_one
 

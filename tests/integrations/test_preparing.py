@@ -10,7 +10,7 @@ from torch import nn
 
 import zero3
 from zero3.integrations.handover import Handover
-from zero3.integrations.preparing import policy_for, shard_model
+from zero3.integrations.preparing import Sharding, policy_for
 
 
 class Words(nn.Module):
@@ -40,7 +40,7 @@ def test_the_head_stays_in_the_roots_own_layer_without_advice(layers: object, ca
     model = Words()
     expected = model(torch.arange(3))
     with caplog.at_level(logging.INFO, "zero3"):
-        shard_model(model, None, layers, torch.device("cpu"), mixed_precision="no", head_in_root=True)  # type: ignore[arg-type]
+        Sharding(None, layers, head_in_root=True).shard(model, torch.device("cpu"), "no")  # type: ignore[arg-type]
     assert not isinstance(model.head, zero3.Zero3Layer) and isinstance(model.blocks[0], zero3.Zero3Layer)
     assert torch.equal(model(torch.arange(3)), expected)
     assert [record.levelname for record in caplog.records] == ["INFO"]
@@ -55,17 +55,17 @@ def test_low_precision_has_a_policy_and_fp32_masters(mixed_precision: str, low: 
     assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (low, torch.float32, torch.float32)
     model = Words().to(low)
     model.embedding.requires_grad_(False)
-    shard_model(model, None, None, torch.device("cpu"), mixed_precision=mixed_precision)
+    Sharding().shard(model, torch.device("cpu"), mixed_precision)
     found = {parameter.requires_grad: parameter.dtype for parameter in model.parameters()}
     assert found == {True: torch.float32, False: low}, "what is frozen stays as it is stored"
 
 
 def test_a_policy_of_ones_own_is_taken_and_layers_that_match_nothing_name_shard() -> None:
     model = Words()
-    shard_model(model, zero3.ShardingPolicy(prefetch_depth=0), None, torch.device("cpu"), mixed_precision="bf16")
+    Sharding(zero3.ShardingPolicy(prefetch_depth=0)).shard(model, torch.device("cpu"), "bf16")
     assert next(model.parameters()).dtype is torch.float32 and "prefetch_depth=0" in zero3.report(model).policies[0]
     with pytest.raises(ValueError, match=r"matches no submodule.*zero3\.shard\(model"):
-        shard_model(Words(), None, nn.LSTM, torch.device("cpu"), mixed_precision="no")
+        Sharding(None, nn.LSTM).shard(Words(), torch.device("cpu"), "no")
 
 
 def test_a_handover_keeps_groups_optimizers_and_what_is_in_none() -> None:

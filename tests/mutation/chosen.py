@@ -131,8 +131,8 @@ FAULTS = [
     Fault(
         "a place is used again before all have read it",
         "comm/shared_memory/host_memory.py",
-        "            if all(\n                header[self._receipt(place, rank)]",
-        "            if True or all(\n                header[self._receipt(place, rank)]",
+        "            if all(outbox.is_signed(place, rank)",
+        "            if True or all(outbox.is_signed(place, rank)",
         "comm/collectives comm/shared_memory",
     ),
     Fault(

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import zero3
 from tests.support.processes import Rank, on_ranks
-from zero3.planning.watching import NOISE, HostMemory, Watch
+from zero3.planning.watching import NOISE, Heap, Watch
 
 PLANNED = 10**9
 HELD = 4 * (8 * 8 + 8)  # bytes of a model of one layer
@@ -103,7 +103,7 @@ def test_watch_allows_for_python_on_hosts() -> None:
 
 
 def test_watch_counts_what_the_c_library_has_given_out() -> None:
-    counter = HostMemory()
+    counter = Heap()
     before = counter.now()
     tensor = torch.empty(2**22, dtype=torch.uint8)
     assert counter.now() - before == pytest.approx(tensor.nbytes, rel=0.05)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from zero3 import NF4
-from zero3.quantized import nf4
-from zero3.quantized.nf4 import dynamic_values
+from zero3.quantized import codec as codecs
+from zero3.quantized.codec import dynamic_values
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: make bitsandbytes")
 functional = pytest.importorskip("bitsandbytes.functional")
@@ -70,7 +70,7 @@ def test_nf4_decoded_by_its_kernel_has_the_bits_of_our_own_code(
 ) -> None:
     kind, device = NF4(block_size, double), torch.device("cpu")
     quantized, theirs = kind.quantize(drawn(shape, torch.float32)), kind.codec(device)
-    monkeypatch.setattr(nf4, "nf4_kernel", lambda *_: None)
+    monkeypatch.setattr(codecs, "nf4_kernel", lambda *_: None)
     ours = kind.codec(device)
     assert (theirs._kernel is not None) == (block_size <= 1024), "it is used"
     assert ours._kernel is None

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zero3 import MXFP4, NF4, Float8, Int8
-from zero3.quantized.codec import SLICE_NUMEL, Codec
+from zero3.quantized.codec import MXFP4_MAGNITUDES, NF4_VALUES, SLICE_NUMEL, Codec
 from zero3.quantized.formats import Format
-from zero3.quantized.mxfp4 import MAGNITUDES
-from zero3.quantized.nf4 import VALUES
 from zero3.quantized.sections import ALIGNMENT_NBYTES, QuantizedTensor
 
 FORMATS = [NF4(), NF4(double_quant=False), NF4(block_size=32), Int8(), Int8(block_size=7), Float8(), Float8(block=(3, 5)), MXFP4()]
@@ -178,10 +176,10 @@ def test_mxfp4_is_the_nearest_number_of_the_format(values: list[float]) -> None:
         power = max(-127, math.frexp(largest)[1] - 3) if largest else -127
         assert quantized.scales[start // 32] == power + 127
         for value, found in zip(block, got[start:], strict=False):
-            distances = [abs(abs(value) / 2.0**power - magnitude) for magnitude in MAGNITUDES]
+            distances = [abs(abs(value) / 2.0**power - magnitude) for magnitude in MXFP4_MAGNITUDES]
             nearest = [number for number, distance in enumerate(distances) if distance == min(distances)]
             even = next((number for number in nearest if number % 2 == 0), nearest[0])
-            assert abs(found) == MAGNITUDES[even] * 2.0**power
+            assert abs(found) == MXFP4_MAGNITUDES[even] * 2.0**power
             assert math.copysign(1, found) == math.copysign(1, value)
 
 
@@ -189,7 +187,7 @@ def test_mxfp4_is_the_nearest_number_of_the_format(values: list[float]) -> None:
 def test_nf4_is_the_nearest_number_of_the_format(kind: NF4, shape: tuple[int, ...], seed: int) -> None:
     values = drawn(shape, seed)
     found = kind.dequantize(kind.quantize(values), torch.float64).view(-1)
-    table = torch.tensor(VALUES, dtype=torch.float64)
+    table = torch.tensor(NF4_VALUES, dtype=torch.float64)
     for start in range(0, values.numel(), kind.block_size):
         block = values.view(-1)[start : start + kind.block_size].double()
         distances = (block[:, None] - table * block.abs().max()).abs()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from zero3 import NF4
-from zero3.quantized import kernels
-from zero3.quantized.nf4 import VALUES
+from zero3.quantized import codec as codecs
+from zero3.quantized.codec import NF4_VALUES
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 def right(codes: Tensor, scales: Tensor, block_size: int, kind: str, shape: list[int], dtype: torch.dtype) -> Tensor:
     """As bitsandbytes' operation: one row."""
     assert (kind, shape) == ("nf4", [2 * codes.numel()])
-    values = torch.tensor(VALUES)[torch.stack([codes >> 4, codes & 15], 1).int().view(-1)]
+    values = torch.tensor(NF4_VALUES)[torch.stack([codes >> 4, codes & 15], 1).int().view(-1)]
     return (values * scales.repeat_interleave(block_size)[: values.numel()]).to(dtype)[None]
 
 
@@ -34,8 +34,8 @@ def absent(*args: Any) -> Tensor:
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, decode: Callable[..., Tensor], module: Callable[[str], object] = ModuleType) -> None:
-    monkeypatch.setattr(kernels, "find_spec", lambda name: name)
-    monkeypatch.setattr(kernels, "import_module", module)
+    monkeypatch.setattr(codecs, "find_spec", lambda name: name)
+    monkeypatch.setattr(codecs, "import_module", module)
     monkeypatch.setattr(torch.ops, "bitsandbytes", SimpleNamespace(dequantize_4bit=SimpleNamespace(default=decode)), raising=False)
 
 
@@ -47,7 +47,7 @@ def test_a_kernel_is_used_if_it_has_the_same_bits(
     values = torch.randn(31, 66, generator=torch.Generator().manual_seed(0))
     kind = NF4(block_size)
     quantized = kind.quantize(values)
-    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    monkeypatch.setattr(codecs, "find_spec", lambda name: None)
     expected = kind.dequantize(quantized, torch.float32)
     calls: list[Any] = []
     installed(monkeypatch, lambda *args: calls.append(args) or decode(*args))  # type: ignore[func-returns-value]
@@ -59,9 +59,9 @@ def test_a_kernel_is_used_if_it_has_the_same_bits(
 
 def test_there_is_no_kernel_for_long_blocks_and_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, right)
-    assert kernels.nf4_kernel(2048, CPU, right) is None
-    assert kernels.nf4_kernel(64, torch.device("meta"), right) is None
-    assert torch.version.cuda is not None or kernels.nf4_kernel(64, torch.device("cuda"), right) is None
+    assert codecs.nf4_kernel(2048, CPU, right) is None
+    assert codecs.nf4_kernel(64, torch.device("meta"), right) is None
+    assert torch.version.cuda is not None or codecs.nf4_kernel(64, torch.device("cuda"), right) is None
 
 
 def test_a_library_that_can_not_be_imported_is_named_and_done_without(

@@ -155,12 +155,13 @@ def test_shared_memory_that_others_have_yet_to_read_is_not_given_back() -> None:
 def where_madvise_is_refused(rank: Rank) -> bool:
     """As in some sandboxes: the memory stays, and is used again."""
     mine = communicator()
-    memory = mock.MagicMock(wraps=mine._memory._memories[rank.number])
+    outbox = mine._memory._outboxes[rank.number]
+    memory = mock.MagicMock(wraps=outbox.memory)
     full = torch.empty(2 * MEGABYTE)
     for _ in range(2):
         mine.all_gather(full, torch.full((MEGABYTE,), float(rank.number))).wait()
         dist.barrier()
-        with mock.patch.dict(mine._memory._memories, {rank.number: memory}):
+        with mock.patch.object(outbox, "memory", memory):
             memory.madvise.side_effect = OSError(22, "Invalid argument")
             give_memory_back(mine)
         dist.barrier()

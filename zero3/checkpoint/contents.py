@@ -16,6 +16,7 @@ from ..comm.plain_values import name_of
 from ..core.chunk import Chunk
 from ..core.layer_state import LayerState
 from ..core.parameters import ShardedParameter
+from ..faces.quantised import weight_of
 from ..names import named_tensors
 
 __all__: list[str] = []
@@ -48,7 +49,11 @@ class Contents:
             the latest values.
     """
 
-    def __init__(self, model: nn.Module, doing: str) -> None:
+    def __init__(self, model: nn.Module, doing: str, *, as_values: bool = False) -> None:
+        """`as_values`: shapes and dtypes of quantised parameters are those of their values, not of
+        what is stored.
+        """
+        self._as_values = as_values
         self.states: list[LayerState] = states_of(model)
         self.communicator = self.states[0].communicator
         self.device, self.world_size = self.states[0].device, self.communicator.world_size
@@ -75,6 +80,17 @@ class Contents:
                 else:
                     self.others[name] = tensor
             self.names.setdefault(id(tensor), []).append(name)
+
+    def rename(self, new: Mapping[str, str]) -> None:
+        """Gives tensors names of another model, and forgets those that have none there."""
+        kept = {key: [new[n] for n in names if n in new] for key, names in self.names.items()}
+        self.names = {key: names for key, names in kept.items() if names}
+        self.parameters = {new[n]: each for n, each in self.parameters.items() if n in new}
+        self.others = {new[n]: tensor for n, tensor in self.others.items() if n in new}
+        self._chunk_names = {
+            chunk: {slot: new[n] for slot, n in names.items() if n in new}
+            for chunk, names in self._chunk_names.items()
+        }
 
     def spans(self, chunk: Chunk) -> list[NamedSpan]:
         """Returns the spans of this rank's chunk in order. Empty parameters belong to the chunk's
@@ -133,15 +149,18 @@ class Contents:
         if name in self.others:
             return tuple(self.others[name].shape)
         sharded = self.parameters[name]
+        if self._as_values:
+            return tuple(sharded.stand_in.shape)
         return sharded.chunk.layout.slots[sharded.index].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype in which the tensor is stored. Layers may compute in another dtype."""
-        return (
-            self.others[name].dtype
-            if name in self.others
-            else self.parameters[name].chunk.shard.dtype
-        )
+        if name in self.others:
+            return self.others[name].dtype
+        weight = weight_of(self.parameters[name].sites)
+        if self._as_values and weight is not None:
+            return weight.own_dtype
+        return self.parameters[name].chunk.shard.dtype
 
     def description(self) -> dict[str, Any]:
         """Returns each tensor's shape, dtype and, if it is tied, other names, for the manifest. It

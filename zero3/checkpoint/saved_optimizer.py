@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -240,6 +240,14 @@ def contents_of(
                 state.append([names, found.elements, found.scalars, found.whole])
     texts = exchange_texts(communicator, device, json.dumps([groups, state]))
     merged = OptimizerContents([(own, []) for own in options], {}, optimizer.kinds)
+    _add_in_order(merged, texts, contents)
+    if with_state:
+        _check_even(held, kept, contents, merged)
+    return merged
+
+
+def _add_in_order(merged: OptimizerContents, texts: Sequence[str], contents: Contents) -> None:
+    """Adds the names and the state that each rank tells of, in the model's order."""
     order = {names[0]: place for place, names in enumerate(contents.names.values())}
     by_name: dict[str, NamedState] = {}
     for text in texts:
@@ -250,9 +258,6 @@ def contents_of(
     for _, names in merged.groups:
         names.sort(key=order.__getitem__)
     merged.state |= {name: by_name[name] for name in sorted(by_name, key=order.__getitem__)}
-    if with_state:
-        _check_even(held, kept, contents, merged)
-    return merged
 
 
 def _check_even(

@@ -9,23 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .log import Told
 from .streams import Done, Lanes, Pending, lanes_for
 
 __all__: list[str] = []
 
 Bounds = tuple[int, ...] | None
-
-
-class Told(Protocol):
-    """The result of an exchange that is under way."""
-
-    def ready(self) -> bool:
-        """Whether `read` would return without a wait of the host."""
-        ...
-
-    def read(self) -> list[bytes]:
-        """Returns every rank's payload, in rank order. Blocks the host until they are there."""
-        ...
 
 
 class Communicator(Protocol):

@@ -19,18 +19,22 @@ class Named(Protocol):
 
 
 class Told(Protocol):
-    """The result of an exchange that is under way. See `communicator`."""
+    """The result of an exchange that is under way."""
 
-    def ready(self) -> bool: ...
+    def ready(self) -> bool:
+        """Whether `read` would return without a wait of the host."""
+        ...
 
-    def read(self) -> list[bytes]: ...
+    def read(self) -> list[bytes]:
+        """Returns every rank's payload, in rank order. Blocks the host until they are there."""
+        ...
 
 
 class Tells(Protocol):
     def exchange_later(self, payload: bytes, device: Any) -> Told: ...
 
 
-class Transfer(NamedTuple):
+class Entry(NamedTuple):
     """The gather or the reduction of a layer. Each layer makes one object of each, and logs it for
     every transfer.
     """
@@ -56,14 +60,14 @@ class TransferLog:
     __slots__ = ("_digest", "_latest", "_said", "_told", "entries", "folded", "passes")
 
     def __init__(self) -> None:
-        self.entries: list[Transfer] = []  # transfers that are not in the hash yet
+        self.entries: list[Entry] = []  # transfers that are not in the hash yet
         self.passes = 0  # forwards of the whole model; inside `resident` ranks may differ
         self.folded = 0  # the number of transfers in the hash
         self._digest = 14695981039346656037
-        self._latest: deque[Transfer] = deque(maxlen=4)
+        self._latest: deque[Entry] = deque(maxlen=4)
         self._told: Told | None = None  # the hashes of all ranks at the last `tell`
         # the forward of the last `tell`, and this rank's latest transfers then
-        self._said: tuple[int, list[Transfer]] = (0, [])
+        self._said: tuple[int, list[Entry]] = (0, [])
 
     def fold(self) -> None:
         """Adds the new transfers to the hash."""
@@ -77,7 +81,7 @@ class TransferLog:
         """Logs a collective that is no layer's, with `numbers` that must be the same on all
         ranks.
         """
-        self.entries.append(Transfer(doing, Noted(what), hash(numbers)))
+        self.entries.append(Entry(doing, Noted(what), hash(numbers)))
 
     @property
     def count(self) -> int:
@@ -142,7 +146,7 @@ class TransferLog:
         return _names(self._latest)
 
 
-def _names(transfers: Iterable[Transfer]) -> str:
+def _names(transfers: Iterable[Entry]) -> str:
     return (
         ", ".join(
             f"{doing} {subject.name.removeprefix('layer ')}" for doing, subject, _ in transfers

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .board import Board, board_for, numbered
-from .communicator import Bounds, Communicator, Told
+from .communicator import Bounds, Communicator
+from .log import Told
 from .process_group import Gathered, board_of
 from .streams import Done, Lanes, OnHost, Pending, Then, has_streams, on_device
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from .board import Board, numbered
-from .communicator import Bounds, Communicator, Told
+from .communicator import Bounds, Communicator
+from .log import Told
 from .streams import Done, Lanes, OnHost, Pending, has_streams, lanes_for, on_device
 
 __all__: list[str] = []

@@ -234,7 +234,7 @@ def random_state_kept(device: torch.device) -> AbstractContextManager[object]:
     return torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cpu")
 
 
-class Moment:
+class Fence:
     """A point in the current stream's work, which the host can wait for."""
 
     def __init__(self, device: torch.device) -> None:
@@ -272,9 +272,9 @@ class OnHost:
             else into
         )
         self._copy.copy_(tensor, non_blocking=True)
-        self._made: Moment | None = None
+        self._made: Fence | None = None
         if later:
-            self._made = Moment(tensor.device)
+            self._made = Fence(tensor.device)
 
     def ready(self) -> bool:
         return self._made is None or self._made.query()

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..comm.board import Board, board_for
-from ..comm.communicator import Bounds, Communicator, Told
+from ..comm.communicator import Bounds, Communicator
+from ..comm.log import Told
 from ..comm.streams import Lanes, Pending
 from ..core.coordination import Action, Gate
 

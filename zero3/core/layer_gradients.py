@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
-from ..comm.log import Transfer, TransferLog
+from ..comm.log import Entry, TransferLog
 from ..comm.streams import Lanes
 from .account import Account, Among
 from .autograd import accumulates_into, as_plain_tensors
@@ -56,7 +56,7 @@ class LayerGradients:
         self.holds = 0  # the number of `step_guard` contexts that the layer is in
         self.among = Among(communicator, communicator.world_size)
         self._waits, self._new_account, self._dtype_for = waits, new_account, dtype_for
-        self._entry = Transfer("reducing", subject, 2 * communicator.channel)
+        self._entry = Entry("reducing", subject, 2 * communicator.channel)
         self._communicator = communicator
         self._naming = NamingFailures(communicator, "reducing the gradients of", subject)
         self._hooked: dict[int, ShardedParameter] = {}  # by the id of the parameter

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
-from ..comm.log import Transfer, TransferLog
+from ..comm.log import Entry, TransferLog
 from ..comm.streams import Lanes
 from .account import Account
 from .autograd import as_plain_tensors, can_show, inside_backward, profiler_label
@@ -123,7 +123,7 @@ class LayerState:
         self.saves = Saves()
         self._lanes: Lanes | None = None
         self._gathering = NamingFailures(communicator, "gathering", self.subject)
-        self._entry = Transfer("gathering", self.subject, 2 * self.identity + 1)
+        self._entry = Entry("gathering", self.subject, 2 * self.identity + 1)
         self.pins = 0
         # while pinned: whether parameters are shown in the chunks' dtype and not in the compute
         # dtype

@@ -22,7 +22,7 @@ from torch.nn import functional
 from ..core.autograd import as_plain_tensors, grouped_products, transforms_under_way
 from ..core.flat import not_a_number
 from ..core.released import METADATA, func_name
-from .recipes import InUse, Recipe, Step, unpack
+from .recipes import InUse, Operation, Recipe, unpack
 
 __all__: list[str] = []
 
@@ -178,8 +178,8 @@ def _viewed(
         )
     recipe = tensor.zero3_recipe
     if isinstance(made, Tensor):
-        return _view(made, recipe.then(Step(func, args, kwargs)))
-    recipes = [recipe.then(Step(func, args, kwargs, place)) for place in range(len(made))]
+        return _view(made, recipe.then(Operation(func, args, kwargs)))
+    recipes = [recipe.then(Operation(func, args, kwargs, place)) for place in range(len(made))]
     if func in (torch.unbind, Tensor.unbind) and not args and not kwargs:
         recipes = [recipe.one_matrix(place) or each for place, each in enumerate(recipes)]
     return tuple(_view(each, how) for each, how in zip(made, recipes, strict=True))
@@ -212,7 +212,7 @@ def _indexed(
         if isinstance(first, int) and not isinstance(first, bool)
         else None
     )
-    return _view(made, whole or tensor.zero3_recipe.then(Step(func, args, kwargs)))
+    return _view(made, whole or tensor.zero3_recipe.then(Operation(func, args, kwargs)))
 
 
 def _as_integers(index: Any) -> Any:
@@ -238,7 +238,7 @@ def _cast(
     if cast.dtype == tensor.dtype:
         return tensor
     stretched = not_a_number(cast.dtype, cast.device).expand(tensor.shape)
-    return _view(stretched, tensor.zero3_recipe.then(Step(Tensor.to, (cast.dtype,), {})))
+    return _view(stretched, tensor.zero3_recipe.then(Operation(Tensor.to, (cast.dtype,), {})))
 
 
 def _described(tensor: Tensor) -> str:

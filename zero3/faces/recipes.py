@@ -61,7 +61,7 @@ class QuantizedWeight:
         return self.codec.dequantize(self.stored, dtype, matrix)
 
 
-class Step(NamedTuple):
+class Operation(NamedTuple):
     """A view or a cast of a tensor, or one of several views that a function returns."""
 
     function: Callable[..., Any]
@@ -81,10 +81,10 @@ class Recipe:
 
     weight: QuantizedWeight
     matrix: int | None = None
-    steps: tuple[Step, ...] = ()
+    steps: tuple[Operation, ...] = ()
     dtype: torch.dtype | None = None  # what it is cast to at last. None: no cast
 
-    def then(self, step: Step) -> Recipe:
+    def then(self, step: Operation) -> Recipe:
         return replace(self, steps=(*self.steps, step))
 
     def one_matrix(self, index: int) -> Recipe | None:

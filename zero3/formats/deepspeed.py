@@ -92,7 +92,7 @@ def read(path: Path, opened: ExitStack, _: Callable[[int], object]) -> Run:
     run = Run("deepspeed", {}, ranks=len(ranks))
     optimizers = [files["optim", rank]["optimizer_state_dict"] for rank in ranks]
     models = [files["model", rank] for rank in ranks]
-    _Reader(step, run, models, optimizers).fill()
+    _RankFiles(step, run, models, optimizers).fill()
     run.left_out += [
         f"the file {name}"
         for name in file_operations.names_in(step)
@@ -138,7 +138,7 @@ def _differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
     ]
 
 
-class _Reader:
+class _RankFiles:
     def __init__(self, step: Path, run: Run, models: list[Any], optimizers: list[Any]) -> None:
         self._step, self._run, self._models, self._optimizers = step, run, models, optimizers
 

@@ -41,10 +41,10 @@ def read(path: Path, opened: ExitStack, advance: Callable[[int], object]) -> Run
     files = SafetensorsFiles(found.data, list(found.files))
     opened.callback(files.close)
     with manifest.reading(found):
-        return _Reader(found, files).run()
+        return _Checkpoint(found, files).run()
 
 
-class _Reader:
+class _Checkpoint:
     def __init__(self, found: manifest.Manifest, files: SafetensorsFiles) -> None:
         self._found = found
         self._content = found.content
@@ -113,7 +113,7 @@ class _Reader:
         )
 
 
-class _Entry(NamedTuple):
+class _Blob(NamedTuple):
     name: str
     lazy: Lazy
     flat: bool = False  # a range of a flattened tensor, all of it
@@ -124,18 +124,18 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
     token = os.urandom(8).hex()
     content: dict[str, Any] = {"world_size": 1, "optimizer": None, "config": run.config}
     content["tensors"] = {name: _described(run, name) for name in run.tensors}
-    entries = [
-        _Entry(f"other:0:{name}", lazy)
+    blobs = [
+        _Blob(f"other:0:{name}", lazy)
         if name in run.buffers
-        else _Entry(f"parameter:{name}[0:{lazy.numel}]", lazy, flat=True)
+        else _Blob(f"parameter:{name}[0:{lazy.numel}]", lazy, flat=True)
         for name, lazy in run.tensors.items()
         if lazy.numel or name in run.buffers
     ]
-    content["extra"] = _encoded(run.extra, "extra", entries)
+    content["extra"] = _encoded(run.extra, "extra", blobs)
     content["extra_states"] = {
-        name: _encoded(value, name, entries) for name, value in run.extra_states.items()
+        name: _encoded(value, name, blobs) for name, value in run.extra_states.items()
     }
-    files = {"model": entries}
+    files = {"model": blobs}
     if run.groups is not None:
         content["optimizer"], files["optimizer"] = _optimizer(run)
     data = path / f"data-{token}"
@@ -157,8 +157,8 @@ def _described(run: Run, name: str) -> dict[str, Any]:
     return described | ({"also": run.also[name]} if name in run.also else {})
 
 
-def _encoded(value: Any, what: str, entries: list[_Entry]) -> Any:
-    """As JSON has it; tensors go to the end of `entries`."""
+def _encoded(value: Any, what: str, blobs: list[_Blob]) -> Any:
+    """As JSON has it; tensors go to the end of `blobs`."""
     lazies: dict[int, Lazy] = {}
 
     def stand_in(leaf: Any) -> Any:
@@ -169,44 +169,44 @@ def _encoded(value: Any, what: str, entries: list[_Entry]) -> Any:
         return standing
 
     def put(tensor: Tensor) -> int:
-        number = sum(entry.name.startswith("extra:") for entry in entries)
-        entries.append(_Entry(f"extra:{number}", lazies.get(id(tensor)) or as_lazy(tensor)))
+        number = sum(blob.name.startswith("extra:") for blob in blobs)
+        blobs.append(_Blob(f"extra:{number}", lazies.get(id(tensor)) or as_lazy(tensor)))
         return number
 
     return encode(mapped(value, stand_in), what, put)
 
 
-def _optimizer(run: Run) -> tuple[dict[str, Any], list[_Entry]]:
+def _optimizer(run: Run) -> tuple[dict[str, Any], list[_Blob]]:
     groups = [
         (options_of(group, f"param_groups[{number}]"), group["params"])
         for number, group in enumerate(run.groups or ())
     ]
     shapes = {name: lazy.shape for name, lazy in run.tensors.items()}
     contents = OptimizerContents(groups, sorted_out(run.state, shapes, Tensor | Lazy), run.classes)
-    entries = []
+    blobs = []
     for name, named in contents.state.items():
         lazies = {
             key: as_lazy(value)
             for key, value in run.state[name].items()
             if key not in named.scalars
         }
-        entries += [
-            _Entry(f"state:{key}:{name}[0:{lazies[key].numel}]", lazies[key], flat=True)
+        blobs += [
+            _Blob(f"state:{key}:{name}[0:{lazies[key].numel}]", lazies[key], flat=True)
             for key in named.elements
             if lazies[key].numel
         ]
-        entries += [_Entry(f"whole:{key}:{name}", lazies[key]) for key in named.whole]
+        blobs += [_Blob(f"whole:{key}:{name}", lazies[key]) for key in named.whole]
     kinds = " and ".join(dict.fromkeys(run.classes))
-    return {"class": kinds or _UNNAMED, **contents.to_json()}, entries
+    return {"class": kinds or _UNNAMED, **contents.to_json()}, blobs
 
 
-def _views(entries: list[_Entry], advance: Callable[[int], object]) -> Iterator[memoryview]:
+def _views(blobs: list[_Blob], advance: Callable[[int], object]) -> Iterator[memoryview]:
     shapes = (
-        (entry.name, entry.lazy.dtype, (entry.lazy.numel,) if entry.flat else entry.lazy.shape)
-        for entry in entries
+        (blob.name, blob.lazy.dtype, (blob.lazy.numel,) if blob.flat else blob.lazy.shape)
+        for blob in blobs
     )
     yield memoryview(header_of(shapes, {}, ours=True))
-    for entry in entries:
-        for piece in entry.lazy.pieces():
+    for blob in blobs:
+        for piece in blob.lazy.pieces():
             yield piece
             advance(len(piece))

@@ -13,9 +13,9 @@ from ..checkpoint.contents import Contents, listed, names_apart
 from ..checkpoint.safetensors_files import INDEX, SINGLE
 from ..comm.plain_values import kind_of
 from ..names import innermost
-from .index_maps import Whole
+from .index_maps import Computed, Whole
 from .key_mapping import Fit
-from .outputs import Computed, outputs_of_adapter
+from .outputs import outputs_of_adapter
 
 __all__: list[str] = []
 

@@ -19,11 +19,11 @@ __all__: list[str] = []
 
 Key = TypeVar("Key")
 _AT_ONCE = 1 << 18  # grains are looked up together, so that tables of indices stay small
-# elements; if runs are shorter, looking up single elements is faster than reading ranges
-LONG_RUN = 1 << 10
+# elements; if extents are shorter, looking up single elements is faster than reading ranges
+LONG_EXTENT = 1 << 10
 
 
-class Run(NamedTuple, Generic[Key]):
+class Extent(NamedTuple, Generic[Key]):
     """Elements `[start, start + length)` of the flattened tensor are elements `[at, at + length)`
     of `source`.
     """
@@ -56,11 +56,11 @@ class IndexMap(Generic[Key]):
     @property
     def is_by_ranges(self) -> bool:
         """Whether reading and writing by ranges of the sources is best."""
-        return self.grain >= min(LONG_RUN, self.numel)
+        return self.grain >= min(LONG_EXTENT, self.numel)
 
-    def runs(self, start: int, stop: int) -> Iterator[Run[Key]]:
-        """Yields the runs that make up elements `[start, stop)`, in order. Neighbours are one
-        run.
+    def extents(self, start: int, stop: int) -> Iterator[Extent[Key]]:
+        """Yields the extents that make up elements `[start, stop)`, in order. Neighbours are
+        one.
         """
         first, last = start // self.grain, -(-stop // self.grain)
         for low in range(first, last, _AT_ONCE):
@@ -72,7 +72,7 @@ class IndexMap(Generic[Key]):
             for left, right in pairwise(edges):
                 begin, end = int(begins[left]), min(int(begins[right - 1]) + self.grain, stop)
                 skipped = max(0, start - begin)
-                yield Run(
+                yield Extent(
                     begin + skipped,
                     self.sources[int(numbers[left])],
                     int(at[left]) + skipped,
@@ -125,6 +125,19 @@ class Whole(IndexMap[Key]):
 
     def locate(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(flat), flat
+
+
+class Computed(IndexMap[str]):
+    """No map: peft computes the tensor anew when it saves it, from all values of the adapter's
+    prompt encoder.
+    """
+
+    def __init__(self, shape: Sequence[int], sources: Sequence[str]) -> None:
+        super().__init__(shape, sources, 1)
+
+    @property
+    def is_by_ranges(self) -> bool:
+        return False
 
 
 class _Reshaped(IndexMap[Key]):

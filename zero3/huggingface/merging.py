@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ..access import states_of
-from ..checkpoint import file_operations
 from ..checkpoint.contents import Contents
 from ..checkpoint.full_state import not_a_dtype
 from ..checkpoint.safetensors_files import SafetensorsFiles, Stored
@@ -30,7 +29,7 @@ from .key_mapping import fit, without_adapters
 from .outputs import Output, bytes_in, check_unmixed, outputs_of_model, shards_of
 from .packed import find_packed
 from .reading import SliceReader
-from .save_pretrained import Plan, write_values
+from .save_pretrained import Export, write_values
 
 __all__: list[str] = []
 
@@ -83,65 +82,35 @@ def save_merged(
                 raise wrong
             land_steps(states_of(model))
             check_unmixed(Path(path), None)
-            contents = MergedContents(model)
+            contents = Contents(model, "save_merged", as_values=True)
+            owner, mergers = _named_without_adapters(contents, innermost(model))
             originals = _Originals(model, base, opened) if base is not None else None
-            outputs = outputs_of_model(contents.owner, contents, (), dtype)
-            plan = _MergedPlan(
-                contents, Path(path), shards_of(outputs, bytes_in(max_shard_size)), originals
-            )
-            lines += [
-                f"{plan.directory / file}: {output.line}"
-                for file, shard in plan.shards.items()
-                for output in shard
-            ]
+            outputs = outputs_of_model(owner, contents, (), dtype)
+            shards = shards_of(outputs, bytes_in(max_shard_size))
+            export = Export(owner, contents, Path(path), shards, None)
+            layers = _MergedLayers(contents, mergers, originals)
+            lines += export.lines
             lines += originals.lines if originals is not None else []
-        plan.write()
+        export.write(layers.fill)
 
 
-class MergedContents(Contents):
-    """The model's tensors under the names of the model without adapters, in the dtypes of their
-    values.
+def _named_without_adapters(contents: Contents, model: Any) -> tuple[nn.Module, list[Any]]:
+    """Gives tensors the names that they have in the model without adapters. Returns that model, and
+    the modules whose adapters are merged.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, "save_merged")
-        owner: Any = innermost(model)
-        added = getattr(getattr(owner, "base_model", None), "prefix", None)
-        self.adapted = isinstance(added, str) and hasattr(owner, "peft_config")
-        if self.adapted:
-            every = {name: name for names in self.names.values() for name in names}
-            kept = {
-                name: ours
-                for theirs, name in without_adapters(every, str(added)).items()
-                if (ours := _chosen(theirs, owner))
-            }
-            owner = owner.get_base_model()
-            self.names = {
-                key: named
-                for key, names in self.names.items()
-                if (named := [kept[name] for name in names if name in kept])
-            }
-            self.parameters = {
-                kept[name]: sharded for name, sharded in self.parameters.items() if name in kept
-            }
-            self.others = {
-                kept[name]: tensor for name, tensor in self.others.items() if name in kept
-            }
-        self.owner: nn.Module = owner
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the tensor's values, also of a quantised one."""
-        return (
-            tuple(self.parameters[name].stand_in.shape)
-            if name in self.parameters
-            else super().shape(name)
-        )
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype of the tensor's values, also of a quantised one."""
-        sites = self.parameters[name].sites if name in self.parameters else None
-        weight = None if sites is None else weight_of(sites)
-        return super().dtype(name) if weight is None else weight.own_dtype
+    added = getattr(getattr(model, "base_model", None), "prefix", None)
+    if not isinstance(added, str) or not hasattr(model, "peft_config"):
+        return model, []
+    every = {name: name for names in contents.names.values() for name in names}
+    contents.rename(
+        {
+            name: ours
+            for theirs, name in without_adapters(every, added).items()
+            if (ours := _chosen(theirs, model))
+        }
+    )
+    owner = model.get_base_model()
+    return owner, [module for module in plain_modules(owner) if _merges(module)]
 
 
 def _chosen(name: str, model: Any) -> str | None:
@@ -173,28 +142,18 @@ class _Originals:
         self._reader.read(self._maps[id(parameter)], 0, target.view(-1))
 
 
-class _MergedPlan(Plan):
-    """The files of the merged model, and how ranks write them, layer by layer."""
+class _MergedLayers:
+    """The values of a model with its adapters merged, layer by layer."""
 
     def __init__(
-        self,
-        contents: MergedContents,
-        directory: Path,
-        shards: dict[str, list[Output]],
-        originals: _Originals | None,
+        self, contents: Contents, mergers: list[Any], originals: _Originals | None
     ) -> None:
-        super().__init__(contents.owner, contents, directory, shards, None)
-        self._originals = originals
+        self._contents, self._mergers, self._originals = contents, mergers, originals
         self._owners = {
             id(sharded.sites.parameter): state
             for state in contents.states
             for sharded in state.parameters
         }
-        self._mergers: list[Any] = [
-            module
-            for module in plain_modules(contents.owner)
-            if contents.adapted and _merges(module)
-        ]
         for module in self._mergers:
             if module.merged_adapters:
                 raise ValueError(
@@ -212,25 +171,25 @@ class _MergedPlan(Plan):
                 state for state in contents.states if state in others and state not in self._lenders
             ]
 
-    def _fill(self) -> None:
+    def fill(self, export: Export) -> None:
         """Every rank writes its share of each tensor, while the layers that hold it are whole."""
         error: Exception | None = None
         places = {
             output.name: (file, place)
-            for file in self.shards
-            for output, place in self._places(file)
+            for file in export.shards
+            for output, place in export.places(file)
         }
         groups: dict[tuple[int, ...], list[Output]] = {}
-        for shard in self.shards.values():
+        for shard in export.shards.values():
             for output in shard:
                 groups.setdefault(self._layers_of(output), []).append(output)
-        states = self.contents.states
+        states = self._contents.states
         with _pinned(self._lenders):
             for group, outputs in groups.items():
                 with _pinned([states[number] for number in group]):
                     try:
                         if error is None:
-                            self._write_group(outputs, places)
+                            self._write_group(export, outputs, places)
                     # this rank goes on, because the others need it to gather
                     except Exception as caught:
                         error = caught
@@ -240,61 +199,62 @@ class _MergedPlan(Plan):
     def _layers_of(self, output: Output) -> tuple[int, ...]:
         """The numbers of the layers that have the tensor's values."""
         sources = [
-            self.contents.parameters[name]
+            self._contents.parameters[name]
             for name in output.index_map.sources
-            if name in self.contents.parameters
+            if name in self._contents.parameters
         ]
         return tuple(
             sorted(
                 {
-                    self.contents.states.index(self._owners[id(sharded.sites.parameter)])
+                    self._contents.states.index(self._owners[id(sharded.sites.parameter)])
                     for sharded in sources
                 }
             )
         )
 
     @torch.no_grad()
-    def _write_group(self, outputs: list[Output], places: Mapping[str, tuple[str, int]]) -> None:
+    def _write_group(
+        self, export: Export, outputs: list[Output], places: Mapping[str, tuple[str, int]]
+    ) -> None:
         sources = {source for output in outputs for source in output.index_map.sources}
         parameters = {
-            name: self.contents.parameters[name].sites.parameter
+            name: self._contents.parameters[name].sites.parameter
             for name in sources
-            if name in self.contents.parameters
+            if name in self._contents.parameters
         }
         with self._merged(list(parameters.values())):
             values = {name: parameter.data.reshape(-1) for name, parameter in parameters.items()}
             values |= {
                 name: tensor.detach().reshape(-1)
-                for name, tensor in self.contents.others.items()
+                for name, tensor in self._contents.others.items()
                 if name in sources
             }
             for output in outputs:
                 file, place = places[output.name]
-                with file_operations.reopen(self._temporary(file)) as opened:
+                with export.opened(file) as opened:
                     self._write_share(opened, place, output, values)
-                    file_operations.sync(opened)
 
     def _write_share(
         self, opened: Any, place: int, output: Output, values: Mapping[str, Tensor]
     ) -> None:
-        rank, ranks = self.contents.number, self.contents.world_size
+        rank, ranks = self._contents.number, self._contents.world_size
         low, high = output.numel * rank // ranks, output.numel * (rank + 1) // ranks
         # ranks may have other values: rank 0's count
-        if all(source in self.contents.others for source in output.index_map.sources):
+        if all(source in self._contents.others for source in output.index_map.sources):
             low, high = (0, output.numel) if rank == 0 else (0, 0)
         size = output.dtype.itemsize
         if output.index_map.is_by_ranges:
-            for run in output.index_map.runs(low, high) if low < high else ():
+            for extent in output.index_map.extents(low, high) if low < high else ():
                 write_values(
                     opened,
-                    place + run.start * size,
-                    values[run.source][run.at : run.at + run.length],
+                    place + extent.start * size,
+                    values[extent.source][extent.at : extent.at + extent.length],
                     output.dtype,
                 )
             return
         for start in range(low, high, _AT_ONCE):
             numbers, at = output.index_map.locate(torch.arange(start, min(start + _AT_ONCE, high)))
-            made = torch.empty(len(at), dtype=self.contents.dtype(output.index_map.sources[0]))
+            made = torch.empty(len(at), dtype=self._contents.dtype(output.index_map.sources[0]))
             for number, source in enumerate(output.index_map.sources):
                 mine = numbers == number
                 made[mine] = values[source][at[mine].to(values[source].device)].cpu()

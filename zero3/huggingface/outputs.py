@@ -8,7 +8,7 @@ import importlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ..checkpoint.contents import Contents
 from ..checkpoint.meta_buffers import twin
 from .conversions import reverted
-from .index_maps import IndexMap, Whole
+from .index_maps import Computed, IndexMap, Whole
 from .tracing import TracedTensor, traced
 
 __all__: list[str] = []
@@ -96,19 +96,6 @@ def outputs_of_model(
         Output(name, _converted(tensor.dtype, dtype), tuple(tensor.shape), tensor.index_map)
         for name, tensor in found.items()
     ]
-
-
-class Computed(IndexMap[str]):
-    """No map: peft computes the tensor anew when it saves it, from all values of the adapter's
-    prompt encoder.
-    """
-
-    def __init__(self, shape: Sequence[int], sources: Sequence[str]) -> None:
-        super().__init__(shape, sources, 1)
-
-    @property
-    def is_by_ranges(self) -> bool:
-        return False
 
 
 class _OnMeta(TorchFunctionMode):

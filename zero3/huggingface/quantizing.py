@@ -28,7 +28,7 @@ __all__: list[str] = []
 Read = Callable[[int, Tensor], object]
 
 
-class Slot:
+class Quantizer:
     """A quantised parameter's bytes, of which this rank keeps `kept` `[n]`, those from byte `low`
     on.
     """
@@ -128,7 +128,7 @@ def fill_quantized(
             index_map = index_map.transposed(-2, -1)
         slot = chunk.layout.slots[sharded.index]
         piece = next((piece for piece in chunk.pieces if piece.slot is slot), None)
-        filling = Slot(
+        filling = Quantizer(
             weight,
             piece,
             chunk.shard.data[piece.place] if piece is not None else chunk.shard.data[:0],

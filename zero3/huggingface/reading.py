@@ -31,9 +31,11 @@ class SliceReader:
         """
         stop = start + target.numel()
         if index_map.is_by_ranges:
-            for run in index_map.runs(start, stop):
+            for extent in index_map.extents(start, stop):
                 self._files.read(
-                    run.source, run.at, target[run.start - start : run.start - start + run.length]
+                    extent.source,
+                    extent.at,
+                    target[extent.start - start : extent.start - start + extent.length],
                 )
             return
         for low in range(start, stop, _AT_ONCE):

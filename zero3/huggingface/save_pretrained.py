@@ -7,7 +7,9 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,8 @@ from ..comm.plain_values import unreadable
 from ..core.parameters import named
 from ..names import innermost
 from ..optim.state_memory import land_steps
+from .index_maps import Computed
 from .outputs import (
-    Computed,
     Output,
     bytes_in,
     check_unmixed,
@@ -97,20 +99,15 @@ def save_pretrained(
         if (wrong := not_a_dtype(dtype)) is not None:
             raise wrong
         land_steps(states_of(model))
-        plans = list(_plans(model, Path(path), bytes_in(max_shard_size), dtype))
-        lines += [
-            f"{plan.directory / file}: {output.line}"
-            for plan in plans
-            for file, shard in plan.shards.items()
-            for output in shard
-        ]
-    for plan in plans:
-        plan.write()
+        exports = list(_exports(model, Path(path), bytes_in(max_shard_size), dtype))
+        lines += [line for export in exports for line in export.lines]
+    for export in exports:
+        export.write(_fill)
 
 
-def _plans(
+def _exports(
     model: nn.Module, directory: Path, max_bytes: int, dtype: torch.dtype | None
-) -> Iterator[Plan]:
+) -> Iterator[Export]:
     contents = Contents(model, "save_pretrained")
     extra = _extra_tensors(model, contents)
     model = innermost(model)
@@ -125,7 +122,7 @@ def _plans(
                 f"save_pretrained of a quantised model would write codes for {named(quantized)}: "
                 "use zero3.save_merged"
             )
-        yield Plan(
+        yield Export(
             model,
             contents,
             directory,
@@ -137,7 +134,7 @@ def _plans(
         outputs = outputs_of_adapter(model, adapter, contents, dtype)
         place = directory if adapter == "default" else directory / adapter
         check_unmixed(place, str(getattr(adapters[adapter], "base_model_name_or_path", None) or ""))
-        yield Plan(model, contents, place, {"adapter_model.safetensors": outputs}, adapter)
+        yield Export(model, contents, place, {"adapter_model.safetensors": outputs}, adapter)
 
 
 def _extra_tensors(model: nn.Module, contents: Contents) -> dict[str, Tensor]:
@@ -154,7 +151,7 @@ def _extra_tensors(model: nn.Module, contents: Contents) -> dict[str, Tensor]:
     return tensors
 
 
-class Plan:
+class Export:
     """The files of one directory, and how ranks write them."""
 
     def __init__(
@@ -169,7 +166,7 @@ class Plan:
         self.contents = contents
         self.directory = Path(os.path.abspath(directory))
         self.shards = shards
-        self._adapter = adapter
+        self.adapter = adapter
         self._token = ""
         self._headers = {
             file: header_of(((o.name, o.dtype, o.shape) for o in shard), dict(_METADATA))
@@ -183,20 +180,30 @@ class Plan:
         }
         contents.check_loaded(sorted(needed), "save_pretrained")
 
-    def write(self) -> None:
+    @property
+    def lines(self) -> list[str]:
+        """The texts that ranks compare."""
+        return [
+            f"{self.directory / file}: {output.line}"
+            for file, shard in self.shards.items()
+            for output in shard
+        ]
+
+    def write(self, fill: Callable[[Export], None]) -> None:
+        """`fill`: writes this rank's values into the files. All ranks call it."""
         contents = self.contents
         self._token = contents.communicator.exchange(os.urandom(8), contents.device)[0].hex()
         try:
             for what, work in (
                 ("files", self._begin),
-                ("values", self._fill),
+                ("values", partial(fill, self)),
                 ("end", self._finish),
             ):
                 with agreeing(
                     contents.communicator, contents.device, f"the {what} of save_pretrained"
                 ):
                     # rank 0 makes the files and gives them their names
-                    if contents.is_first or work == self._fill:
+                    if contents.is_first or what == "values":
                         work()
         except Exception:
             if contents.is_first:
@@ -206,6 +213,13 @@ class Plan:
 
     def _temporary(self, file: str) -> Path:
         return self.directory / f"{file}.{self._token}"
+
+    @contextmanager
+    def opened(self, file: str) -> Iterator[Any]:
+        """Context for writes into a file, which are on the disk at its end."""
+        with file_operations.reopen(self._temporary(file)) as opened:
+            yield opened
+            file_operations.sync(opened)
 
     def _begin(self) -> None:
         file_operations.make_directory(self.directory)
@@ -217,114 +231,12 @@ class Plan:
                 file_operations.write_at(opened, 0, memoryview(self._headers[file]))
                 file_operations.sync(opened)
 
-    def _held(self) -> dict[str, list[tuple[int, Tensor]]]:
-        """Returns this rank's slices of each tensor of the model: the first element's place, and
-        flattened values.
-        """
-        held: dict[str, list[tuple[int, Tensor]]] = {}
-        for chunk in self.contents.chunks():
-            chunk.adopt_values()
-            for name, start, stop, offset in (
-                self.contents.spans(chunk) if self.contents.writes else ()
-            ):
-                held.setdefault(name, []).append(
-                    (start, chunk.shard.data[offset : offset + stop - start])
-                )
-        if self.contents.is_first:
-            held |= {
-                name: [(0, tensor.detach().reshape(-1))]
-                for name, tensor in self.contents.others.items()
-            }
-        return held
-
-    def _fill(self) -> None:
-        """Every rank writes its slices. A tensor whose elements are rearranged is put together on
-        all ranks, and rank 0 writes it.
-        """
-        held = self._held()
-        scattered: list[tuple[str, int, Output]] = []
-        error: Exception | None = None
-        for file in self.shards:
-            scattered += [
-                (file, place, output)
-                for output, place in self._places(file)
-                if not output.index_map.is_by_ranges
-            ]
-            try:
-                self._fill_file(file, held)
-            # this rank goes on, because the other ranks need it to put tensors together below
-            except Exception as caught:
-                error = error or caught
-        for file, place, output in scattered:
-            values = (
-                self._computed(output)
-                if isinstance(output.index_map, Computed)
-                else self._put_together(output, held)
-            )
-            if self.contents.is_first and error is None:
-                try:
-                    with file_operations.reopen(self._temporary(file)) as opened:
-                        write_values(opened, place, values, output.dtype)
-                        file_operations.sync(opened)
-                except Exception as caught:
-                    error = caught
-        if error is not None:
-            raise error
-
-    def _places(self, file: str) -> Iterator[tuple[Output, int]]:
+    def places(self, file: str) -> Iterator[tuple[Output, int]]:
         """Yields the tensors of a file, and the bytes before each."""
         place = len(self._headers[file])
         for output in self.shards[file]:
             yield output, place
             place += output.nbytes
-
-    def _fill_file(self, file: str, held: dict[str, list[tuple[int, Tensor]]]) -> None:
-        with file_operations.reopen(self._temporary(file)) as opened:
-            for output, place in self._places(file):
-                for run in (
-                    output.index_map.runs(0, output.numel) if output.index_map.is_by_ranges else ()
-                ):
-                    for start, values in held.get(run.source, []):
-                        low, high = (
-                            max(start, run.at),
-                            min(start + values.numel(), run.at + run.length),
-                        )
-                        if low < high:
-                            where = place + (run.start + low - run.at) * output.dtype.itemsize
-                            write_values(
-                                opened, where, values[low - start : high - start], output.dtype
-                            )
-            file_operations.sync(opened)
-
-    def _put_together(self, output: Output, held: dict[str, list[tuple[int, Tensor]]]) -> Tensor:
-        """Returns the flattened tensor, on the CPU of every rank. All ranks call it."""
-        contents, index_map = self.contents, output.index_map
-        result = torch.empty(output.numel, dtype=contents.dtype(index_map.sources[0]))
-        for number, source in enumerate(index_map.sources):
-            full = torch.zeros(
-                torch.Size(contents.shape(source)).numel(),
-                dtype=contents.dtype(source),
-                device=contents.device,
-            )
-            for start, values in held.get(source, []):
-                full[start : start + values.numel()] = values
-            # as bytes: no value is rounded
-            contents.communicator.all_reduce(full.view(torch.uint8))
-            full = full.cpu()
-            for low in range(0, output.numel, _AT_ONCE):
-                numbers, at = index_map.locate(torch.arange(low, min(low + _AT_ONCE, output.numel)))
-                mine = numbers == number
-                result[low : low + len(at)][mine] = full[at[mine]]
-        return result
-
-    def _computed(self, output: Output) -> Tensor:
-        """Returns a flattened tensor that peft computes from a prompt encoder, which all ranks put
-        together: all of them call it.
-        """
-        model: Any = self.model
-        adapter = str(self._adapter)
-        with full_params(model.prompt_encoder[adapter]):
-            return state_of_adapter(model, adapter, {})[output.name].flatten()
 
     def _finish(self) -> None:
         """Gives the files their names, and writes the index and the configuration. Rank 0
@@ -347,8 +259,8 @@ class Plan:
 
     def _write_configs(self) -> None:
         model: Any = self.model
-        if self._adapter is not None:
-            config = copy.deepcopy(model.peft_config[self._adapter])
+        if self.adapter is not None:
+            config = copy.deepcopy(model.peft_config[self.adapter])
             config.inference_mode = True
             config.save_pretrained(str(self.directory))
             return
@@ -384,6 +296,111 @@ class Plan:
         for name in beside:
             if (source / name).is_file():
                 file_operations.copy(source / name, self.directory / name)
+
+
+def _fill(export: Export) -> None:
+    """Every rank writes its slices. A tensor whose elements are rearranged is put together on
+    all ranks, and rank 0 writes it.
+    """
+    contents = export.contents
+    held = _held(contents)
+    scattered: list[tuple[str, int, Output]] = []
+    error: Exception | None = None
+    for file in export.shards:
+        scattered += [
+            (file, place, output)
+            for output, place in export.places(file)
+            if not output.index_map.is_by_ranges
+        ]
+        try:
+            _fill_file(export, file, held)
+        # this rank goes on, because the other ranks need it to put tensors together below
+        except Exception as caught:
+            error = error or caught
+    for file, place, output in scattered:
+        values = (
+            _computed(export, output)
+            if isinstance(output.index_map, Computed)
+            else _put_together(contents, output, held)
+        )
+        if contents.is_first and error is None:
+            try:
+                with export.opened(file) as opened:
+                    write_values(opened, place, values, output.dtype)
+            except Exception as caught:
+                error = caught
+    if error is not None:
+        raise error
+
+
+def _held(contents: Contents) -> dict[str, list[tuple[int, Tensor]]]:
+    """Returns this rank's slices of each tensor of the model: the first element's place, and
+    flattened values.
+    """
+    held: dict[str, list[tuple[int, Tensor]]] = {}
+    for chunk in contents.chunks():
+        chunk.adopt_values()
+        for name, start, stop, offset in contents.spans(chunk) if contents.writes else ():
+            held.setdefault(name, []).append(
+                (start, chunk.shard.data[offset : offset + stop - start])
+            )
+    if contents.is_first:
+        held |= {
+            name: [(0, tensor.detach().reshape(-1))] for name, tensor in contents.others.items()
+        }
+    return held
+
+
+def _fill_file(export: Export, file: str, held: dict[str, list[tuple[int, Tensor]]]) -> None:
+    with export.opened(file) as opened:
+        for output, place in export.places(file):
+            for extent in (
+                output.index_map.extents(0, output.numel) if output.index_map.is_by_ranges else ()
+            ):
+                for start, values in held.get(extent.source, []):
+                    low, high = (
+                        max(start, extent.at),
+                        min(start + values.numel(), extent.at + extent.length),
+                    )
+                    if low < high:
+                        where = place + (extent.start + low - extent.at) * output.dtype.itemsize
+                        write_values(
+                            opened, where, values[low - start : high - start], output.dtype
+                        )
+
+
+def _put_together(
+    contents: Contents, output: Output, held: dict[str, list[tuple[int, Tensor]]]
+) -> Tensor:
+    """Returns the flattened tensor, on the CPU of every rank. All ranks call it."""
+    index_map = output.index_map
+    result = torch.empty(output.numel, dtype=contents.dtype(index_map.sources[0]))
+    for number, source in enumerate(index_map.sources):
+        full = torch.zeros(
+            torch.Size(contents.shape(source)).numel(),
+            dtype=contents.dtype(source),
+            device=contents.device,
+        )
+        for start, values in held.get(source, []):
+            full[start : start + values.numel()] = values
+        # as bytes: no value is rounded
+        contents.communicator.all_reduce(full.view(torch.uint8))
+        full = full.cpu()
+        for low in range(0, output.numel, _AT_ONCE):
+            numbers, at = index_map.locate(torch.arange(low, min(low + _AT_ONCE, output.numel)))
+            mine = numbers == number
+            result[low : low + len(at)][mine] = full[at[mine]]
+    return result
+
+
+def _computed(export: Export, output: Output) -> Tensor:
+    """Returns a flattened tensor that peft computes from a prompt encoder, which all ranks put
+    together: all of them call it.
+    """
+    model: Any = export.model
+    adapter = str(export.adapter)
+    with full_params(model.prompt_encoder[adapter]):
+        return state_of_adapter(model, adapter, {})[output.name].flatten()
 
 
 def write_values(file: Any, where: int, values: Tensor, dtype: torch.dtype) -> None:

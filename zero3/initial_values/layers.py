@@ -26,7 +26,7 @@ class Command(IntEnum):
     END = 2
 
 
-class Announcements:
+class Commands:
     """By which rank 0, which draws, tells the others what to take part in."""
 
     def __init__(self, states: Sequence[LayerState]) -> None:
@@ -80,7 +80,7 @@ class Hand(TorchFunctionMode):
         self,
         states: Sequence[LayerState],
         copies: Mapping[nn.Module, nn.Module],
-        told: Announcements,
+        told: Commands,
     ) -> None:
         super().__init__()
         self._states, self._tells = states, told

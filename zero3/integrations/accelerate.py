@@ -23,7 +23,7 @@ from ..optim.clipping import clip_grad_norm_
 from ..optim.grad_scaler import GradScaler
 from ..optim.several import held_by
 from .handover import Handover, check_chunks, check_together, is_chunk
-from .preparing import Policy, computes_in_low_precision, shard_model
+from .preparing import Policy, Sharding, computes_in_low_precision
 from .versions import require
 
 require("accelerate", __name__)
@@ -101,22 +101,14 @@ class Zero3Accelerator(Accelerator):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.shards_with(policy, layers, sync_each_batch)
+        self.shards_with(Sharding(policy, layers), sync_each_batch=sync_each_batch)
 
-    def shards_with(
-        self,
-        policy: Policy,
-        layers: Layers,
-        sync_each_batch: bool = True,
-        *,
-        head_in_root: bool = False,
-    ) -> None:
+    def shards_with(self, sharding: Sharding, *, sync_each_batch: bool) -> None:
         """What a constructor adds to accelerate's: for an Accelerator that another library has
         made, and whose class was changed.
         """
         _check(self.distributed_type, self.mixed_precision, self.device)
-        self._policy, self._layers, self._head_in_root = policy, layers, head_in_root
-        self._saves_apart = False
+        self._sharding, self._saves_apart = sharding, False
         self.gradient_state.plugin_kwargs["sync_each_batch"] = sync_each_batch
         if self.scaler is not None:
             self.scaler = GradScaler(
@@ -130,9 +122,8 @@ class Zero3Accelerator(Accelerator):
 
     def shard(self, model: nn.Module) -> None:
         """Shards a model that is not sharded yet, as `prepare` does."""
-        options = {"mixed_precision": self.mixed_precision, "head_in_root": self._head_in_root}
         if not is_sharded(model) and any(True for _ in model.parameters()):
-            shard_model(model, self._policy, self._layers, self.device, **options)
+            self._sharding.shard(model, self.device, self.mixed_precision)
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Shards models, hands their chunks to their optimizers, and prepares everything else as

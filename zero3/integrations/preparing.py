@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -40,44 +41,43 @@ def policy_for(mixed_precision: str) -> ShardingPolicy:
     return ShardingPolicy(param_dtype=low, reduce_dtype=torch.float32, output_dtype=torch.float32)
 
 
-def shard_model(
-    model: nn.Module,
-    policy: Policy,
-    layers: Layers,
-    device: torch.device,
-    *,
-    mixed_precision: str,
-    head_in_root: bool = False,
-) -> None:
-    """Shards `model` as `shard` does. Without a policy, mixed precision gets one, and float32
-    masters.
+@dataclass(frozen=True)
+class Sharding:
+    """How an integration shards models.
 
-    Args:
+    Attributes:
+        policy: As for `shard`. None: what mixed precision asks for, with float32 masters.
+        layers: As for `shard`.
         head_in_root: The output head is no layer of its own, for callers that read its weight
             outside of its forward.
-
-    Raises:
-        ValueError: The model has no values, or `shard` does not know what to make layers of. It
-            names `shard`.
     """
-    _refuse_without_values(model, device)
-    if policy is None:
-        policy = policy_for(mixed_precision)
-        if mixed_precision in _LOW:
-            _make_masters(model)
-    try:
-        with _without_advice() if head_in_root else nullcontext():
-            shard(
-                model,
-                _without_head(model, layers) if head_in_root else layers,
-                device=device,
-                policy=policy,
-            )
-    except ValueError as error:
-        raise ValueError(
-            f"{error}. To choose layers or a policy yourself, call zero3.shard(model, ...) first, "
-            "and pass its result"
-        ) from error
+
+    policy: Policy = None
+    layers: Layers = None
+    head_in_root: bool = False
+
+    def shard(self, model: nn.Module, device: torch.device, mixed_precision: str) -> None:
+        """Shards `model` as `zero3.shard` does.
+
+        Raises:
+            ValueError: The model has no values, or `shard` does not know what to make layers of. It
+                names `shard`.
+        """
+        _refuse_without_values(model, device)
+        policy = self.policy
+        if policy is None:
+            policy = policy_for(mixed_precision)
+            if mixed_precision in _LOW:
+                _make_masters(model)
+        try:
+            with _without_advice() if self.head_in_root else nullcontext():
+                layers = _without_head(model, self.layers) if self.head_in_root else self.layers
+                shard(model, layers, device=device, policy=policy)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}. To choose layers or a policy yourself, call zero3.shard(model, ...) "
+                "first, and pass its result"
+            ) from error
 
 
 @contextmanager

@@ -5,7 +5,10 @@ shards.
 from __future__ import annotations
 
 import os
+import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +19,7 @@ from torch import nn
 from ..access import is_sharded, resident
 from ..auto_wrap import Layers
 from ..checkpoint.meta_buffers import twin
+from ..comm.board import board_for
 from ..comm.factory import communicator_for
 from ..guards.module_overrides import Override
 from ..huggingface.save_pretrained import save_pretrained
@@ -26,9 +30,8 @@ from ..optim.check_optimizer import check_optimizer
 from ..optim.param_groups import param_groups
 from ..policy import ParamInfo
 from . import trainer_checkpoints as checkpoints
-from .ending_together import ends_together
 from .handover import Handover
-from .preparing import Policy, enclose_forward
+from .preparing import Policy, Sharding, enclose_forward
 from .versions import require
 
 require("transformers", __name__)
@@ -47,6 +50,7 @@ else:
 
 __all__ = ["Zero3Mixin", "Zero3Trainer"]
 
+_KEPT_KINDS = (ValueError, TypeError, RuntimeError, OSError)  # of errors that keep their type
 _SHARDS_ITSELF = "zero3 shards the model itself. Leave it out"
 _CONVERTS = (
     "it would convert the float32 masters of a sharded model. bf16=True or fp16=True "
@@ -182,9 +186,8 @@ class Zero3Mixin(_Base):
         # the Trainer makes one of a class that it names itself
         self.accelerator.__class__ = Zero3Accelerator
         self.accelerator.shards_with(
-            *self._zero3_choice,
-            accumulation.get("sync_each_batch", True),
-            head_in_root=self._is_of_trl(),
+            Sharding(*self._zero3_choice, head_in_root=self._is_of_trl()),
+            sync_each_batch=accumulation.get("sync_each_batch", True),
         )
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -235,7 +238,7 @@ class Zero3Mixin(_Base):
         """As the trainer's. If a rank raises an exception, all do, and each error names that
         rank.
         """
-        with ends_together(self.args.device):
+        with _ends_together(self.args.device):
             if resume_from_checkpoint is True:
                 resume_from_checkpoint = self._newest_whole_checkpoint()
             elif resume_from_checkpoint:
@@ -393,3 +396,42 @@ class _Generate(Override):
 def _generate(model: nn.Module, generate: Any, /, *args: Any, **kwargs: Any) -> Any:
     with resident(model):
         return generate(*args, **kwargs)
+
+
+@contextmanager
+def _ends_together(device: torch.device) -> Iterator[None]:
+    """Every rank enters it. A rank that raises inside leaves a note first; the others find it when
+    the transfers with it fail.
+
+    That is when it has left the group, or at the group's timeout. It costs one small collective at
+    the beginning.
+
+    Raises:
+        Exception: With the rank before the message, of the same type where that is ValueError,
+            TypeError, RuntimeError or OSError.
+    """
+    communicator = communicator_for(None, device)
+    if communicator.world_size == 1:
+        yield
+        return
+    run = communicator.exchange(os.urandom(8), device)[0].hex()
+    rank, board = communicator.rank, board_for(communicator)
+    try:
+        yield
+    except Exception as error:
+        everyone = range(communicator.world_size if board is not None else 0)
+        others = [
+            text
+            for other in everyone
+            if other != rank and board is not None and (text := board.posted(f"{run}/{other}"))
+        ]
+        said = str(error) if type(error) in _KEPT_KINDS else f"{type(error).__name__}: {error}"
+        # what ranks have agreed upon names one already
+        said = said if re.match(r"ranks? \d", said) else f"rank {rank}: {said}"
+        with suppress(RuntimeError):  # the process that keeps the notes may be gone
+            if board is not None:
+                board.post(f"{run}/{rank}", said)
+        kind = type(error) if type(error) in _KEPT_KINDS else RuntimeError
+        raise kind(
+            "\n".join([*(f"{text} (which ended this run)" for text in others), said])
+        ) from error

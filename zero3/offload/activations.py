@@ -77,7 +77,7 @@ class _Offloaded:
     """`saved_tensors_hooks` that may be entered again."""
 
     def __init__(self, directory: str | None, min_bytes: int) -> None:
-        self._store = _Store(ScratchFile(directory) if directory is not None else None, min_bytes)
+        self._store = _Depot(ScratchFile(directory) if directory is not None else None, min_bytes)
         self._hooks: list[saved_tensors_hooks] = []
 
     def __enter__(self) -> Self:
@@ -96,7 +96,7 @@ class _Offloaded:
         self._store.trim()
 
 
-class _Store:
+class _Depot:
     """All tensors that rest elsewhere, by number, in the order in which the graph has saved
     them.
     """
@@ -105,20 +105,20 @@ class _Store:
         self._file, self._min_bytes = file, min_bytes
         self._lanes: dict[torch.device, Lane] = {}
         # the graph holds them
-        self._saved: WeakValueDictionary[int, _Saved] = WeakValueDictionary()
+        self._saved: WeakValueDictionary[int, _Activation] = WeakValueDictionary()
         self._count = self.gave_back = 0
         self._leaving: deque[int] = deque()  # those whose own memory is not free yet
         # forwards may run in several threads, and so do backwards of several devices
         self._lock = threading.RLock()
 
     @torch.no_grad()
-    def pack(self, tensor: Tensor) -> Tensor | _Saved:
+    def pack(self, tensor: Tensor) -> Tensor | _Activation:
         if not self._goes(tensor):
             return tensor
         with self._lock:
             return self._pack(tensor)
 
-    def _pack(self, tensor: Tensor) -> _Saved:
+    def _pack(self, tensor: Tensor) -> _Activation:
         leaving = self._still_here()
         if (saved := next((saved for saved in leaving if saved.is_of(tensor)), None)) is None:
             saved = self._send(tensor)
@@ -156,11 +156,11 @@ class _Store:
             return False
         return self._file is not None or has_streams(tensor.device)
 
-    def _still_here(self) -> list[_Saved]:
+    def _still_here(self) -> list[_Activation]:
         self._leaving = deque(number for number in self._leaving if number in self._saved)
         return [self._saved[number] for number in self._leaving]
 
-    def _send(self, tensor: Tensor) -> _Saved:
+    def _send(self, tensor: Tensor) -> _Activation:
         dense = (
             tensor
             if torch.empty_like(tensor, device="meta").stride() == tensor.stride()
@@ -173,12 +173,12 @@ class _Store:
             if self._file is not None
             else InHostMemory(flat, lane)
         )
-        saved = self._saved[self._count] = _Saved(self._count, dense, flat, rest)
+        saved = self._saved[self._count] = _Activation(self._count, dense, flat, rest)
         self._leaving.append(self._count)
         self._count += 1
         return saved
 
-    def _before(self, number: int) -> list[_Saved]:
+    def _before(self, number: int) -> list[_Activation]:
         """Those tensors that the graph has saved shortly before, the last one first."""
         found = (
             self._saved.get(earlier)
@@ -198,7 +198,7 @@ class _Store:
         return self._lanes[device]
 
     @torch.no_grad()
-    def unpack(self, packed: Tensor | _Saved) -> Tensor:
+    def unpack(self, packed: Tensor | _Activation) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         with self._lock:
@@ -209,7 +209,7 @@ class _Store:
         return tensor
 
 
-class _Saved:
+class _Activation:
     """One tensor of the graph's. It lives as long as the part of the graph that needs it."""
 
     def __init__(self, number: int, dense: Tensor, flat: Tensor, rest: Rest) -> None:

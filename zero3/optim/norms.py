@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -82,28 +83,18 @@ def parameter_norms(
         agree(communicator, states[0].device, "parameter_norms", [f"of={of!r}"], error)
     ignored = ignored_gradients(states, "parameter_norms")
     if error is None:
-        own = {
-            key: row
-            for row, (_, key) in enumerate(named)
-            if isinstance(key, ShardedParameter) and not key.chunk.read_only
-        }
-        if not communicator.replica:  # replicas hold the same values, which count once
-            _add_own(values, own, of, norm_type)
-        counts = is_first(communicator)
-        whole = (
-            {id(each.parameter): each.parameter.detach() for each in ignored_of(states)}
-            if of == "param"
-            else ignored
-        )
-        for row, (_, key) in enumerate(named):
-            flat = whole.get(id(key)) if counts else None
-            if flat is not None:
-                values[row] = _power(flat, norm_type)
         rows = {key: row for row, (_, key) in enumerate(named)}
-        for state in quantized if of == "param" else ():
-            for sharded, flat in _dequantised(state):
-                if counts and sharded in rows:
-                    values[rows[sharded]] = _power(flat, norm_type)
+        if not communicator.replica:  # replicas hold the same values, which count once
+            _add_own(values, rows, of, norm_type)
+        alone = {each.parameter: each.parameter.detach() for each in ignored_of(states)}
+        whole: Iterable[tuple[ShardedParameter | nn.Parameter, Tensor]] = (
+            chain(alone.items(), *map(_dequantised, quantized))
+            if of == "param"
+            else ignored.items()
+        )
+        for key, flat in whole:
+            if is_first(communicator) and key in rows:
+                values[rows[key]] = _power(flat, norm_type)
     with NamingFailures(
         communicator, "summing up", Subject("the norms of the parameters"), "parameter_norms"
     ):
@@ -146,9 +137,9 @@ def _named(
     return [*found, *of.values()]
 
 
-def ignored_gradients(states: list[LayerState], caller: str) -> dict[int, Tensor]:
-    """The gradients of parameters that are left alone, over all ranks, by the parameter's id. Every
-    rank calls it, in `caller`.
+def ignored_gradients(states: list[LayerState], caller: str) -> dict[nn.Parameter, Tensor]:
+    """The gradients of parameters that are left alone, over all ranks. Every rank calls it, in
+    `caller`.
 
     They are the ranks' mean, or sum, as `gradient_reduction` says. What the caller has made equal
     on all ranks is its own mean.
@@ -182,7 +173,7 @@ def ignored_gradients(states: list[LayerState], caller: str) -> dict[int, Tensor
             whole /= first.communicator.world_size
     parts = torch.split(whole, [real.numel() for real in reals])
     return {
-        id(each): torch.view_as_complex(part.view(-1, 2)) if each.is_complex() else part
+        each: torch.view_as_complex(part.view(-1, 2)) if each.is_complex() else part
         for each, part in zip(own, parts, strict=True)
     }
 
@@ -203,14 +194,21 @@ def _dequantised(state: LayerState) -> Iterator[tuple[ShardedParameter, Tensor]]
 
 
 def _add_own(
-    values: Tensor, row_of: Mapping[ShardedParameter, int], of: str, norm_type: float
+    values: Tensor,
+    row_of: Mapping[ShardedParameter | nn.Parameter, int],
+    of: str,
+    norm_type: float,
 ) -> None:
     """Writes the norms of this rank's pieces into `values`, to the power of `norm_type` unless that
     is infinite.
     """
-    rows = {(sharded.chunk, sharded.index): row for sharded, row in row_of.items()}
+    rows = {
+        (key.chunk, key.index): row
+        for key, row in row_of.items()
+        if isinstance(key, ShardedParameter) and not key.chunk.read_only
+    }
     for chunk in dict.fromkeys(
-        sharded.chunk for sharded in row_of if of == "param" or sharded.chunk.shard.requires_grad
+        chunk for chunk, _ in rows if of == "param" or chunk.shard.requires_grad
     ):
         indices = {slot: index for index, slot in enumerate(chunk.layout.slots)}
         for piece in chunk.pieces:
@@ -253,7 +251,10 @@ def _norm(flat: Tensor, order: float) -> Tensor:
 
 
 def gradients_to_measure(
-    model: nn.Module, states: list[LayerState], in_files: Norms, ignored: Mapping[int, Tensor]
+    model: nn.Module,
+    states: list[LayerState],
+    in_files: Norms,
+    ignored: Mapping[nn.Parameter, Tensor],
 ) -> list[Tensor]:
     """Returns this rank's part of the gradients. On a single rank they are cut into parameters, in
     the model's order, so that the norm has the bits of torch's own. `in_files`: norms of some,
@@ -282,7 +283,7 @@ def gradients_to_measure(
                 slice_of(key.chunk, slot.offset, slot.stop, "grad") if norm is None else norm
             )
         else:
-            slices.append(ignored.get(id(key)))
+            slices.append(ignored.get(key))
     return [gradient for gradient in slices if gradient is not None]
 
 

@@ -78,19 +78,21 @@ def param_groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
                 "options must be a function (name, info) -> dict of options, or None, found a "
                 f"{type(options).__name__}"
             )
-        plan = _Plan(lines)
-        plan.ask(model, states, options)
-    found = families(states, lambda state, slot: plan.order[state, slot.name])
-    repartition(new_cuts(found, lambda state, slot: plan.choices[state, slot.name].whole))
-    return _divided(states, found, plan)
+        answers = _Answers(lines)
+        answers.ask(model, states, options)
+    found = families(states, lambda state, slot: answers.order[state, slot.name])
+    repartition(new_cuts(found, lambda state, slot: answers.choices[state, slot.name].whole))
+    return _divided(states, found, answers)
 
 
-def _divided(states: list[LayerState], found: list[Family], plan: _Plan) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = [{**group.options, "params": []} for group in plan.groups]
+def _divided(
+    states: list[LayerState], found: list[Family], answers: _Answers
+) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = [{**group.options, "params": []} for group in answers.groups]
     for family in found:
         state = family.state
         for chunk in family.chunks:
-            for number, parameter in divide(state, chunk, plan.chooser(state)):
+            for number, parameter in divide(state, chunk, answers.chooser(state)):
                 groups[number]["params"].append(parameter)
     divided = any(
         part.parameter is not chunk.shard
@@ -100,7 +102,7 @@ def _divided(states: list[LayerState], found: list[Family], plan: _Plan) -> list
     )
     for chunk in (chunk for state in states for chunk in state.chunks):
         chunk.divided = divided
-    for made, group in zip(groups, plan.groups, strict=True):
+    for made, group in zip(groups, answers.groups, strict=True):
         made["params"] = made["params"] or [placeholder(states[0], group.first, whole=group.whole)]
     return groups
 
@@ -142,7 +144,7 @@ class _Group:
 
 
 @dataclass
-class _Plan:
+class _Answers:
     """The answers of the `options` function. `lines`: the answers as text, for the ranks to
     compare.
     """

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..build.host import Host
-from ..comm.communicator import Bounds, Communicator, Told
+from ..comm.communicator import Bounds, Communicator
+from ..comm.log import Told
 from ..comm.streams import Done, Lanes, Mark, Pending
 from ..policy import ShardingPolicy, rests_in
 from .resting import OnPaper

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,37 +72,31 @@ class DeviceKernels(TorchFunctionMode):
             )
         return answers
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        kernel, why = self._choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        asked = _Attention(*args, **kwargs)
+        kernel, why = self._choose(asked)
         self.attention[f"{kernel} ({why})" if why else kernel] += 1
         if kernel == _MATH:
-            attend = nn.functional.scaled_dot_product_attention
-            return attend(
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
+            return nn.functional.scaled_dot_product_attention(*args, **kwargs)
+        mask = asked.attn_mask
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=asked.query.dtype).masked_fill_(
+                mask.logical_not(), float("-inf")
             )
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
-                attn_mask.logical_not(), float("-inf")
-            )
-        return self._run(kernel, query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return self._run(kernel, asked._replace(attn_mask=mask))
+
+
+class _Attention(NamedTuple):
+    """A call of torch's `scaled_dot_product_attention`, by its names."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
 
 
 def backward(loss: Tensor) -> None:
@@ -184,15 +178,7 @@ def _dropout_on_cuda(
     return torch.native_dropout(input, p, True)[0]
 
 
-def _chosen_by_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    grouped: bool,
-) -> tuple[str, str]:
+def _chosen_by_cpu(asked: _Attention) -> tuple[str, str]:
     """Asks torch, with tensors of the same shapes that take one row of memory."""
 
     def like(tensor: Tensor) -> Tensor:
@@ -200,44 +186,29 @@ def _chosen_by_cpu(
         return row.requires_grad_(tensor.requires_grad).expand(tensor.shape)
 
     choice = torch._fused_sdp_choice(
-        like(query),
-        like(key),
-        like(value),
-        None if mask is None else like(mask),
-        dropout,
-        causal,
-        enable_gqa=grouped,
+        like(asked.query),
+        like(asked.key),
+        like(asked.value),
+        None if asked.attn_mask is None else like(asked.attn_mask),
+        asked.dropout_p,
+        asked.is_causal,
+        enable_gqa=asked.enable_gqa,
     )
     return (_MATH, "as torch chooses on the CPU") if choice == 0 else (_FLASH, "")
 
 
-def _attend_on_cpu(
-    kernel: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-) -> Tensor:
+def _attend_on_cpu(kernel: str, asked: _Attention) -> Tensor:
+    query, key, value, mask, dropout, causal, scale, _ = asked
     result: Tensor = _FLASH_CPU(query, key, value, dropout, causal, attn_mask=mask, scale=scale)[0]
     return result
 
 
-def _chosen_by_cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    grouped: bool,
-) -> tuple[str, str]:
+def _chosen_by_cuda(asked: _Attention) -> tuple[str, str]:
     """torch's rules for GPUs since Ampere, in the order in which it tries its kernels."""
+    query, key, value, mask = asked[:4]
     half = query.dtype in (torch.float16, torch.bfloat16)
     one_size = query.shape[-1] == key.shape[-1] == value.shape[-1]
-    fewer = grouped and key.shape[1] != query.shape[1]
+    fewer = asked.enable_gqa and key.shape[1] != query.shape[1]
     if half and mask is None and one_size and query.shape[-1] <= 256:
         return _FLASH, ""
     name = str(query.dtype).removeprefix("torch.")
@@ -249,16 +220,8 @@ def _chosen_by_cuda(
     return _EFFICIENT, why
 
 
-def _attend_on_cuda(
-    kernel: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-) -> Tensor:
+def _attend_on_cuda(kernel: str, asked: _Attention) -> Tensor:
+    query, key, value, mask, dropout, causal, scale, _ = asked
     result: Tensor
     if kernel == _EFFICIENT:
         if mask is not None:

@@ -49,7 +49,7 @@ class Moment:
 
 
 @dataclass(slots=True)
-class _Held:
+class _Allocation:
     """One storage."""
 
     nbytes: int
@@ -70,7 +70,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, unit: int, logits: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._unit, self._logits = unit, logits
-        self._held: dict[int, _Held] = {}  # by the storage's address
+        self._held: dict[int, _Allocation] = {}  # by the storage's address
         # the cause of what is made now; None: an activation, or logits
         self._cause: str | None = None
         self._clock = 0
@@ -136,7 +136,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if held is None:
             # lives as long as the memory, whoever holds it
             reference = weakref.ref(storage, lambda _: self._forget(address))
-            held = self._held[address] = _Held(
+            held = self._held[address] = _Allocation(
                 0, cause or self._cause or self._kind_of(tensor), self._clock, reference
             )
         if cause is not None and held.cause != cause:
@@ -161,7 +161,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             moment = self.moments[-1]
             moment.peak, moment.by_cause, moment.at = self._now, self._totals.copy(), self._clock
 
-    def _move(self, held: _Held, cause: str) -> None:
+    def _move(self, held: _Allocation, cause: str) -> None:
         """What a storage is for may be known only after it was made: the moment's peak learns it
         too.
         """

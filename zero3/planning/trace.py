@@ -87,25 +87,7 @@ class Trace:
             self._watch(state)
         for codec in {id(weight.codec): weight.codec for weight in _quantized_in(states)}.values():
             vars(codec)["decode"] = partial(self._decode, codec, codec.decode)
-        root = vars(self.model)["_zero3_root"]
-        # as `resident_bytes` takes them
-        ordered = sorted(states, key=lambda state: state is not root)
-        # The bytes of the full buffers of frozen parameters, in the order in which they may stay.
-        self.frozen_buffers = [
-            _full_nbytes(chunk)
-            for state in ordered
-            for chunk in state.chunks
-            if not chunk.shard.requires_grad
-        ]
-        self.trains_in_layers = any(
-            chunk.shard.requires_grad
-            for state in states
-            if state is not root
-            for chunk in state.chunks
-        )
         self.optimizer = _made(optimizer, get_trainable_chunk(self.model))
-        # whether they rest elsewhere
-        self.offloads = any(chunk.store.rests for state in states for chunk in state.chunks)
         if device == "cuda" and not self.offloads:
             self._step_as_on_cuda()
         # the most bytes that were alive when a forward of the last measurement had ended
@@ -113,11 +95,38 @@ class Trace:
         self.model.register_forward_hook(self._after_forward)
         self._loss, self._accumulating = loss, accumulating
         self._peaks: dict[tuple[int, int, int], int] = {}
-        # whether the optimizer has stepped: at all, and since the last micro-batch
-        self._learned = self._stepped = False
+        self._stepped = False  # whether the optimizer has, since the last micro-batch
         self._begins: Callable[[], object] = _ignore  # called at each micro-batch
-        self._reached = {id(root)}  # the states of layers that were fetched
+        self._reached = {id(self._root)}  # the states of layers that were fetched
         self._times = 1.0  # how often what runs now would run: see `_decode`
+
+    @property
+    def _root(self) -> LayerState:
+        root: LayerState = vars(self.model)["_zero3_root"]
+        return root
+
+    @property
+    def _chunks(self) -> list[tuple[LayerState, Chunk]]:
+        return [(state, chunk) for state in states_of(self.model) for chunk in state.chunks]
+
+    @property
+    def offloads(self) -> bool:
+        """Whether chunks rest elsewhere."""
+        return any(chunk.store.rests for _, chunk in self._chunks)
+
+    @property
+    def trains_in_layers(self) -> bool:
+        return any(
+            chunk.shard.requires_grad for state, chunk in self._chunks if state is not self._root
+        )
+
+    @property
+    def frozen_buffers(self) -> list[int]:
+        """The bytes of the full buffers of frozen parameters, in the order in which they may stay
+        (`resident_bytes`): the root's first.
+        """
+        ordered = sorted(self._chunks, key=lambda each: each[0] is not self._root)
+        return [_full_nbytes(chunk) for _, chunk in ordered if not chunk.shard.requires_grad]
 
     def measure(self, batch: int, sequence: int, accumulation: int = 1) -> list[Moment]:
         """The moments of one step after the first. All micro-batches after the second are as the
@@ -125,9 +134,8 @@ class Trace:
         """
         micro_batches = min(accumulation, 2)
         with self._counting():
-            if not self._learned:  # the order of layers, and the optimizer's state
+            if not self._peaks:  # the order of layers, and the optimizer's state, are learned first
                 self._step(batch, sequence, 1)
-                self._learned = True
             self.ledger.moments.clear()
             self.ledger.most_elsewhere = 0
             self.kernels.attention.clear()
@@ -153,7 +161,7 @@ class Trace:
 
     def micro_batches(self, batch: int, sequence: int, number: int) -> list[list[Any]]:
         """The events of each micro-batch of such a step. The optimizer's are with the last."""
-        if not self._learned:
+        if not self._peaks:
             self.measure(batch, sequence)
         found: list[list[Any]] = []
 

@@ -54,7 +54,7 @@ class _Mallinfo(ctypes.Structure):
     )
 
 
-class HostMemory:
+class Heap:
     """What the C library has given out. It keeps no peak. A look takes some microseconds."""
 
     keeps_peak = False
@@ -85,7 +85,7 @@ class HostMemory:
 
 
 def counter_for(device: torch.device) -> Counter:
-    return DeviceMemory(device) if has_streams(device) else HostMemory()
+    return DeviceMemory(device) if has_streams(device) else Heap()
 
 
 class Watch:

@@ -11,10 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .codec import Codec, Shape
-from .eight_bit import Float8Codec, Int8Codec
-from .mxfp4 import BLOCK_NUMEL, MXFP4Codec, TransposedMXFP4Codec
-from .nf4 import SCALES_NUMEL, DoubleNF4Codec, NF4Codec
+from .codec import (
+    MXFP4_BLOCK_NUMEL,
+    SCALES_NUMEL,
+    Codec,
+    DoubleNF4Codec,
+    Float8Codec,
+    Int8Codec,
+    MXFP4Codec,
+    NF4Codec,
+    Shape,
+    TransposedMXFP4Codec,
+)
 from .sections import QuantizedTensor, Section, aligned, placed, seen_as
 
 __all__: list[str] = []
@@ -325,7 +333,7 @@ class MXFP4(Format):
         numel = math.prod(shape)
         return [
             ("codes", torch.uint8, -(-numel // 2)),
-            ("scales", torch.uint8, -(-numel // BLOCK_NUMEL)),
+            ("scales", torch.uint8, -(-numel // MXFP4_BLOCK_NUMEL)),
         ]
 
 

@@ -22,7 +22,7 @@ _AT_ONCE_ON_CPU, _AT_ONCE = 2**18, 2**22
 Bounds = tuple[int, ...] | None
 
 
-class Work:
+class Workspace:
     """Memory for intermediate results. All of it is allocated here, so that nothing can be missing
     while ranks wait.
     """
@@ -57,7 +57,7 @@ class Row:
         self.nbytes = kind.nbytes((numel,))
         self._kind, self._numel, self._size = kind, numel, block_size(kind)
 
-    def encode(self, pieces: Sequence[Tensor], raw: Tensor, work: Work, key: int = 0) -> None:
+    def encode(self, pieces: Sequence[Tensor], raw: Tensor, work: Workspace, key: int = 0) -> None:
         """Writes `pieces`, which side by side make the tensor, into the bytes `raw` `[nbytes]`.
         `key`: of the random numbers.
         """
@@ -79,7 +79,7 @@ class Row:
                 )
             start += values.numel()
 
-    def decode(self, raw: Tensor, out: Tensor, work: Work, *, add: bool = False) -> None:
+    def decode(self, raw: Tensor, out: Tensor, work: Workspace, *, add: bool = False) -> None:
         """Writes what the bytes stand for into `out`, of any floating dtype; or adds it to `out`,
         which then is float32.
         """
@@ -132,11 +132,11 @@ class Rows:
         with torch.inference_mode(False):
             return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
 
-    def work(self, device: torch.device) -> Work:
+    def work(self, device: torch.device) -> Workspace:
         """Memory to work on one row after another."""
         size = block_size(self._kind)
         most = max(1, (_AT_ONCE_ON_CPU if device.type == "cpu" else _AT_ONCE) // size) * size
-        return Work(min(most, self._longest), size, device, random=is_stochastic(self._kind))
+        return Workspace(min(most, self._longest), size, device, random=is_stochastic(self._kind))
 
 
 def block_size(kind: Format) -> int:

@@ -62,10 +62,10 @@ class PinnedRegions(Regions):
     """Pinned memory of the host."""
 
     def __init__(self) -> None:
-        super().__init__(_Pinned)
+        super().__init__(_PinnedBlock)
 
 
-class _Pinned:
+class _PinnedBlock:
     def __init__(self, nbytes: int) -> None:
         self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         self.address = self._memory.data_ptr()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.streams import Moment, OnHost, Pending
+from ..comm.streams import Fence, OnHost, Pending
 from ..core.autograd import as_plain_tensors
 from ..core.chunk import Chunk
 from ..core.flow import Travelling
@@ -99,7 +99,7 @@ class Pinned:
     def __init__(self) -> None:
         regions = PinnedRegions()
         self.allocate = self.to_copy_into = regions.empty
-        self._read: Moment | None = None  # the end of the last copy to the device
+        self._read: Fence | None = None  # the end of the last copy to the device
         self._watched: list[nn.Parameter] = []
 
     def taken(self, nbytes: int) -> int:
@@ -115,7 +115,7 @@ class Pinned:
         if into is None or not into.numel():
             return values if into is None else into
         into.copy_(values, non_blocking=True)
-        self._read = Moment(into.device)
+        self._read = Fence(into.device)
         return into
 
     def settle(self, chunk: Chunk, recent: list[Any] | None, *, before_backward: bool) -> None:

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
+from ..comm.agreement import agree
 from ..comm.communicator import Communicator
-from ..comm.errors import NamingFailures, Subject
 from ..conductors.gated import GatedCommunicator, ungated
+from ..core.comparison import drop_stale
 from ..core.coordination import Action, Activity
 from ..core.layer_state import LayerState
 from ..core.runtime import Runtime
@@ -31,8 +31,7 @@ from ..optim.token_mean import note, weigh
 from ..resilience.replay import tell_end
 from .announcements import Announcements, Doing
 from .changes import StateChanges
-from .headcount import Headcount, said
-from .participation import help_with
+from .headcount import Headcount, Standing
 
 __all__: list[str] = []
 
@@ -66,11 +65,8 @@ class JoinCoordinator:
         self._states = list(states)
         self._announcements = Announcements(states, control)
         self._runtimes = {state: runtime for runtime in runtimes for state in runtime.layers}
-        self._control = control  # for announcements and for counting
+        self._control = control
         self._step = step
-        self._naming = NamingFailures(
-            control, "keeping step with", Subject("ranks that have more or less data")
-        )
         self._divide_by_all = True
         self._notify: Callable[[], bool] = lambda: False
         self.on = False
@@ -255,7 +251,7 @@ class JoinCoordinator:
                 elif action is Action.GUARD:
                     self._let_go(keep=not any(tell_end(self._states[0], None)))
                 else:
-                    help_with(action, state, self._runtimes[state])
+                    _help_with(action, state, self._runtimes[state])
             except Exception as caught:  # the other ranks hear of it at their next announcement
                 error = caught
             finally:
@@ -293,20 +289,15 @@ class JoinCoordinator:
         a step wait for the others.
         """
         guarded = self._states[0].gradients.holds > 0
-        mine = said(
-            kind,
-            *self._changes.gradients(),
-            changed=kind is not None and self._changes.changed(),
-            guarded=guarded,
-        )
-        counts = torch.tensor(mine, dtype=torch.int64, device=self._states[0].device)
+        gradients, owed = self._changes.gradients()
+        changed = kind is not None and self._changes.changed()
+        mine = Standing(kind, gradients, owed, changed, guarded)
         try:
-            with self._naming:
-                self._control.all_reduce(counts)
+            counts = self._announcements.count(mine.numbers())
         except RuntimeError:
             self.end()
             raise
-        found = Headcount.of(counts.tolist(), self._control.world_size)
+        found = Headcount.of(counts, self._control.world_size)
         self._announces = found.others > 0
         if found.apart:
             self._fail(
@@ -375,6 +366,31 @@ class JoinCoordinator:
         return RuntimeError(
             f"rank {self._control.rank}: some ranks have no data left, and {reason}."
         )
+
+
+def _help_with(action: Action, state: LayerState, runtime: Runtime) -> None:
+    """Takes part in an announced collective: in a gather with its chunks, in a reduction with
+    zeros, in a comparison as a listener.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: The same error as on the other ranks.
+    """
+    if action is Action.GATHER:
+        state.take_part_in_fetch()
+    elif action is Action.REDUCE:
+        runtime.backward.reduce(state)
+    elif action is Action.KEEP:
+        state.gradients.defer(1, replicas_only=True)
+        try:
+            runtime.backward.reduce(state)
+        finally:
+            state.gradients.defer(-1, replicas_only=True)
+    elif action is Action.SETTLE:
+        runtime.backward.drain_backups()
+    elif action is Action.LOOK:
+        drop_stale(runtime.communicator, runtime.layers)
+    elif action is Action.AGREE:
+        agree(runtime.communicator, state.device, "what comes next", [], absent=True)
 
 
 def _average_over(state: LayerState, ranks: int) -> None:

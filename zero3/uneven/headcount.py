@@ -12,25 +12,25 @@ from ..core.coordination import Activity
 __all__: list[str] = []
 
 
-def said(
-    kind: Activity | None, gradients: int, owed: int, *, changed: bool, guarded: bool
-) -> list[int]:
-    """One rank's report: 12 integers, which are added over ranks.
+class Standing(NamedTuple):
+    """What one rank reports."""
 
-    `kind`: the rank's round, or None if it has no data. `gradients`: how many it holds. `owed`: how
-    many of its layers hold sums that are not reduced yet. `changed`: see `StateChanges.changed`.
-    `guarded`: whether its round is inside a `step_guard`.
-    """
-    here = (kind is Activity.STEP, kind not in (Activity.STEP, None), kind is None)
-    at_step, elsewhere, without = ([gradients * place, owed * place] for place in here)
-    return [
-        *(int(kind is each) for each in Activity),
-        *at_step,
-        *elsewhere,
-        *without,
-        int(changed),
-        int(guarded and here[1]),
-    ]
+    kind: Activity | None  # its round; None: it has no data
+    gradients: int  # how many it holds
+    owed: int  # how many of its layers hold sums that are not reduced yet
+    changed: bool  # see `StateChanges.changed`
+    guarded: bool  # whether its round is inside a `step_guard`
+
+    def numbers(self) -> list[int]:
+        """12 integers, which are added over ranks."""
+        kind = self.kind
+        here = (kind is Activity.STEP, kind not in (Activity.STEP, None), kind is None)
+        at_step, elsewhere, without = (
+            [self.gradients * place, self.owed * place] for place in here
+        )
+        rounds = [int(kind is each) for each in Activity]
+        flags = [int(self.changed), int(self.guarded and here[1])]
+        return [*rounds, *at_step, *elsewhere, *without, *flags]
 
 
 class Headcount(NamedTuple):

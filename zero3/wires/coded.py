@@ -6,7 +6,7 @@
     full gradient [W*S]   encode  rows to all [W*S]         all-to-all  rows from all [W, S]
                           decode, add  sum [S]
 
-A row is a slice of `S` elements as bytes: codes, and a scale for each block. Work of the lane
+A row is a slice of `S` elements as bytes: codes, and a scale for each block. Workspace of the lane
 stands before and behind each transfer.
 """
 
@@ -27,7 +27,7 @@ from ..core.flow import Travelling, take_gradients
 from ..core.gradient_buffer import GradientBuffer
 from ..core.layout import ChunkLayout
 from ..quantized.formats import Format, Int8
-from ..quantized.wire import Row, Rows, Work
+from ..quantized.wire import Row, Rows, Workspace
 
 __all__: list[str] = []
 
@@ -136,7 +136,7 @@ class CodedReduceScatter:
 
 
 @torch.no_grad()
-def _sum_up(row: Row, received: Tensor, total: Tensor, work: Work) -> None:
+def _sum_up(row: Row, received: Tensor, total: Tensor, work: Workspace) -> None:
     """Adds what all ranks have sent, in rank order."""
     for start in range(0, received.numel(), max(1, row.nbytes)):
         row.decode(received[start : start + row.nbytes], total, work, add=start > 0)

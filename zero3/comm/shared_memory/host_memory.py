@@ -79,6 +79,46 @@ class Expected:
             self._memory.abandon(self._source, self._tag, self._turn)
 
 
+class _Outbox:
+    """One process's file: its places, with the receipts of the ranks that read it, and the data."""
+
+    __slots__ = ("_receipts", "_words", "header", "memory")
+
+    def __init__(self, memory: mmap.mmap, world_size: int) -> None:
+        self.memory = memory
+        self._words, self._receipts = _words_of_place(world_size), 3 + 2 * world_size
+        self.header = memoryview(memory)[: _header_bytes(world_size)].cast("q")
+
+    def at(self, place: int) -> int:
+        return _FIRST + place * self._words
+
+    def receipt(self, place: int, rank: int) -> int:
+        return self.at(place) + self._receipts + rank
+
+    def sign(self, place: int, rank: int) -> None:
+        self.header[self.receipt(place, rank)] = self.header[self.at(place)]
+
+    def is_signed(self, place: int, rank: int) -> bool:
+        return self.header[self.receipt(place, rank)] == self.header[self.at(place)]
+
+    def find(self, tag: int, turn: int, rank: int) -> int | None:
+        """The transfer's place. None if it has not come, or if `rank` has read it."""
+        header = self.header
+        for place in range(header[_USED]):
+            at = self.at(place)
+            unread = header[at] != header[self.receipt(place, rank)]
+            if unread and header[at + 1] == tag and header[at + 2] == turn:
+                return place
+        return None
+
+    def read_by(self, rank: int, number: int) -> int | None:
+        """The number of a transfer that `rank` has read, or None."""
+        header = self.header
+        # none: read, and already replaced
+        places = [place for place in range(header[_USED]) if header[self.at(place)] == number]
+        return number if all(self.is_signed(place, rank) for place in places) else None
+
+
 class HostMemory:
     """One process's side: its own file, and the files of the ranks in `near`, which are on the same
     host.
@@ -93,22 +133,19 @@ class HostMemory:
         timeout: timedelta,
     ) -> None:
         self.near = frozenset(neighbours)
-        self._rank, self._world_size, self._timeout = rank, world_size, timeout.total_seconds()
+        self._rank, self._timeout = rank, timeout.total_seconds()
         self._owner = os.getpid()
-        self._words_of_place = 3 + 3 * world_size
-        header_bytes = _header_bytes(world_size)
-        self._memories = {other: neighbour.memory for other, neighbour in neighbours.items()} | (
-            {rank: own.memory} if own else {}
-        )
-        self._headers = {
-            other: memoryview(memory)[:header_bytes].cast("q")
-            for other, memory in self._memories.items()
+        self._outboxes = {
+            other: _Outbox(neighbour.memory, world_size) for other, neighbour in neighbours.items()
         }
+        if own:
+            self._outboxes[rank] = _Outbox(own.memory, world_size)
         self._file_fd = own.file_fd if own else -1
         self._process_fds = {other: neighbour.process_fd for other, neighbour in neighbours.items()}
         # place that lacks a receipt -> begin and end of its data
         self._unread: dict[int, tuple[int, int]] = {}
-        self._begin = self._end = header_bytes  # of the data; only this range takes memory
+        # of the data; only this range takes memory
+        self._begin = self._end = _header_bytes(world_size)
         self._last = 0  # the last number given to a transfer
         self._turns: Counter[int] = Counter()  # by tag
         # (sender, tag, turn) that this rank will not read
@@ -118,7 +155,7 @@ class HostMemory:
     @property
     def places(self) -> int:
         """The most places that this process has used at the same time."""
-        return self._header(self._rank)[_USED]
+        return self._outbox(self._rank).header[_USED]
 
     @property
     def nbytes(self) -> int:
@@ -148,7 +185,8 @@ class HostMemory:
             key: sum(tensor.nbytes for tensor in tensors) for key, tensors in distinct.items()
         }
         with self._putting:
-            header, memory = self._header(self._rank), self._memories[self._rank]
+            outbox = self._outbox(self._rank)
+            header, memory = outbox.header, outbox.memory
             place, end = self._room(sum(map(_aligned, nbytes.values())))
             offsets = {}
             for key, tensors in distinct.items():
@@ -157,7 +195,7 @@ class HostMemory:
                         list(tensors), out=_tensor_in(memory, end, nbytes[key], tensors[0].dtype)
                     )
                 offsets[key], end = end, end + _aligned(nbytes[key])
-            at = self._at(place)
+            at = outbox.at(place)
             header[at + 1], header[at + 2] = tag, turn
             for rank, tensors in outgoing.items():
                 header[at + 3 + 2 * rank], header[at + 4 + 2 * rank] = (
@@ -174,7 +212,7 @@ class HostMemory:
         """Returns a free place, and an offset with `nbytes` of free memory. The smallest gap is
         taken, so that the file stays small.
         """
-        header = self._header(self._rank)
+        outbox = self._outbox(self._rank)
         self._forget_what_all_have_read()
         place = next(number for number in count() if number not in self._unread)
         if place == _PLACES:
@@ -186,10 +224,9 @@ class HostMemory:
         gaps = [(high - low, low) for (_, low), (high, _) in pairwise(edges)]
         _, start = min((gap for gap in gaps if gap[0] >= nbytes), default=gaps[-1])
         try:  # to write a page that the system can't provide would kill the process
-            if place >= header[_USED]:
-                os.posix_fallocate(
-                    self._file_fd, self._at(place) * _WORD, self._words_of_place * _WORD
-                )
+            if place >= outbox.header[_USED]:
+                low, high = outbox.at(place), outbox.at(place + 1)
+                os.posix_fallocate(self._file_fd, low * _WORD, (high - low) * _WORD)
             if start + nbytes > self._end:
                 os.posix_fallocate(self._file_fd, self._end, start + nbytes - self._end)
         except OSError as error:
@@ -202,11 +239,9 @@ class HostMemory:
         return place, start
 
     def _forget_what_all_have_read(self) -> None:
-        header = self._header(self._rank)
+        outbox = self._outbox(self._rank)
         for place in list(self._unread):
-            if all(
-                header[self._receipt(place, rank)] == header[self._at(place)] for rank in self.near
-            ):
+            if all(outbox.is_signed(place, rank) for rank in self.near):
                 del self._unread[place]
 
     def trim(self) -> None:
@@ -218,7 +253,7 @@ class HostMemory:
         """
         if not self.near:
             return
-        memory = self._memories[self._rank]
+        memory = self._outboxes[self._rank].memory
         with self._putting:
             self._forget_what_all_have_read()
             first = max((stop for _, stop in self._unread.values()), default=self._begin)
@@ -242,50 +277,45 @@ class HostMemory:
     @contextmanager
     def look(self, source: int, tag: int, turn: int, like: Tensor) -> Iterator[Tensor]:
         """See `Expected.look`."""
-        header = self._header(source)
+        outbox = self._outbox(source)
         if self._abandoned:
             self._give_back()
-        place = self._await(source, lambda: self._find(header, tag, turn))
-        at = self._at(place)
-        offset, nbytes = header[at + 3 + 2 * self._rank], header[at + 4 + 2 * self._rank]
+        place = self._await(source, lambda: outbox.find(tag, turn, self._rank))
+        at = outbox.at(place) + 3 + 2 * self._rank
+        offset, nbytes = outbox.header[at], outbox.header[at + 1]
         if nbytes != like.nbytes:
             raise RuntimeError(
                 f"rank {source} sent {nbytes} bytes, expected {like.nbytes}: the ranks' slices do "
                 "not match"
             )
         yield (
-            _tensor_in(self._memories[source], offset, nbytes, like.dtype)
-            if nbytes
-            else like.new_empty(0)
+            _tensor_in(outbox.memory, offset, nbytes, like.dtype) if nbytes else like.new_empty(0)
         )
-        self._sign(header, place)
-
-    def _sign(self, header: memoryview, place: int) -> None:
-        header[self._receipt(place, self._rank)] = header[self._at(place)]
+        outbox.sign(place, self._rank)
 
     def _give_back(self) -> None:
         for _ in range(len(self._abandoned)):
             with suppress(IndexError):  # another thread took the last item
                 source, tag, turn = self._abandoned.popleft()
-                header = self._header(source)
-                if (place := self._find(header, tag, turn)) is not None:
-                    self._sign(header, place)
+                outbox = self._outbox(source)
+                if (place := outbox.find(tag, turn, self._rank)) is not None:
+                    outbox.sign(place, self._rank)
                 else:
                     self.abandon(source, tag, turn)
 
     def await_receipts(self, number: int) -> None:
         """Returns when all near ranks have read transfer `number`."""
-        header = self._header(self._rank)
+        outbox = self._outbox(self._rank)
         for rank in self.near:
-            self._await(rank, partial(self._read_by, header, rank, number))
+            self._await(rank, partial(outbox.read_by, rank, number))
 
     def close(self) -> None:
         """Leaves the group: ranks that wait for this process get an error. In a forked child it
         only closes the child's descriptors.
         """
-        if self._headers and os.getpid() == self._owner:
-            self._headers[self._rank][_CLOSED] = 1
-        self._headers, self._memories = {}, {}
+        if self._outboxes and os.getpid() == self._owner:
+            self._outboxes[self._rank].header[_CLOSED] = 1
+        self._outboxes = {}
         descriptors, self._file_fd, self._process_fds = (
             [self._file_fd, *self._process_fds.values()],
             -1,
@@ -295,37 +325,10 @@ class HostMemory:
             if descriptor >= 0:
                 os.close(descriptor)
 
-    def _header(self, rank: int) -> memoryview:
-        if rank not in self._headers:
+    def _outbox(self, rank: int) -> _Outbox:
+        if rank not in self._outboxes:
             raise RuntimeError("the process group was destroyed while a transfer was under way")
-        return self._headers[rank]
-
-    def _find(self, header: memoryview, tag: int, turn: int) -> int | None:
-        """The transfer's place. None if it has not come, or if this rank has read it."""
-        for place in range(header[_USED]):
-            at = self._at(place)
-            if (
-                header[at] != header[self._receipt(place, self._rank)]
-                and header[at + 1] == tag
-                and header[at + 2] == turn
-            ):
-                return place
-        return None
-
-    def _read_by(self, header: memoryview, rank: int, number: int) -> int | None:
-        # none: read, and already replaced
-        places = [place for place in range(header[_USED]) if header[self._at(place)] == number]
-        return (
-            number
-            if all(header[self._receipt(place, rank)] == number for place in places)
-            else None
-        )
-
-    def _at(self, place: int) -> int:
-        return _FIRST + place * self._words_of_place
-
-    def _receipt(self, place: int, rank: int) -> int:
-        return self._at(place) + 3 + 2 * self._world_size + rank
+        return self._outboxes[rank]
 
     def _await(self, rank: int, look: Callable[[], int | None]) -> int:
         """Calls `look` until it finds what rank `rank` has to write, and returns that."""
@@ -334,7 +337,7 @@ class HostMemory:
             waited = time.monotonic() - begin
             if waited > self._timeout:
                 raise RuntimeError(f"Timed out waiting {self._timeout:g} s for rank {rank}")
-            gone = self._header(rank)[_CLOSED] or (
+            gone = self._outbox(rank).header[_CLOSED] or (
                 waited > _LONGEST_SLEEP and _has_ended(self._process_fds[rank])
             )
             if gone and look() is None:  # the rank may have written it just before it ended
@@ -375,7 +378,11 @@ def _known(group: Any) -> HostMemory | None:
 
 
 def _header_bytes(world_size: int) -> int:
-    return _aligned((_FIRST + _PLACES * (3 + 3 * world_size)) * _WORD, mmap.PAGESIZE)
+    return _aligned((_FIRST + _PLACES * _words_of_place(world_size)) * _WORD, mmap.PAGESIZE)
+
+
+def _words_of_place(world_size: int) -> int:
+    return 3 + 3 * world_size
 
 
 def _has_ended(process_fd: int) -> bool:
