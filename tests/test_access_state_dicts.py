@@ -13,7 +13,7 @@ from tests.support.models import WORLDS, linear, seeded
 from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import assert_at_rest, assert_close, full_parameters, on_ranks
 from tests.test_access import X
-from zero3.core import pinning
+from zero3 import pinning
 
 
 class Counter(nn.Module):

@@ -19,7 +19,7 @@ from zero3.core.autograd import inside_backward
 
 NUMBERS = {  # the functions that docs/design.md numbers
     "Runtime.begin_pass": "F1", "Runtime.pre_forward": "F2", "Runtime.post_forward": "F4", "Runtime.end_pass": "F5", "Backward.begin": "B1",
-    "Backward._before": "B2", "GradientReducer.add": "B4", "Backward._back_up": "B5", "Backward._end": "B6", "clip_grad_norm_": "S1",
+    "Backward._before": "B2", "Account.add": "B4", "Backward._back_up": "B5", "Backward._end": "B6", "clip_grad_norm_": "S1",
 }  # fmt: skip
 
 
@@ -52,7 +52,9 @@ def watch(machine: Machine, model: nn.Module) -> None:
     def back_up(layer: int | None, method: Callable[..., Any], *args: Any) -> Any:
         machine.moving = layer
         backups = method(*args)
-        for tensor in (tensor for backup in backups for tensor in backup.held):
+        for tensor in (
+            each for ticket in backups for leg in ticket._legs for held in leg.held for each in held if isinstance(each, Tensor)
+        ):
             machine.tag("full gradients", tensor)
         return backups
 

@@ -44,7 +44,7 @@ def text_of(stop: Stop) -> str:
 
 def test_the_reading_list_needs_no_jumps() -> None:
     """Each file imports, of those on the list, only files that stand above it; and the gradient's path is on it."""
-    assert set(READING) >= {"core/chunk", "core/gradient_buffer", "core/gradient_reducer", "core/backward", "core/runtime", "layer"}
+    assert set(READING) >= {"core/chunk", "core/gradient_buffer", "core/flow", "core/account", "core/backward", "core/runtime", "layer"}
     for place, source in enumerate(READING):
         imported = {source_of(name) for name in imports_of(source)}
         assert not imported & set(READING[place:]), f"{source} comes too early"

@@ -166,8 +166,8 @@ FAULTS = [
     Fault(
         "a guard that asks nobody",
         "resilience/replay.py",
-        "enumerate(told) if what}",
-        "enumerate(told) if what and rank == self.rank}",
+        "enumerate(told) if each is not None}",
+        "enumerate(told) if each is not None and rank == self.rank}",
         "resilience/step_guard",
     ),
     Fault(

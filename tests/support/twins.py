@@ -19,7 +19,7 @@ from tests.support.lives import Block, Plan, dynamic_shards, look, plans, polici
 from tests.support.models import WIDTH
 from tests.support.reference import assert_close, process_group
 from zero3.access import states_of
-from zero3.core.layer_state import Presence, reducers_of
+from zero3.core.layer_state import Presence, accounts_of
 from zero3.core.parameters import unwrapped
 
 # of what is computed or reduced in that dtype; parameters are fp64. Errors do not add up: see `_follow`
@@ -78,7 +78,7 @@ class Twins(RuleBasedStateMachine):
             for state in states_of(me.model):
                 state.log.look()
             held = [value for state in me.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-            held += filter(torch.is_tensor, (getattr(each, "_nothing", None) for each in reducers_of(states_of(me.model))))
+            held += filter(torch.is_tensor, (each._guard.nothing for each in accounts_of(states_of(me.model))))
             return me.live.now - sum(tensor.nbytes for tensor in held)
 
         return self.crew.each(count)

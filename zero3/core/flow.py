@@ -180,7 +180,7 @@ def take_gradients(
 
 
 class Average:
-    """[backup 3] The mean, in the dtype of the chunk's gradient. It is divided in the wider of both
+    """The mean, in the dtype of the chunk's gradient. It is divided in the wider of both
     dtypes.
     """
 
@@ -195,6 +195,7 @@ class Average:
         gradient.landed = summed if same else torch.empty_like(summed, dtype=self._dtype)
 
     def __call__(self, gradient: Travelling) -> None:
+        """[backup 3]"""
         summed, landed = gradient.summed, gradient.landed
         divisor = gradient.account.among.averaged_over / self._divides_first if self._mean else 1
         narrows = summed.dtype.itemsize > landed.dtype.itemsize
