@@ -71,7 +71,7 @@ def _trapped(monkeypatch: pytest.MonkeyPatch, mine: threading.local) -> None:
         monkeypatch.setattr(owner, method, trapped)
 
     wrap(FullBuffer, "allocate", "allocate")
-    wrap(GradientBuffer, "like", "gradient")
+    wrap(GradientBuffer, "__init__", "gradient")
     wrap(_HostMark, "wait", "wait")
     wrap(HostLane, "issue", "issue")
 

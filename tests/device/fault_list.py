@@ -21,8 +21,8 @@ FAULTS = [
     Fault(
         "the fetch lane does not wait for compute",
         "core/ticket.py",
-        "            with lane.issue():\n                leg.mark",
-        "            with lane._stream:\n                leg.mark",
+        "            with lane.issue():\n                leg[_MARK]",
+        "            with lane._stream:\n                leg[_MARK]",
     ),
     Fault(
         "the backup lane does not wait for compute",
@@ -33,7 +33,7 @@ FAULTS = [
     Fault(
         "the layer computes without waiting for its gather",
         "core/chunk.py",
-        "            self._ticket.wait()\n",
+        "            while ticket.advance():\n                pass\n",
         "",
     ),
     Fault(
@@ -45,8 +45,8 @@ FAULTS = [
     Fault(
         "a reduction's buffers are given back at once",
         "core/ticket.py",
-        "        self.held = [held]",
-        "        self.held = []",
+        "        leg: _Leg = [None, None, [held]]\n        self._legs.append(leg)  # first",
+        "        leg: _Leg = [None, None, []]\n        self._legs.append(leg)  # first",
     ),
     Fault(
         "a gradient that is being added to is given back at once",
@@ -173,8 +173,8 @@ FAULTS = [
     Fault(
         "what a gather brings is given back before it is decoded",
         "core/chunk.py",
-        "            self.wire.behind(self, room, full.tensor),\n            room,\n",
-        "            self.wire.behind(self, room, full.tensor),\n            None,\n        )\n        self._room = None\n        (\n",
+        "            room,\n        )\n",
+        "            None,\n        )\n        self._room = None\n",
         "compressed",
     ),
     Fault(
@@ -243,8 +243,8 @@ FAULTS = [
     Fault(
         "a gradient's buffers are given back before it is on the host",
         "core/ticket.py",
-        "            if leg.mark is not None:\n                leg.mark.wait()\n",
-        "",
+        "                leg[_MARK].wait()\n",
+        "                pass\n",
         "offload_to_cpu_shard",
     ),
     Fault(
@@ -257,9 +257,9 @@ FAULTS = [
     Fault(
         "the memory in which a chunk is cast is given back at once",
         "core/chunk.py",
-        "        values = chunk.store.lend(chunk.shard.data, room.lent)\n        return values if",
-        "        values = chunk.store.lend(chunk.shard.data, room.lent)\n        own, received = room.own, room.received\n"
-        "        chunk._room, chunk._ticket._legs[-1].held = None, []\n        room = room._replace(lent=None)\n        return values if",
+        "            values = chunk.store.lend(values, room.lent)\n        return values if",
+        "            values = chunk.store.lend(values, room.lent)\n        own, received = room.own, room.received\n"
+        "        chunk._room, chunk._ticket._legs[-1][2] = None, []\n        room = room._replace(lent=None)\n        return values if",
         "offload_to_cpu_bf16",
     ),
     Fault(

@@ -18,7 +18,13 @@ class Fault(NamedTuple):
 
 
 FAULTS = [
-    Fault("compute does not wait for a gather", "core/chunk.py", "self._ticket.wait()\n", "pass\n", "core/no_sync"),
+    Fault(
+        "compute does not wait for a gather",
+        "core/chunk.py",
+        "            while ticket.advance():\n                pass\n",
+        "",
+        "core/no_sync",
+    ),
     Fault(
         "the fetch lane does not wait for compute",
         "comm/streams.py",
@@ -36,8 +42,8 @@ FAULTS = [
     Fault(
         "a sum over replicas begins when a wait happens to end",
         "core/ticket.py",
-        "leg.mark = lane.defer(begin)",
-        "leg.mark = begin()",
+        "leg[_MARK] = lane.defer(begin)",
+        "leg[_MARK] = begin()",
         "uneven/joinable",
     ),
     Fault(
@@ -79,8 +85,8 @@ FAULTS = [
     Fault(
         "a chunk's reduction skipped",
         "core/layer_gradients.py",
-        "            if account.trains\n        ]",
-        "            if account.trains\n        ][1:]",
+        "            if account.chunk.shard.requires_grad\n        ]",
+        "            if account.chunk.shard.requires_grad\n        ][1:]",
         "core/no_sync",
     ),
     Fault(
@@ -180,8 +186,8 @@ FAULTS = [
     Fault(
         "a layer given back while it is filled",
         "core/chunk.py",
-        "        self.finish_fetch()\n        self.full.forget()",
-        "        self.full.forget()",
+        "        self.finish_fetch()\n        self.full.filled = False",
+        "        self.full.filled = False",
         "core/ordering_fuzz",
     ),
 ]

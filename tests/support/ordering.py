@@ -227,8 +227,11 @@ def release_at_once(patch: pytest.MonkeyPatch) -> None:
     """What is under way holds none of its memory."""
     from zero3.core import ticket
 
-    real = ticket._Leg.__init__
-    patch.setattr(ticket._Leg, "__init__", lambda leg, held: real(leg, None))
+    def go(self: ticket.Ticket, lane: Any, start: Any, then: Any, held: object) -> None:
+        real(self, lane, start, then, None)
+
+    real = ticket.Ticket.go
+    patch.setattr(ticket.Ticket, "go", go)
 
 
 @pytest.fixture

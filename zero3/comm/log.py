@@ -69,6 +69,10 @@ class TransferLog:
         # the forward of the last `tell`, and this rank's latest transfers then
         self._said: tuple[int, list[Entry]] = (0, [])
 
+    def begin_pass(self) -> None:
+        """A forward of the whole model begins."""
+        self.passes += 1
+
     def fold(self) -> None:
         """Adds the new transfers to the hash."""
         for transfer in self.entries:

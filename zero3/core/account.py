@@ -54,7 +54,6 @@ class _Savepoint:
 class _Guard:
     """What a `step_guard` needs of an account."""
 
-    is_on: bool = False
     # what stands for the parts' gradients until the commit
     placed: tuple[tuple[Part, Tensor], ...] | None = None
     disturbed: bool = False
@@ -115,27 +114,26 @@ class Account:
         # whether what lands is dropped at once, so that no hook of the caller's sees it: its
         # backward has raised
         self._drops = False
-        self._always, self._guard = stages, _Guard()
+        # stages: whether gradients are staged now
+        self._always = self.stages = stages
+        self._guard = _Guard()
         self._saved: _Savepoint | None = None
-
-    @property
-    def trains(self) -> bool:
-        return self.chunk.shard.requires_grad
 
     # -- a gradient's way
 
     def add(self, index: int, gradient: Tensor) -> None:
         """[B4] Adds a gradient of slot number `index`."""
-        if self._stages:
+        if self.stages:
             self._save()
         self.pending = True
         self._buffer.add(index, gradient)
 
     def take_room(self, communicator: Communicator) -> Travelling:
         """[backup 1] Takes the gradients out, and allocates all that their reduction needs."""
-        if self._stages:
+        if self.stages:
             self._merge_earlier()
-        taken, self._buffer, self._kept = self._buffer, self._buffer.like(), []
+        taken, self._kept = self._buffer, []
+        self._buffer = GradientBuffer(self.chunk.layout, taken.made_in, self.chunk.device)
         self.pending = self.owed = False
         return self._flow.take_room(self, communicator, taken)
 
@@ -156,7 +154,7 @@ class Account:
 
     def land(self, landed: Tensor, exact: Tensor | None) -> None:
         """A gradient `[S]` has come to the end of its way. `exact`: in a wider dtype."""
-        if self._stages:
+        if self.stages:
             self._save().staged.append((landed, exact))
         else:
             self._accumulate(landed, exact)
@@ -201,7 +199,7 @@ class Account:
         """Keeps the gradients for a later reduction. Until then the chunk's gradient is a
         `DeferredGradient`, which has no values.
         """
-        if self._stages:
+        if self.stages:
             self._merge_earlier()
         guarded = self._guard.placed is not None and not self.disturbed
         self._buffer.keep(self.added_as)
@@ -245,7 +243,7 @@ class Account:
 
     def scale(self, factor: Tensor) -> None:
         """Multiplies the chunk's gradient, and the kept gradients, by the 0-dim `factor`."""
-        if self._stages:
+        if self.stages:
             self._save()
         if self.partial is not None:
             # another tensor: a savepoint may go back to this one
@@ -302,7 +300,7 @@ class Account:
         """Drops the gradients of a backward that did not end. Kept gradients go too, because both
         are in one sum; a savepoint keeps them apart.
         """
-        if self._stages:
+        if self.stages:
             self.roll_back()
         else:
             self.drop()
@@ -316,16 +314,12 @@ class Account:
         added to.
         """
         self._drops = False
-        if self._stages:
+        if self.stages:
             self.roll_back()
         else:
             self.drop_all()
 
     # -- savepoints
-
-    @property
-    def _stages(self) -> bool:
-        return self._always or self._guard.is_on
 
     @property
     def undecided(self) -> bool:
@@ -348,12 +342,10 @@ class Account:
 
     def guard(self, *, on: bool) -> None:
         """A `step_guard` begins, or is over. For between backwards."""
-        self._guard.is_on = on
+        self.stages = self._always or on
 
     def end_backward(self, layer: DefersReductions) -> None:
-        """A backward has ended without an error."""
-        if not self._stages:
-            return
+        """A backward has ended without an error: for one that stages."""
         if layer.holds:
             self._place(layer)
         else:

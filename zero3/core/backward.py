@@ -126,7 +126,7 @@ class Backward:
             self._wait_for_one()
         with state.backup_span:
             prepared = state.gradients.prepare(self._backup_communicator)
-            with self.gate.reduce(state):
+            with self._stack.layers[0].gate.reduce(state):
                 self._backups.extend(state.gradients.back_up(prepared, state.lanes))
 
     def _wait_for_one(self) -> None:
@@ -167,7 +167,7 @@ class Backward:
         """Whether a forward of `state` is now a checkpoint's recomputation of a call on one of this
         backward's traces.
         """
-        return self.running and any(trace.holds(state) for trace in self._touched)
+        return self.ending.awaited and any(trace.holds(state) for trace in self._touched)
 
     def release(self, state: LayerState) -> None:
         """Releases `state`, unless one of its calls is under way."""
@@ -195,10 +195,10 @@ class Backward:
         """Releases all layers. If the last backward raised, all gradients are dropped; in a
         transaction, only that backward's.
         """
-        broken_backward = self.raised
+        broken_backward = self.ending.missed or self._outer_ending.missed
         for account in accounts_of(self._stack.layers) if broken_backward else ():
             account.drop_what_lands()
-        if self.raised and self._makes_the_rest:
+        if broken_backward and self._makes_the_rest:
             try:
                 self._make_the_rest()
             except RuntimeError:  # a transfer has failed
@@ -224,7 +224,8 @@ class Backward:
             account.give_up()
         for ignored in ignored_of(self._ignoring) if broken_backward else ():
             ignored.give_up()
-        self.forget_zeroed()
+        if self.owes:
+            self.forget_zeroed()
 
     def _make_the_rest(self) -> None:
         """Makes the transfers up to the end of a backward that raised: ranks that leave out
@@ -254,11 +255,12 @@ class Backward:
         """[B1] Called by the first hook of a backward. This may be the hook of a parameter used
         outside the layers' calls.
         """
-        if self.running or not inside_backward():
+        if self.ending.awaited or not inside_backward():
             return
         if self.ending.missed:
             self.reset()
-        self.forget_zeroed()
+        if self.owes:
+            self.forget_zeroed()
         for state in self._ignoring:
             state.gradients.begin_backward()
         if self.resting:
@@ -269,7 +271,7 @@ class Backward:
 
     def _tell_gate(self) -> None:
         if self._activity is None:
-            self._activity = self.gate.doing(Activity.BACKWARD)
+            self._activity = self._stack.layers[0].gate.doing(Activity.BACKWARD)
             self._activity.__enter__()
 
     def _before(self, trace: LayerTrace, call: LayerCall) -> None:
@@ -295,7 +297,9 @@ class Backward:
     def _touch(self, trace: LayerTrace) -> None:
         signature = trace.signature()
         reductions = tuple(
-            _reduction_of(state) if self._is_for(state) else "gradients left alone (inputs=)"
+            _reduction_of(state)
+            if self.only is None or self._is_for(state)
+            else "gradients left alone (inputs=)"
             for state in signature
         )
         if not self.order.advance((signature, reductions)):
@@ -322,7 +326,7 @@ class Backward:
             return
         # an optimizer that steps in parameters' hooks would change nothing but the full buffer
         state.check_unwritten()
-        if step.reduce and trace.reduces and self._is_for(state):
+        if step.reduce and trace.reduces and (self.only is None or self._is_for(state)):
             self._back_up(state)
         state.calls_left = 0 if step.reduce else state.modules - 1
         self.release(state)

@@ -53,8 +53,8 @@ class Store(Protocol):
         ...
 
     def lend(self, values: Tensor, into: Tensor | None) -> Tensor:
-        """The values as the device reads them, in the current lane: as they are, or copied `into`
-        its memory.
+        """Of a store that is far: the values as the device reads them, copied `into` its memory in
+        the current lane. Otherwise as they are.
         """
         ...
 
@@ -128,6 +128,8 @@ class Room(NamedTuple):
 
 
 class Wire(Protocol):
+    decodes: bool  # whether `behind` has anything to do
+
     def rounds(self, chunk: Chunk) -> bool:
         """Whether the full buffer holds other numbers than the chunk, though in its dtype."""
         ...
@@ -150,6 +152,8 @@ class Wire(Protocol):
 class Plain:
     """As it is stored, or cast to the full buffer's dtype before it is sent."""
 
+    decodes = False
+
     def rounds(self, chunk: Chunk) -> bool:
         return False
 
@@ -160,7 +164,9 @@ class Plain:
         return Room(full, own if casts else None, lent if far else None, chunk.layout.bounds)
 
     def put(self, chunk: Chunk, room: Room) -> Tensor:
-        values = chunk.store.lend(chunk.shard.data, room.lent)
+        values = chunk.shard.data
+        if room.lent is not None:
+            values = chunk.store.lend(values, room.lent)
         return values if room.own is None else room.own.copy_(values)
 
     def behind(self, chunk: Chunk, room: Room, full: Tensor) -> Callable[[], None] | None:
@@ -191,10 +197,13 @@ class FullBuffer:
     """
 
     is_chunk = False  # whether it is the chunk's own memory
+    shows_released = False  # whether released parameters stay readable in it
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._numel = numel
         self.tensor = torch.empty(0, dtype=dtype, device=device)  # 1-D [W*S] from its first use on
+        self._storage: torch.UntypedStorage = self.tensor.untyped_storage()
+        self._nbytes = 0
         self.views: Sequence[Tensor] = ()  # the parameters' data, one for each slot, likewise
         # whether it holds what the chunks of all ranks held at its last gather
         self.filled = False
@@ -205,15 +214,12 @@ class FullBuffer:
         if self.tensor.numel() != self._numel:
             with torch.inference_mode(False):  # training may use the same buffer later
                 self.tensor = _marked(self.tensor.new_empty(self._numel))
-        elif (storage := self._storage).nbytes() != (nbytes := self.tensor.nbytes):
-            storage.resize_(nbytes)
+            self._storage, self._nbytes = self.tensor.untyped_storage(), self.tensor.nbytes
+        elif self._storage.nbytes() != self._nbytes:
+            self._storage.resize_(self._nbytes)
 
     def show(self, views: Sequence[Tensor]) -> None:
         self.views = views
-
-    def fill(self) -> None:
-        """Its gather is over."""
-        self.filled = True
 
     def forget(self) -> None:
         """What it holds is not to be used again."""
@@ -234,10 +240,6 @@ class FullBuffer:
         if tensor.layout == torch.strided and tensor.untyped_storage() is self._storage:
             self.left = True
 
-    @property
-    def _storage(self) -> torch.UntypedStorage:
-        return self.tensor.untyped_storage()
-
 
 class OwnMemory:
     """The full buffer of a chunk that is not cut: the chunk's own memory. Nothing is allocated,
@@ -245,9 +247,11 @@ class OwnMemory:
     """
 
     is_chunk = True
-    filled = left = False  # nothing is gathered
+    left = False
 
-    def __init__(self, shard: nn.Parameter) -> None:
+    def __init__(self, shard: nn.Parameter, *, shows_released: bool) -> None:
+        self.shows_released = shows_released
+        self.filled = False  # nothing is gathered
         self.tensor = _marked(shard.data)  # 1-D [S], the same memory
         self.views: Sequence[Tensor] = ()
 
@@ -257,7 +261,7 @@ class OwnMemory:
     def allocate(self) -> None:
         return None
 
-    fill = forget = free = leave = allocate
+    forget = free = leave = allocate
 
     def let_escape(self, tensor: Tensor) -> None:
         return None
@@ -322,8 +326,10 @@ class Chunk:
         self.full = self._new_buffer(self.compute_dtype)
         # whether parameters' versions tell graphs that the full buffer was released
         self.tracks_versions = not self.resident
-        self._seen: FullBuffer | OwnMemory | None = None  # the buffer that the face shows
-        self._see()
+        # the buffer that the face shows, from its first use on
+        self._seen: FullBuffer | OwnMemory | None = None
+        if self.resident:
+            self._see()
 
     @property
     def views(self) -> Sequence[Tensor]:
@@ -358,14 +364,6 @@ class Chunk:
         return self.face.read_only
 
     @property
-    def filled(self) -> bool:
-        return self.full.filled
-
-    @property
-    def left(self) -> bool:
-        return self.full.left
-
-    @property
     def stored_as(self) -> str:
         """What reports call the numbers of the chunk: by their dtype, or by their format."""
         return self.face.name or str(self.shard.dtype).removeprefix("torch.")
@@ -383,10 +381,6 @@ class Chunk:
             or self.compute_dtype != self.shard.dtype
             or (self._usual[0] if self._usual is not None else self.wire).rounds(self)
         )
-
-    def hidden(self, index: int, stand_in: Tensor) -> Tensor:
-        """A parameter's data while it is released: it stays readable in the chunk's own memory."""
-        return self.views[index] if self.resident and not self.face.read_only else stand_in
 
     # -- fetch and release
 
@@ -410,14 +404,13 @@ class Chunk:
             full.allocate()
             if not full.is_chunk:
                 self._room = self.wire.room(self, full.tensor)
-        self._see()
+        if full is not self._seen:
+            self._see()
 
     def _see(self) -> None:
-        """Leads the face to the present full buffer, when that has memory."""
-        full = self.full
-        if full is not self._seen and (full.is_chunk or full.tensor.numel() or self._room):
-            full.show(self.face.views(full.tensor, self.layout))
-            self._seen = full
+        """Leads the face to the present full buffer."""
+        full = self._seen = self.full
+        full.show(self.face.views(full.tensor, self.layout))
 
     def start_fetch(self, lane: Lane, names: NamingFailures) -> None:
         """[fetch 3] Starts the gather. The lane waits for the compute stream: for the optimizer's
@@ -428,20 +421,22 @@ class Chunk:
         full = self.full
         if full.filled:
             return
-        self.adopt_values()
+        if self.parts[0].parameter is not self.shard:
+            self._adopt_values_of_parts()
         if full.is_chunk:
             # the caller has set chunk.data
             if full.tensor.data_ptr() != self.shard.data_ptr():
                 self.full = self._new_buffer(full.tensor.dtype)
                 self._see()
-            self._show_values()
+            if self._usual is not None:
+                self._show_values()
             return
         room = self._room or self.wire.room(self, full.tensor)
         self._ticket = Ticket(names)
         self._ticket.go(
             lane,
             partial(self._gather, room),
-            self.wire.behind(self, room, full.tensor),
+            self.wire.behind(self, room, full.tensor) if self.wire.decodes else None,
             room,
         )
 
@@ -477,17 +472,19 @@ class Chunk:
 
     def finish_fetch(self) -> None:
         """Makes the compute stream wait for the gather."""
-        if self._ticket is not None:
-            self._ticket.wait()
+        if (ticket := self._ticket) is not None:
+            while ticket.advance():
+                pass
             self._ticket = self._room = None
-            self.full.fill()
-            self._show_values()
+            self.full.filled = True
+            if self._usual is not None:
+                self._show_values()
         if self.store.rests:
             self.store.rest(self.shard.data)
 
     def _show_values(self) -> None:
         """Where codes are gathered, and values are to be shown."""
-        if self._usual is not None and self.face.read_only:
+        if self.face.read_only:
             with torch.no_grad(), torch.inference_mode(False):
                 self.full.show(self.face.values(self.full.tensor, self.layout))
 
@@ -495,7 +492,7 @@ class Chunk:
         """Whether the full buffer has to be gathered because of this rank's chunk, as a 0-dim
         tensor.
         """
-        if not self.filled:
+        if not self.full.filled:
             return torch.ones((), dtype=torch.bool, device=self.device)
         self.adopt_values()
         own = self.full.tensor[self.place]
@@ -503,7 +500,7 @@ class Chunk:
 
     def release(self) -> None:
         self.finish_fetch()
-        self.full.forget()
+        self.full.filled = False
         if self._usual is not None:
             self.wire, self.full = self._usual
             self._usual = None
@@ -566,7 +563,7 @@ class Chunk:
     def _new_buffer(self, dtype: torch.dtype) -> FullBuffer | OwnMemory:
         with torch.inference_mode(False):  # training may use the same buffer later
             if self.alone and dtype == self.shard.dtype and not self.store.far:
-                return OwnMemory(self.shard)
+                return OwnMemory(self.shard, shows_released=not self.face.read_only)
             return FullBuffer(self.layout.padded_numel, dtype, self.device)
 
 

@@ -32,6 +32,7 @@ class Travelling:
         "communicator",
         "divided",
         "ends_early",
+        "exact",
         "full",
         "landed",
         "lanes",
@@ -51,26 +52,23 @@ class Travelling:
         # 1-D [S], takes the sum over ranks; where there is one shard it is `full`
         self.summed: Any = None
         self.landed: Any = None  # 1-D [S], takes the mean in the dtype of the chunk's gradient
+        self.exact: Any = None  # the sum, if it is wider than what lands
         self.work: Any = None  # what else a stage needs until compute has waited for the sum
         self.ends_early = False  # whether it ends with the first leg
         self.ticket: Any = None
         self.lanes: Any = None
 
-    @property
-    def exact(self) -> Tensor | None:
-        """The sum, if it is wider than what lands."""
-        wider = self.summed.dtype.itemsize > self.landed.dtype.itemsize
-        return self.summed if wider else None
-
     def moves_to(self, landed: Any, summed: Any) -> None:
         """It is somewhere else from now on."""
         self.landed, self.summed = landed, summed
+        self.exact = summed if self.exact is not None else None
 
 
 class Stage(Protocol):
     # of a stage that moves data: "backup", "replicas" or "host"; "": it works in the lane of the
     # stage before it
     lane: str
+    has_room: bool  # whether `take_room` has anything to do
 
     def take_room(self, gradient: Travelling, buffer: GradientBuffer) -> None:
         """Allocates its memory, on the compute stream, before other ranks rely on this one:
@@ -87,6 +85,7 @@ class Flow:
     def __init__(self, *stages: Stage, at_once: bool = False) -> None:
         """`at_once`: the host waits for the last leg together with the one before."""
         self.stages, self._at_once = stages, at_once
+        self._with_room = [stage for stage in stages if stage.has_room]
         first = [at for at, stage in enumerate(stages) if stage.lane]
         self._legs = [
             stages[at:end] for at, end in zip(first, [*first[1:], len(stages)], strict=True)
@@ -97,7 +96,7 @@ class Flow:
     ) -> Travelling:
         """[backup 1]"""
         gradient = Travelling(account, communicator)
-        for stage in self.stages:
+        for stage in self._with_room:
             stage.take_room(gradient, buffer)
         return gradient
 
@@ -137,6 +136,7 @@ class ReduceScatter:
     """[backup 2] Sums over the ranks that share the chunk: each gets its slice."""
 
     lane = "backup"
+    has_room = True
 
     def __init__(self, bounds: Bounds, dtype: torch.dtype, *, divides_first: int = 1) -> None:
         """`divides_first`: a part of the division for the mean. fp16 overflows at 65504."""
@@ -185,6 +185,7 @@ class Average:
     """
 
     lane = ""
+    has_room = True
 
     def __init__(self, dtype: torch.dtype, *, mean: bool, divides_first: int = 1) -> None:
         self._dtype, self._mean, self._divides_first = dtype, mean, divides_first
@@ -193,12 +194,13 @@ class Average:
         summed = gradient.summed
         same = summed.dtype == self._dtype
         gradient.landed = summed if same else torch.empty_like(summed, dtype=self._dtype)
+        gradient.exact = summed if summed.dtype.itemsize > self._dtype.itemsize else None
 
     def __call__(self, gradient: Travelling) -> None:
         """[backup 3]"""
         summed, landed = gradient.summed, gradient.landed
         divisor = gradient.account.among.averaged_over / self._divides_first if self._mean else 1
-        narrows = summed.dtype.itemsize > landed.dtype.itemsize
+        narrows = gradient.exact is not None
         if narrows and divisor != 1:
             summed.div_(divisor)
         if landed is not summed:
@@ -211,6 +213,7 @@ class Add:
     """[backup 4] Adds it to the chunk's gradient."""
 
     lane = ""
+    has_room = False
 
     def take_room(self, gradient: Travelling, buffer: GradientBuffer) -> None:
         return None

@@ -23,6 +23,9 @@ from .ticket import Ticket
 
 __all__: list[str] = []
 
+_REDUCED = "gradients reduced"
+_IN_EACH_REPLICA = "gradients reduced in each replica (as under no_sync(replicas_only=True))"
+
 Prepared = list[tuple[Account, Travelling]]
 
 
@@ -53,11 +56,12 @@ class LayerGradients:
         self.log = TransferLog()  # the model's
         # the number of `no_sync` contexts that the layer is in, and of those with `replicas_only`
         self.deferrals = self._replica_deferrals = 0
+        # what a backward does with them, unless they are deferred: a text that ranks compare
+        self.fate = _REDUCED
         self.holds = 0  # the number of `step_guard` contexts that the layer is in
         self.among = Among(communicator, communicator.world_size)
         self._waits, self._new_account, self._dtype_for = waits, new_account, dtype_for
         self._entry = Entry("reducing", subject, 2 * communicator.channel)
-        self._communicator = communicator
         self._naming = NamingFailures(communicator, "reducing the gradients of", subject)
         self._hooked: dict[int, ShardedParameter] = {}  # by the id of the parameter
 
@@ -127,21 +131,12 @@ class LayerGradients:
         """Whether reductions are left for later: under `no_sync` and at stage 1. On one rank that
         would only cost memory.
         """
-        return (self.deferrals > 0 or self._waits) and self._communicator.world_size > 1
+        return (self.deferrals > 0 or self._waits) and self.among.communicator.world_size > 1
 
     @property
     def may_reduce(self) -> bool:
         """Whether gradients may be reduced over all ranks now. Under `no_sync` they may not."""
         return not self.deferrals and not self._replica_deferrals
-
-    @property
-    def fate(self) -> str:
-        """What a backward does with them, unless they are deferred: a text that ranks compare."""
-        return (
-            "gradients reduced in each replica (as under no_sync(replicas_only=True))"
-            if self._replica_deferrals
-            else "gradients reduced"
-        )
 
     def defer(self, contexts: int, *, replicas_only: bool) -> None:
         """Enters (1) or leaves (-1) a `no_sync`. Where there are no replicas, `replicas_only`
@@ -149,8 +144,9 @@ class LayerGradients:
         """
         if not replicas_only:
             self.deferrals += contexts
-        elif self._communicator.shards < self._communicator.world_size:
+        elif self.among.communicator.shards < self.among.communicator.world_size:
             self._replica_deferrals += contexts
+            self.fate = _IN_EACH_REPLICA if self._replica_deferrals else _REDUCED
 
     def pending(self) -> bool:
         """Whether this backward has added gradients that are not backed up yet."""
@@ -177,14 +173,14 @@ class LayerGradients:
         return [
             (account, account.take_room(communicator))
             for account in self.accounts.values()
-            if account.trains
+            if account.chunk.shard.requires_grad
         ]
 
     def back_up(self, prepared: Prepared, lanes: Lanes) -> list[Ticket]:
         """Starts to reduce the gradients of all trainable chunks. Where there are replicas and
         gradients may not be reduced over these yet, each replica's sums are kept.
         """
-        ends_early = not self.may_reduce
+        ends_early = self._replica_deferrals > 0
         if lanes.replicas is not None:
             with self._naming:
                 lanes.replicas.begin_deferred()
@@ -202,7 +198,7 @@ class LayerGradients:
 
     def keep(self) -> None:
         for account in self.accounts.values():
-            if account.trains:
+            if account.chunk.shard.requires_grad:
                 account.keep(self)
 
     def reduce_deferred(self) -> bool:
@@ -224,7 +220,8 @@ class LayerGradients:
 
     def end_backward(self) -> None:
         for account in self.accounts.values():
-            account.end_backward(self)
+            if account.stages:
+                account.end_backward(self)
         for each in self.ignored:
             each.end_backward()
 

@@ -231,7 +231,7 @@ class LayerState:
             if self.chunks:
                 self._log.entries.append(self._entry)
             for chunk in self.chunks:
-                self.start_chunk(chunk)
+                chunk.start_fetch(self.lanes.fetch, self._gathering)
 
     def start_chunk(self, chunk: Chunk) -> None:
         chunk.start_fetch(self.lanes.fetch, self._gathering)
@@ -295,7 +295,7 @@ class LayerState:
         need not gather the layer again.
         """
         # views of the buffer are in use, so the layer can't keep it
-        if any(chunk.left for chunk in self.chunks):
+        if any(chunk.full.left for chunk in self.chunks):
             self.release(everything=False)
         elif self.presence is Presence.FETCHED and not self.pins:
             self._hide()
@@ -321,7 +321,7 @@ class LayerState:
         """Releases the layer. `everything`: also the full buffers that stay from step to step."""
         if self.pins or (
             self.presence is Presence.RELEASED
-            and not (everything and any(chunk.filled for chunk in self.chunks))
+            and not (everything and any(chunk.full.filled for chunk in self.chunks))
         ):
             return
         with self.release_span:
@@ -330,8 +330,8 @@ class LayerState:
             for chunk in self.chunks:
                 if (
                     everything
-                    or chunk.left
-                    or not (chunk.filled and (self.stays_whole or chunk.stays))
+                    or chunk.full.left
+                    or not (chunk.full.filled and (self.stays_whole or chunk.stays))
                 ):
                     chunk.release()
             self.presence = Presence.RELEASED
@@ -371,7 +371,9 @@ class LayerState:
     def _hide(self) -> None:
         self.versions = [sharded.sites.parameter._version for sharded in self.parameters]
         for sharded in self.parameters:
-            sharded.sites.hide(sharded.chunk.hidden(sharded.index, sharded.stand_in))
+            full = sharded.chunk.full
+            shown = full.views[sharded.index] if full.shows_released else sharded.stand_in
+            sharded.sites.hide(shown)
 
     def _invalidate_saved(self) -> None:
         """Gives hidden parameters a new version, so that torch raises its own error if a backward

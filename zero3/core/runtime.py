@@ -67,9 +67,10 @@ class Runtime:
         first = layers[0]
         self.communicator = first.communicator
         self.replays: dict[object, Any] = {}  # the collectives of micro-batches, for `step_guard`
-        self._device = first.device
+        self._device, self._log = first.device, first.log
         self._called_by, self._check_toggled = called_by, check_toggled
         self._stack = CallStack(dict.fromkeys(layers))
+        self.layers = self._stack.layers
         self._order: Order[LayerState] = own_order or LearnedOrder(
             layers if ordered else (), pace.depth, partial(compare_call, first.communicator)
         )
@@ -103,10 +104,6 @@ class Runtime:
         for state in self.layers:
             self._watch(state)
         first.lanes.end_before(self)
-
-    @property
-    def layers(self) -> list[LayerState]:
-        return self._stack.layers
 
     @property
     def orders(self) -> tuple[ForwardOrder[Any], ForwardOrder[Any]]:
@@ -215,7 +212,7 @@ class Runtime:
         """Compares the ranks' transfers: at every forward if messages carry no layer's tag, and
         otherwise after `compare_every`.
         """
-        log = first.log
+        log = self._log
         if self._tells:
             log.look()
             if not first.gate.compares_at_end:
@@ -266,7 +263,8 @@ class Runtime:
 
     def _new_trace(self) -> LayerTrace:
         self._passes += 1
-        self.layers[0].log.passes += not inside_backward()
+        if not inside_backward():
+            self._log.begin_pass()
         return CallTrace(serial=self._passes)
 
     def end_continuation(self) -> None:

@@ -259,7 +259,7 @@ class Trace:
     def _is_stale(self, chunk: Chunk, is_stale: Callable[[], Tensor]) -> Tensor:
         """The answer that values would give: see `DeviceKernels.answers`."""
         self.kernels.answers.append(
-            not chunk.filled or (self._stepped and chunk.shard.requires_grad)
+            not chunk.full.filled or (self._stepped and chunk.shard.requires_grad)
         )
         return is_stale()
 

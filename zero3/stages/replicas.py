@@ -27,6 +27,7 @@ class Hold:
     """
 
     lane = ""
+    has_room = False
 
     def take_room(self, gradient: Travelling, buffer: GradientBuffer) -> None:
         return None
@@ -53,6 +54,7 @@ class SumReplicas:
     """Sums over the replicas, in a lane of its own."""
 
     lane = "replicas"
+    has_room = False
 
     def take_room(self, gradient: Travelling, buffer: GradientBuffer) -> None:
         return None

@@ -173,6 +173,7 @@ class PutAway:
     """
 
     lane = ""
+    has_room = False
 
     def __init__(self, store: Keeping) -> None:
         self._store, self._add = store, Add()

@@ -170,6 +170,7 @@ class Home:
     """The way of a gradient back to the host. The host waits for the copy, and no lane does."""
 
     lane = "host"
+    has_room = False
 
     def __init__(self, store: Resting) -> None:
         self._store = store

@@ -41,6 +41,8 @@ class Coded:
     the rank that owns it too.
     """
 
+    decodes = True
+
     def __init__(self, kind: Format, layout: ChunkLayout) -> None:
         self._rows, self._plain = (
             _rows_of(kind, layout),
@@ -91,6 +93,7 @@ class CodedReduceScatter:
     """
 
     lane = "backup"
+    has_room = True
 
     def __init__(
         self, kind: Format, chunk: Chunk, communicator: Communicator, subject: Subject
