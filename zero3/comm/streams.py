@@ -52,14 +52,6 @@ class Then:
         self._then = None
 
 
-class Mark(Protocol):
-    """A point in a lane's work that compute can wait for."""
-
-    def wait(self) -> Mark | None:
-        """Waits. If the work goes on in another lane, returns the mark of that lane."""
-        ...
-
-
 class Lane(Protocol):
     """A queue of transfers beside the computation."""
 
@@ -69,13 +61,15 @@ class Lane(Protocol):
         """
         ...
 
-    def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Mark:
-        """Runs `then` after `pending`, in the lane's order. Returns a mark for the end of both."""
+    def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Pending:
+        """Runs `then` after `pending`, in the lane's order. Returns the end of both, which compute
+        can wait for.
+        """
         ...
 
-    def defer(self, begin: Callable[[], Mark]) -> Mark:
+    def defer(self, begin: Callable[[], Pending]) -> Pending:
         """Begins a transfer of this lane that follows one of another lane: `begin` does it. Returns
-        a mark for its end.
+        its end.
 
         On the host it begins at the next `begin_deferred`, or when a deferred transfer is waited
         for: ranks learn the end of the other lane's transfer at different moments, and have to
@@ -122,17 +116,17 @@ class _HostMark:
 class _Deferred:
     """The end of a transfer that begins later."""
 
-    def __init__(self, lane: HostLane, begin: Callable[[], Mark]) -> None:
+    def __init__(self, lane: HostLane, begin: Callable[[], Pending]) -> None:
         self._lane, self._begin = lane, begin
-        self._mark: Mark | None = None
+        self._mark: Pending | None = None
 
-    def begin(self) -> Mark:
+    def begin(self) -> Pending:
         self._mark = self._begin()
         return self._mark
 
-    def wait(self) -> Mark | None:
+    def wait(self) -> None:
         self._lane.begin_deferred()
-        return (self._mark or self.begin()).wait()
+        (self._mark or self.begin()).wait()
 
 
 class HostLane:
@@ -147,10 +141,10 @@ class HostLane:
     def issue(self) -> AbstractContextManager[object]:
         return self._open
 
-    def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Mark:
+    def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Pending:
         return _HostMark(pending, then)
 
-    def defer(self, begin: Callable[[], Mark]) -> Mark:
+    def defer(self, begin: Callable[[], Pending]) -> Pending:
         self._deferred.append(_Deferred(self, begin))
         return self._deferred[-1]
 
@@ -192,7 +186,7 @@ class StreamLane:
         self._stream.wait_stream(self._before)  # [1] lane after compute
         return self._stream
 
-    def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Mark:
+    def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Pending:
         # This runs inside issue(). NCCL's transfer is already in the stream; a transfer with a
         # handle blocks the host here.
         pending.wait()
@@ -202,7 +196,7 @@ class StreamLane:
         event.record(self._stream)
         return _StreamMark(event, self._stream.device)  # [2] compute after lane
 
-    def defer(self, begin: Callable[[], Mark]) -> Mark:
+    def defer(self, begin: Callable[[], Pending]) -> Pending:
         return begin()  # at once: streams keep the order
 
     def begin_deferred(self) -> None:

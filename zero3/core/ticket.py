@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..comm.errors import NamingFailures
-from ..comm.streams import Lane, Mark, Pending
+from ..comm.streams import Lane, Pending
 
 __all__: list[str] = []
 
@@ -59,7 +59,7 @@ class Ticket:
         `Lane.defer` says when.
         """
 
-        def begin() -> Mark:
+        def begin() -> Pending:
             with lane.issue():  # this lane waits for the present one
                 return lane.complete(start(), then)
 

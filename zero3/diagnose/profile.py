@@ -16,7 +16,7 @@ from torch import nn
 
 from ..access import states_of
 from ..comm.errors import NamingFailures
-from ..comm.streams import Clock, Lane, Lanes, Mark, Pending, clock_for
+from ..comm.streams import Clock, Lane, Lanes, Pending, clock_for
 from ..core.autograd import inside_backward
 from ..core.chunk import Chunk
 from ..core.layer_state import LayerState
@@ -101,13 +101,13 @@ class _TimedLane:
             )
             yield
 
-    def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Mark:
+    def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Pending:
         mark, clock = self._lane.complete(pending, then), self._recorder.clock
         if clock.on_lanes:
             self._timed.end = clock.now()
         return _TimedMark(mark, self._timed, self._recorder)
 
-    def defer(self, begin: Callable[[], Mark]) -> Mark:
+    def defer(self, begin: Callable[[], Pending]) -> Pending:
         return self._lane.defer(begin)
 
     def begin_deferred(self) -> None:
@@ -115,7 +115,7 @@ class _TimedLane:
 
 
 class _TimedMark:
-    def __init__(self, mark: Mark, timed: _Timed, recorder: _Recorder) -> None:
+    def __init__(self, mark: Pending, timed: _Timed, recorder: _Recorder) -> None:
         self._mark = mark
         self._timed = timed
         self._recorder = recorder

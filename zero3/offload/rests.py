@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..checkpoint.file_operations import write_at
 from ..checkpoint.safetensors_files import bytes_of
-from ..comm.streams import Done, Lane, Mark, OnHost, has_streams
+from ..comm.streams import Done, Lane, OnHost, Pending, has_streams
 from ..scratch.nameless_file import nameless_file
 
 __all__: list[str] = []
@@ -49,7 +49,7 @@ class InHostMemory:
         self._busy = flat  # what the lane reads or writes until the mark
         with lane.issue():
             self._host.copy_(flat, non_blocking=True)
-            self._mark: Mark | None = lane.complete(Done())
+            self._mark: Pending | None = lane.complete(Done())
 
     def _settle(self) -> Tensor:
         if self._mark is not None:
@@ -137,7 +137,7 @@ class InScratchFile:
         self._place: int | None = None
         self._host = torch.empty(0)  # on the way back
         # the tensor, its copy, and the end of copying
-        self._passing: tuple[Tensor, OnHost, Mark] | None = None
+        self._passing: tuple[Tensor, OnHost, Pending] | None = None
         if has_streams(flat.device):
             with lane.issue():
                 self._passing = (flat, OnHost(flat), lane.complete(Done()))

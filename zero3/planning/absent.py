@@ -15,7 +15,7 @@ from torch import Tensor
 from ..build.host import Host
 from ..comm.communicator import Bounds, Communicator
 from ..comm.log import Told
-from ..comm.streams import Done, Lanes, Mark, Pending
+from ..comm.streams import Done, Lanes, Pending
 from ..policy import ShardingPolicy, rests_in
 from .resting import OnPaper
 
@@ -211,14 +211,14 @@ class _PaperLane:
     def issue(self) -> AbstractContextManager[object]:
         return self._issue()
 
-    def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Mark:
+    def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Pending:
         number = self._ranks.issued(self._kind)
         if self._ranks.lands_at_once and then is not None:
             then()
             then = None
         return _PaperMark(self._ranks, number, pending, then)
 
-    def defer(self, begin: Callable[[], Mark]) -> Mark:
+    def defer(self, begin: Callable[[], Pending]) -> Pending:
         return begin()
 
     def begin_deferred(self) -> None:
