@@ -27,7 +27,7 @@ from benchmarks.common.ranks import alone
 from benchmarks.common.report import leave, markdown, new_figure, progress, save
 from benchmarks.common.systems import fsdp2
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
-from zero3.build.host import Host
+from zero3.build.host import ThisMachine
 from zero3.comm.streams import Done, Lanes, Pending, lanes_for
 
 MODELS = {
@@ -57,7 +57,7 @@ class Moments(torch.optim.Optimizer):
             parameter.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(1e-8), value=-1e-3)
 
 
-class Absent(Host):
+class Absent(ThisMachine):
     """Rank 0's communicator in a group whose other ranks are not there; nothing is moved. (torch's has none for meta tensors.)"""
 
     rank = shard_rank = replica = channel = 0

@@ -5,9 +5,11 @@ values are scattered.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -77,19 +79,29 @@ class Request:
         return self.together or (self.module,)
 
 
+class _Found(NamedTuple):
+    """What a module holds."""
+
+    parameters: Sequence[ParameterSites] = ()
+    ignored: Sequence[nn.Parameter] = ()
+    formats: Mapping[str, Format] = MappingProxyType({})  # of quantised parameters
+    buffers: Sequence[_Buffer] = ()
+    lines: Sequence[str] = ()  # what the ranks compare
+
+
 @dataclass(frozen=True, slots=True)
 class _Examined:
-    """A request, checked on this rank alone."""
+    """A request, checked on this rank alone, and what was found."""
 
     request: Request
     device: torch.device
     communicator: Communicator
-    parameters: list[ParameterSites]
-    ignored: list[nn.Parameter]
-    formats: dict[str, Format]  # of quantised parameters
-    buffers: list[_Buffer]
-    lines: list[str]  # what the ranks compare
     error: Exception | None
+    parameters: Sequence[ParameterSites]
+    ignored: Sequence[nn.Parameter]
+    formats: Mapping[str, Format]
+    buffers: Sequence[_Buffer]
+    lines: Sequence[str]
 
     @property
     def on_meta(self) -> dict[str, bool]:
@@ -263,52 +275,52 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
     except ValueError as caught:  # nobody knows which group it was to be
         decline("Zero3Layer" if request.label is None else "shard", caught)
         raise
-    found: list[ParameterSites] = []
-    parameters: list[ParameterSites] = []
-    formats: dict[str, Format] = {}
-    buffers: list[_Buffer] = []
-    lines: list[str] = []
+    found = _Found()
     if error is None:
         try:
-            _check_request(request, communicator, is_layer)
-            found = find_parameters(request.module, is_layer, request.elsewhere, request.borrowed)
-            parameters = without_ignored(found, request.policy, request.prefix)
-            check_parameters(
-                parameters, request.dtype, request.label or type(request.module).__name__
-            )
-            host_of(communicator).check_place(request.policy, device)
-            formats = formats_of(
-                parameters,
-                request.policy,
-                request.prefix,
-                request.module if request.model is None else request.model,
-            )
-            alone = request.label is None and not any(
-                is_layer(inner) for inner in request.module.modules()
-            )
-            # `shard` looks at all layers together
-            if request.policy.quantize is not None and not formats and alone:
-                raise nothing_selected(
-                    f"this {type(request.module).__name__}", request.policy, parameters
-                )
-            buffers = _buffers_of(request.module, is_layer)
-            _check_dtypes(
-                [
-                    *((p.name, p.parameter.dtype) for p in parameters),
-                    *((b.name, b.tensor.dtype) for b in buffers),
-                ]
-            )
-            lines = _digest(request, device, parameters, formats, buffers)
-            # `shard` chooses modules that are called; its root need not be one
-            if parameters and request.label is None:
-                _check_called(request.module)
+            found = _found_in(request, device, communicator, is_layer)
         except (TypeError, ValueError) as caught:
             error = caught
+    return _Examined(request, device, communicator, error, *found)
+
+
+def _found_in(
+    request: Request,
+    device: torch.device,
+    communicator: Communicator,
+    is_layer: Callable[[nn.Module], bool],
+) -> _Found:
+    """What a request's module holds.
+
+    Raises:
+        ValueError, TypeError: It can't be sharded so.
+    """
+    module, policy = request.module, request.policy
+    _check_request(request, communicator, is_layer)
+    found = find_parameters(module, is_layer, request.elsewhere, request.borrowed)
+    parameters = without_ignored(found, policy, request.prefix)
+    check_parameters(parameters, request.dtype, request.label or type(module).__name__)
+    host_of(communicator).check_place(policy, device)
+    model = module if request.model is None else request.model
+    formats = formats_of(parameters, policy, request.prefix, model)
+    alone = request.label is None and not any(is_layer(inner) for inner in module.modules())
+    # `shard` looks at all layers together
+    if policy.quantize is not None and not formats and alone:
+        raise nothing_selected(f"this {type(module).__name__}", policy, parameters)
+    buffers = _buffers_of(module, is_layer)
+    _check_dtypes(
+        [
+            *((p.name, p.parameter.dtype) for p in parameters),
+            *((b.name, b.tensor.dtype) for b in buffers),
+        ]
+    )
+    lines = _digest(request, device, parameters, formats, buffers)
+    # `shard` chooses modules that are called; its root need not be one
+    if parameters and request.label is None:
+        _check_called(module)
     sharded = set(parameters)
     ignored = [sites.parameter for sites in found if sites not in sharded]
-    return _Examined(
-        request, device, communicator, parameters, ignored, formats, buffers, lines, error
-    )
+    return _Found(parameters, ignored, formats, buffers, lines)
 
 
 def device_of(request: Request, is_layer: Callable[[nn.Module], bool]) -> torch.device:

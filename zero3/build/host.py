@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,22 +18,37 @@ from ..stores.resting import Resting
 __all__: list[str] = []
 
 
-class Host:
-    """A communicator whose ranks are on no machine is a host itself."""
+@runtime_checkable
+class Host(Protocol):
+    """A machine, or a communicator whose ranks are on no machine."""
 
-    on_paper = False  # whether layers may compute on the meta device
+    on_paper: bool  # whether layers may compute on the meta device
 
     def place_for(self, policy: ShardingPolicy, device: torch.device) -> Resting | None:
         """The place of a new chunk. None: it stays on `device`, where its layer computes."""
-        if (directory := directory_of(policy)) is not None:
-            return Files(directory, far=has_streams(device))
-        return Pinned() if policy.offload is not None and has_streams(device) else None
+        ...
 
     def check_place(self, policy: ShardingPolicy, device: torch.device) -> None:
         """
         Raises:
             ValueError: Chunks of a layer on `device` can't rest where the policy says.
         """
+        ...
+
+    def room_on_disk(self, directory: str, nbytes: int) -> AbstractContextManager[object]:
+        """So many bytes of a disk, until it is closed."""
+        ...
+
+
+class ThisMachine:
+    on_paper = False
+
+    def place_for(self, policy: ShardingPolicy, device: torch.device) -> Resting | None:
+        if (directory := directory_of(policy)) is not None:
+            return Files(directory, far=has_streams(device))
+        return Pinned() if policy.offload is not None and has_streams(device) else None
+
+    def check_place(self, policy: ShardingPolicy, device: torch.device) -> None:
         if (directory := directory_of(policy)) is None:
             return
         if device.type != "cpu" and not has_streams(device):
@@ -43,13 +59,12 @@ class Host:
         nameless_file(directory).close()
 
     def room_on_disk(self, directory: str, nbytes: int) -> AbstractContextManager[object]:
-        """So many bytes of a disk, until it is closed."""
         return room_on_disk(directory, nbytes)
 
 
 def host_of(group: object) -> Host:
     """The host of the layers of a process group, or of a communicator."""
-    return group if isinstance(group, Host) else Host()
+    return group if isinstance(group, Host) else ThisMachine()
 
 
 def memory_for(

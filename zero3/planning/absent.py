@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..build.host import Host
 from ..comm.communicator import Bounds, Communicator
 from ..comm.log import Told
 from ..comm.streams import Done, Lanes, Pending
@@ -43,7 +42,7 @@ class Awaited:
 Event = Issued | Awaited
 
 
-class AbsentRanks(Host):
+class AbsentRanks:
     """Rank `rank` of `world_size`. The others are thought to do as it does, and at once.
     `replicas`: so many ranks hold the same chunk.
 
