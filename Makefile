@@ -22,8 +22,11 @@ HALF := tests/checkpoint tests/core tests/device tests/guards tests/pairs
 pytest = $(if $(ARGS),$(PYTEST) $(1) $(ARGS),half=$$(mktemp); $(PYTEST) $(1) $(HALF) > $$half 2>&1 & \
 	$(PYTEST) $(1) $(HALF:%=--ignore %); first=$$?; wait $$!; second=$$?; cat $$half; rm $$half; exit $$((first | second)))
 
+# What .ci/run needs, and the halves that it runs beside all else.
+STAMPS := examples tests dev docs trl package deepspeed bitsandbytes
+
 .DEFAULT_GOAL := help
-.PHONY: help finetune sft test test-all deepspeed bitsandbytes lint types docs package soak mutants versions clean
+.PHONY: help install first-half second-half finetune sft test test-all deepspeed bitsandbytes lint types docs package soak mutants versions clean
 .NOTPARALLEL:  # two installations would get in each other's way
 
 help:  ## show this list
@@ -40,6 +43,14 @@ test: $(VENV)/.examples $(VENV)/.tests  ## run the tests, but for those marked s
 
 test-all: $(VENV)/.examples $(VENV)/.tests  ## run all tests (ARGS go to pytest)
 	@$(call pytest,)
+
+install: $(STAMPS:%=$(VENV)/.%)
+
+first-half: $(VENV)/.examples $(VENV)/.tests
+	@$(PYTEST) $(HALF)
+
+second-half: $(VENV)/.examples $(VENV)/.tests
+	@$(PYTEST) $(HALF:%=--ignore %)
 
 deepspeed: $(VENV)/.examples $(VENV)/.tests $(VENV)/.deepspeed  ## run the tests in which DeepSpeed takes part (the others do without it)
 	PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed:$$PYTHONPATH $(BIN)/python -m pytest tests/formats/test_deepspeed.py tests/guards/test_wrappers.py -k "deepspeed_itself or likeness" $(ARGS)
