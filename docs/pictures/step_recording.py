@@ -52,7 +52,8 @@ def watch(machine: Machine, model: nn.Module) -> None:
     def back_up(layer: int | None, method: Callable[..., Any], *args: Any) -> Any:
         machine.moving = layer
         backups = method(*args)
-        for tensor in (each for ticket in backups for leg in ticket._legs for held in leg[2] for each in held if isinstance(each, Tensor)):
+        legs = [leg for ticket in backups for leg in ticket._legs]
+        for tensor in (each for leg in legs for held in leg.held for each in held if isinstance(each, Tensor)):
             machine.tag("full gradients", tensor)
         return backups
 

@@ -21,8 +21,8 @@ FAULTS = [
     Fault(
         "the fetch lane does not wait for compute",
         "core/ticket.py",
-        "            with lane.issue():\n                leg[_MARK]",
-        "            with lane._stream:\n                leg[_MARK]",
+        "            with lane.issue():\n                leg.mark",
+        "            with lane._stream:\n                leg.mark",
     ),
     Fault(
         "the backup lane does not wait for compute",
@@ -33,7 +33,7 @@ FAULTS = [
     Fault(
         "the layer computes without waiting for its gather",
         "core/chunk.py",
-        "            while ticket.advance():\n                pass\n",
+        "            self._ticket.wait()\n",
         "",
     ),
     Fault(
@@ -45,8 +45,8 @@ FAULTS = [
     Fault(
         "a reduction's buffers are given back at once",
         "core/ticket.py",
-        "        leg: _Leg = [None, None, [held]]\n        self._legs.append(leg)  # first",
-        "        leg: _Leg = [None, None, []]\n        self._legs.append(leg)  # first",
+        "        leg = _Leg(held)\n        self._legs.append(leg)  # first",
+        "        leg = _Leg(None)\n        self._legs.append(leg)  # first",
     ),
     Fault(
         "a gradient that is being added to is given back at once",
@@ -160,7 +160,7 @@ FAULTS = [
     Fault(
         "what a replica has kept is given back while its lane reads it",
         "stages/replicas.py",
-        "            gradient.ticket.hold(earlier)  # the lane reads it\n",
+        "            gradient.ticket().hold(earlier)  # the lane reads it\n",
         "",
         "mesh_no_sync",
     ),
@@ -174,7 +174,7 @@ FAULTS = [
         "what a gather brings is given back before it is decoded",
         "core/chunk.py",
         "            room,\n        )\n",
-        "            None,\n        )\n        self._room = None\n",
+        "            None,\n        )\n        self._room = None\n        ticket._legs[-1].mark.__class__\n",
         "compressed",
     ),
     Fault(
@@ -229,8 +229,8 @@ FAULTS = [
     Fault(
         "the host takes a gradient before it has come",
         "stores/pinned.py",
-        "self._copies[0].tensor(), self._copies[-1].tensor()",
-        "self._copies[0]._copy, self._copies[-1]._copy",
+        "copy.tensor() for copy in self._copies",
+        "copy._copy for copy in self._copies",
         "offload_to_cpu_shard",
     ),
     Fault(
@@ -243,15 +243,15 @@ FAULTS = [
     Fault(
         "a gradient's buffers are given back before it is on the host",
         "core/ticket.py",
-        "                leg[_MARK].wait()\n",
+        "                leg.mark.wait()\n",
         "                pass\n",
         "offload_to_cpu_shard",
     ),
     Fault(
         "a chunk is copied to the device beside the fetch lane",
         "stores/pinned.py",
-        "        into.copy_(values, non_blocking=True)\n",
-        "        with torch.Stream(into.device):\n            into.copy_(values, non_blocking=True)\n",
+        "            into.copy_(values, non_blocking=True)\n",
+        "            with torch.Stream(into.device):\n                into.copy_(values, non_blocking=True)\n",
         "offload_to_cpu_shard",
     ),
     Fault(
@@ -259,7 +259,7 @@ FAULTS = [
         "core/chunk.py",
         "            values = chunk.store.lend(values, room.lent)\n        return values if",
         "            values = chunk.store.lend(values, room.lent)\n        own, received = room.own, room.received\n"
-        "        chunk._room, chunk._ticket._legs[-1][2] = None, []\n        room = room._replace(lent=None)\n        return values if",
+        "        chunk._room, chunk._ticket._legs[-1].held = None, []\n        room = room._replace(lent=None)\n        return values if",
         "offload_to_cpu_bf16",
     ),
     Fault(

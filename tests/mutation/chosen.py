@@ -21,7 +21,7 @@ FAULTS = [
     Fault(
         "compute does not wait for a gather",
         "core/chunk.py",
-        "            while ticket.advance():\n                pass\n",
+        "            self._ticket.wait()\n",
         "",
         "core/no_sync",
     ),
@@ -42,8 +42,8 @@ FAULTS = [
     Fault(
         "a sum over replicas begins when a wait happens to end",
         "core/ticket.py",
-        "leg[_MARK] = lane.defer(begin)",
-        "leg[_MARK] = begin()",
+        "leg.mark = lane.defer(begin)",
+        "leg.mark = begin()",
         "uneven/joinable",
     ),
     Fault(

@@ -470,7 +470,7 @@ NEAR = {"shape": {"adapted": True}}
 AXES: dict[str, dict[str, Row]] = {
     # -- fields
     "param_dtype": {"fp32": field("param_dtype", torch.float32, tolerance=FP32, streams=True)},
-    "reduce_dtype": {"fp32": field("reduce_dtype", torch.float32, tolerance=FP32)},
+    "reduce_dtype": {"fp32": field("reduce_dtype", torch.float32, tolerance=FP32, streams=True)},
     "output_dtype": {"fp32": field("output_dtype", torch.float32, tolerance=FP32)},
     "cast_forward_inputs": {"False": field("cast_forward_inputs", False)},
     "stage": {"1": field("stage", 1, streams=True), "2": field("stage", 2, streams=True)},

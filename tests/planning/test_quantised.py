@@ -42,7 +42,7 @@ def traced(one_slice: bool, kind: Any) -> Trace:
     policy = zero3.ShardingPolicy(quantize=kind)
     trace = Trace(model, ranks=2, policy=policy, device="cuda", optimizer=torch.optim.SGD, loss=loss)
     if not one_slice:
-        for codec in {p.sites.weight.codec for s in states_of(trace.model) for p in s.parameters if p.chunk.read_only}:  # type: ignore[attr-defined]
+        for codec in {p.sites.known.codec for s in states_of(trace.model) for p in s.parameters if p.chunk.read_only}:  # type: ignore[attr-defined]
             del vars(codec)["decode"]
     return trace
 

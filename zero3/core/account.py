@@ -132,10 +132,12 @@ class Account:
         """[backup 1] Takes the gradients out, and allocates all that their reduction needs."""
         if self.stages:
             self._merge_earlier()
-        taken, self._kept = self._buffer, []
-        self._buffer = GradientBuffer(self.chunk.layout, taken.made_in, self.chunk.device)
+        gradient = self._flow.take_room(self, communicator, self._buffer)
+        # only now: if memory has run out, nothing is lost
+        made_in, chunk = self._buffer.made_in, self.chunk
+        self._buffer, self._kept = GradientBuffer(chunk.layout, made_in, chunk.device), []
         self.pending = self.owed = False
-        return self._flow.take_room(self, communicator, taken)
+        return gradient
 
     def back_up(
         self, gradient: Travelling, lanes: Lanes, names: NamingFailures, *, ends_early: bool = False

@@ -155,10 +155,6 @@ class Backward:
             (self._backups, self._later), self._goes_on = under_way, False
 
     @property
-    def running(self) -> bool:
-        return self.ending.awaited
-
-    @property
     def raised(self) -> bool:
         """Whether the last backward has raised, and what it has left is still there."""
         return self.ending.missed or self._outer_ending.missed

@@ -326,8 +326,9 @@ class Chunk:
         self.full = self._new_buffer(self.compute_dtype)
         # whether parameters' versions tell graphs that the full buffer was released
         self.tracks_versions = not self.resident
-        # the buffer that the face shows, from its first use on
+        # the buffer that the face shows, from its first use on; and whether it shows values there
         self._seen: FullBuffer | OwnMemory | None = None
+        self._shows_values = False
         if self.resident:
             self._see()
 
@@ -410,6 +411,7 @@ class Chunk:
     def _see(self) -> None:
         """Leads the face to the present full buffer."""
         full = self._seen = self.full
+        self._shows_values = False
         full.show(self.face.views(full.tensor, self.layout))
 
     def start_fetch(self, lane: Lane, names: NamingFailures) -> None:
@@ -432,13 +434,14 @@ class Chunk:
                 self._show_values()
             return
         room = self._room or self.wire.room(self, full.tensor)
-        self._ticket = Ticket(names)
-        self._ticket.go(
+        ticket = Ticket(names)
+        ticket.go(
             lane,
             partial(self._gather, room),
             self.wire.behind(self, room, full.tensor) if self.wire.decodes else None,
             room,
         )
+        self._ticket = ticket  # only now: a gather that has not begun is none
 
     def _gather(self, room: Room) -> Pending:
         own = self.wire.put(self, room)
@@ -472,21 +475,28 @@ class Chunk:
 
     def finish_fetch(self) -> None:
         """Makes the compute stream wait for the gather."""
-        if (ticket := self._ticket) is not None:
-            while ticket.advance():
-                pass
-            self._ticket = self._room = None
+        if self._ticket is not None:
+            self._ticket.wait()
+            self._ticket = None
             self.full.filled = True
             if self._usual is not None:
                 self._show_values()
-        if self.store.rests:
+        self._room = None
+        if self.store.rests and not self.full.is_chunk:
             self.store.rest(self.shard.data)
 
     def _show_values(self) -> None:
         """Where codes are gathered, and values are to be shown."""
-        if self.face.read_only:
-            with torch.no_grad(), torch.inference_mode(False):
-                self.full.show(self.face.values(self.full.tensor, self.layout))
+        if not self.face.read_only:
+            return
+        with torch.no_grad(), torch.inference_mode(False):
+            values = self.face.values(self.full.tensor, self.layout)
+            if not self._shows_values:
+                self.full.show(values)
+                self._shows_values = True
+            else:  # parameters show the views already
+                for view, value in zip(self.full.views, values, strict=True):
+                    view.copy_(value)
 
     def is_stale(self) -> Tensor:
         """Whether the full buffer has to be gathered because of this rank's chunk, as a 0-dim
@@ -514,6 +524,8 @@ class Chunk:
             self.tracks_versions = self.tracks_versions and kept.expired()  # type: ignore[no-untyped-call]
         else:
             self.full.free()  # [release 2]
+        if self.store.rests:
+            self.store.rest(self.shard.data)
 
     def _unsee(self) -> None:
         """Lets go of a buffer that nobody needs any more, or that is left to its users."""

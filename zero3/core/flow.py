@@ -9,6 +9,7 @@ What stands behind a bar follows a transfer, in its lane. A transfer and what fo
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import Any, Protocol
 
@@ -58,10 +59,10 @@ class Travelling:
         self.ticket: Any = None
         self.lanes: Any = None
 
-    def moves_to(self, landed: Any, summed: Any) -> None:
+    def moves_to(self, landed: Any, exact: Any = None) -> None:
         """It is somewhere else from now on."""
-        self.landed, self.summed = landed, summed
-        self.exact = summed if self.exact is not None else None
+        self.landed, self.exact = landed, exact
+        self.summed = landed if exact is None else exact
 
 
 class Stage(Protocol):
@@ -104,14 +105,16 @@ class Flow:
         self, gradient: Travelling, lanes: Lanes, names: NamingFailures, into: object
     ) -> Ticket:
         """`into`: what it is added to."""
-        gradient.lanes, gradient.ticket = lanes, Ticket(names, into)
+        ticket = Ticket(names, into)
+        # Weakly, since its legs refer to the gradient. It is alive whenever a stage runs.
+        gradient.lanes, gradient.ticket = lanes, weakref.ref(ticket)
         self._go(0, gradient)
-        return gradient.ticket  # type: ignore[no-any-return]
+        return ticket
 
     def _go(self, number: int, gradient: Travelling) -> None:
         mover = self._legs[number][0]
         start, behind = partial(mover, gradient), partial(self._behind, number, gradient)
-        ticket, held = gradient.ticket, (gradient.summed, gradient.landed)
+        ticket, held = gradient.ticket(), (gradient.summed, gradient.landed)
         if mover.lane == "backup":
             ticket.go(gradient.lanes.backup, start, behind, (*held, gradient.full, gradient.work))
             # this leg alone holds them

@@ -71,6 +71,7 @@ class Runtime:
         self._called_by, self._check_toggled = called_by, check_toggled
         self._stack = CallStack(dict.fromkeys(layers))
         self.layers = self._stack.layers
+        self.frames = self._stack.frames  # of layers' forwards under way
         self._order: Order[LayerState] = own_order or LearnedOrder(
             layers if ordered else (), pace.depth, partial(compare_call, first.communicator)
         )
@@ -155,15 +156,6 @@ class Runtime:
     def in_pass(self) -> bool:
         """Whether an outermost module's forward is under way."""
         return self._trace is not None
-
-    @property
-    def depth(self) -> int:
-        """How many layers' forwards are under way."""
-        return len(self._stack.frames)
-
-    def unwind(self, depth: int) -> None:
-        """Drops all but the outer `depth` frames, after an exception."""
-        del self._stack.frames[depth:]
 
     def begin_pass(self, module: nn.Module) -> AbstractContextManager[Any] | None:
         """[F1] An outermost module is called. Returns the gate's context, which is entered, or None
@@ -296,7 +288,7 @@ class Runtime:
             gone = state.presence not in (Presence.FETCHED, Presence.KEPT) and not state.resident
             state.fetch()
             start = self._trace.begin() if self._trace is not None else 0
-            self._stack.frames.append(
+            self.frames.append(
                 Frame(state, start, graph_clock(), recomputes=True, fetched_here=gone)
             )
             return
@@ -313,7 +305,7 @@ class Runtime:
             self._check_toggled(state, self.layers)
         for following in ahead:
             following.start_fetch()
-        self._stack.frames.append(Frame(state, self._trace.begin(), graph_clock()))
+        self.frames.append(Frame(state, self._trace.begin(), graph_clock()))
 
     def post_forward(self, state: LayerState, output: Any, kept: Any) -> Any:
         """[F4] Puts hooks on the graph, by which backward finds the layer. The layer is released at
@@ -322,7 +314,7 @@ class Runtime:
         `kept`: other places where the layer may have left tensors, such as its arguments and its
         modules' attributes.
         """
-        frame = self._stack.frames.pop()
+        frame = self.frames.pop()
         if state.resident:
             if not transforms_under_way():  # their graphs end at their own arguments
                 self.backward.forbid(state, nodes_since(frame.clock, tensors_in((output, kept))))

@@ -352,7 +352,7 @@ class ForwardPass:
     def __enter__(self) -> None:
         self._outermost = not self._runtime.in_pass
         self._activity = self._runtime.begin_pass(self._module) if self._outermost else None
-        self._depth = self._runtime.depth
+        self._depth = len(self._runtime.frames)
 
     def __exit__(
         self,
@@ -360,6 +360,6 @@ class ForwardPass:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._runtime.unwind(self._depth)
+        del self._runtime.frames[self._depth :]
         if self._outermost:
             self._runtime.end_pass(self._activity, error)

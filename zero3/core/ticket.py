@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from ..comm.errors import NamingFailures
 from ..comm.streams import Lane, Pending
@@ -12,10 +11,14 @@ from ..comm.streams import Lane, Pending
 __all__: list[str] = []
 
 
-# A leg: where the lane is when it is over, as soon as it is issued; what the host waits for behind
-# it; and what it holds.
-_Leg = list[Any]
-_MARK, _AFTER, _HELD = range(3)
+class _Leg:
+    __slots__ = ("after", "held", "mark")
+
+    def __init__(self, held: object) -> None:
+        # where the lane is when the leg is over; None if its issue has failed
+        self.mark: Pending | None = None
+        self.after: Pending | None = None  # what the host waits for behind it
+        self.held = [held]
 
 
 class Ticket:
@@ -26,7 +29,7 @@ class Ticket:
     the host when it is waited for.
     """
 
-    __slots__ = ("_into", "_legs", "_names")
+    __slots__ = ("__weakref__", "_into", "_legs", "_names")
 
     def __init__(self, names: NamingFailures, into: object = None) -> None:
         """`into`: what is added to. After a backward that raised, users may zero gradients before
@@ -43,11 +46,11 @@ class Ticket:
         held: object,
     ) -> None:
         """Issues a leg: `start` and, behind what that begins, `then`."""
-        leg: _Leg = [None, None, [held]]
+        leg = _Leg(held)
         self._legs.append(leg)  # first: `then` may issue the leg behind this one
         try:
             with lane.issue():
-                leg[_MARK] = lane.complete(start(), then)
+                leg.mark = lane.complete(start(), then)
         except RuntimeError as failure:
             self._names.explain(failure)
             raise
@@ -63,29 +66,31 @@ class Ticket:
             with lane.issue():  # this lane waits for the present one
                 return lane.complete(start(), then)
 
-        leg: _Leg = [None, None, [held]]
+        leg = _Leg(held)
         self._legs.append(leg)
-        leg[_MARK] = lane.defer(begin)
+        leg.mark = lane.defer(begin)
 
     def arrive(self, pending: Pending, *, at_once: bool) -> None:
         """Issues a leg on the host, which waits for `pending`. `at_once`: with the present leg."""
         if at_once:
-            self._legs[-1][_AFTER] = pending
+            self._legs[-1].after = pending
         else:
-            self._legs.append([pending, None, []])
+            leg = _Leg(None)
+            leg.mark = pending
+            self._legs.append(leg)
 
     def hold(self, tensor: object) -> None:
         """The present leg holds a tensor, too."""
-        self._legs[-1][_HELD].append(tensor)
+        self._legs[-1].held.append(tensor)
 
     def advance(self) -> bool:
         """Waits for the next leg, and lets go of what it held. Returns whether another follows."""
         leg = self._legs[0]
         try:
-            if leg[_MARK] is not None:  # otherwise its issue has failed
-                leg[_MARK].wait()
-            if leg[_AFTER] is not None:
-                leg[_AFTER].wait()
+            if leg.mark is not None:  # otherwise its issue has failed
+                leg.mark.wait()
+            if leg.after is not None:
+                leg.after.wait()
         except RuntimeError as failure:
             self._names.explain(failure)
             raise

@@ -29,13 +29,13 @@ class Quantised:
     def __init__(self, kind: Format, codec: Codec, device: torch.device) -> None:
         self.name: str | None = kind.name
         self._kind, self._codec, self._device = kind, codec, device
-        self._sites: dict[str, ParameterSites] = {}
+        # by the name of the slot. (Sites would be a cycle: they know their face.)
+        self._weights: dict[str, QuantizedWeight] = {}
 
     def take(self, sites: ParameterSites, computes: torch.dtype) -> None:
         """Makes a parameter one of these. `computes`: the dtype in which operations compute."""
         parameter = sites.parameter
-        self._sites[sites.name] = sites
-        weight = QuantizedWeight(
+        weight = self._weights[sites.name] = QuantizedWeight(
             self._kind,
             tuple(parameter.shape),
             parameter.dtype,
@@ -58,14 +58,19 @@ class Quantised:
         return raw
 
     def value(self, sites: ParameterSites, slot: Tensor) -> Tensor:
-        weight: QuantizedWeight = sites.known
+        return self._value(sites.known, slot)
+
+    def _value(self, weight: QuantizedWeight, slot: Tensor) -> Tensor:
         return self._codec.dequantize(self._kind.seen(slot, weight.shape), weight.own_dtype)
 
     def put(self, sites: ParameterSites, values: Tensor, slot: Tensor) -> None:
+        self._put(sites.known, values, slot)
+
+    def _put(self, weight: QuantizedWeight, values: Tensor, slot: Tensor) -> None:
         """Values that the slot stands for already are left as they are, because quantising them
         again may change them.
         """
-        if not torch.equal(self.value(sites, slot), values):
+        if not torch.equal(self._value(weight, slot), values):
             self._kind.store(self._codec.quantize(values), slot)
 
     def stand_in(self, sites: ParameterSites, blank: Tensor) -> Tensor:
@@ -82,28 +87,26 @@ class Quantised:
 
     # -- all of them
 
-    def _in_order(self, layout: ChunkLayout) -> list[ParameterSites]:
-        return [self._sites[slot.name] for slot in layout.slots]
+    def _slots(self, full: Tensor, layout: ChunkLayout) -> list[tuple[QuantizedWeight, Tensor]]:
+        weights = [self._weights[slot.name] for slot in layout.slots]
+        return list(zip(weights, unpack(full, layout), strict=True))
 
     def views(self, full: Tensor, layout: ChunkLayout) -> Sequence[Tensor]:
-        ordered = self._in_order(layout)
-        for sites, raw in zip(ordered, unpack(full, layout), strict=True):
-            weight: QuantizedWeight = sites.known
+        slots = self._slots(full, layout)
+        for weight, raw in slots:
             weight.see(self._kind.seen(raw, weight.shape))
-        return [sites.known.stretched for sites in ordered]
+        return [weight.stretched for weight, _ in slots]
 
     def values(self, full: Tensor, layout: ChunkLayout) -> Sequence[Tensor]:
-        slots = zip(self._in_order(layout), unpack(full, layout), strict=True)
-        return [self.value(sites, slot) for sites, slot in slots]
+        return [self._value(weight, slot) for weight, slot in self._slots(full, layout)]
 
     def write(self, values: Sequence[Tensor], full: Tensor, layout: ChunkLayout) -> None:
-        slots = zip(self._in_order(layout), unpack(full, layout), values, strict=True)
-        for sites, slot, given in slots:
-            self.put(sites, given, slot)
+        for (weight, slot), given in zip(self._slots(full, layout), values, strict=True):
+            self._put(weight, given, slot)
 
     def forget(self) -> None:
-        for sites in self._sites.values():
-            sites.known.see(None)
+        for weight in self._weights.values():
+            weight.see(None)
 
 
 def weight_of(sites: ParameterSites) -> QuantizedWeight | None:

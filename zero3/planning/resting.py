@@ -50,7 +50,7 @@ class OnPaper:
     def lend(self, values: Tensor, into: Tensor | None) -> Tensor:
         """What comes from a file passes through pinned memory."""
         if into is None or not into.numel():
-            return values if into is None else into
+            return into if into is not None else values
         passed = self.allocate(values.numel(), values.dtype) if self._in_files else values.detach()
         return into.copy_(passed)
 

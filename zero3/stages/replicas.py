@@ -43,7 +43,7 @@ class Hold:
             kept.copy_(summed)
         if earlier is not None:
             kept.add_(earlier)
-            gradient.ticket.hold(earlier)  # the lane reads it
+            gradient.ticket().hold(earlier)  # the lane reads it
         if gradient.ends_early:
             account.hold(kept)
         elif kept is not summed:

@@ -77,9 +77,11 @@ class Files:
     # -- values
 
     def lend(self, values: Tensor, into: Tensor | None) -> Tensor:
-        if into is None or not into.numel():
-            return values if into is None else into
-        return into.copy_(values.pin_memory(), non_blocking=True)
+        if into is None:
+            return values
+        if into.numel():
+            into.copy_(values.pin_memory(), non_blocking=True)
+        return into
 
     def soon(self, chunk: Chunk) -> None:
         """The chunk that was fetched next, when this one was last fetched after the same two, is
@@ -186,7 +188,7 @@ class PutAway:
         if all(_earlier(part) is None for part in chunk.parts):
             exact = gradient.exact
             landed = store.keep(gradient.landed)
-            gradient.moves_to(landed, landed if exact is None else store.keep(exact))
+            gradient.moves_to(landed, None if exact is None else store.keep(exact))
         ours = [
             part for part in chunk.parts if isinstance(_earlier(part), UntouchedGradient | None)
         ]

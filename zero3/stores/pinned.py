@@ -112,10 +112,11 @@ class Pinned:
         _ = [self.allocate(numel, dtype) for dtype in dtypes]
 
     def lend(self, values: Tensor, into: Tensor | None) -> Tensor:
-        if into is None or not into.numel():
-            return values if into is None else into
-        into.copy_(values, non_blocking=True)
-        self._read = Fence(into.device)
+        if into is None:
+            return values
+        if into.numel():
+            into.copy_(values, non_blocking=True)
+            self._read = Fence(into.device)
         return into
 
     def settle(self, chunk: Chunk, recent: list[Any] | None, *, before_backward: bool) -> None:
@@ -181,7 +182,7 @@ class Home:
     def __call__(self, gradient: Travelling) -> Pending:
         exact = gradient.exact
         both = [gradient.landed] if exact is None else [gradient.landed, exact]
-        gradient.moves_to(None, None)  # the leg before holds what is copied
+        gradient.moves_to(None)  # the leg before holds what is copied
         into = self._store.to_copy_into
         return _Arrival(gradient, [OnHost(each, into(each.numel(), each.dtype)) for each in both])
 
@@ -191,4 +192,4 @@ class _Arrival:
         self._gradient, self._copies = gradient, copies
 
     def wait(self) -> None:
-        self._gradient.moves_to(self._copies[0].tensor(), self._copies[-1].tensor())
+        self._gradient.moves_to(*(copy.tensor() for copy in self._copies))

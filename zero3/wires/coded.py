@@ -44,10 +44,8 @@ class Coded:
     decodes = True
 
     def __init__(self, kind: Format, layout: ChunkLayout) -> None:
-        self._rows, self._plain = (
-            _rows_of(kind, layout),
-            Plain(),
-        )  # as it travels while it is frozen
+        self._rows = _rows_of(kind, layout)
+        self._plain = Plain()  # how it travels while it is frozen
 
     def rounds(self, chunk: Chunk) -> bool:
         return chunk.shard.requires_grad
@@ -80,9 +78,11 @@ class Coded:
     def as_gathered(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         if not chunk.shard.requires_grad:
             return self._plain.as_gathered(chunk, dtype)
-        row, out = self._rows[chunk.index], torch.empty_like(chunk.shard.data, dtype=dtype)
+        # where it is encoded for a gather, so that the bits are the same
+        values = chunk.store.lend(chunk.shard.data, passing(chunk))
+        row, out = self._rows[chunk.index], torch.empty_like(values, dtype=dtype)
         raw, work = out.new_empty(row.nbytes, dtype=torch.uint8), self._rows.work(out.device)
-        row.encode([chunk.shard.data], raw, work)
+        row.encode([values], raw, work)
         row.decode(raw, out, work)
         return out
 
