@@ -185,8 +185,8 @@ class ShardingPolicy:
         offload: Where chunks and their gradients rest between their uses. `"cpu"`: in host memory,
             pinned if layers compute on an accelerator. On the CPU that changes nothing. A
             directory, on a local disk: in memory-mapped files without a name, which vanish with the
-            process. The directory need not be the same on all hosts. The
-            optimizer then steps on the CPU, as `chunk` and `chunk.grad` are there. On the CPU
+            process. The directory need not be the same on all hosts. It goes with every format.
+            The optimizer then steps on the CPU, as `chunk` and `chunk.grad` are there. On the CPU
             results are the same to the bit. On an accelerator gathers and sums are, and the
             optimizer's step, which then runs on the host, rounds as the host does. None: where
             layers compute.

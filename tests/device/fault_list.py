@@ -160,7 +160,7 @@ FAULTS = [
     Fault(
         "what a replica has kept is given back while its lane reads it",
         "stages/replicas.py",
-        "            gradient.ticket().hold(earlier)  # the lane reads it\n",
+        "            gradient.ticket().keep_alive(earlier)  # the lane reads it\n",
         "",
         "mesh_no_sync",
     ),

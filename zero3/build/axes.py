@@ -25,10 +25,10 @@ from ..policy import (
     reduce_format,
     shards_gradients,
 )
-from ..stages.replicas import Hold, SumReplicas
+from ..stages.replicas import KeepInReplica, SumReplicas
 from ..stores.files import PutAway
 from ..stores.pinned import Home
-from ..stores.resting import Keeping, Resting, place_of
+from ..stores.resting import Keeping, Resting, resting_place
 from ..wires.coded import Coded, CodedReduceScatter
 
 __all__: list[str] = []
@@ -52,7 +52,7 @@ def chunk_of(
     store = Here() if place is None else place
     chunk = Chunk(layout, shard, communicator, (computes, device), store, wire, face)
     if place is not None:
-        place.serve(chunk)
+        place.belong_to(chunk)
     return chunk
 
 
@@ -87,9 +87,9 @@ def account_of(chunk: Chunk, among: Among, policy: ShardingPolicy, subject: Subj
         else CodedReduceScatter(kind, chunk, communicator, subject)
     ]
     if communicator.shards < communicator.world_size:
-        stages += [Hold(), SumReplicas()]
+        stages += [KeepInReplica(), SumReplicas()]
     stages.append(Average(lands, mean=mean, divides_first=first))
-    place = place_of(chunk)
+    place = resting_place(chunk)
     if place is not None and place.far:
         stages.append(Home(place))
     keeps = place is not None and directory_of(policy) is not None
@@ -97,4 +97,4 @@ def account_of(chunk: Chunk, among: Among, policy: ShardingPolicy, subject: Subj
     flow = Flow(*stages, at_once=place is not None and place.at_once)
     summed = sums if kind is None else torch.float32
     added = summed if summed.itemsize > lands.itemsize else lands
-    return Account(chunk, flow, (sums, added), among, stages=policy.transactional)
+    return Account(chunk, flow, (sums, added), among, saves=policy.transactional)

@@ -68,7 +68,7 @@ class Among:
     communicator: Communicator  # asked where values are asked of all ranks
     averaged_over: int  # the number of ranks for the mean: fewer if some have no data left
 
-    def serve(self, communicator: Communicator) -> None:
+    def ask(self, communicator: Communicator) -> None:
         self.communicator = communicator
 
     def average_over(self, ranks: int) -> None:
@@ -80,7 +80,7 @@ class Account:
     into the chunk's own gradient; `keep`, instead of them, leaves it for a later reduction. If the
     chunk's gradient is zeroed before, what is kept is dropped.
 
-    An account that stages has savepoints. The first gradient after a commit makes one, and `commit`
+    An account that saves has savepoints. The first gradient after a commit makes one, and `commit`
     or `roll_back` ends it. Until then the chunk's gradient and what earlier backwards have kept do
     not change. A `step_guard` makes the savepoint itself, and puts deferred gradients in the place
     of the chunk's. So nobody can use those before the commit; and if they are zeroed, this is seen
@@ -94,10 +94,10 @@ class Account:
         dtypes: tuple[torch.dtype, torch.dtype],
         among: Among,
         *,
-        stages: bool,
+        saves: bool,
     ) -> None:
         """`dtypes`: of sums within a backward, and of those over several backwards. `among`: the
-        layer's. `stages`: in each backward. (Otherwise inside of a `step_guard` alone.)
+        layer's. `saves`: in each backward. (Otherwise inside of a `step_guard` alone.)
         """
         self.chunk = chunk
         self.pending = False  # whether this backward has added gradients that are not backed up yet
@@ -114,8 +114,8 @@ class Account:
         # whether what lands is dropped at once, so that no hook of the caller's sees it: its
         # backward has raised
         self._drops = False
-        # stages: whether gradients are staged now
-        self._always = self.stages = stages
+        # saves: whether the first gradient makes a savepoint
+        self._always = self.saves = saves
         self._guard = _Guard()
         self._saved: _Savepoint | None = None
 
@@ -123,14 +123,14 @@ class Account:
 
     def add(self, index: int, gradient: Tensor) -> None:
         """[B4] Adds a gradient of slot number `index`."""
-        if self.stages:
+        if self.saves:
             self._save()
         self.pending = True
         self._buffer.add(index, gradient)
 
     def take_room(self, communicator: Communicator) -> Travelling:
         """[backup 1] Takes the gradients out, and allocates all that their reduction needs."""
-        if self.stages:
+        if self.saves:
             self._merge_earlier()
         gradient = self._flow.take_room(self, communicator, self._buffer)
         # only now: if memory has run out, nothing is lost
@@ -149,14 +149,14 @@ class Account:
         gradient.ends_early = ends_early
         return self._flow.start(gradient, lanes, names, into)
 
-    def hold(self, summed: Tensor | None) -> Tensor | None:
+    def exchange_partial(self, summed: Tensor | None) -> Tensor | None:
         """Takes out the sum of one replica that earlier micro-batches left, and leaves `summed`."""
         earlier, self.partial = self.partial, summed
         return earlier
 
     def land(self, landed: Tensor, exact: Tensor | None) -> None:
         """A gradient `[S]` has come to the end of its way. `exact`: in a wider dtype."""
-        if self.stages:
+        if self.saves:
             self._save().staged.append((landed, exact))
         else:
             self._accumulate(landed, exact)
@@ -201,7 +201,7 @@ class Account:
         """Keeps the gradients for a later reduction. Until then the chunk's gradient is a
         `DeferredGradient`, which has no values.
         """
-        if self.stages:
+        if self.saves:
             self._merge_earlier()
         guarded = self._guard.placed is not None and not self.disturbed
         self._buffer.keep(self.added_as)
@@ -245,7 +245,7 @@ class Account:
 
     def scale(self, factor: Tensor) -> None:
         """Multiplies the chunk's gradient, and the kept gradients, by the 0-dim `factor`."""
-        if self.stages:
+        if self.saves:
             self._save()
         if self.partial is not None:
             # another tensor: a savepoint may go back to this one
@@ -302,7 +302,7 @@ class Account:
         """Drops the gradients of a backward that did not end. Kept gradients go too, because both
         are in one sum; a savepoint keeps them apart.
         """
-        if self.stages:
+        if self.saves:
             self.roll_back()
         else:
             self.drop()
@@ -316,7 +316,7 @@ class Account:
         added to.
         """
         self._drops = False
-        if self.stages:
+        if self.saves:
             self.roll_back()
         else:
             self.drop_all()
@@ -344,10 +344,10 @@ class Account:
 
     def guard(self, *, on: bool) -> None:
         """A `step_guard` begins, or is over. For between backwards."""
-        self.stages = self._always or on
+        self.saves = self._always or on
 
     def end_backward(self, layer: DefersReductions) -> None:
-        """A backward has ended without an error: for one that stages."""
+        """A backward has ended without an error: for one that saves."""
         if layer.holds:
             self._place(layer)
         else:

@@ -84,7 +84,7 @@ class Backward:
         """Adds a layer: from now on, any gradient that it gets is reduced by the end of the
         backward.
         """
-        state.gradients.serve(self)
+        state.gradients.tell(self)
         self.resting.watch(state)
         if state.gradients.ignored:
             self._ignoring.append(state)

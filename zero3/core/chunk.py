@@ -1,8 +1,8 @@
 """A chunk: this rank's slice of a layer's flat parameters, and the full buffer that it is gathered
 into.
 
-A chunk has one value on each of four axes. Its store says where the values rest, its wire how they
-travel, its face what the parameters are in the full buffer, and `stays` for how long that is kept.
+A chunk has one value on each of three axes. Its store says where the values rest, its wire how they
+travel, and its face what the parameters are in the full buffer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The way of a chunk's gradient, from autograd's tensors to `chunk.grad`: stages, in lanes.
 
     plain             ReduceScatter | Average  Add
-    with replicas     ReduceScatter | Hold     SumReplicas | Average  Add
+    with replicas     ReduceScatter | KeepInReplica  SumReplicas | Average  Add
     far from here     ReduceScatter | Average  Home | Add
 
 What stands behind a bar follows a transfer, in its lane. A transfer and what follows it are a leg.

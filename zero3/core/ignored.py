@@ -38,7 +38,7 @@ class IgnoredGradient:
         """The mean is taken over so many ranks: the others have no data left."""
         self._averaged_over = ranks
 
-    def hold(self, *, on: bool) -> None:
+    def guard(self, *, on: bool) -> None:
         """A `step_guard` begins, or is over."""
         self._held = on
         if on:

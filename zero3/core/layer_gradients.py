@@ -65,7 +65,7 @@ class LayerGradients:
         self._naming = NamingFailures(communicator, "reducing the gradients of", subject)
         self._hooked: dict[int, ShardedParameter] = {}  # by the id of the parameter
 
-    def serve(self, backward: Any) -> None:
+    def tell(self, backward: Any) -> None:
         """`backward`: the model's, which is told of the first gradient."""
         self.backward = weakref.ref(backward)
 
@@ -220,7 +220,7 @@ class LayerGradients:
 
     def end_backward(self) -> None:
         for account in self.accounts.values():
-            if account.stages:
+            if account.saves:
                 account.end_backward(self)
         for each in self.ignored:
             each.end_backward()
@@ -231,7 +231,7 @@ class LayerGradients:
         for each in self.ignored:
             each.average_over(ranks)
 
-    def hold(self) -> None:
+    def begin_guard(self) -> None:
         """From now on a `step_guard` commits or rolls back the gradients of backwards."""
         self.holds += 1
         for account in self.accounts.values():
@@ -239,9 +239,9 @@ class LayerGradients:
             account.watch(self)
         self.end_backward()
         for each in self.ignored:
-            each.hold(on=True)
+            each.guard(on=True)
 
-    def let_go(self, *, keep: bool) -> None:
+    def end_guard(self, *, keep: bool) -> None:
         """The `step_guard` is over: its gradients are committed, or rolled back if not `keep`."""
         for account in self.accounts.values() if not keep else ():
             account.roll_back()
@@ -249,7 +249,7 @@ class LayerGradients:
         for each in self.ignored:
             if not keep:
                 each.roll_back()
-            each.hold(on=bool(self.holds))
+            each.guard(on=bool(self.holds))
         if not self.holds:
             self.end_backward()
             for account in self.accounts.values():

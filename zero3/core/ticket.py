@@ -79,7 +79,7 @@ class Ticket:
             leg.mark = pending
             self._legs.append(leg)
 
-    def hold(self, tensor: object) -> None:
+    def keep_alive(self, tensor: object) -> None:
         """The present leg holds a tensor, too."""
         self._legs[-1].held.append(tensor)
 

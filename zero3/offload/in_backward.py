@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..core.gradient_types import CallersMistake, DeferredGradient, UsedGradient, stepped_already
 from ..guards.marks import Owner
-from ..stores.resting import place_of
+from ..stores.resting import resting_place
 from .turns import Turn, Turns
 
 __all__: list[str] = []
@@ -79,7 +79,7 @@ class InBackward:
                         )
                         _call_when_landed(parameter, self)
                         parameter.zero3_stepped_in_backward = Owner(optimizer)  # type: ignore[attr-defined]
-            place, parts = place_of(turn.chunk), turn.chunk.parts if turn.chunk else []
+            place, parts = resting_place(turn.chunk), turn.chunk.parts if turn.chunk else []
             if place is not None and all(id(part.parameter) in self._turn_of for part in parts):
                 first = weakref.ref(parts[0].parameter)
                 place.is_used_at_once(partial(_steps, weakref.ref(self), first))

@@ -17,7 +17,7 @@ from ..core.layer_state import LayerState
 from ..guards.marks import state_of
 from ..optim.state_memory import set_state_memory
 from ..policy import directory_of
-from ..stores.resting import place_of
+from ..stores.resting import resting_place
 from ..stores.untouched import to_bring, touch
 from .one_by_one import narrowed, try_out
 from .state_files import StateFiles, ZerosInFiles
@@ -54,7 +54,7 @@ class Turn:
 
     def visit(self, optimizer: torch.optim.Optimizer) -> Visit | None:
         """What lies in files of all that the turn works on."""
-        if self.files is None or (place := place_of(self.chunk)) is None:
+        if self.files is None or (place := resting_place(self.chunk)) is None:
             return None
         parameters = list(self.all())
         gradients = [

@@ -54,7 +54,7 @@ class OnPaper:
         passed = self.allocate(values.numel(), values.dtype) if self._in_files else values.detach()
         return into.copy_(passed)
 
-    def serve(self, chunk: Chunk) -> None:
+    def belong_to(self, chunk: Chunk) -> None:
         return None
 
     def settle(self, chunk: Chunk, recent: list[Any] | None, *, before_backward: bool) -> None:

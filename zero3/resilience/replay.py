@@ -177,7 +177,7 @@ class CollectiveReplay:
         try:
             for state in self._states:
                 self._held.append(state)
-                state.gradients.hold()
+                state.gradients.begin_guard()
                 state.gate = _RecordingGate(state.gate, numbers, self._done, self._phases)
         except BaseException:
             self.close(keep=False)
@@ -321,7 +321,7 @@ class CollectiveReplay:
                 state.gate.inner if isinstance(state.gate, _RecordingGate) else state.behaviour.gate
             )
         for state in held:
-            state.gradients.let_go(keep=keep)
+            state.gradients.end_guard(keep=keep)
 
     def give_up(self, error: BaseException) -> None:
         """The guard raises: under `Join` the other ranks hear of it."""

@@ -1,1 +1,1 @@
-"""What a gradient's way has beside the usual."""
+"""What not every model has: stages of a gradient's way, and an order of calls that is not learned."""

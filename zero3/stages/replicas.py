@@ -21,7 +21,7 @@ from ..core.gradient_buffer import GradientBuffer
 __all__: list[str] = []
 
 
-class Hold:
+class KeepInReplica:
     """Adds what earlier micro-batches have left of this replica's sums. A way that ends here leaves
     its sum, too (`no_sync(replicas_only=True)`).
     """
@@ -34,7 +34,7 @@ class Hold:
 
     def __call__(self, gradient: Travelling) -> None:
         account, summed = gradient.account, gradient.summed
-        earlier = account.hold(None)
+        earlier = account.exchange_partial(None)
         if not gradient.ends_early and earlier is None:
             return
         # micro-batches are added up in the wider dtype
@@ -43,9 +43,9 @@ class Hold:
             kept.copy_(summed)
         if earlier is not None:
             kept.add_(earlier)
-            gradient.ticket().hold(earlier)  # the lane reads it
+            gradient.ticket().keep_alive(earlier)  # the lane reads it
         if gradient.ends_early:
-            account.hold(kept)
+            account.exchange_partial(kept)
         elif kept is not summed:
             summed.copy_(kept)
 

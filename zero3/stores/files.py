@@ -64,7 +64,7 @@ class Files:
         # by id of a parameter: what adds straight to its gradient, if that was left unscaled
         self._additions: dict[int, Node] = {}
 
-    def serve(self, chunk: Chunk) -> None:
+    def belong_to(self, chunk: Chunk) -> None:
         # Python keeps the function for ever; it is small
         os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(chunk)))
 

@@ -105,7 +105,7 @@ class Pinned:
     def taken(self, nbytes: int) -> int:
         return pinned_nbytes(nbytes)
 
-    def serve(self, chunk: Chunk) -> None:
+    def belong_to(self, chunk: Chunk) -> None:
         return None
 
     def reserve(self, numel: int, dtypes: Sequence[torch.dtype]) -> None:

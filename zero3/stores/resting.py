@@ -28,7 +28,7 @@ class Resting(Store, Protocol):
         """Makes sure of the memory of gradients."""
         ...
 
-    def serve(self, chunk: Chunk) -> None:
+    def belong_to(self, chunk: Chunk) -> None:
         """`chunk`: the one whose place it is."""
         ...
 
@@ -87,7 +87,7 @@ class Keeping(Resting, Protocol):
         ...
 
 
-def place_of(chunk: Chunk | None) -> Resting | None:
+def resting_place(chunk: Chunk | None) -> Resting | None:
     """Where a chunk rests. None: where its layer computes."""
     store = None if chunk is None else chunk.store
     return store if store is not None and store.rests else None  # type: ignore[return-value]

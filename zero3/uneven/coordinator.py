@@ -116,7 +116,7 @@ class JoinCoordinator:
     def _use(self, state: LayerState, communicator: Communicator) -> None:
         """Gives the layer and its gradients (for a loss scaler's inf) another communicator."""
         state.communicator = communicator
-        state.gradients.among.serve(communicator)
+        state.gradients.among.ask(communicator)
 
     # -- on a rank with data
 
@@ -262,12 +262,12 @@ class JoinCoordinator:
         `step_guard`.
         """
         for state in self._states if not self._holds else ():
-            state.gradients.hold()
+            state.gradients.begin_guard()
         self._holds = True
 
     def _let_go(self, *, keep: bool) -> None:
         for state in self._states if self._holds else ():
-            state.gradients.let_go(keep=keep)
+            state.gradients.end_guard(keep=keep)
         self._holds = False
 
     # -- on all ranks
