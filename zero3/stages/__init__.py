@@ -1,1 +1,1 @@
-"""What not every model has: stages of a gradient's way, and an order of calls that is not learned."""
+"""What not every model has: stages of a gradient's way, an order of calls that is not learned."""
