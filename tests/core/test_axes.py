@@ -134,19 +134,18 @@ def test_a_gather_whose_start_fails_fills_no_full_buffer(error: type[BaseExcepti
 def test_of_two_loads_inside_full_params_the_second_one_counts(world_size: int) -> None:
     """For quantised parameters too, whose values are shown beside their codes."""
 
-    def weights(seed: int) -> dict[str, Tensor]:
-        torch.manual_seed(seed)
-        return {name: torch.randn_like(value) for name, value in nn.Linear(64, 64).state_dict().items()}
+    torch.manual_seed(0)  # here: threads would draw from one generator
+    loads = [{f"0.{name}": torch.randn_like(value) for name, value in nn.Linear(64, 64).state_dict().items()} for _ in range(2)]
 
     def body(group: ThreadCommunicator) -> Tensor:
         layer = nn.Linear(64, 64).requires_grad_(False)
         model = zero3.shard(nn.Sequential(layer), nn.Linear, policy=ShardingPolicy(quantize=NF4()), process_group=process_group(group))
         with zero3.full_params(model):
-            for seed in (1, 2):
-                zero3.load_full_state_dict(model, {f"0.{name}": value for name, value in weights(seed).items()})
+            for load in loads:
+                zero3.load_full_state_dict(model, load)
         return zero3.full_state_dict(model, rank0_only=False)["0.weight"]
 
-    second = weights(2)["weight"]
+    second = loads[1]["0.weight"]
     expected = NF4().dequantize(NF4().quantize(second), second.dtype)
     assert all(torch.equal(found, expected) for found in run_ranks(world_size, body))
 
