@@ -86,7 +86,7 @@ def test_what_is_fetched_by_hand_is_gathered_again_only_after_a_change(update: s
         assert not gathers(group), "neither forward nor backward"
         losses.append(step(model, zero3.get_trainable_chunk(model)))
         assert len(gathers(group)) == layers, "once, for the new values"
-        assert all(chunk.filled for state in states_of(model) for chunk in state.chunks)
+        assert all(chunk.full.filled for state in states_of(model) for chunk in state.chunks)
         with pytest.raises(RuntimeError, match="is released"):
             model.blocks[0].module.up.weight.sum()
         zero3.release(model)

@@ -65,7 +65,8 @@ def trained(rank: Rank, name: str, targets: Any) -> None:
         assert size > 1 or mine == theirs
     values = zero3.full_state_dict(model, rank0_only=False)
     for key, value in plain.state_dict().items():
-        torch.testing.assert_close(values[key], value, rtol=1e-5, atol=1e-6)
+        # after three steps of AdamW in float32, in which kernels of processors differ
+        torch.testing.assert_close(values[key], value, rtol=1e-5, atol=5e-6)
     with torch.no_grad(), model.disable_adapter(), plain.disable_adapter():
         assert loss(model, Turn(0, 0, 1), name).item() == loss(plain, Turn(0, 0, 1), name).item()
     with pytest.raises(RuntimeError, match="Quantised parameters are read-only"), zero3.full_params(model, writeback=True):
