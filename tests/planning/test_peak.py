@@ -95,13 +95,13 @@ def test_plan_knows_that_ranks_differ_on_gloo_alone() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_plan_of_a_mesh_cuts_chunks_over_one_replica(device: str) -> None:
-    """To the ranks of a replica it comes to more chunks; and the sums over replicas stay to the end of backward."""
+    """To the ranks of a replica it comes to more chunks; and the sums over replicas need no memory but the gradient's own."""
     plain, mesh = (zero3.plan(model_of(Case()), ranks=8, sequence=16, mesh=shape, device=device) for shape in (None, (4, 2)))
     row = zero3.plan(model_of(Case()), ranks=2, sequence=16, device=device)
     assert mesh.by_cause["chunks"] == row.by_cause["chunks"] > 3 * plain.by_cause["chunks"]
     assert "rank 0 of 8 (4 replicas of 2 shards)" in f"{mesh}"
     sums, own = (max(moment.by_cause["gradients"] for moment in plan.moments if moment.phase == "backward") for plan in (mesh, row))
-    assert sums >= own
+    assert 0.99 * own < sums <= own
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
