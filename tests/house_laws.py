@@ -13,10 +13,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
+from torch import nn
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "zero3"
 COLUMNS = 100
 HANDED_ON = "Travelling"  # the record that stages hand on, as `gradient`: each writes into it
+TORCH_S = {"Tensor": torch.Tensor, "nn.Parameter": nn.Parameter}  # as bases of ours, which have fields already
 AXES = ("stores", "wires", "stages", "faces", "conductors")  # a file of these rooms is one value of an axis
 LISTS = Path(__file__).with_suffix(".json")
 TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
@@ -53,14 +57,26 @@ def imported_names(file: str) -> Iterator[tuple[str, str]]:
 IMPORTED = {file: dict(imported_names(file)) for file in TREES}
 
 
+def is_frozen(node: ast.ClassDef) -> bool:
+    """Whether it is a record whose fields nobody can assign."""
+    named = any("NamedTuple" in ast.unparse(base) for base in node.bases)
+    return named or any("frozen=True" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
 def fields_of(node: ast.ClassDef) -> set[str]:
-    """What a class declares, or gives itself."""
+    """What a class declares, or gives itself, but for what it has from torch's tensors (`data`, `__class__`)."""
+    bases = {ast.unparse(base) for base in node.bases}
+    torch_s = {field for name, kind in TORCH_S.items() if name in bases for field in dir(kind)}
     declared = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)}
-    return declared | {
-        target.attr
-        for target in ast.walk(node)
-        if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store) and ast.unparse(target.value) == "self"
-    }
+    return (
+        declared
+        | {
+            target.attr
+            for target in ast.walk(node)
+            if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store) and ast.unparse(target.value) == "self"
+        }
+        - torch_s
+    )
 
 
 def core_imports_comm_alone() -> Iterator[Place]:
@@ -82,16 +98,22 @@ def no_class_inherits_from_another_file() -> Iterator[Place]:
 
 
 def a_field_is_assigned_in_its_class_s_file() -> Iterator[Place]:
+    """Names alone are known here, no types. Fields of frozen records, which can't be assigned, and what torch's modules hold
+    (`torch.autograd.backward`) are others' of the same name.
+    """
     owners = defaultdict(set)
     handed_on = next(fields_of(node) for _, node in classes() if node.name == HANDED_ON)
     for file, node in classes():
-        for field in fields_of(node) if node.name != HANDED_ON else ():
+        for field in fields_of(node) if node.name != HANDED_ON and not is_frozen(node) else ():
             owners[field].add(file)
     for file, tree in TREES.items():
         for node in ast.walk(tree):
-            stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) not in ("self", "cls")
-            stored = stored and not (ast.unparse(node.value) == "gradient" and node.attr in handed_on)
-            if stored and owners[node.attr] and file not in owners[node.attr]:
+            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
+                continue
+            whose = ast.unparse(node.value)
+            elsewhere = whose not in ("self", "cls") and not whose.startswith("torch.")
+            elsewhere = elsewhere and not (whose == "gradient" and node.attr in handed_on)
+            if elsewhere and owners[node.attr] and file not in owners[node.attr]:
                 yield f"{file} {ast.unparse(node)}"
 
 
@@ -118,9 +140,7 @@ def a_class_s_name_stands_in_one_file() -> Iterator[Place]:
 def a_class_has_at_most_15_attributes() -> Iterator[Place]:
     """But for frozen records, and for those that torch's modules are."""
     for file, node in classes():
-        frozen = any("frozen=True" in ast.unparse(decorator) for decorator in node.decorator_list)
-        named = any("NamedTuple" in ast.unparse(base) for base in node.bases)
-        if not frozen and not named and len(fields_of(node)) > 15:
+        if not is_frozen(node) and len(fields_of(node)) > 15:
             yield f"{file} {node.name}"
 
 
