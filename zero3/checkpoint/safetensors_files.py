@@ -186,7 +186,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.owner = tensor  # type: ignore[attr-defined]
+    memory.keeps_alive = tensor  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
 
 

@@ -17,6 +17,7 @@ import argparse
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from ..checkpoint import file_operations
@@ -68,8 +69,7 @@ def run(options: argparse.Namespace) -> None:
             )
             if found.left_out and options.strict:
                 raise ValueError(f"--strict: {missed}")
-            found.ranks_asked_for = options.ranks
-            _write(found, options)
+            _write(replace(found, ranks_asked_for=options.ranks), options)
     except (
         KeyError,
         TypeError,

@@ -188,7 +188,6 @@ def _split(leaves: dict[str, Any]) -> dict[str, Any]:
 def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
     """One file, in which each tensor is one block: any number of ranks of torch's can load that."""
     leaves = dict(_leaves(tree_of(run), ()))
-    metadata = Made(f"{_MODULE}.Metadata", new=True)
     described: dict[str, Any] = {}
     where: dict[Any, Any] = {}
     file_operations.make_directory(path)
@@ -220,11 +219,14 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
             where[Made(f"{_MODULE}.MetadataIndex", state=index, new=True)] = info
             offset += length
         file_operations.sync(file)
-    metadata.state = {
+    state = {
         "state_dict_metadata": described,
         "planner_data": {".".join(map(str, parts)): parts for parts in leaves},
+        "storage_data": where,
+        "storage_meta": None,
+        "version": "1.0.0",
     }
-    metadata.state |= {"storage_data": where, "storage_meta": None, "version": "1.0.0"}
+    metadata = Made(f"{_MODULE}.Metadata", state=state, new=True)
     with file_operations.create(path / _METADATA) as file:
         file_operations.write(file, [memoryview(pickled.write(metadata, lambda value: None))])
         file_operations.sync(file)

@@ -18,6 +18,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from io import FileIO
 from itertools import pairwise
 from pathlib import Path
@@ -92,26 +93,26 @@ def read(path: Path, opened: ExitStack, _: Callable[[int], object]) -> Run:
     run = Run("deepspeed", {}, ranks=len(ranks))
     optimizers = [files["optim", rank]["optimizer_state_dict"] for rank in ranks]
     models = [files["model", rank] for rank in ranks]
-    _RankFiles(step, run, models, optimizers).fill()
-    run.left_out += [
+    run = _RankFiles(step, run, models, optimizers).filled()
+    left_out = [
         f"the file {name}"
         for name in file_operations.names_in(step)
         if name.endswith(".pt") and not _FILE.fullmatch(name)
     ]
-    run.left_out += _not_read(
+    left_out += _not_read(
         "optim_states.pt", files["optim", 0], ("optimizer_state_dict", "ds_config", "ds_version")
     )
-    run.left_out += _not_read("optimizer_state_dict", optimizers[0], _OPTIMIZER)
-    run.left_out += _not_read(
+    left_out += _not_read("optimizer_state_dict", optimizers[0], _OPTIMIZER)
+    left_out += _not_read(
         "optimizer", optimizers[0]["optimizer_state_dict"], ("state", "param_groups")
     )
-    run.left_out += [] if models[0].get("optimizer") is None else ["'optimizer' of model_states.pt"]
+    left_out += [] if models[0].get("optimizer") is None else ["'optimizer' of model_states.pt"]
     for rank in ranks[1:]:
-        run.left_out += [
+        left_out += [
             f"{key} of rank {rank}, which differs from rank 0's"
             for key in _differing(models[0], models[rank])
         ]
-    return run
+    return replace(run, left_out=left_out)
 
 
 def _not_read(what: str, found: dict[str, Any], known: tuple[str, ...]) -> list[str]:
@@ -142,7 +143,7 @@ class _RankFiles:
     def __init__(self, step: Path, run: Run, models: list[Any], optimizers: list[Any]) -> None:
         self._step, self._run, self._models, self._optimizers = step, run, models, optimizers
 
-    def fill(self) -> None:
+    def filled(self) -> Run:
         run, model, optimizer = self._run, self._models[0], self._optimizers[0]
         stage = optimizer["zero_stage"]
         if (stage.arguments[0] if isinstance(stage, Made) else stage) != 3 or int(
@@ -156,7 +157,7 @@ class _RankFiles:
         for name, shape in (model["frozen_param_shapes"] or {}).items():
             parts = [each["frozen_param_fragments"][name] for each in self._models]
             trained[name] = joined(parts[0].dtype, tuple(shape), parts)
-        run.buffers = {own_name(name) for name in model["buffer_names"]}
+        run.buffers.update(own_name(name) for name in model["buffer_names"])
         shared = model.get("shared_params") or {}
         for name, value in model["module"].items():
             if name.rpartition(".")[2] == "_extra_state":
@@ -173,16 +174,16 @@ class _RankFiles:
                 "optimizer has"
             )
         inner = optimizer["optimizer_state_dict"]
-        run.groups = []
+        groups = []
         for group in inner["param_groups"]:
             listed = [own_name(name) for number in group["params"] for name in names[number]]
-            run.groups.append(
+            groups.append(
                 {
                     **{key: value for key, value in group.items() if key != "params"},
                     "params": listed,
                 }
             )
-        run.extra = self._extra(model, optimizer)
+        return replace(run, groups=groups, extra=self._extra(model, optimizer))
 
     def _trained(self) -> tuple[dict[str, Lazy], list[list[str]]]:
         """Each parameter from its pieces, its state likewise; and the names of each sub-group."""
@@ -289,7 +290,8 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
         # it is not DeepSpeed's, or what stands beside it would stand in the place of DeepSpeed's
         # own
         header = {}
-    run.ranks = run.ranks_asked_for or int(header.get("dp_world_size", run.ranks))
+    ranks = run.ranks_asked_for or int(header.get("dp_world_size", run.ranks))
+    run = replace(run, ranks=ranks)
     subs = list(_sub_groups(run, header))
     trained = {name for sub in subs for name in sub.names}
     if other := [name for name in trained if run.tensors[name].dtype != torch.float32]:
@@ -304,7 +306,7 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
     tag = f"global_step{header.get('global_steps', max(steps, default=0))}"
     writer = _Writer(run, subs, trained, header, int(max(steps, default=0)))
     file_operations.make_directory(path / tag)
-    for rank in range(run.ranks):
+    for rank in range(ranks):
         for kind, content in (("model", writer.model(rank)), ("optim", writer.optimizer(rank))):
             with file_operations.create(
                 path / tag / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"

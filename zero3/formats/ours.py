@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,8 +55,17 @@ class _Checkpoint:
 
     def run(self) -> Run:
         content = self._content
-        run = Run("zero3", {}, config=content["config"], ranks=content["world_size"])
         self._found.check_values()
+        run = Run(
+            "zero3",
+            {},
+            extra_states={
+                name: self._decoded(value) for name, value in content["extra_states"].items()
+            },
+            extra=self._decoded(content["extra"]),
+            config=content["config"],
+            ranks=content["world_size"],
+        )
         for name, described in content["tensors"].items():
             shape = tuple(described["shape"])
             if f"other:0:{name}" in self._stored:
@@ -65,13 +75,8 @@ class _Checkpoint:
                 run.tensors[name] = self._by_ranges("parameter", name, described["dtype"], shape)
             if "also" in described:
                 run.also[name] = described["also"]
-        run.extra = decode(content["extra"], lambda number: self._stored[f"extra:{number}"])
-        run.extra_states = {
-            name: decode(value, lambda number: self._stored[f"extra:{number}"])
-            for name, value in content["extra_states"].items()
-        }
         if content["optimizer"] is not None:
-            self._add_optimizer(run, OptimizerContents.from_json(content["optimizer"]))
+            run = self._with_optimizer(run, OptimizerContents.from_json(content["optimizer"]))
         if any(name.startswith("random:") for name in self._stored):
             run.left_out.append("random generators")
         if any(
@@ -80,9 +85,11 @@ class _Checkpoint:
             run.left_out.append("buffers in which other ranks differ from rank 0")
         return run
 
-    def _add_optimizer(self, run: Run, contents: OptimizerContents) -> None:
-        run.classes = contents.kinds
-        run.groups = [
+    def _decoded(self, value: Any) -> Any:
+        return decode(value, lambda number: self._stored[f"extra:{number}"])
+
+    def _with_optimizer(self, run: Run, contents: OptimizerContents) -> Run:
+        groups = [
             {**{key: decode_scalar(value, _CPU) for key, value in options.items()}, "params": names}
             for options, names in contents.groups
         ]
@@ -97,6 +104,7 @@ class _Checkpoint:
             run.state[name] = values | {
                 key: self._stored[f"whole:{key}:{name}"] for key in named.whole
             }
+        return replace(run, classes=contents.kinds, groups=groups)
 
     def _by_ranges(self, kind: str, name: str, dtype: str, shape: tuple[int, ...]) -> Lazy:
         self._ranges.check(kind, name, math.prod(shape), dtype)

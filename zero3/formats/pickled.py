@@ -241,11 +241,15 @@ def _write(value: Any, tensor: Callable[[Any], Made | None], out: bytearray) -> 
         _write(value.identifier, tensor, out)
         out += b"Q"
     elif (made := value if isinstance(value, Made) else tensor(value)) is not None:
-        _write(Global(made.name), tensor, out)
-        _write(made.arguments, tensor, out)
-        out += b"\x81" if made.new else b"R"
-        if made.state is not None:
-            _write(made.state, tensor, out)
-            out += b"b"
+        _write_made(made, tensor, out)
     else:
         raise TypeError(f"a {type(value).__qualname__} could only be pickled by its own class")
+
+
+def _write_made(made: Made, tensor: Callable[[Any], Made | None], out: bytearray) -> None:
+    _write(Global(made.name), tensor, out)
+    _write(made.arguments, tensor, out)
+    out += b"\x81" if made.new else b"R"
+    if made.state is not None:
+        _write(made.state, tensor, out)
+        out += b"b"

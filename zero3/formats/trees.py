@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..core.parameters import own_name
@@ -73,9 +74,8 @@ def run_of(tree: Any, kind: str, what: str) -> Run:
     if (
         key := next((key for key in _OPTIMIZER if isinstance(rest.get(key), dict)), None)
     ) is not None:
-        _add_optimizer(run, rest.pop(key), what)
-    run.extra = None if not rest else rest[_EXTRA] if {*rest} == {_EXTRA} else rest
-    return run
+        run = _with_optimizer(run, rest.pop(key), what)
+    return replace(run, extra=None if not rest else rest[_EXTRA] if {*rest} == {_EXTRA} else rest)
 
 
 def _model(found: Mapping[Any, Any], kind: str, what: str) -> Run:
@@ -101,7 +101,7 @@ def _model(found: Mapping[Any, Any], kind: str, what: str) -> Run:
     return run
 
 
-def _add_optimizer(run: Run, found: Mapping[str, Any], what: str) -> None:
+def _with_optimizer(run: Run, found: Mapping[str, Any], what: str) -> Run:
     if not {"state", "param_groups"} <= {*found}:
         found = _unflattened(run, found, what)
     state, groups = found["state"], found["param_groups"]
@@ -113,13 +113,8 @@ def _add_optimizer(run: Run, found: Mapping[str, Any], what: str) -> None:
         raise ValueError(
             f"{what}: an optimizer's 'state' must be a dict, and its 'param_groups' a list of dicts"
         )
-    run.left_out += [
-        f"{key!r} of the optimizer (neither state nor groups)"
-        for key in found
-        if key not in ("state", "param_groups")
-    ]
     names: dict[str, str] = {}
-    run.groups = []
+    named: list[dict[str, Any]] = []
     for group in groups:
         listed = list(group.get("params", ()))
         if not all(isinstance(name, str) for name in listed):
@@ -136,13 +131,22 @@ def _add_optimizer(run: Run, found: Mapping[str, Any], what: str) -> None:
         options = {
             key: value for key, value in group.items() if key not in ("params", "param_names")
         }
-        run.groups.append(mapped(options, small) | {"params": [own_name(name) for name in listed]})
-    run.state = {
-        names.get(str(key), own_name(str(key))): {
-            each: small(value) for each, value in values.items()
-        }
-        for key, values in state.items()
-    }
+        named.append(mapped(options, small) | {"params": [own_name(name) for name in listed]})
+    return replace(
+        run,
+        groups=named,
+        state={
+            names.get(str(key), own_name(str(key))): {
+                each: small(value) for each, value in values.items()
+            }
+            for key, values in state.items()
+        },
+        left_out=[
+            f"{key!r} of the optimizer (neither state nor groups)"
+            for key in found
+            if key not in ("state", "param_groups")
+        ],
+    )
 
 
 def _unflattened(run: Run, found: Mapping[str, Any], what: str) -> dict[str, Any]:

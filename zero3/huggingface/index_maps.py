@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from copy import copy
 from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar
 
@@ -46,6 +47,12 @@ class IndexMap(Generic[Key]):
         self.numel = math.prod(self.shape)
         self.sources = list(sources)
         self.grain = max(1, grain)
+
+    def of(self, sources: Sequence[Key]) -> IndexMap[Key]:
+        """The same map, of other sources."""
+        other = copy(self)
+        other.sources = list(sources)
+        return other
 
     def locate(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Maps int64 indices `[n]` into the flattened tensor to numbers of sources `[n]` and

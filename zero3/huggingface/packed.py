@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -224,8 +223,8 @@ class PackedReader:
 
     def __init__(self, index_map: IndexMap[Stored], parts: list[Packed]) -> None:
         self._map, self._parts = index_map, parts
-        self._raw: IndexMap[Any] = copy(index_map)  # where the codes of 8 bits lie, as bytes
-        self._raw.sources = [replace(part.sections["codes"], dtype=torch.uint8) for part in parts]
+        codes = [replace(part.sections["codes"], dtype=torch.uint8) for part in parts]
+        self._raw = index_map.of(codes)  # where the codes of 8 bits lie, as bytes
 
     def problem(self) -> str | None:
         """In words, why blocks would be cut; or None."""

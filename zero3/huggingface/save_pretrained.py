@@ -113,7 +113,7 @@ def _exports(
     model = innermost(model)
     adapters = getattr(model, "peft_config", None)
     if not isinstance(adapters, dict) or not hasattr(model, "get_base_model"):
-        contents.others |= extra
+        contents.others.update(extra)
         check_unmixed(directory, None)
         if quantized := [
             name for name, sharded in contents.parameters.items() if sharded.chunk.read_only
