@@ -15,10 +15,10 @@ from .core.autograd import inside_backward
 from .core.gradient_types import CallersMistake
 from .core.layer_state import LayerState, check_process
 from .core.parameters import named, plain_modules
+from .guards.calls import transformable
 from .guards.marks import state_of
-from .guards.transforms import transformable
 from .layer import layers_of, runtimes_in, states_in
-from .pinning import Pin, pin, refuse_to_write, unpin, write_back
+from .pinning import Pin, pin, refuse_to_write, write_back
 
 __all__: list[str] = []
 
@@ -151,8 +151,8 @@ def pinned(
             if p.sites.replaced()
         ]
         for each in pins:
-            unpin(each.state)
-            each.state.toggled = True  # it may be: the next forward looks
+            each.state.unpin()
+            each.state.look_at_toggles()
     if toggled:
         raise RuntimeError(
             f"rank {rank}: requires_grad was changed inside {caller}, of {', '.join(toggled)}. A "
@@ -214,14 +214,8 @@ def resident(model: nn.Module) -> Iterator[None]:
     with pinned(states, "resident", "compute"):
         for runtime in runtimes_in(model):
             runtime.end_continuation()  # ranks may run different numbers of forwards from here on
-        for state in states:
-            state.resident += 1
-        try:
-            with transformable(states):
-                yield
-        finally:
-            for state in states:
-                state.resident -= 1
+        with transformable(states):
+            yield
     changed = [
         name for name, adapters in _merged_adapters(model).items() if adapters != merged.get(name)
     ]

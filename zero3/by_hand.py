@@ -12,7 +12,6 @@ from .access import states_of
 from .comm.agreement import agree
 from .core.layer_state import LayerState, Presence
 from .layer import layers_of, runtimes_in
-from .policy import shards_parameters
 
 __all__: list[str] = []
 
@@ -48,8 +47,7 @@ def fetch(module: nn.Module) -> None:
         state.start_fetch()
     for state in states:
         state.finish_fetch()
-        state.stays_whole = True
-        state.keep()
+        state.keep_whole()
     _tell_runtimes(module)
 
 
@@ -72,8 +70,7 @@ def release(module: nn.Module) -> None:
         zero3.release(model)
     """
     for state in _agreed(module, "release"):
-        state.stays_whole = not shards_parameters(state.policy)
-        state.release()
+        state.release_whole()
     _tell_runtimes(module)
 
 

@@ -24,6 +24,7 @@ from .core.autograd import (
 from .core.layer_state import LayerState
 from .core.parameters import WRAPPED, own_module_name, own_modules
 from .core.runtime import Pace, Runtime
+from .guards.calls import check_requires_grad, refuse_transforms
 from .guards.compiled import ends_graphs
 from .guards.module_overrides import (
     Override,
@@ -34,9 +35,7 @@ from .guards.module_overrides import (
     refuse_load_state_dict,
     refuse_state_dict,
 )
-from .guards.requires_grad import check_requires_grad
 from .guards.stand_in import StandIn
-from .guards.transforms import refuse_transforms
 from .guards.wrappers import refuse_wrappers
 from .policy import ShardingPolicy, unlike
 from .stages.dynamic import DynamicOrder
@@ -137,8 +136,7 @@ class Zero3Layer(StandIn):
         guard_layer(self)
 
     def _list_chunks(self) -> None:
-        self._state.registry = self._listed
-        self._listed.update(self._state.chunk_names())
+        self._state.list_chunks(self._listed)
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
         """This rank's trainable chunks of this layer and of the layers inside it. They are the
@@ -350,7 +348,7 @@ def adopt(root: nn.Module, *, ordered: bool, outer: Sequence[LayerState] = ()) -
                 f"{own_module_name(name)!r} ({type(module.module).__name__})"
             )
     for state, names in labels.items():
-        state.label = " and ".join(names.values())
+        state.rename(" and ".join(names.values()))
     states = [*outer, *(layer._state for layer in layers)]
     check_alike(states)
     runtime = Runtime(

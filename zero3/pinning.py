@@ -1,6 +1,4 @@
-"""Changes of a layer's state outside forward and backward: pin it (keep it fetched), write values
-back, replace its chunks.
-"""
+"""Pins layers outside forward and backward, which keeps them fetched, and writes values back."""
 
 from __future__ import annotations
 
@@ -9,9 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .core.chunk import Chunk
 from .core.layer_state import LayerState
-from .core.parameters import ShardedParameter, named, restore_order
+from .core.parameters import ShardedParameter, named
 
 __all__: list[str] = []
 
@@ -31,60 +28,17 @@ def pin(state: LayerState, *, to_compute: bool = False) -> None:
             f"is stored, zero3.resident in {state.behaviour.rounding}: leave one before you enter "
             "the other"
         )
-    state.as_stored = stored
-    try:
-        state.start_fetch()
-        state.finish_fetch()
-        state.settle()
-    except BaseException:
-        state.as_stored = False
-        raise
-    state.pins += 1
-    if state.pins == 1:
-        for name in state.chunk_names():
-            state.registry.pop(name)
-        restore_order([sharded.sites for sharded in state.parameters])
+    state.pin(as_stored=stored)
 
 
 def pin_unloaded(state: LayerState) -> None:
     """Pins a layer for a loader, which will fill it: chunks without values count as loaded."""
     for chunk in state.chunks:
         chunk.unloaded.clear()
-    meta_buffers, state.meta_buffers = state.meta_buffers, []
+    meta_buffers = [*state.meta_buffers]
+    state.meta_buffers.clear()
     pin(state)
-    state.meta_buffers = meta_buffers
-
-
-def unpin(state: LayerState) -> None:
-    state.pins -= 1
-    if not state.pins:
-        state.registry.update(state.chunk_names())
-        for chunk in state.chunks:
-            chunk.full.leave()
-        state.release()
-        state.as_stored = False
-    state.log.fold()  # so that it stays short, however often this is done between two forwards
-
-
-def replace_chunks(state: LayerState, chunks: list[Chunk]) -> None:
-    """Puts a released layer's parameters into other chunks. A backward through older graphs is an
-    error.
-    """
-    places = {
-        slot.name: (chunk, index)
-        for chunk in chunks
-        for index, slot in enumerate(chunk.layout.slots)
-    }
-    moved = [
-        ShardedParameter(sharded.sites, *places[sharded.sites.name], sharded.stand_in)
-        for sharded in state.parameters
-    ]
-    state.parameters = sorted(
-        moved, key=lambda sharded: (chunks.index(sharded.chunk), sharded.index)
-    )
-    state.chunks = chunks
-    state.versions = [sharded.sites.parameter._version for sharded in state.parameters]
-    state.gradients.replace_chunks(chunks, state.parameters)
+    state.meta_buffers.extend(meta_buffers)
 
 
 def write_back(state: LayerState) -> None:

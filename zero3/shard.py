@@ -385,8 +385,7 @@ def _enter_through_root(state: LayerState, model: nn.Module) -> None:
     Not all calls come through the model: generation calls an encoder by itself, and users call
     `model.get_decoder()`.
     """
-    state.registry = model._parameters
-    model._parameters.update(state.chunk_names())
+    state.list_chunks(model._parameters)
     model.__dict__["_zero3_root"] = state
     lent = {
         module
@@ -396,7 +395,7 @@ def _enter_through_root(state: LayerState, model: nn.Module) -> None:
     }
     for layer in layers_of(model):
         if any(module in lent for _, module in own_modules(layer.module, is_layer)):
-            layer._state.lent_to = state
+            layer._state.borrow_from(state)
     runtime, generate = (
         adopt(model, ordered=False, outer=[state]),
         partial(_generate, weakref.ref(state)),

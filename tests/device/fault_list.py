@@ -306,9 +306,9 @@ FAULTS = [
     ),
     Fault(
         "the host writes a chunk that is being copied, after full_params",
-        "pinning.py",
-        "        state.settle()\n",
-        "        pass\n",
+        "core/layer_state.py",
+        "            self.settle()\n",
+        "            pass\n",
         "offload_and_forwards_without_backward",
     ),
     Fault(

@@ -244,9 +244,9 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     )
     for buffer in examined.buffers:
         buffer.broadcast(communicator, device, unloaded=buffer.name in unloaded)
-    state.meta_buffers = [
+    state.meta_buffers.extend(
         (b.owner, b.attribute, b.name) for b in examined.buffers if b.tensor.is_meta
-    ]
+    )
     return state
 
 

@@ -127,5 +127,5 @@ def new_chunk(
     chunk = chunk_of(layout, parameter, (place, device), communicator, policy, face)
     if bare:  # the loader will write everything except the padding
         shard[max(0, layout.numel - chunk.index * layout.shard_numel) :].zero_()
-    chunk.unloaded = {index for index, sites in enumerate(ordered) if sites.name in unloaded}
+    chunk.unloaded.update(i for i, sites in enumerate(ordered) if sites.name in unloaded)
     return chunk, ordered

@@ -16,7 +16,7 @@ from ..core.layer_state import LayerState
 from ..core.parameters import own_name
 from ..names import named_entries, named_tensors
 from ..optim.state_memory import land_steps
-from ..pinning import pin, pin_unloaded, unpin, write_back
+from ..pinning import pin, pin_unloaded, write_back
 from .contents import listed
 from .extra_state import (
     copied,
@@ -113,7 +113,7 @@ def _gathered(
                     for sharded in state.parameters
                 }
         finally:
-            unpin(state)
+            state.unpin()
     return values
 
 
@@ -200,7 +200,7 @@ def _load_layer(state: LayerState, values: Mapping[int, Tensor]) -> None:
                 sharded.value.copy_(values[id(sharded.sites.parameter)])
         write_back(state)
     finally:
-        unpin(state)
+        state.unpin()
 
 
 def _watched(states: list[LayerState], doing: str) -> Iterator[LayerState]:

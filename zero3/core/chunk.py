@@ -383,6 +383,27 @@ class Chunk:
             or (self._usual[0] if self._usual is not None else self.wire).rounds(self)
         )
 
+    # -- what it is for optimizers
+
+    def cut(self, parts: list[Part], left_out: frozenset[str]) -> None:
+        """Gives optimizers these parts. `left_out`: the slots that none of them has, on any
+        rank.
+        """
+        self.parts, self.left_out = parts, left_out
+
+    def renew(self) -> nn.Parameter:
+        """Puts a new parameter with the same values and version in the shard's place, and returns
+        the old one.
+        """
+        old = self.shard
+        with torch.inference_mode(False):
+            self.shard = nn.Parameter(old.detach(), requires_grad=old.requires_grad)
+        self.shard.grad_dtype = old.grad_dtype
+        return old
+
+    def follow_requires_grad(self) -> None:
+        self.trains = self.shard.requires_grad
+
     # -- fetch and release
 
     def show_as_stored(self) -> None:

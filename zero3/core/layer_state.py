@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -23,7 +24,7 @@ from .flat import not_a_number
 from .gradient_types import UsedGradient, stepped_already
 from .ignored import IgnoredGradient
 from .layer_gradients import LayerGradients
-from .parameters import ShardedParameter, remember_order, show_all
+from .parameters import ShardedParameter, remember_order, restore_order, show_all
 from .released import ReleasedParameter
 from .sites import ParameterSites
 
@@ -110,8 +111,7 @@ class LayerState:
         self.stays_whole = behaviour.stays_whole
         # of a layer of several modules: for how many calls of this pass it stays fetched
         self.modules, self.calls_left = modules, 0
-        # whether a parameter's `requires_grad` may differ from its chunk's: see
-        # `guards/requires_grad.py`
+        # whether a parameter's `requires_grad` may differ from its chunk's: see `guards/calls.py`
         self.toggled = False
         # the root's own layer, if it owns parameters inside this layer
         self.lent_to: LayerState | None = None
@@ -131,7 +131,7 @@ class LayerState:
         # the parameters' versions while the layer was fetched; graphs save these
         self.versions: list[int] = []
         self.log = TransferLog()
-        self.label = label
+        self.rename(label)
 
     def add_chunk(self, chunk: Chunk, parameters: list[ParameterSites]) -> None:
         """Adds a chunk and its parameters, which are in the order of its slots. They are hidden
@@ -155,8 +155,7 @@ class LayerState:
     def label(self) -> str:
         return self.subject.name.removeprefix("layer ")
 
-    @label.setter
-    def label(self, label: str) -> None:
+    def rename(self, label: str) -> None:
         self.subject.name = f"layer {label}"
         spans = (
             profiler_label(f"zero3::{name} layer {label}")
@@ -283,7 +282,7 @@ class LayerState:
         """Gives the chunk's parameters the chunk's `requires_grad`, after the caller has changed
         that.
         """
-        chunk.trains = chunk.shard.requires_grad
+        chunk.follow_requires_grad()
         for sharded in self.parameters:
             if sharded.chunk is chunk:
                 with as_plain_tensors():
@@ -407,13 +406,116 @@ class LayerState:
         if broken and self.stays_whole:
             self.release()
 
+    # -- outside of forward and backward
+
     @property
-    def pinned(self) -> bool:  # see `pinning`
+    def pinned(self) -> bool:
         return self.pins > 0
+
+    def pin(self, *, as_stored: bool) -> None:
+        """Fetches the layer until it is unpinned. `parameters()` yields its parameters, and not its
+        chunks. See `pinning`.
+        """
+        self.as_stored = as_stored
+        try:
+            self.start_fetch()
+            self.finish_fetch()
+            self.settle()
+        except BaseException:
+            self.as_stored = False
+            raise
+        self.pins += 1
+        if self.pins == 1:
+            self.unlist_chunks()
+            restore_order([sharded.sites for sharded in self.parameters])
+
+    def unpin(self) -> None:
+        self.pins -= 1
+        if not self.pins:
+            self.list_chunks()
+            for chunk in self.chunks:
+                chunk.full.leave()
+            self.release()
+            self.as_stored = False
+        self.log.fold()  # so that it stays short, however often this is done between two forwards
+
+    def keep_whole(self) -> None:
+        """Hides a fetched layer. From now on its full buffers stay filled from step to step."""
+        self.stays_whole = True
+        self.keep()
+
+    def release_whole(self) -> None:
+        """Ends what `keep_whole` began."""
+        self.stays_whole = self.behaviour.stays_whole
+        self.release()
+
+    @contextmanager
+    def resident_by(self, call: Callable[..., Any]) -> Iterator[None]:
+        """Context in which the layer, which is pinned, is resident. `call` calls its module."""
+        before, self.call = self.call, call
+        self.resident += 1
+        try:
+            yield
+        finally:
+            self.resident -= 1
+            self.call = before
+
+    def look_at_toggles(self) -> None:
+        """A parameter's `requires_grad` may differ from its chunk's: the next forward looks."""
+        self.toggled = True
+
+    def toggled_parameters(self) -> list[ShardedParameter]:
+        """The parameters whose `requires_grad` differs from their chunk's."""
+        found = [
+            sharded
+            for sharded in self.parameters
+            if sharded.sites.parameter.requires_grad != sharded.chunk.trains
+        ]
+        self.toggled = bool(found)
+        return found
+
+    def borrow_from(self, root: LayerState) -> None:
+        """The root's own layer owns parameters inside this one."""
+        self.lent_to = root
+
+    # -- its chunks
 
     def chunk_names(self) -> dict[str, nn.Parameter | None]:
         """The chunks, or their parts, by parameter name."""
         return registered(self.chunks)
+
+    def list_chunks(self, registry: dict[str, nn.Parameter | None] | None = None) -> None:
+        """Lists the chunks, or their parts, among a module's parameters. `registry`: its
+        `_parameters`; None: the same as before.
+        """
+        self.registry = self.registry if registry is None else registry
+        self.registry.update(self.chunk_names())
+
+    def unlist_chunks(self) -> None:
+        for name in self.chunk_names():
+            self.registry.pop(name, None)
+
+    def replace_chunks(self, chunks: list[Chunk]) -> None:
+        """Puts the parameters of a released layer into other chunks. A backward through older
+        graphs is an error.
+        """
+        places = {
+            slot.name: (chunk, index)
+            for chunk in chunks
+            for index, slot in enumerate(chunk.layout.slots)
+        }
+        moved = [
+            ShardedParameter(sharded.sites, *places[sharded.sites.name], sharded.stand_in)
+            for sharded in self.parameters
+        ]
+        self.unlist_chunks()
+        self.parameters = sorted(
+            moved, key=lambda sharded: (chunks.index(sharded.chunk), sharded.index)
+        )
+        self.chunks = chunks
+        self.versions = [sharded.sites.parameter._version for sharded in self.parameters]
+        self.gradients.replace_chunks(chunks, self.parameters)
+        self.list_chunks()
 
     def _check_loaded(self) -> None:
         if self.meta_buffers:

@@ -23,7 +23,7 @@ from ..core.parameters import parameters_of, plain_modules
 from ..faces.quantised import weight_of
 from ..names import innermost
 from ..optim.state_memory import land_steps
-from ..pinning import pin, unpin
+from ..pinning import pin
 from .index_maps import IndexMap
 from .key_mapping import fit, without_adapters
 from .outputs import Output, bytes_in, check_unmixed, outputs_of_model, shards_of
@@ -307,7 +307,7 @@ def _pinned(layers: list[LayerState]) -> Iterator[None]:
         yield
     finally:
         for state in pinned:
-            unpin(state)
+            state.unpin()
 
 
 def _merges(module: object) -> bool:

@@ -65,12 +65,8 @@ def renew(state: LayerState, chunk: Chunk) -> None:
     """Puts a new parameter with the same values in the chunk's place, and in that of its parts.
     Optimizers of before raise.
     """
-    old, trains = chunk.shard, chunk.shard.requires_grad
-    with torch.inference_mode(False):
-        chunk.shard = nn.Parameter(old.detach(), requires_grad=trains)  # shares the version counter
-    chunk.shard.grad_dtype = old.grad_dtype
-    chunk.left_out = frozenset()
-    _install(state, chunk, [Part(chunk.shard, 0, chunk.shard.numel())])
+    old = chunk.renew()
+    _install(state, chunk, [Part(chunk.shard, 0, chunk.shard.numel())], frozenset())
     supersede(old, f"a chunk of layer {state.label}")
 
 
@@ -91,16 +87,14 @@ def divide(
     """
     choices = {slot: choice_of(slot) for slot in chunk.layout.slots}
     kinds = set(choices.values())
-    chunk.left_out = frozenset(
-        slot.name for slot, choice in choices.items() if choice.group is None
-    )
+    left_out = frozenset(slot.name for slot, choice in choices.items() if choice.group is None)
     with torch.inference_mode(False):
         if len(kinds) == 1 and (only := kinds.pop()).group is not None and not only.whole:
             parts = [Part(chunk.shard, 0, chunk.shard.numel())]
             numbered = [(only.group, chunk.shard)]
         else:
             parts, numbered = _parts_of(chunk, choices)
-    _install(state, chunk, parts)
+    _install(state, chunk, parts, left_out)
     return numbered
 
 
@@ -131,9 +125,8 @@ def _parts_of(
     return parts, numbered
 
 
-def _install(state: LayerState, chunk: Chunk, parts: list[Part]) -> None:
-    for name in state.chunk_names():
-        state.registry.pop(name, None)
+def _install(state: LayerState, chunk: Chunk, parts: list[Part], left_out: frozenset[str]) -> None:
+    state.unlist_chunks()
     for old in chunk.parts:
         if old.parameter is not chunk.shard:
             supersede(old.parameter, f"a part of a chunk of layer {state.label}")
@@ -142,10 +135,10 @@ def _install(state: LayerState, chunk: Chunk, parts: list[Part]) -> None:
         chunk.shard.__class__ = nn.Parameter
     else:
         supersede(chunk.shard, f"a chunk of layer {state.label}")
-    chunk.parts = parts
+    chunk.cut(parts, left_out)
     for part in parts:
         mark(part.parameter, state).grad_dtype = chunk.shard.grad_dtype
-    state.registry.update(state.chunk_names())
+    state.list_chunks()
 
 
 def placeholder(

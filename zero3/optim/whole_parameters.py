@@ -15,7 +15,6 @@ from ..comm.agreement import agree, agreeing
 from ..core.chunk import Chunk
 from ..core.layer_state import LayerState
 from ..core.layout import ChunkLayout, Slot, deal
-from ..pinning import replace_chunks
 from .pieces import retire
 
 __all__: list[str] = []
@@ -175,9 +174,9 @@ def _exchange(family: Family, chunks: list[Chunk]) -> None:
     state = family.state
     unloaded = {old.layout.slots[index].name for old in family.chunks for index in old.unloaded}
     for chunk in chunks:
-        chunk.unloaded = {
+        chunk.unloaded.update(
             index for index, slot in enumerate(chunk.layout.slots) if slot.name in unloaded
-        }
+        )
         if family.frozen is None:
             chunk.trainable_when_wrapped = family.chunks[0].trainable_when_wrapped
         # so that older graphs, whose buffers are gone, raise
@@ -188,10 +187,7 @@ def _exchange(family: Family, chunks: list[Chunk]) -> None:
                 sharded.sites.parameter.requires_grad_(sharded.sites.name not in family.frozen)
     at = state.chunks.index(family.chunks[0])
     kept = [chunk for chunk in state.chunks if chunk not in family.chunks]
-    for name in state.chunk_names():
-        state.registry.pop(name)
-    replace_chunks(state, [*kept[:at], *chunks, *kept[at:]])
-    state.registry.update(state.chunk_names())
+    state.replace_chunks([*kept[:at], *chunks, *kept[at:]])
     for old in family.chunks:
         retire(old, state.label)
     family.chunks = chunks
