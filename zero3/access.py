@@ -207,10 +207,8 @@ def resident(model: nn.Module) -> Iterator[None]:
             ids = model.generate(**prompt, max_new_tokens=4)
     """
     states = states_of(model)
-    merged, stays = (
-        _merged_adapters(model),
-        all(state.pinned or all(chunk.resident for chunk in state.chunks) for state in states),
-    )
+    merged = _merged_adapters(model)
+    stays = all(state.pinned or all(chunk.resident for chunk in state.chunks) for state in states)
     with pinned(states, "resident", "compute"):
         for runtime in runtimes_in(model):
             runtime.end_continuation()  # ranks may run different numbers of forwards from here on

@@ -97,11 +97,9 @@ def set_forward_order(model: nn.Module, layers: Sequence[nn.Module]) -> None:
         zero3.set_forward_order(model, [model.embedding, *model.blocks, model.head])
     """
     states = states_of(model)
-    known, runtimes, root = (
-        {id(layer): layer._state for layer in layers_of(model)},
-        runtimes_in(model),
-        vars(model).get("_zero3_root"),
-    )
+    known = {id(layer): layer._state for layer in layers_of(model)}
+    runtimes = runtimes_in(model)
+    root = vars(model).get("_zero3_root")
     order = [known[id(layer)] for layer in layers if id(layer) in known]
     error: Exception | None = None
     if wrong := [type(layer).__name__ for layer in layers if id(layer) not in known]:

@@ -73,11 +73,9 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 def _call_layer(
     method_name: str, layer: Zero3Layer, _: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    method, runtime, state = (
-        getattr(layer.module, method_name),
-        layer._find_runtime(args, kwargs),
-        layer._state,
-    )
+    method = getattr(layer.module, method_name)
+    runtime = layer._find_runtime(args, kwargs)
+    state = layer._state
     return (
         method(*args, **kwargs)
         if runtime.is_running(state)

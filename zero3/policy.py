@@ -446,8 +446,6 @@ def added_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:
     """
     # such gradients are summed in float32
     in_format = policy.reduce_format is not None and stored.is_floating_point
-    reduced, lands = (
-        torch.float32 if in_format else gradient_dtype(policy, stored),
-        landed_dtype(policy, stored),
-    )
+    reduced = torch.float32 if in_format else gradient_dtype(policy, stored)
+    lands = landed_dtype(policy, stored)
     return reduced if reduced.itemsize > lands.itemsize else lands

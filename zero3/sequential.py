@@ -93,10 +93,10 @@ class Zero3Sequential(nn.Module):
 def _check_items(layers: Any) -> None:
     error: Exception | None = None
     if not isinstance(layers, list):
-        layers, error = (
-            [],
-            TypeError(f"modules must be an iterable of Zero3Layers, found {type(layers).__name__}"),
+        error = TypeError(
+            f"modules must be an iterable of Zero3Layers, found {type(layers).__name__}"
         )
+        layers = []
     states = [layer._state for layer in layers if isinstance(layer, Zero3Layer)]
     wrong = next(
         ((i, item) for i, item in enumerate(layers) if not isinstance(item, Zero3Layer)), None

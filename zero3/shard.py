@@ -23,7 +23,7 @@ from .comm.communicator import is_first
 from .core.layer_state import LayerState
 from .core.layout import megabytes
 from .core.parameters import (
-    IN_MODEL,
+    enter_model,
     find_parameters,
     is_callable,
     own_module_name,
@@ -375,7 +375,7 @@ def _put(model: nn.Module, module: nn.Module, layer: Zero3Layer) -> None:
         for name, child in owner._modules.items():
             if child is module:
                 owner._modules[name] = layer
-    vars(layer)[IN_MODEL] = True
+    enter_model(layer)
 
 
 def _enter_through_root(state: LayerState, model: nn.Module) -> None:
@@ -386,7 +386,7 @@ def _enter_through_root(state: LayerState, model: nn.Module) -> None:
     `model.get_decoder()`.
     """
     state.list_chunks(model._parameters)
-    model.__dict__["_zero3_root"] = state
+    model._zero3_root = state  # type: ignore[assignment]
     lent = {
         module
         for sharded in state.parameters
@@ -396,10 +396,8 @@ def _enter_through_root(state: LayerState, model: nn.Module) -> None:
     for layer in layers_of(model):
         if any(module in lent for _, module in own_modules(layer.module, is_layer)):
             layer._state.borrow_from(state)
-    runtime, generate = (
-        adopt(model, ordered=False, outer=[state]),
-        partial(_generate, weakref.ref(state)),
-    )
+    runtime = adopt(model, ordered=False, outer=[state])
+    generate = partial(_generate, weakref.ref(state))
     for _, module in own_modules(model, is_layer):
         guard(module, is_layer, lists_chunks=module is model)
         if is_callable(module):

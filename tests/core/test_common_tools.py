@@ -17,7 +17,7 @@ import zero3
 from tests.support.processes import Rank, on_ranks
 from tests.support.training import SGD, Optimizer, difference, joined, loss_of, odd_model, sentences, train_plain, train_sharded
 from zero3 import Zero3Layer, Zero3Sequential
-from zero3.guards.stand_in import StandIn
+from zero3.layer import StandIn
 
 
 def sharded(seed: int = 0, dtype: torch.dtype = torch.float64) -> Zero3Sequential:

@@ -173,27 +173,27 @@ def twin(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) ->
     if (inner := wrapped_in(module)) is not None:
         return twin(inner, copies)
     copies[module] = copy = type(module).__new__(type(module))
-    copy.__dict__ = {
-        name: value for name, value in module.__dict__.items() if not isinstance(value, Override)
-    }
-    copy.__dict__["_state_dict_pre_hooks"] = OrderedDict()
+    own = {name: value for name, value in vars(module).items() if not isinstance(value, Override)}
     for name, _ in released_in(module):
-        del copy.__dict__[name]
-    copy.__dict__["_parameters"] = {
-        name: None
-        if value is None
-        else nn.Parameter(
-            torch.empty(value.shape, dtype=value.dtype, device="meta"), requires_grad=False
-        )
-        for name, value in parameters_of(module)
-        if not name.startswith(("trainable_chunk", "frozen_chunk"))
-    }
-    copy.__dict__["_buffers"] = {
-        name: None if value is None else torch.empty_like(value, device="meta")
-        for name, value in module._buffers.items()
-    }
-    copy.__dict__["_modules"] = {
-        name: None if child is None else twin(child, copies)
-        for name, child in module._modules.items()
+        del own[name]
+    copy.__dict__ = own | {
+        "_state_dict_pre_hooks": OrderedDict(),
+        "_parameters": {
+            name: None
+            if value is None
+            else nn.Parameter(
+                torch.empty(value.shape, dtype=value.dtype, device="meta"), requires_grad=False
+            )
+            for name, value in parameters_of(module)
+            if not name.startswith(("trainable_chunk", "frozen_chunk"))
+        },
+        "_buffers": {
+            name: None if value is None else torch.empty_like(value, device="meta")
+            for name, value in module._buffers.items()
+        },
+        "_modules": {
+            name: None if child is None else twin(child, copies)
+            for name, child in module._modules.items()
+        },
     }
     return copy

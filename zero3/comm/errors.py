@@ -15,7 +15,6 @@ from .log import TransferLog
 
 __all__: list[str] = []
 
-_OF_TRANSFER = "zero3_of_transfer"
 _OWN_PACE = (
     "Ranks that generate or evaluate different numbers of times do so inside `with "
     "zero3.resident(model):`."
@@ -93,10 +92,8 @@ class NamingFailures:
 
     def _elsewhere(self, failure: str) -> str:
         """A line about a function that some ranks have called, and others have not."""
-        board, timed_out = (
-            board_for(self._communicator),
-            re.search(r"time?d? ?out", failure, re.IGNORECASE) is not None,
-        )
+        board = board_for(self._communicator)
+        timed_out = re.search(r"time?d? ?out", failure, re.IGNORECASE) is not None
         said = (
             ""
             if board is None
@@ -110,7 +107,7 @@ class NamingFailures:
 def _of_transfer(text: str) -> RuntimeError:
     # the caller must not bind it to a local name: that cycle would keep the frame's tensors alive
     error = RuntimeError(text)
-    error.__dict__[_OF_TRANSFER] = True
+    error.zero3_of_transfer = True  # type: ignore[attr-defined]
     return error
 
 
@@ -118,4 +115,4 @@ def is_transfer_failure(error: BaseException | None) -> bool:
     """Whether `error` comes from a failed collective. After one, the ranks can't communicate any
     more.
     """
-    return error is not None and _OF_TRANSFER in vars(error)
+    return hasattr(error, "zero3_of_transfer")

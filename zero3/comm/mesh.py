@@ -99,10 +99,8 @@ class MeshCommunicator:
     def exchange_later(self, payload: bytes, device: torch.device) -> Told:
         with torch.inference_mode(False):  # what is gathered may be written later, outside of it
             mine = on_device(torch.frombuffer(bytearray(payload), dtype=torch.uint8), device)
-            row, everyone = (
-                mine.new_empty(self.shards * len(payload)),
-                mine.new_empty(self.world_size * len(payload)),
-            )
+            row = mine.new_empty(self.shards * len(payload))
+            everyone = mine.new_empty(self.world_size * len(payload))
         self._row.all_gather(row, mine).wait()  # on streams the host does not wait
         pending = self._column.all_gather(everyone, row)
         return Gathered(

@@ -270,12 +270,10 @@ class Gathered:
     def __init__(
         self, pending: Pending, copied: OnHost | None, all_ranks: Tensor, length: int
     ) -> None:
-        self._pending, self._copied, self._all_ranks, self._length = (
-            pending,
-            copied,
-            all_ranks,
-            length,
-        )
+        self._pending = pending
+        self._copied = copied
+        self._all_ranks = all_ranks
+        self._length = length
 
     def ready(self) -> bool:
         return self._copied is None or self._copied.ready()

@@ -66,11 +66,9 @@ def _parameters(found: manifest.Manifest) -> list[str]:
 
 def facts_of(found: manifest.Manifest) -> dict[str, Any]:
     """Returns the facts to show, in their order."""
-    tensors, optimizer, extra = (
-        found.content["tensors"],
-        found.content["optimizer"],
-        found.content["extra"],
-    )
+    tensors = found.content["tensors"]
+    optimizer = found.content["optimizer"]
+    extra = found.content["extra"]
     numels: Counter[str] = Counter()
     for described in tensors.values():
         numels[described["dtype"]] += math.prod(described["shape"])

@@ -27,6 +27,7 @@ from .gradient_types import (
     WholeGradient,
     accumulate,
     accumulate_beside,
+    note_tokens,
     scale_gradient,
 )
 from .ticket import Ticket
@@ -279,7 +280,7 @@ class Account:
             return
         for part in self.chunk.parts:
             if part.parameter.grad is not None:
-                setattr(part.parameter.grad, TOKENS, (total, part.parameter.grad._version))
+                note_tokens(part.parameter.grad, total, part.parameter.grad._version)
 
     def drop(self) -> None:
         """Drops all gradients that are not reduced yet."""

@@ -25,17 +25,15 @@ from .ticket import Ticket
 
 __all__: list[str] = []
 
-_MARK = "_zero3_shows_parameters"  # attribute of a storage
-
 
 def _marked(full: Tensor) -> Tensor:
-    setattr(full.untyped_storage(), _MARK, True)
+    full.untyped_storage().zero3_shows_parameters = True  # type: ignore[attr-defined]
     return full
 
 
 def shows_parameters(tensor: Tensor) -> bool:
     """Whether a strided tensor's memory is a full buffer."""
-    return getattr(tensor.untyped_storage(), _MARK, False)
+    return getattr(tensor.untyped_storage(), "zero3_shows_parameters", False)
 
 
 # -- the store: where values rest
@@ -386,15 +384,11 @@ class Chunk:
     # -- what it is for optimizers
 
     def cut(self, parts: list[Part], left_out: frozenset[str]) -> None:
-        """Gives optimizers these parts. `left_out`: the slots that none of them has, on any
-        rank.
-        """
+        """Gives optimizers these parts. `left_out`: slots that none of them has, on any rank."""
         self.parts, self.left_out = parts, left_out
 
     def renew(self) -> nn.Parameter:
-        """Puts a new parameter with the same values and version in the shard's place, and returns
-        the old one.
-        """
+        """Replaces the shard by a parameter with its values and version. Returns the old one."""
         old = self.shard
         with torch.inference_mode(False):
             self.shard = nn.Parameter(old.detach(), requires_grad=old.requires_grad)

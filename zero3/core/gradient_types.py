@@ -238,7 +238,7 @@ class DeferredGradient(Tensor):
             self.become(typed(torch.zeros_like(parameter, dtype=parameter.grad_dtype)))
             if note is not None:
                 # with no tensor's version, so that `zero3.backward` sees that it was zeroed
-                setattr(self, TOKENS, (note[0], -1))
+                note_tokens(self, note[0], -1)
         else:
             parameter.grad = self.earlier
 
@@ -342,8 +342,11 @@ def each_in(values: Any) -> list[Any]:
 
 # attribute of a gradient: (the number of tokens it is the mean over, 0-dim; its version then)
 TOKENS = "_zero3_tokens"
-# attribute of a gradient: (the wider tensor that it was rounded from; its version then)
-_EXACT = "_zero3_exact"
+
+
+def note_tokens(gradient: Tensor, total: Tensor, version: int) -> None:
+    """Notes that the gradient, at that version, is the mean over `total` tokens, 0-dim."""
+    setattr(gradient, TOKENS, (total, version))
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None) -> None:
@@ -365,7 +368,7 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None) 
     elif exact is None:
         parameter.grad.add_(gradient)
     else:
-        earlier, version = getattr(parameter.grad, _EXACT, (exact, -1))
+        earlier, version = getattr(parameter.grad, "zero3_exact", (exact, -1))
         # The sum is made in the older tensor, because the newer one belongs to a backup that is
         # still waited for.
         exact = (
@@ -379,7 +382,8 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None) 
         parameter.grad = deferred
     vars(parameter.grad).pop(TOKENS, None)
     if exact is not None:
-        setattr(parameter.grad, _EXACT, (exact, parameter.grad._version))
+        # (the wider tensor that it was rounded from; its version then)
+        parameter.grad.zero3_exact = exact, parameter.grad._version  # type: ignore[attr-defined]
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():
         hook(parameter)
 
@@ -388,10 +392,10 @@ def scale_gradient(gradient: Tensor, factor: Tensor) -> None:
     """Multiplies a gradient, and the wider tensor that it was rounded from, by the 0-dim
     `factor`.
     """
-    exact, version = getattr(gradient, _EXACT, (None, -1))
+    exact, version = getattr(gradient, "zero3_exact", (None, -1))
     factor = factor.to(gradient.device)  # the host waits for it where the gradient rests there
     if exact is not None and version == gradient._version:
         gradient.copy_(exact.mul_(factor))
-        setattr(gradient, _EXACT, (exact, gradient._version))
+        gradient.zero3_exact = exact, gradient._version  # type: ignore[attr-defined]
     else:
         gradient.mul_(factor)

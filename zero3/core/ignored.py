@@ -57,10 +57,8 @@ class IgnoredGradient:
         came = self.parameter.grad if self._staged else None
         if came is not None:
             came = came if weight == 1 else came.mul_(weight)
-            self._new, self.parameter.grad = (
-                came if self._new is None else self._new.add_(came),
-                None,
-            )
+            self._new = came if self._new is None else self._new.add_(came)
+            self.parameter.grad = None
         if not self._held:
             self.commit()
 

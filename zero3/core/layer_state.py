@@ -413,9 +413,7 @@ class LayerState:
         return self.pins > 0
 
     def pin(self, *, as_stored: bool) -> None:
-        """Fetches the layer until it is unpinned. `parameters()` yields its parameters, and not its
-        chunks. See `pinning`.
-        """
+        """Fetches the layer until it is unpinned, and lists its parameters: see `pinning.pin`."""
         self.as_stored = as_stored
         try:
             self.start_fetch()
@@ -485,9 +483,7 @@ class LayerState:
         return registered(self.chunks)
 
     def list_chunks(self, registry: dict[str, nn.Parameter | None] | None = None) -> None:
-        """Lists the chunks, or their parts, among a module's parameters. `registry`: its
-        `_parameters`; None: the same as before.
-        """
+        """Lists the chunks in a module's `_parameters`. None: in those that listed them before."""
         self.registry = self.registry if registry is None else registry
         self.registry.update(self.chunk_names())
 

@@ -166,6 +166,11 @@ def restore_order(parameters: Iterable[ParameterSites]) -> None:
             module._parameters.update(ordered)
 
 
+def enter_model(layer: nn.Module) -> None:
+    """Notes that a layer has a place in another module from now on."""
+    vars(layer)[IN_MODEL] = True
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module that a layer wraps, or `module` itself if it is no layer."""
     inner: nn.Module = vars(module).get(WRAPPED, module)

@@ -57,15 +57,11 @@ def _call(
 ) -> Any:
     if not transforms_under_way():
         return call(module, *args, **kwargs)
-    places = [
+    ours = [
         (sharded.sites.parameter, owner, name)
         for sharded in state.parameters
         for owner, name in sharded.sites.places
-    ]
-    ours = [
-        (parameter, owner, name)
-        for parameter, owner, name in places
-        if owner._parameters.get(name) is parameter
+        if owner._parameters.get(name) is sharded.sites.parameter
     ]
     for parameter, owner, name in ours:  # others were put there by torch.func.functional_call
         owner._parameters[name] = parameter.detach()  # type: ignore[assignment]

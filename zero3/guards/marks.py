@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from ..core.released import ReleasedParameter, refuse_values
@@ -25,6 +26,19 @@ class StaysBehind:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
+
+
+class StateMemory(StaysBehind):
+    """Where a parameter's state is to lie, and how to wait for what steps have changed.
+
+    `place` gives memory, 1-D, of so many elements, or None, if there is none left. `land` returns
+    when nothing is still to be written to a disk, or raises OSError.
+    """
+
+    def __init__(
+        self, place: Callable[[int, torch.dtype], Tensor | None], land: Callable[[], None]
+    ) -> None:
+        self.place, self.land = place, land
 
 
 class Owner(StaysBehind, weakref.ref[Any]):
@@ -57,8 +71,8 @@ def mark(parameter: nn.Parameter, state: Any) -> nn.Parameter:
     whole tensor.
     """
     parameter.zero3_state = Owner(state)  # type: ignore[attr-defined]
-    for question in ("__create_write_items__", "__create_chunk_list__"):
-        setattr(parameter, question, _refuse_distributed_checkpoint)
+    parameter.__create_write_items__ = _refuse_distributed_checkpoint  # type: ignore[attr-defined]
+    parameter.__create_chunk_list__ = _refuse_distributed_checkpoint  # type: ignore[attr-defined]
     return parameter
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from ..core.parameters import (
-    IN_MODEL,
     WRAPPED,
     dotted,
+    enter_model,
     named,
     own_modules,
     parameters_of,
@@ -67,6 +67,9 @@ class Override:
             self, self._own or self._plain, updated=() if outside else functools.WRAPPER_UPDATES
         )
         module.__dict__[name] = self
+
+    def runs(self, around: Callable[..., Any]) -> bool:
+        return self._around is around
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -278,7 +281,7 @@ def _check_new_module(module: nn.Module, name: str, new: nn.Module | None) -> No
     if name == "_orig_mod" and new is not None:
         leave_untraced()  # torch.compile makes its wrapper
     if isinstance(new, nn.Module) and WRAPPED in vars(new):
-        vars(new)[IN_MODEL] = True
+        enter_model(new)
     if _GUARDED in vars(module) and isinstance(new, nn.Module):
         _check_strangers(
             module,

@@ -160,11 +160,9 @@ class _Narrowed(IndexMap[Key]):
     def __init__(self, inner: IndexMap[Key], dim: int, start: int, length: int) -> None:
         self._inner = inner
         below = math.prod(inner.shape[dim + 1 :])
-        self._own, self._all, self._skipped = (
-            length * below,
-            inner.shape[dim] * below,
-            start * below,
-        )
+        self._own = length * below
+        self._all = inner.shape[dim] * below
+        self._skipped = start * below
         grain = math.gcd(inner.grain, self._own, self._all, self._skipped)
         super().__init__(
             [*inner.shape[:dim], length, *inner.shape[dim + 1 :]], inner.sources, grain

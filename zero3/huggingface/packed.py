@@ -84,10 +84,8 @@ def _of_bitsandbytes(
     try:
         said = json.loads(bytes(raw.tolist()))
         shape, block_size, nested = tuple(said["shape"]), said["blocksize"], "nested_offset" in said
-        offset, size = (
-            float(said.get("nested_offset", 0.0)),
-            said.get("nested_blocksize", _SCALES_IN_BLOCK),
-        )
+        offset = float(said.get("nested_offset", 0.0))
+        size = said.get("nested_blocksize", _SCALES_IN_BLOCK)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{state.file}: {state.name} is not what bitsandbytes writes: {type(error).__name__}: "
@@ -296,10 +294,8 @@ class PackedReader:
             at_rows = torch.arange(0, rows, height)
             at_columns = torch.arange(0, columns, width)
             if corner:
-                at_rows, at_columns = (
-                    (at_rows + height - 1).clamp(max=rows - 1),
-                    (at_columns + width - 1).clamp(max=columns - 1),
-                )
+                at_rows = (at_rows + height - 1).clamp(max=rows - 1)
+                at_columns = (at_columns + width - 1).clamp(max=columns - 1)
             flat = (
                 torch.arange(matrices)[:, None, None] * rows + at_rows[None, :, None]
             ) * columns + at_columns[None, None, :]

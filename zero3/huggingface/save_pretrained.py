@@ -358,10 +358,8 @@ def _fill_file(export: Export, file: str, held: dict[str, list[tuple[int, Tensor
                 output.index_map.extents(0, output.numel) if output.index_map.is_by_ranges else ()
             ):
                 for start, values in held.get(extent.source, []):
-                    low, high = (
-                        max(start, extent.at),
-                        min(start + values.numel(), extent.at + extent.length),
-                    )
+                    low = max(start, extent.at)
+                    high = min(start + values.numel(), extent.at + extent.length)
                     if low < high:
                         where = place + (extent.start + low - extent.at) * output.dtype.itemsize
                         write_values(

@@ -30,11 +30,9 @@ class Commands:
     """By which rank 0, which draws, tells the others what to take part in."""
 
     def __init__(self, states: Sequence[LayerState]) -> None:
-        self._states, self._communicator, self._device = (
-            states,
-            states[0].communicator,
-            states[0].device,
-        )
+        self._states = states
+        self._communicator = states[0].communicator
+        self._device = states[0].device
 
     def tell(
         self, command: Command, number: int = 0, full: Mapping[Chunk, Tensor] | None = None

@@ -153,10 +153,8 @@ class Zero3Accelerator(Accelerator):
         self.shard(model)
         if not is_sharded(model):  # it has no parameters
             return super().prepare_model(model, device_placement, evaluation_mode=True)
-        native_amp, self.native_amp = (
-            self.native_amp,
-            self.native_amp and not computes_in_low_precision(model),
-        )
+        native_amp = self.native_amp
+        self.native_amp = self.native_amp and not computes_in_low_precision(model)
         try:
             return super().prepare_model(model, device_placement=False, evaluation_mode=True)
         finally:

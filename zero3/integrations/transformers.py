@@ -229,8 +229,10 @@ class Zero3Mixin(_Base):
             self._zero3_numel = (
                 _numel_but_for_embeddings(model) if hasattr(model, "num_parameters") else 0
             )
-        if hasattr(model, "generate") and not isinstance(vars(model).get("generate"), _Generate):
-            _Generate(model, "generate", _generate)
+        known = vars(model).get("generate")  # what `shard` has put there, or this has
+        ours = isinstance(known, Override) and known.runs(_generate)
+        if hasattr(model, "generate") and not ours:
+            Override(model, "generate", _generate)
 
     # -- training
 
@@ -387,10 +389,6 @@ def _numel_but_for_embeddings(model: nn.Module) -> int:
         if isinstance(tensor, nn.Parameter):
             first.setdefault(id(tensor), (name, tensor.numel()))
     return sum(numel for name, numel in first.values() if name not in embeddings)
-
-
-class _Generate(Override):
-    """Around what `shard` has put there."""
 
 
 def _generate(model: nn.Module, generate: Any, /, *args: Any, **kwargs: Any) -> Any:

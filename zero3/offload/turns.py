@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..core.chunk import Chunk
 from ..core.gradient_types import DeferredGradient
 from ..core.layer_state import LayerState
-from ..guards.marks import state_of
+from ..guards.marks import StateMemory, state_of
 from ..optim.state_memory import set_state_memory
 from ..policy import directory_of
 from ..stores.resting import resting_place
@@ -134,8 +134,9 @@ class Turns:
         self._groups = len(optimizer.param_groups)
         for turn in self.of(optimizer):
             if (files := turn.files) is not None:
+                memory = StateMemory(files.place, self.traffic.land)
                 for parameter in turn.all():
-                    set_state_memory(parameter, files.place, self.traffic.land)
+                    set_state_memory(parameter, memory)
 
     def take_in(self, optimizer: torch.optim.Optimizer) -> None:
         """Moves state that is in memory, after a load of torch's, into files."""

@@ -65,11 +65,9 @@ def clip_grad_norm_(
     chunks = parts_of(states)
     states[0].log.look(wait=False)
     reduce_deferred(chunk.grad for chunk in chunks)
-    in_files, filled, ignored = (
-        gradients_in_files(states),
-        list[Tensor](),
-        ignored_gradients(states, "clip_grad_norm_"),
-    )
+    in_files = gradients_in_files(states)
+    filled = list[Tensor]()
+    ignored = ignored_gradients(states, "clip_grad_norm_")
     try:
         norms = norms_in_files(in_files, norm_type)
         filled = [

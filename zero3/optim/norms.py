@@ -125,10 +125,8 @@ def _named(
     alone = {id(each.parameter): each.parameter for each in ignored_of(states)}
     if not alone:
         return list(sharded)
-    of, found = (
-        {id(each.sites.parameter): (name, each) for name, each in sharded},
-        list[tuple[str, ShardedParameter | nn.Parameter]](),
-    )
+    of = {id(each.sites.parameter): (name, each) for name, each in sharded}
+    found = list[tuple[str, ShardedParameter | nn.Parameter]]()
     for name, tensor in named_tensors(model):
         if (entry := of.pop(id(tensor), None)) is not None:
             found.append(entry)
@@ -147,11 +145,11 @@ def ignored_gradients(states: list[LayerState], caller: str) -> dict[nn.Paramete
     own = [each.parameter for each in ignored_of(states) if each.parameter.requires_grad]
     if not own:
         return {}
-    first, dtype = (
-        states[0],
+    first = states[0]
+    dtype = (
         torch.float64
         if any(each.dtype in (torch.float64, torch.complex128) for each in own)
-        else torch.float32,
+        else torch.float32
     )
     flats = [
         torch.zeros_like(each, layout=torch.strided)

@@ -4,36 +4,25 @@ lie, and when the step is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from ..core.layer_state import LayerState
-from ..guards.marks import StaysBehind
+from ..guards.marks import StateMemory
 
 __all__: list[str] = []
 
-_ATTRIBUTE = "zero3_state_memory"  # of a parameter
 
-Place = Callable[[int, torch.dtype], Tensor | None]
-Land = Callable[[], None]
-
-
-class _StateMemory(StaysBehind):
-    def __init__(self, place: Place, land: Land) -> None:
-        self.place, self.land = place, land
+def set_state_memory(parameter: nn.Parameter, memory: StateMemory) -> None:
+    """Tells where loaded state of a chunk, or of a part of one, is to lie."""
+    parameter.zero3_state_memory = memory  # type: ignore[attr-defined]
 
 
-def set_state_memory(parameter: nn.Parameter, place: Place, land: Land) -> None:
-    """Tells where loaded state is to lie, and how to wait for what steps have changed.
-
-    Args:
-        parameter: A chunk, or a part of one.
-        place: Gives memory, 1-D, of so many elements. Or None, if there is none left.
-        land: Returns when nothing is still to be written to a disk, or raises OSError.
-    """
-    setattr(parameter, _ATTRIBUTE, _StateMemory(place, land))
+def _memory_of(parameter: Tensor) -> StateMemory | None:
+    found = getattr(parameter, "zero3_state_memory", None)
+    return found if isinstance(found, StateMemory) else None
 
 
 def land_steps(states: Iterable[LayerState]) -> None:
@@ -46,20 +35,19 @@ def land_steps(states: Iterable[LayerState]) -> None:
     parameters = (
         part.parameter for state in states for chunk in state.chunks for part in chunk.parts
     )
-    found = (getattr(parameter, _ATTRIBUTE, None) for parameter in parameters)
-    for land in dict.fromkeys(memory.land for memory in found if isinstance(memory, _StateMemory)):
+    for land in dict.fromkeys(memory.land for memory in map(_memory_of, parameters) if memory):
         land()
 
 
 def is_stepped_in_turns(parameter: Tensor) -> bool:
     """Whether it is one of an optimizer that steps chunk by chunk."""
-    return isinstance(getattr(parameter, _ATTRIBUTE, None), _StateMemory)
+    return _memory_of(parameter) is not None
 
 
 def empty_state(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor of the parameter's shape with any values, for loaded state."""
-    memory = getattr(parameter, _ATTRIBUTE, None)
-    found = memory.place(parameter.numel(), dtype) if isinstance(memory, _StateMemory) else None
+    memory = _memory_of(parameter)
+    found = memory.place(parameter.numel(), dtype) if memory is not None else None
     return (
         torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
         if found is None

@@ -64,10 +64,8 @@ class Row:
         start, stored = 0, self._kind.seen(raw, (self._numel,))
         for values in _at_once(pieces, work.numel):
             for low, count, size in self._blocks(start, values.numel()):
-                place, blocks = (
-                    slice(low, low + count * size),
-                    slice(low // self._size, low // self._size + count),
-                )
+                place = slice(low, low + count * size)
+                blocks = slice(low // self._size, low // self._size + count)
                 part = values[low - start : low - start + count * size].view(count, size)
                 noise = work.noise(low, key, count, size)
                 encode_blocks(
@@ -86,10 +84,8 @@ class Row:
         stored = self._kind.seen(raw, (self._numel,))
         for start in range(0, self._numel, work.numel or 1):
             for low, count, size in self._blocks(start, min(work.numel, self._numel - start)):
-                place, blocks = (
-                    slice(low, low + count * size),
-                    slice(low // self._size, low // self._size + count),
-                )
+                place = slice(low, low + count * size)
+                blocks = slice(low // self._size, low // self._size + count)
                 codes = stored.codes[place].view(count, size)
                 decode_blocks(
                     codes, stored.scales[blocks], out[place].view(count, size), work.values, add=add

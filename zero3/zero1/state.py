@@ -131,10 +131,8 @@ def _description(shards: Shards, spread: Spread) -> list[_Described]:
     described = []
     for key, value in shards.optimizer.state.get(parameter, {}).items():
         what = f"{type(shards.optimizer).__name__}'s {key!r} of {spread.name}"
-        named, shape = (
-            encode_scalar(key, f"the key of {what}"),
-            list(value.shape) if isinstance(value, Tensor) else [],
-        )
+        named = encode_scalar(key, f"the key of {what}")
+        shape = list(value.shape) if isinstance(value, Tensor) else []
         if not isinstance(value, Tensor):
             described.append(_Described(named, shape, None, encode_scalar(value, what)))
         elif value.numel() == 1 and (key == _STEP or (value.ndim == 0 and parameter.ndim)):

@@ -53,13 +53,11 @@ class Expected:
     __slots__ = ("_memory", "_seen", "_source", "_tag", "_turn")
 
     def __init__(self, memory: HostMemory, source: int, tag: int, turn: int) -> None:
-        self._memory, self._source, self._tag, self._turn, self._seen = (
-            memory,
-            source,
-            tag,
-            turn,
-            False,
-        )
+        self._memory = memory
+        self._source = source
+        self._tag = tag
+        self._turn = turn
+        self._seen = False
 
     @contextmanager
     def look(self, like: Tensor) -> Iterator[Tensor]:
@@ -198,10 +196,8 @@ class HostMemory:
             at = outbox.at(place)
             header[at + 1], header[at + 2] = tag, turn
             for rank, tensors in outgoing.items():
-                header[at + 3 + 2 * rank], header[at + 4 + 2 * rank] = (
-                    offsets[id(tensors)],
-                    nbytes[id(tensors)],
-                )
+                header[at + 3 + 2 * rank] = offsets[id(tensors)]
+                header[at + 4 + 2 * rank] = nbytes[id(tensors)]
             self._last += 1
             # written last: a reader that sees the number finds everything else
             header[at] = self._last
@@ -316,11 +312,9 @@ class HostMemory:
         if self._outboxes and os.getpid() == self._owner:
             self._outboxes[self._rank].header[_CLOSED] = 1
         self._outboxes = {}
-        descriptors, self._file_fd, self._process_fds = (
-            [self._file_fd, *self._process_fds.values()],
-            -1,
-            {},
-        )
+        descriptors = [self._file_fd, *self._process_fds.values()]
+        self._file_fd = -1
+        self._process_fds = {}
         for descriptor in descriptors:
             if descriptor >= 0:
                 os.close(descriptor)
