@@ -383,6 +383,14 @@ class Chunk:
             or (self._usual[0] if self._usual is not None else self.wire).rounds(self)
         )
 
+    def stay_within(self, room: int) -> int:
+        """Decides whether the full buffer stays from step to step, in `room` bytes. Returns what it
+        takes of them. One that trains changes at every step.
+        """
+        nbytes = self.layout.padded_numel * self.compute_dtype.itemsize
+        self.stays = not self.shard.requires_grad and not self.resident and nbytes <= room
+        return nbytes if self.stays else 0
+
     # -- fetch and release
 
     def show_as_stored(self) -> None:
@@ -447,13 +455,15 @@ class Chunk:
         own = self.wire.put(self, room)
         return self._communicator.all_gather(room.received, own, room.bounds)
 
-    def take_part_in_fetch(self) -> None:
-        """Takes part in a fetch that only other ranks need. This rank sends its chunk, and drops
+    def take_part_in_gather(self, lane: Lane, names: NamingFailures) -> None:
+        """Takes part in a gather that only other ranks need. This rank sends its chunk, and drops
         what it receives.
         """
         self.adopt_values()
         full = torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.device)
-        self._gather(self.wire.room(self, full)).wait()
+        room, ticket = self.wire.room(self, full), Ticket(names)
+        ticket.go(lane, partial(self._gather, room), None, room)
+        ticket.wait()
         self.store.rest(self.shard.data)
 
     def adopt_values(self) -> None:

@@ -18,7 +18,7 @@ from ..comm.streams import Lanes
 from .account import Account
 from .autograd import as_plain_tensors, can_show, inside_backward, profiler_label
 from .chunk import Chunk, registered
-from .coordination import Gate
+from .collectives import Conductor, Fetch, Gather
 from .flat import not_a_number
 from .gradient_types import UsedGradient, stepped_already
 from .ignored import IgnoredGradient
@@ -65,7 +65,7 @@ class Behaviour:
     """What a layer was made to do."""
 
     call: Callable[..., Any]  # calls the layer's module
-    gate: Gate  # outside of `Join` and `step_guard`
+    conductor: Conductor  # outside of `Join` and `step_guard`
     stays_whole: bool  # stages 1 and 2: full buffers stay filled from step to step
     keeps_until_backward: bool  # whether full buffers stay from forward to backward
     rounding: str  # for errors: what makes that which computes other than the chunks
@@ -104,7 +104,7 @@ class LayerState:
         self.chunks: list[Chunk] = []
         self.parameters: list[ShardedParameter] = []
         self.gradients = new_gradients(self.subject)
-        self.gate = behaviour.gate
+        self.conductor = behaviour.conductor
         self.presence = Presence.RELEASED
         # stages 1 and 2, or fetched by hand: full buffers stay filled from step to step
         self.stays_whole = behaviour.stays_whole
@@ -216,36 +216,43 @@ class LayerState:
                 "zero3.full_params(), where its parameters are as they are stored, not in "
                 f"{self.behaviour.rounding}. Use `with zero3.resident(model):` to compute."
             )
-        self.start_fetch()
-        self.finish_fetch()
+        self.conductor.conduct(Fetch(self))
 
     def start_fetch(self) -> None:
         """[fetch 1] Starts to gather the layer, if it is released."""
         if self.presence is not Presence.RELEASED:
             return
         self._check_loaded()
+        self._make_room()
+        if self.chunks:
+            with self.fetch_span:
+                self.conductor.conduct(Gather(self))
+
+    def _make_room(self) -> None:
         self.presence = Presence.FETCHING
         for chunk in self.chunks:
             chunk.make_room(as_stored=self.as_stored)
-        with self.fetch_span, self.gate.gather(self):
-            if self.chunks:
-                self._log.entries.append(self._entry)
-            for chunk in self.chunks:
-                chunk.start_fetch(self.lanes.fetch, self._gathering)
+
+    def gather(self) -> None:
+        """Starts the gathers. There is room for them."""
+        self._log.entries.append(self._entry)
+        for chunk in self.chunks:
+            chunk.start_fetch(self.lanes.fetch, self._gathering)
 
     def start_chunk(self, chunk: Chunk) -> None:
         chunk.start_fetch(self.lanes.fetch, self._gathering)
 
-    def take_part_in_fetch(self) -> None:
-        """Takes part in a fetch that only other ranks need."""
+    def take_part_in_gather(self) -> None:
+        """Takes part in a gather that only other ranks need."""
         if any(self.stays(chunk) for chunk in self.chunks):
-            self.fetch()
+            self._make_room()
+            self.gather()
+            self.finish_fetch()
             self.release_or_keep()
             return
-        if self.chunks:
-            self._log.entries.append(self._entry)
+        self._log.entries.append(self._entry)
         for chunk in self.chunks:
-            chunk.take_part_in_fetch()
+            chunk.take_part_in_gather(self.lanes.fetch, self._gathering)
 
     def finish_fetch(self) -> None:
         """[fetch 4] Waits for the gather, and shows the parameters. Then the current stream may
@@ -310,6 +317,18 @@ class LayerState:
             self.keep()
         else:
             self.release(everything=False)
+
+    def conducted_by(self, conductor: Conductor | None) -> None:
+        """None: again by its own."""
+        self.conductor = conductor or self.behaviour.conductor
+
+    def choose_residents(self, room: int) -> int:
+        """Chooses the frozen chunks whose full buffers stay from step to step, in `room` bytes.
+        Returns the room that is left.
+        """
+        for chunk in self.chunks:
+            room -= chunk.stay_within(room)
+        return room
 
     def stays(self, chunk: Chunk) -> bool:
         """Whether the chunk's full buffer stays filled from step to step, and is gathered again

@@ -343,7 +343,7 @@ class ForwardPass:
     before, also after an exception.
     """
 
-    __slots__ = ("_activity", "_depth", "_module", "_outermost", "_runtime")
+    __slots__ = ("_began", "_depth", "_module", "_outermost", "_runtime")
 
     def __init__(self, runtime: Any, module: object) -> None:
         self._runtime = runtime
@@ -351,7 +351,7 @@ class ForwardPass:
 
     def __enter__(self) -> None:
         self._outermost = not self._runtime.in_pass
-        self._activity = self._runtime.begin_pass(self._module) if self._outermost else None
+        self._began = self._outermost and self._runtime.begin_pass(self._module)
         self._depth = len(self._runtime.frames)
 
     def __exit__(
@@ -362,4 +362,4 @@ class ForwardPass:
     ) -> None:
         del self._runtime.frames[self._depth :]
         if self._outermost:
-            self._runtime.end_pass(self._activity, error)
+            self._runtime.end_pass(began=self._began, error=error)
