@@ -15,7 +15,7 @@ class Comparing:
     """Before each gather, ranks compare all transfers so far."""
 
     def __init__(self, inner: Conductor) -> None:
-        self._inner = inner
+        self.inner = inner
 
     def conduct(self, what: Collective, *, absent: bool = False) -> Any:
         if isinstance(what, Gather):
@@ -26,9 +26,9 @@ class Comparing:
                 "the transfers made so far",
                 [layer.log.summary()],
             )
-        return self._inner.conduct(what, absent=absent)
+        return self.inner.conduct(what, absent=absent)
 
 
 def conductor_for(compare_every: int) -> Conductor:
-    """A layer's own, outside `Join` and `step_guard`."""
+    """A layer's own."""
     return Comparing(Straight()) if compare_every == 1 else Straight()

@@ -10,10 +10,10 @@ announces or times what passes, and gives it to the next. `Straight` is the last
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -36,7 +36,9 @@ class Activity(IntEnum):
 
 
 class Collective(Protocol):
-    """Two of them are equal if they do the same with the same layer."""
+    """Two of them are equal if they do the same with the same layer. What this rank gives stands
+    in a field `mine`.
+    """
 
     moves: ClassVar[bool]  # whether ranks transfer anything; otherwise it is a mark
 
@@ -56,11 +58,32 @@ class Conductor(Protocol):
         ...
 
 
+@runtime_checkable
+class Wraps(Conductor, Protocol):
+    inner: Conductor  # the next one of the chain
+
+
 class Straight:
     """Performs each collective, and does nothing else."""
 
     def conduct(self, what: Collective, *, absent: bool = False) -> Any:
         return what.take_part() if absent else what.perform()
+
+
+def chain(conductor: Conductor) -> Iterator[Conductor]:
+    """It, and those that it wraps."""
+    yield conductor
+    if isinstance(conductor, Wraps):
+        yield from chain(conductor.inner)
+
+
+def without(one: Wraps, outer: Conductor) -> Conductor:
+    """The chain that begins with `outer`, and `one` taken out."""
+    if outer is one:
+        return one.inner
+    if isinstance(outer, Wraps):
+        outer.inner = without(one, outer.inner)
+    return outer
 
 
 @dataclass(frozen=True)
@@ -121,7 +144,7 @@ class Reduce:
     layer: Any
     in_replica: bool
     backward: Any = field(compare=False)
-    prepared: Any = field(default=None, compare=False)
+    mine: Any = field(default=None, compare=False)  # prepared
     moves: ClassVar[bool] = True
 
     def __str__(self) -> str:
@@ -129,7 +152,7 @@ class Reduce:
         return f"reduces the gradients of layer {self.layer.label}{alone}"
 
     def perform(self) -> None:
-        self.backward.start(self.layer, self.prepared)
+        self.backward.start(self.layer, self.mine)
 
     def take_part(self) -> None:
         """With zeros."""

@@ -18,7 +18,7 @@ from ..comm.streams import Lanes
 from .account import Account
 from .autograd import as_plain_tensors, can_show, inside_backward, profiler_label
 from .chunk import Chunk, registered
-from .collectives import Conductor, Fetch, Gather
+from .collectives import Conductor, Fetch, Gather, Wraps, without
 from .flat import not_a_number
 from .gradient_types import UsedGradient, stepped_already
 from .ignored import IgnoredGradient
@@ -65,7 +65,7 @@ class Behaviour:
     """What a layer was made to do."""
 
     call: Callable[..., Any]  # calls the layer's module
-    conductor: Conductor  # outside of `Join` and `step_guard`
+    conductor: Conductor  # its own
     stays_whole: bool  # stages 1 and 2: full buffers stay filled from step to step
     keeps_until_backward: bool  # whether full buffers stay from forward to backward
     rounding: str  # for errors: what makes that which computes other than the chunks
@@ -318,9 +318,12 @@ class LayerState:
         else:
             self.release(everything=False)
 
-    def conducted_by(self, conductor: Conductor | None) -> None:
-        """None: again by its own."""
-        self.conductor = conductor or self.behaviour.conductor
+    def conducted_by(self, conductor: Wraps) -> None:
+        """From now on, by this one. It wraps the present one."""
+        self.conductor = conductor
+
+    def no_longer_by(self, conductor: Wraps) -> None:
+        self.conductor = without(conductor, self.conductor)
 
     def choose_residents(self, room: int) -> int:
         """Chooses the frozen chunks whose full buffers stay from step to step, in `room` bytes.

@@ -23,10 +23,9 @@ from torch import nn
 from ..access import reset, states_of
 from ..comm.agreement import tell_all
 from ..conductors.conducted import Other, unconducted
-from ..core.collectives import Agree, Collective, CompareLogs, Conductor, Reduce, Round
+from ..core.collectives import Agree, Collective, CompareLogs, Conductor, Round
 from ..core.layer_state import LayerState, accounts_of
 from ..layer import runtimes_in
-from ..optim.token_mean import CountTokens
 
 __all__: list[str] = []
 
@@ -72,7 +71,13 @@ class Recording:
         """`under_way`: the ends that are still to come, of forwards and backwards that have begun;
         and what has been raised in them.
         """
-        self.inner, self._done, self._under_way = inner, done, under_way
+        self.inner = self._first = inner
+        self._done, self._under_way = done, under_way
+
+    @property
+    def complete(self) -> bool:
+        """Whether all collectives were noted. If `Join` has ended meanwhile, they were not."""
+        return self.inner is self._first
 
     def conduct(self, what: Collective, *, absent: bool = False) -> Any:
         if isinstance(what, CompareLogs):  # ranks compare them at the end of the guard
@@ -112,11 +117,10 @@ def leave(
             inner.conduct(replace(end, error=error or raised))
 
 
-def _without_own(what: Collective) -> Collective:
+def _without_own(what: Any) -> Collective:
     """Without what this rank gives, whose memory is not to be kept."""
-    if isinstance(what, Reduce):
-        return replace(what, prepared=None)
-    return replace(what, mine=None) if isinstance(what, CountTokens) else what
+    found: Collective = replace(what, mine=None) if hasattr(what, "mine") else what
+    return found
 
 
 @dataclass
@@ -155,7 +159,7 @@ class CollectiveReplay:
             )
         self._done: list[Collective] = []
         self._under_way: dict[Round, tuple[Conductor, BaseException | None]] = {}
-        self._held: list[LayerState] = []
+        self._held: list[tuple[LayerState, Recording]] = []
         self._kind = tuple(
             (
                 s.gradients.deferred,
@@ -176,9 +180,10 @@ class CollectiveReplay:
             backward.forget_zeroed()  # what was zeroed before the guard is no mistake
         try:
             for state in self._states:
-                self._held.append(state)
+                recording = Recording(state.conductor, self._done, self._under_way)
+                self._held.append((state, recording))
                 state.gradients.begin_guard()
-                state.conducted_by(Recording(state.conductor, self._done, self._under_way))
+                state.conducted_by(recording)
         except BaseException:
             self.close(keep=False)
             raise
@@ -196,10 +201,7 @@ class CollectiveReplay:
 
     @property
     def _records(self) -> bool:
-        """Whether all collectives were noted. If `Join` has ended inside the guard, they were
-        not.
-        """
-        return all(isinstance(state.conductor, Recording) for state in self._states)
+        return all(recording.complete for _, recording in self._held)
 
     @property
     def knows_the_rest(self) -> bool:
@@ -291,10 +293,9 @@ class CollectiveReplay:
 
     def close(self, *, keep: bool) -> None:
         held, self._held = self._held, []
-        for state in held:
-            conductor = state.conductor
-            state.conducted_by(conductor.inner if isinstance(conductor, Recording) else None)
-        for state in held:
+        for state, recording in held:
+            state.no_longer_by(recording)
+        for state, _ in held:
             state.gradients.end_guard(keep=keep)
 
     def give_up(self, error: BaseException) -> None:

@@ -15,6 +15,7 @@ All ranks take each step together, because each rank has its own chunks to updat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -26,12 +27,12 @@ from ..core.collectives import (
     Agree,
     Collective,
     CompareLogs,
+    Conductor,
     Gather,
     Look,
     Reduce,
     Round,
     Settle,
-    Straight,
 )
 from ..core.layer_state import LayerState
 from ..core.runtime import Runtime
@@ -57,6 +58,17 @@ _CAUGHT = (
 )
 
 
+class _Joined:
+    """Gives a layer's collectives to the coordinator."""
+
+    def __init__(self, coordinator: JoinCoordinator, inner: Conductor) -> None:
+        self._coordinator = coordinator
+        self.inner = inner
+
+    def conduct(self, what: Collective, *, absent: bool = False) -> Any:
+        return self._coordinator.conduct(what, partial(self.inner.conduct, what, absent=absent))
+
+
 class JoinCoordinator:
     """Conducts a model's collectives inside `Join`, on one rank."""
 
@@ -70,7 +82,7 @@ class JoinCoordinator:
         self._states = list(states)
         self._announcements = Announcements(_listed(runtimes), control, states[0].device)
         self._runtimes = tuple(runtimes)
-        self._inner = Straight()
+        self._joined: dict[LayerState, _Joined] = {}
         self._control = control
         self._step = step
         self._divide_by_all = True
@@ -105,8 +117,8 @@ class JoinCoordinator:
         )
         self._changes.forget()
         for state in self._states:
-            state.conducted_by(self)
-            self._use(state, ConductedCommunicator(unconducted(state.communicator), self))
+            joined = self._join(state)
+            self._use(state, ConductedCommunicator(unconducted(state.communicator), joined))
 
     def end(self) -> None:
         """Leaves the context: the model is again as it was before `begin`."""
@@ -114,10 +126,17 @@ class JoinCoordinator:
         self._let_go(keep=False)
         if self._strayed:
             self._forget_orders()
+        joined, self._joined = self._joined, {}
         for state in self._states:
-            state.conducted_by(None)
+            if state in joined:
+                state.no_longer_by(joined[state])
             self._use(state, unconducted(state.communicator))
             _average_over(state, self._control.world_size)
+
+    def _join(self, state: LayerState) -> _Joined:
+        self._joined[state] = joined = _Joined(self, state.conductor)
+        state.conducted_by(joined)
+        return joined
 
     def _use(self, state: LayerState, communicator: Communicator) -> None:
         """Gives the layer and its gradients (for a loss scaler's inf) another communicator."""
@@ -126,22 +145,25 @@ class JoinCoordinator:
 
     # -- on a rank with data
 
-    def conduct(self, what: Collective, *, absent: bool = False) -> Any:
+    def conduct(self, what: Collective, perform: Callable[[], Any]) -> Any:
         """Announces it, if ranks have no data, and performs it."""
         # they run no forward, and transfers are compared at the beginning of forwards
         if isinstance(what, CompareLogs):
             return False
         if isinstance(what, Round):
-            return self._enter(what.activity) if what.begins else self._leave(what)
+            if what.begins:
+                self._enter(what.activity)
+            else:
+                self._leave(what)
         if not what.moves or not self.on or self._follows or self._round is Activity.STEP:
-            return self._inner.conduct(what, absent=absent)
+            return perform()
         alone = self._round is None and self._scope is None
         if self._round is None:
             self._meet(Activity.OTHER if self._scope is None else self._scope)
         if self._announces:
             self._announce(what)
         try:
-            result = self._inner.conduct(what, absent=absent)
+            result = perform()
         except Exception:
             self._abort()
             raise
@@ -178,7 +200,7 @@ class JoinCoordinator:
         elif self._round is not None and self._abort():
             self._over = True
             for state in self._states:
-                state.conducted_by(self)  # to see whether this rank goes on
+                self._join(state)  # to see whether this rank goes on
 
     def _check_not_over(self) -> None:
         if self._over:
@@ -253,7 +275,7 @@ class JoinCoordinator:
                 elif isinstance(what, EndGuard):
                     self._let_go(keep=not any(tell_end(self._states[0], None)))
                 else:
-                    self._inner.conduct(what, absent=True)
+                    what.layer.conductor.conduct(what, absent=True)
             except Exception as caught:  # the other ranks hear of it at their next announcement
                 error = caught
             finally:
