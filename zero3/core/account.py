@@ -177,6 +177,11 @@ class Account:
         return gradient if alone else kind.of(gradient, self.among.communicator)
 
     @property
+    def held(self) -> list[Tensor]:
+        """The memory of gradients that are not on their way yet."""
+        return [*self._buffer.held, *([] if self.partial is None else [self.partial])]
+
+    @property
     def earlier(self) -> list[Tensor]:
         """The gradients that the next backward adds to."""
         if self._saved is not None:

@@ -320,7 +320,8 @@ class Chunk:
         self._communicator = communicator
         self._seen_version = shard._version
         self._ticket: Ticket | None = None  # of the gather under way
-        self._room: Room | None = None
+        # the memory of the gather under way
+        self.room: Room | None = None
         # the usual wire and buffer, while others are in use: see `show_as_stored`
         self._usual: tuple[Wire, FullBuffer | OwnMemory] | None = None
         self.full = self._new_buffer(self.compute_dtype)
@@ -412,7 +413,7 @@ class Chunk:
                 full = self.full
             full.allocate()
             if not full.is_chunk:
-                self._room = self.wire.room(self, full.tensor)
+                self.room = self.wire.room(self, full.tensor)
         if full is not self._seen:
             self._see()
 
@@ -441,7 +442,7 @@ class Chunk:
             if self._usual is not None:
                 self._show_values()
             return
-        room = self._room or self.wire.room(self, full.tensor)
+        room = self.room or self.wire.room(self, full.tensor)
         ticket = Ticket(names)
         ticket.go(
             lane,
@@ -491,7 +492,7 @@ class Chunk:
             self.full.filled = True
             if self._usual is not None:
                 self._show_values()
-        self._room = None
+        self.room = None
         if self.store.rests and not self.full.is_chunk:
             self.store.rest(self.shard.data)
 
@@ -547,7 +548,7 @@ class Chunk:
         try:
             self.finish_fetch()
         except RuntimeError:
-            self._ticket = self._room = None
+            self._ticket = self.room = None
             self.full.leave()  # the failed transfer may still write into it
 
     def changed(self) -> bool:

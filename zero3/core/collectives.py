@@ -10,7 +10,7 @@ announces or times what passes, and gives it to the next. `Straight` is the last
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -248,14 +248,18 @@ class Look:
     def __str__(self) -> str:
         return "begins a forward"
 
-    def perform(self) -> None:
-        staying = [
+    def staying(self) -> list[tuple[Any, Any]]:
+        """Layers and chunks."""
+        return [
             (state, chunk)
             for state in self.layers
             if not state.resident
             for chunk in state.chunks
             if state.stays(chunk) and not chunk.resident
         ]
+
+    def perform(self) -> None:
+        staying = self.staying()
         if not staying:
             return
         stale = torch.stack([chunk.is_stale() for _, chunk in staying]).to(torch.uint8)
@@ -263,9 +267,11 @@ class Look:
             which = Subject("which layers have changed")
             with NamingFailures(self.communicator, "comparing", which):
                 self.communicator.all_reduce(stale, maximum=True)
-        for (state, chunk), flag in zip(staying, stale.tolist(), strict=True):
-            if flag:
-                chunk.full.forget()
-                state.release_or_keep()
+        self.forget(each for each, flag in zip(staying, stale.tolist(), strict=True) if flag)
 
     take_part = perform
+
+    def forget(self, stale: Iterable[tuple[Any, Any]]) -> None:
+        for state, chunk in stale:
+            chunk.full.forget()
+            state.release_or_keep()
