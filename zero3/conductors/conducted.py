@@ -53,7 +53,7 @@ class ConductedCommunicator:
         found = getattr(self.inner, name)
         return partial(self._conduct, found) if name in _MOVE else found
 
-    def _conduct(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def _conduct(self, collective: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
         return self._conductor.conduct(Other(partial(collective, *arguments, **options)))
 
     def same_ranks(self, other: Communicator) -> bool:

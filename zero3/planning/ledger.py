@@ -203,3 +203,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         held = self._held.pop(address)
         self._resized.pop(address, None)
         self._count(held.cause, -held.nbytes)
+
+
+def tensors_in(held: Any) -> list[Tensor]:
+    """In records and sequences, and in the attributes of what stands there (a `Workspace`)."""
+    leaves = tree_leaves(held)
+    inner = [value for leaf in leaves for value in getattr(leaf, "__dict__", {}).values()]
+    return [each for each in (*leaves, *inner) if isinstance(each, Tensor)]

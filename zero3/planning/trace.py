@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ..access import get_trainable_chunk, states_of
 from ..auto_wrap import Layers
@@ -28,7 +27,7 @@ from ..policy import ShardingPolicy
 from ..shard import shard
 from .absent import AbsentRanks, Awaited, Issued
 from .kernels import DeviceKernels, backward, fused_on_meta
-from .ledger import CAUSES, ELSEWHERE, Ledger, Moment
+from .ledger import CAUSES, ELSEWHERE, Ledger, Moment, tensors_in
 from .models import loss_of, vocabulary_of
 from .resting import step_by_turns
 from .work import merged, work_of
@@ -252,14 +251,14 @@ class Trace:
             for chunk in what.layer.chunks:
                 if not chunk.resident:
                     self.ledger.claim(chunk.full.tensor, "full_buffers", is_resized=True)
-                for tensor in _tensors_in(chunk.room):
+                for tensor in tensors_in(chunk.room):
                     self.ledger.claim(tensor, "full_buffers")
         elif isinstance(what, Reduce):
             for _, gradient in what.mine or ():
                 self.ledger.claim(gradient.landed, "gradients")
-                for tensor in _tensors_in(gradient.pieces):
+                for tensor in tensors_in(gradient.pieces):
                     self.ledger.claim(tensor, "gradients")
-                for tensor in _tensors_in((gradient.full, gradient.summed, gradient.work)):
+                for tensor in tensors_in((gradient.full, gradient.summed, gradient.work)):
                     self.ledger.claim(tensor, "transfers")
 
     def look(self, what: Look) -> None:
@@ -291,10 +290,6 @@ class _Observed:
         if isinstance(what, Look):
             return self._trace.look(what)
         return self.inner.conduct(what, absent=absent)
-
-
-def _tensors_in(held: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor)]
 
 
 def _made(optimizer: OptimizerClass, chunks: list[nn.Parameter]) -> torch.optim.Optimizer:
