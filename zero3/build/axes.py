@@ -27,8 +27,7 @@ from ..policy import (
 )
 from ..stages.replicas import KeepInReplica, SumReplicas
 from ..stores.files import PutAway
-from ..stores.pinned import Home
-from ..stores.resting import Keeping, Resting, resting_place
+from ..stores.resting import Home, Keeping, Resting, resting_place
 from ..wires.coded import Coded, CodedReduceScatter
 
 __all__: list[str] = []
