@@ -153,8 +153,8 @@ FAULTS = [
     Fault(
         "the buffers of a sum over replicas are given back at once",
         "core/flow.py",
-        "ticket.follow(gradient.lanes.replicas, start, behind, held)",
-        "ticket.follow(gradient.lanes.replicas, start, behind, None)",
+        "ticket.follow(cast(Lane, gradient.lanes.replicas), start, behind, held)",
+        "ticket.follow(cast(Lane, gradient.lanes.replicas), start, behind, None)",
         "mesh_no_sync",
     ),
     Fault(

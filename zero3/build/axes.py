@@ -9,9 +9,9 @@ from torch import nn
 
 from ..comm.communicator import Communicator
 from ..comm.errors import Subject
-from ..core.account import Account, Among
+from ..core.account import Account
 from ..core.chunk import Chunk, Here, Plain, Wire
-from ..core.flow import Add, Average, Flow, ReduceScatter, Stage
+from ..core.flow import Add, Among, Average, Flow, ReduceScatter, Stage
 from ..core.layer_gradients import LayerGradients
 from ..core.layout import ChunkLayout
 from ..core.sites import Face, Views

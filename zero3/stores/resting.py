@@ -113,7 +113,8 @@ class Home:
     def __call__(self, gradient: Travelling) -> Pending:
         exact = gradient.exact
         both = [gradient.landed] if exact is None else [gradient.landed, exact]
-        gradient.moves_to(None)  # the leg before holds what is copied
+        gradient.exact = None
+        del gradient.summed, gradient.landed  # the leg before holds what is copied
         into = self._store.to_copy_into
         return _Arrival(gradient, [OnHost(each, into(each.numel(), each.dtype)) for each in both])
 
