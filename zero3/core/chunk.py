@@ -45,8 +45,10 @@ class Store(Protocol):
     """Where a chunk's values rest, and its gradient."""
 
     name: str  # in reports
-    far: bool  # whether the device reads and writes copies
-    rests: bool  # whether it wants to hear of `soon`, `rest`, `settle` and `go_on`
+    # whether that is outside of the memory that layers have: `soon`, `rest`, `settle` and `go_on`
+    # are for such stores alone
+    rests: bool
+    far: bool  # whether it is so far that the device reads and writes copies
 
     def taken(self, nbytes: int) -> int:
         """What so many bytes take there, values or a gradient."""

@@ -13,10 +13,10 @@ from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from ..comm.log import Entry, TransferLog
 from ..comm.streams import Lanes
-from .account import Account, Among
+from .account import Account
 from .autograd import accumulates_into, as_plain_tensors
 from .chunk import Chunk
-from .flow import Travelling
+from .flow import Among, Travelling
 from .ignored import IgnoredGradient
 from .parameters import ShardedParameter
 from .ticket import Ticket

@@ -496,7 +496,7 @@ def check_process(states: Iterable[LayerState]) -> None:
 
 
 class RestingLayers(list[LayerState]):
-    """A model's layers whose chunks rest elsewhere, and want to hear of forwards and backwards."""
+    """A model's layers whose chunks rest elsewhere. Their stores hear of forwards and backwards."""
 
     def __init__(self) -> None:
         super().__init__()
