@@ -26,7 +26,6 @@ from .autograd import (
     inside_backward,
 )
 from .collectives import Activity, Agree, Reduce, Round, Settle
-from .layer_gradients import Prepared
 from .layer_state import LayerState, Presence, RestingLayers, accounts_of, ignored_of
 from .schedule import Call, CallStack, CallTrace, ForwardOrder, Step
 from .ticket import Ticket
@@ -112,20 +111,17 @@ class Backward:
     def layers(self) -> list[LayerState]:
         return self._stack.layers
 
-    def reduce(self, state: LayerState) -> None:
-        """Starts to reduce a layer's gradients."""
-        prepared, in_replica = self.prepare(state), not state.gradients.may_reduce
-        with state.backup_span:
-            state.conductor.conduct(Reduce(state, in_replica, self, prepared))
-
-    def prepare(self, state: LayerState) -> Prepared:
+    def reduce(self, state: LayerState, *, absent: bool = False) -> None:
+        """Starts to reduce a layer's gradients. `absent`: this rank has none, and takes part in
+        what others conduct.
+        """
         while len(self._backups) >= max(1, self._depth):
             self._wait_for_one()
         with state.backup_span:
-            return state.gradients.prepare(self._backup_communicator)
-
-    def start(self, state: LayerState, prepared: Prepared) -> None:
-        self._backups.extend(state.gradients.back_up(prepared, state.lanes))
+            prepared = state.gradients.prepare(self._backup_communicator)
+            reduction = Reduce(state, not state.gradients.may_reduce, self, prepared)
+            tickets = reduction.perform() if absent else state.conductor.conduct(reduction)
+            self._backups.extend(tickets)
 
     def _wait_for_one(self) -> None:
         oldest = self._backups.popleft()

@@ -151,15 +151,16 @@ class Reduce:
         alone = " in its replica alone" if self.in_replica else ""
         return f"reduces the gradients of layer {self.layer.label}{alone}"
 
-    def perform(self) -> None:
-        self.backward.start(self.layer, self.mine)
+    def perform(self) -> Any:
+        """Returns its tickets."""
+        return self.layer.gradients.back_up(self.mine, self.layer.lanes)
 
     def take_part(self) -> None:
         """With zeros."""
         defers = int(self.in_replica and self.layer.gradients.may_reduce)
         self.layer.gradients.defer(defers, replicas_only=True)
         try:
-            self.backward.start(self.layer, self.backward.prepare(self.layer))
+            self.backward.reduce(self.layer, absent=True)
         finally:
             self.layer.gradients.defer(-defers, replicas_only=True)
 

@@ -130,7 +130,7 @@ class LayerState:
         self.as_stored = False
         # the parameters' versions while the layer was fetched; graphs save these
         self.versions: list[int] = []
-        self.log = TransferLog()
+        self.write_into(TransferLog())
         self.label = label
 
     def add_chunk(self, chunk: Chunk, parameters: list[ParameterSites]) -> None:
@@ -166,14 +166,9 @@ class LayerState:
             spans
         )
 
-    @property
-    def log(self) -> TransferLog:
-        """The transfer log, which all layers of a runtime share."""
-        return self._log
-
-    @log.setter
-    def log(self, log: TransferLog) -> None:
-        self._log = self.subject.log = log
+    def write_into(self, log: TransferLog) -> None:
+        """All layers of a runtime share it."""
+        self.log = self.subject.log = log
         self.gradients.write_into(log)
 
     @property
@@ -223,19 +218,16 @@ class LayerState:
         if self.presence is not Presence.RELEASED:
             return
         self._check_loaded()
-        self._make_room()
+        self.presence = Presence.FETCHING
+        for chunk in self.chunks:
+            chunk.make_room(as_stored=self.as_stored)
         if self.chunks:
             with self.fetch_span:
                 self.conductor.conduct(Gather(self))
 
-    def _make_room(self) -> None:
-        self.presence = Presence.FETCHING
-        for chunk in self.chunks:
-            chunk.make_room(as_stored=self.as_stored)
-
     def gather(self) -> None:
         """Starts the gathers. There is room for them."""
-        self._log.entries.append(self._entry)
+        self.log.entries.append(self._entry)
         for chunk in self.chunks:
             chunk.start_fetch(self.lanes.fetch, self._gathering)
 
@@ -245,12 +237,14 @@ class LayerState:
     def take_part_in_gather(self) -> None:
         """Takes part in a gather that only other ranks need."""
         if any(self.stays(chunk) for chunk in self.chunks):
-            self._make_room()
+            for chunk in self.chunks:
+                chunk.make_room()
+            self.presence = Presence.FETCHING
             self.gather()
             self.finish_fetch()
             self.release_or_keep()
             return
-        self._log.entries.append(self._entry)
+        self.log.entries.append(self._entry)
         for chunk in self.chunks:
             chunk.take_part_in_gather(self.lanes.fetch, self._gathering)
 

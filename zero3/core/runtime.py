@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from .autograd import graph_clock, inside_backward, nodes_since, tensors_in, tra
 from .backward import Backward, LayerCall, LayerTrace
 from .collectives import Activity, Agree, CompareLogs, Look, Round
 from .layer_state import LayerState, Presence, may_get_gradients
-from .schedule import CallStack, CallTrace, ForwardOrder, ForwardPass, Frame, LearnedOrder, Order
+from .schedule import CallStack, CallTrace, ForwardOrder, Frame, LearnedOrder, Order
 
 __all__: list[str] = []
 
@@ -139,34 +140,29 @@ class Runtime:
         self.backward.watch(state)
         self._room = state.choose_residents(self._room)
         self.any_stays = self.any_stays or any(state.stays(chunk) for chunk in state.chunks)
-        state.lanes, state.log = self.layers[0].lanes, self.layers[0].log
+        state.lanes = self.layers[0].lanes
+        state.write_into(self.layers[0].log)
 
     # -- the call of an outermost module
 
-    def forward_pass(self, module: nn.Module) -> ForwardPass:
-        """The context around the forward of a zero3 module."""
-        return ForwardPass(self, module)
-
-    @property
-    def in_pass(self) -> bool:
-        """Whether an outermost module's forward is under way."""
-        return self._trace is not None
-
-    def begin_pass(self, module: nn.Module) -> bool:
-        """[F1] An outermost module is called. Returns whether a forward has begun: a recomputation
-        is none.
+    def begin_pass(self, module: nn.Module) -> bool | None:
+        """[F1] A zero3 module is called. None: it is not the outermost one, so a pass is under way.
+        Otherwise, whether a forward has begun: a recomputation is none.
 
         The module continues the last pass, because a plain container may call one layer after
         another. A new pass begins if the module was called in the last pass already, or if a
         backward has ended since.
         """
+        if self._trace is not None:
+            return None
         if inside_backward():
             self.backward.recompute()
             self._trace = self._new_trace()
             return False
         if self.backward.resting:
             self.backward.resting.go_on()
-        self._mark(begins=True)
+        first = self.layers[0]
+        first.conductor.conduct(Round(first, Activity.FORWARD, begins=True))
         try:
             self._own_pace = self._is_at_own_pace(module)
             if self._own_pace:
@@ -174,13 +170,9 @@ class Runtime:
             else:
                 self._meet_for_pass(module)
         except BaseException as failure:
-            self._mark(begins=False, error=failure)
+            first.conductor.conduct(Round(first, Activity.FORWARD, False, failure))
             raise
         return True
-
-    def _mark(self, *, begins: bool, error: BaseException | None = None) -> None:
-        first = self.layers[0]
-        first.conductor.conduct(Round(first, Activity.FORWARD, begins, error))
 
     def _meet_for_pass(self, module: nn.Module) -> None:
         before = self._open_trace
@@ -217,6 +209,7 @@ class Runtime:
         """[F5] The outermost module's forward is over, or has raised `error`. `began`: what
         `begin_pass` has returned.
         """
+        first = self.layers[0]
         try:
             if error is None:
                 self._finish_pass()
@@ -225,12 +218,12 @@ class Runtime:
         except BaseException as failure:
             self._trace = self._open_trace = None
             if began:
-                self._mark(begins=False, error=failure)
+                first.conductor.conduct(Round(first, Activity.FORWARD, False, failure))
             raise
         if began:
             if self.backward.resting:
                 self.backward.resting.settle(before_backward=self.awaits_backward)
-            self._mark(begins=False, error=error)
+            first.conductor.conduct(Round(first, Activity.FORWARD, False, error))
 
     def _finish_pass(self) -> None:
         if inside_backward() or self._own_pace:
@@ -377,6 +370,32 @@ class Runtime:
         self._lingering = [
             state for state in self._lingering if state.presence is not Presence.RELEASED
         ]
+
+
+class ForwardPass:
+    """Context around the forward of a zero3 module. At its end the runtime has the same frames as
+    before, also after an exception.
+    """
+
+    __slots__ = ("_began", "_depth", "_module", "_runtime")
+
+    def __init__(self, runtime: Runtime, module: nn.Module) -> None:
+        self._runtime = runtime
+        self._module = module
+
+    def __enter__(self) -> None:
+        self._began = self._runtime.begin_pass(self._module)
+        self._depth = len(self._runtime.frames)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        del self._runtime.frames[self._depth :]
+        if self._began is not None:
+            self._runtime.end_pass(began=self._began, error=error)
 
 
 def _compare_call(communicator: Communicator, state: LayerState, number: int) -> None:
