@@ -26,7 +26,7 @@ from .core.autograd import (
 )
 from .core.layer_state import LayerState
 from .core.parameters import IN_MODEL, WRAPPED, own_module_name, own_modules
-from .core.runtime import Pace, Runtime
+from .core.runtime import ForwardPass, Pace, Runtime
 from .guards.calls import check_requires_grad, refuse_transforms
 from .guards.compiled import REASON, end_graph, ends_graphs
 from .guards.module_overrides import (
@@ -376,7 +376,7 @@ def run_sharded(
     """Runs one forward of a sharded module, which is fetched before it and released after it.
     `entry`: the module that was called.
     """
-    with runtime.forward_pass(entry):
+    with ForwardPass(runtime, entry):
         if transforms_under_way():
             refuse_transforms(state)
         runtime.pre_forward(state)

@@ -10,7 +10,7 @@ from torch import nn
 
 from .comm.agreement import agree
 from .comm.factory import any_device_of, communicator_for
-from .core.runtime import Runtime
+from .core.runtime import ForwardPass, Runtime
 from .guards.compiled import ends_graphs
 from .layer import Zero3Layer, adopt, floating_dtype, layers_of, states_in
 from .policy import unlike
@@ -51,7 +51,7 @@ class Zero3Sequential(nn.Module):
 
     @ends_graphs
     def forward(self, x: Any) -> Any:
-        with self._shared_runtime().forward_pass(self):
+        with ForwardPass(self._shared_runtime(), self):
             for layer in self._layers:
                 x = layer(x)
             return x

@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 def watch(machine: Machine, model: nn.Module) -> None:
-    """Who computes, what moves, and what each storage holds: methods are replaced for that, as `zero3.profile` does."""
+    """Who computes, what moves, and what each storage holds: methods are replaced for that."""
 
     def fetch(layer: int | None, method: Callable[[], None]) -> None:
         backward, asked = inside_backward(), machine.now

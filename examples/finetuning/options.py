@@ -26,8 +26,6 @@ def options_of(arguments: Sequence[str] | None, description: str) -> argparse.Na
     """The options in `arguments`. `description`: of the program, and after an empty line examples of its use."""
     parser = parser_for(description)
     options = parser.parse_args(arguments)
-    if options.offload is not None and options.gather_format is not None:
-        parser.error("argument --gather-format: not with --offload")
     if options.lora is not None and options.model is None:
         parser.error("argument --lora: adapters belong to a model that was there before: name it with --model")
     if options.quantize is not None and options.lora is None:

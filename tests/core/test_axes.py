@@ -28,7 +28,7 @@ from zero3.core.gradient_buffer import GradientBuffer
 from zero3.core.layout import ChunkLayout
 from zero3.core.ticket import Ticket
 from zero3.stores.files import Files, PutAway
-from zero3.stores.pinned import Home
+from zero3.stores.resting import Home
 
 
 @pytest.fixture

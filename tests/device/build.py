@@ -41,7 +41,9 @@ def _torch() -> Path:
 
 def build() -> Path:
     """The extension's path. It must not import torch, which asks for its CUDA hooks once."""
-    digest = hashlib.sha256("".join([version("torch"), sys.version, *(source.read_text() for source in SOURCES)]).encode()).hexdigest()[:16]
+    where = str(_torch())  # it is linked with the libraries there
+    parts = [version("torch"), where, sys.version, *(source.read_text() for source in SOURCES)]
+    digest = hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zero3-tests"
     target = home / f"device-{digest}.so"
     if not target.exists():

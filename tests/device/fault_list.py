@@ -153,8 +153,8 @@ FAULTS = [
     Fault(
         "the buffers of a sum over replicas are given back at once",
         "core/flow.py",
-        "ticket.follow(gradient.lanes.replicas, start, behind, held)",
-        "ticket.follow(gradient.lanes.replicas, start, behind, None)",
+        "ticket.follow(cast(Lane, gradient.lanes.replicas), start, behind, held)",
+        "ticket.follow(cast(Lane, gradient.lanes.replicas), start, behind, None)",
         "mesh_no_sync",
     ),
     Fault(
@@ -228,14 +228,14 @@ FAULTS = [
     ),
     Fault(
         "the host takes a gradient before it has come",
-        "stores/pinned.py",
+        "stores/resting.py",
         "copy.tensor() for copy in self._copies",
         "copy._copy for copy in self._copies",
         "offload_to_cpu_shard",
     ),
     Fault(
         "a gradient is copied to the host beside its lane",
-        "stores/pinned.py",
+        "stores/resting.py",
         "        exact = gradient.exact\n",
         "        torch.Stream(gradient.account.chunk.device).__enter__()\n        exact = gradient.exact\n",
         "offload_to_cpu_shard",
@@ -271,14 +271,14 @@ FAULTS = [
     ),
     Fault(
         "whoever asks for a chunk's values before the backward does not wait",
-        "stores/pinned.py",
+        "stores/resting.py",
         "        self.first()\n",
         "",
         "offload_and_a_forward_that_nobody_walks",
     ),
     Fault(
         "whoever asks for the values of pieces before the backward does not wait",
-        "stores/pinned.py",
+        "stores/resting.py",
         "(chunk.shard, *(part.parameter for part in chunk.parts))",
         "(chunk.shard,)",
         "offload_and_pieces_after_a_forward_that_nobody_walks",

@@ -82,6 +82,8 @@ def test_weights_and_gradients_may_travel_in_eight_bits(example: ModuleType) -> 
     expected = {"gather_format": zero3.Float8(), "reduce_format": zero3.Int8(stochastic=True)}
     sums = torch.float32
     assert policy == zero3.ShardingPolicy(param_dtype=torch.bfloat16, reduce_dtype=sums, output_dtype=sums, **expected)
+    both = example.parse_options(["--gather-format", "int8", "--offload", "cpu"]).policy
+    assert (both.gather_format, both.offload) == (zero3.Int8(), "cpu")
 
 
 @pytest.fixture(scope="module")

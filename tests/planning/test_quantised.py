@@ -43,7 +43,7 @@ def traced(one_slice: bool, kind: Any) -> Trace:
     trace = Trace(model, ranks=2, policy=policy, device="cuda", optimizer=torch.optim.SGD, loss=loss)
     if not one_slice:
         for codec in {p.sites.known.codec for s in states_of(trace.model) for p in s.parameters if p.chunk.read_only}:  # type: ignore[attr-defined]
-            del vars(codec)["decode"]
+            codec.choose_slices(iter)
     return trace
 
 

@@ -19,8 +19,8 @@ from tests.support.processes import PROMPT, Rank, on_ranks, try_on_ranks
 from tests.support.reference import assert_at_rest
 from tests.support.uneven import Failure, Plan, Story, adamw, assert_same, plain, sharded, tell_sharded, words
 from zero3.access import states_of
-from zero3.conductors.gated import GatedCommunicator
-from zero3.core.coordination import OpenGate
+from zero3.conductors.conducted import ConductedCommunicator
+from zero3.core.collectives import Straight
 
 
 @contextmanager
@@ -29,7 +29,9 @@ def joined(model: nn.Module, step: Callable[[], None], **options: Any) -> Iterat
     with Join([uneven], **options):
         yield uneven
     assert_at_rest(model)
-    assert all(isinstance(state.gate, OpenGate) and not isinstance(state.communicator, GatedCommunicator) for state in states_of(model))
+    assert all(
+        isinstance(state.conductor, Straight) and not isinstance(state.communicator, ConductedCommunicator) for state in states_of(model)
+    )
 
 
 def train(rank: Rank, plans: list[Plan]) -> list[Story]:
@@ -81,7 +83,7 @@ def refuse_early(rank: Rank) -> tuple[str, bool, float]:
     loss(model, words(rank.number, 8, 0)).backward()
     assert_at_rest(model)
     total = sum(parameter.detach().sum().item() for parameter in zero3.full_state_dict(model, rank0_only=False).values())
-    return text, isinstance(states_of(model)[0].gate, OpenGate), total
+    return text, isinstance(states_of(model)[0].conductor, Straight), total
 
 
 def test_early_termination_raises_on_all_ranks_and_they_train_on() -> None:
@@ -104,7 +106,7 @@ def disabled(rank: Rank) -> bool:
                     raise ArithmeticError
                 value.backward()
             uneven.step()
-    return guarded.failed and isinstance(states_of(model)[0].gate, OpenGate)
+    return guarded.failed and isinstance(states_of(model)[0].conductor, Straight)
 
 
 def test_a_disabled_context_does_nothing() -> None:

@@ -1,1 +1,1 @@
-"""Construction: the one room that reads the policy and picks what a layer is made of."""
+"""Construction: the one room that picks what a layer is made of, as its policy says."""

@@ -9,9 +9,9 @@ from torch import nn
 
 from ..comm.communicator import Communicator
 from ..comm.errors import Subject
-from ..core.account import Account, Among
+from ..core.account import Account
 from ..core.chunk import Chunk, Here, Plain, Wire
-from ..core.flow import Add, Average, Flow, ReduceScatter, Stage
+from ..core.flow import Add, Among, Average, Flow, ReduceScatter, Stage
 from ..core.layer_gradients import LayerGradients
 from ..core.layout import ChunkLayout
 from ..core.sites import Face, Views
@@ -27,8 +27,7 @@ from ..policy import (
 )
 from ..stages.replicas import KeepInReplica, SumReplicas
 from ..stores.files import PutAway
-from ..stores.pinned import Home
-from ..stores.resting import Keeping, Resting, resting_place
+from ..stores.resting import Home, Keeping, Resting, resting_place
 from ..wires.coded import Coded, CodedReduceScatter
 
 __all__: list[str] = []

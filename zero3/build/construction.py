@@ -18,7 +18,7 @@ from ..comm.agreement import agree, meeting
 from ..comm.communicator import Communicator
 from ..comm.factory import IDENTITY_BYTES, WrongMesh, any_device_of, communicator_for, decline
 from ..comm.plain_values import not_copied
-from ..conductors.comparing import gate_for
+from ..conductors.comparing import conductor_for
 from ..core.casting import caller_for
 from ..core.ignored import IgnoredGradient
 from ..core.layer_state import Behaviour, LayerState
@@ -253,7 +253,7 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
 def behaviour_of(policy: ShardingPolicy) -> Behaviour:
     return Behaviour(
         call=caller_for(*dtypes_at_the_edges(policy)),
-        gate=gate_for(policy.compare_every),
+        conductor=conductor_for(policy.compare_every),
         stays_whole=not shards_parameters(policy),
         keeps_until_backward=keeps_until_backward(policy),
         rounding=rounding(policy),

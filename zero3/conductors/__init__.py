@@ -1,1 +1,1 @@
-"""Who stands between a model and its collectives, if not nobody: gates (core/coordination.py)."""
+"""Who stands between a model and its collectives, if not nobody (core/collectives.py)."""

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..comm.agreement import agree
-from ..core.coordination import Action, Gate, OpenGate
-from .gated import ungated
+from ..core.collectives import Collective, Conductor, Gather, Straight
+from .conducted import unconducted
 
 __all__: list[str] = []
 
 
-class ComparingGate:
+class Comparing:
     """Before each gather, ranks compare all transfers so far."""
 
-    compares_at_end = False
-    doing = reduce = nullcontext
+    def __init__(self, inner: Conductor) -> None:
+        self.inner = inner
 
-    def gather(self, layer: Any) -> AbstractContextManager[Any]:
-        if layer.chunks:
+    def conduct(self, what: Collective, *, absent: bool = False) -> Any:
+        if isinstance(what, Gather):
+            layer = what.layer
             agree(
-                ungated(layer.communicator),
+                unconducted(layer.communicator),
                 layer.device,
                 "the transfers made so far",
                 [layer.log.summary()],
             )
-        return nullcontext()
-
-    def compare(self, layer: Any, place: str, names: list[str]) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def passing(self, action: Action, layer: Any = None) -> AbstractContextManager[Any]:
-        return nullcontext()
+        return self.inner.conduct(what, absent=absent)
 
 
-def gate_for(compare_every: int) -> Gate:
-    """A layer's gate outside `Join` and `step_guard`."""
-    return ComparingGate() if compare_every == 1 else OpenGate()
+def conductor_for(compare_every: int) -> Conductor:
+    """A layer's own."""
+    return Comparing(Straight()) if compare_every == 1 else Straight()

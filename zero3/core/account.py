@@ -16,7 +16,7 @@ from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures
 from ..comm.streams import Lanes
 from .chunk import Chunk, Part
-from .flow import Flow, Travelling
+from .flow import Among, Flow, Travelling
 from .gradient_buffer import GradientBuffer
 from .gradient_types import (
     TOKENS,
@@ -60,20 +60,6 @@ class _Guard:
     disturbed: bool = False
     # kept, so that a later guard begins without an allocation, which may fail on one rank alone
     nothing: Tensor | None = None
-
-
-@dataclass(slots=True)
-class Among:
-    """The ranks among which a layer's gradients are reduced."""
-
-    communicator: Communicator  # asked where values are asked of all ranks
-    averaged_over: int  # the number of ranks for the mean: fewer if some have no data left
-
-    def ask(self, communicator: Communicator) -> None:
-        self.communicator = communicator
-
-    def average_over(self, ranks: int) -> None:
-        self.averaged_over = ranks
 
 
 class Account:
@@ -176,6 +162,11 @@ class Account:
         )
         alone = self.chunk.layout.world_size == 1
         return gradient if alone else kind.of(gradient, self.among.communicator)
+
+    @property
+    def held(self) -> list[Tensor]:
+        """The memory of gradients that are not on their way yet."""
+        return [*self._buffer.held, *([] if self.partial is None else [self.partial])]
 
     @property
     def earlier(self) -> list[Tensor]:

@@ -37,15 +37,29 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def backward_task() -> int:
-    """The number of this thread's backward. A backward inside another one (reentrant checkpointing)
-    has a higher number.
-    """
-    return torch._C._current_graph_task_id()
+# The functions that follow are torch's own, since each layer asks them.
 
+# The number of this thread's backward. A backward inside another one (reentrant checkpointing) has
+# a higher number.
+backward_task: Callable[[], int] = torch._C._current_graph_task_id
 
-# How many of torch.func's transforms (grad, vjp, jvp, vmap, ...) are under way, or None. A function
-# of torch's, since each layer asks it.
+# Whether the present backward writes the `.grad` of every leaf that it reaches, as a plain
+# `.backward()` does.
+accumulates_everywhere: Callable[[], bool] = torch.autograd._is_checkpoint_valid
+
+# Context in which subclasses of Tensor behave as plain tensors: their `__torch_function__` is not
+# called.
+as_plain_tensors: Callable[[], AbstractContextManager[object]] = (
+    torch._C.DisableTorchFunctionSubclass
+)
+
+# Sets the versions of tensors that have their old values again, so that graphs which saved them are
+# valid again.
+restore_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
+    torch._C._autograd._unsafe_set_version_counter
+)
+
+# How many of torch.func's transforms (grad, vjp, jvp, vmap, ...) are under way, or None.
 transforms_under_way: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
 
@@ -95,27 +109,6 @@ class EndOfBackward:
         if then is not None:
             then()
         self._callback = None
-
-
-def as_plain_tensors() -> AbstractContextManager[object]:
-    """Context in which subclasses of Tensor behave as plain tensors: their `__torch_function__` is
-    not called.
-    """
-    return torch._C.DisableTorchFunctionSubclass()
-
-
-def accumulates_everywhere() -> bool:
-    """Whether the present backward writes the `.grad` of every leaf that it reaches, as a plain
-    `.backward()` does.
-    """
-    return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
-
-
-def restore_versions(tensors: Iterable[Tensor], versions: Iterable[int]) -> None:
-    """Sets the versions of tensors that have their old values again, so that graphs which saved
-    them are valid again.
-    """
-    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def accumulates_into(parameters: Iterable[Tensor]) -> bool:

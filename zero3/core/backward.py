@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch.autograd.graph import Node
 
-from ..comm.agreement import agree
 from ..comm.communicator import Communicator
 from .autograd import (
     EndOfBackward,
@@ -27,7 +25,7 @@ from .autograd import (
     before_gradient_flows,
     inside_backward,
 )
-from .coordination import Action, Activity, Gate
+from .collectives import Activity, Agree, Reduce, Round, Settle
 from .layer_state import LayerState, Presence, RestingLayers, accounts_of, ignored_of
 from .schedule import Call, CallStack, CallTrace, ForwardOrder, Step
 from .ticket import Ticket
@@ -74,8 +72,7 @@ class Backward:
         self._reduces = False  # whether this backward reduces gradients; `autograd.grad` does not
         self._goes_on = False  # see `going_on`
         self.owes = False  # whether gradients were ever kept for later (`no_sync`, stage 1)
-        # the gate's context for this backward, entered
-        self._activity: AbstractContextManager[Any] | None = None
+        self._told = False  # whether the conductor knows that this backward has begun
         self.ending = EndOfBackward()  # the end of the present backward
         # the end of a backward that runs others inside (reentrant checkpointing)
         self._outer_ending = EndOfBackward()
@@ -114,20 +111,17 @@ class Backward:
     def layers(self) -> list[LayerState]:
         return self._stack.layers
 
-    @property
-    def gate(self) -> Gate:
-        return self._stack.layers[0].gate
-
-    def reduce(self, state: LayerState) -> None:
-        """Starts to reduce a layer's gradients: zeros, if this rank has no data, or if its
-        micro-batch has failed.
+    def reduce(self, state: LayerState, *, absent: bool = False) -> None:
+        """Starts to reduce a layer's gradients. `absent`: this rank has none, and takes part in
+        what others conduct.
         """
         while len(self._backups) >= max(1, self._depth):
             self._wait_for_one()
         with state.backup_span:
             prepared = state.gradients.prepare(self._backup_communicator)
-            with self._stack.layers[0].gate.reduce(state):
-                self._backups.extend(state.gradients.back_up(prepared, state.lanes))
+            reduction = Reduce(state, not state.gradients.may_reduce, self, prepared)
+            tickets = reduction.perform() if absent else state.conductor.conduct(reduction)
+            self._backups.extend(tickets)
 
     def _wait_for_one(self) -> None:
         oldest = self._backups.popleft()
@@ -178,7 +172,7 @@ class Backward:
         """
         if not self.ending.awaited and not self._outer_ending.awaited:
             self._outer_ending.wait(then=self._end_recomputing)
-        self._tell_gate()
+        self._tell_conductor()
         self._finish_nested()
 
     def _finish_nested(self) -> None:
@@ -208,7 +202,7 @@ class Backward:
             trace.rewind()
         self._touched.clear()
         self._stack.frames.clear()
-        self._reduces, self._activity = False, None
+        self._reduces = self._told = False
         self.ending.forget()
         if self._outer_ending.missed:
             self._outer_ending.forget()
@@ -262,13 +256,14 @@ class Backward:
         if self.resting:
             self.resting.go_on()
         self.ending.wait(then=self._end)
-        self._tell_gate()
+        self._tell_conductor()
         self.order.begin()
 
-    def _tell_gate(self) -> None:
-        if self._activity is None:
-            self._activity = self._stack.layers[0].gate.doing(Activity.BACKWARD)
-            self._activity.__enter__()
+    def _tell_conductor(self, *, begins: bool = True) -> None:
+        if self._told != begins:
+            self._told = begins
+            first = self._stack.layers[0]
+            first.conductor.conduct(Round(first, Activity.BACKWARD, begins))
 
     def _before(self, trace: LayerTrace, call: LayerCall) -> None:
         """[B2] A gradient is about to flow into the graph of `call`."""
@@ -299,12 +294,12 @@ class Backward:
             for state in signature
         )
         if not self.order.advance((signature, reductions)):
-            names = [
+            names = tuple(
                 f"{state.name_among_ranks}, {how}"
                 for state, how in zip(signature, reductions, strict=True)
-            ]
-            with self.gate.compare(signature[0], _BACKWARD, names):
-                agree(self._communicator, self._device, _BACKWARD, names)
+            )
+            first = signature[0]
+            first.conductor.conduct(Agree(first, _BACKWARD, names, self._communicator))
         # `autograd.grad` may compute no parameter's gradient: then nothing is reduced
         trace.reduces = accumulates_everywhere() or any(
             state.gradients.expected() for state in dict.fromkeys(reversed(signature))
@@ -371,8 +366,8 @@ class Backward:
         while self._backups:
             self._wait_for_one()
         if self._later:
-            with self.gate.passing(Action.SETTLE, self._stack.layers[0]):
-                self.drain_backups()
+            first = self._stack.layers[0]
+            first.conductor.conduct(Settle(first, self))
 
     def drain_backups(self) -> None:
         """Waits for all reductions under way."""
@@ -405,7 +400,7 @@ class Backward:
         if self.resting:
             self.resting.settle()
         self.order.learn()
-        self._leave_gate() if self._outer_ending.awaited else self._end_outer()
+        self._tell_conductor(begins=False) if self._outer_ending.awaited else self._end_outer()
 
     def _end_recomputing(self) -> None:
         if not self.ending.awaited:  # otherwise reductions are still under way, and `_end` comes
@@ -414,12 +409,7 @@ class Backward:
     def _end_outer(self) -> None:
         for state in self._stack.layers:
             state.gradients.end_backward()
-        self._leave_gate()
-
-    def _leave_gate(self) -> None:
-        activity, self._activity = self._activity, None
-        if activity is not None:
-            activity.__exit__(None, None, None)
+        self._tell_conductor(begins=False)
 
 
 def _reduction_of(state: LayerState) -> str:

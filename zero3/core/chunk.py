@@ -43,8 +43,10 @@ class Store(Protocol):
     """Where a chunk's values rest, and its gradient."""
 
     name: str  # in reports
-    far: bool  # whether the device reads and writes copies
-    rests: bool  # whether it wants to hear of `soon`, `rest`, `settle` and `go_on`
+    # whether that is outside of the memory that layers have: `soon`, `rest`, `settle` and `go_on`
+    # are for such stores alone
+    rests: bool
+    far: bool  # whether it is so far that the device reads and writes copies
 
     def taken(self, nbytes: int) -> int:
         """What so many bytes take there, values or a gradient."""
@@ -318,7 +320,8 @@ class Chunk:
         self._communicator = communicator
         self._seen_version = shard._version
         self._ticket: Ticket | None = None  # of the gather under way
-        self._room: Room | None = None
+        # the memory of the gather under way
+        self.room: Room | None = None
         # the usual wire and buffer, while others are in use: see `show_as_stored`
         self._usual: tuple[Wire, FullBuffer | OwnMemory] | None = None
         self.full = self._new_buffer(self.compute_dtype)
@@ -381,6 +384,14 @@ class Chunk:
             or (self._usual[0] if self._usual is not None else self.wire).rounds(self)
         )
 
+    def stay_within(self, room: int) -> int:
+        """Decides whether the full buffer stays from step to step, in `room` bytes. Returns what it
+        takes of them. One that trains changes at every step.
+        """
+        nbytes = self.layout.padded_numel * self.compute_dtype.itemsize
+        self.stays = not self.shard.requires_grad and not self.resident and nbytes <= room
+        return nbytes if self.stays else 0
+
     # -- what it is for optimizers
 
     def cut(self, parts: list[Part], left_out: frozenset[str]) -> None:
@@ -419,7 +430,7 @@ class Chunk:
                 full = self.full
             full.allocate()
             if not full.is_chunk:
-                self._room = self.wire.room(self, full.tensor)
+                self.room = self.wire.room(self, full.tensor)
         if full is not self._seen:
             self._see()
 
@@ -448,7 +459,7 @@ class Chunk:
             if self._usual is not None:
                 self._show_values()
             return
-        room = self._room or self.wire.room(self, full.tensor)
+        room = self.room or self.wire.room(self, full.tensor)
         ticket = Ticket(names)
         ticket.go(
             lane,
@@ -462,13 +473,15 @@ class Chunk:
         own = self.wire.put(self, room)
         return self._communicator.all_gather(room.received, own, room.bounds)
 
-    def take_part_in_fetch(self) -> None:
-        """Takes part in a fetch that only other ranks need. This rank sends its chunk, and drops
+    def take_part_in_gather(self, lane: Lane, names: NamingFailures) -> None:
+        """Takes part in a gather that only other ranks need. This rank sends its chunk, and drops
         what it receives.
         """
         self.adopt_values()
         full = torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.device)
-        self._gather(self.wire.room(self, full)).wait()
+        room, ticket = self.wire.room(self, full), Ticket(names)
+        ticket.go(lane, partial(self._gather, room), None, room)
+        ticket.wait()
         self.store.rest(self.shard.data)
 
     def adopt_values(self) -> None:
@@ -496,7 +509,7 @@ class Chunk:
             self.full.filled = True
             if self._usual is not None:
                 self._show_values()
-        self._room = None
+        self.room = None
         if self.store.rests and not self.full.is_chunk:
             self.store.rest(self.shard.data)
 
@@ -552,7 +565,7 @@ class Chunk:
         try:
             self.finish_fetch()
         except RuntimeError:
-            self._ticket = self._room = None
+            self._ticket = self.room = None
             self.full.leave()  # the failed transfer may still write into it
 
     def changed(self) -> bool:

@@ -10,56 +10,71 @@ What stands behind a bar follows a transfer, in its lane. A transfer and what fo
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from ..comm.communicator import Bounds, Communicator
 from ..comm.errors import NamingFailures
-from ..comm.streams import Done, Lanes, Pending, Then
+from ..comm.streams import Done, Lane, Lanes, Pending, Then
+from .chunk import Chunk
 from .gradient_buffer import GradientBuffer
 from .ticket import Ticket
 
 __all__: list[str] = []
 
 
+@dataclass(slots=True)
+class Among:
+    """The ranks among which a layer's gradients are reduced."""
+
+    communicator: Communicator  # asked where values are asked of all ranks
+    averaged_over: int  # the number of ranks for the mean: fewer if some have no data left
+
+    def ask(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+
+    def average_over(self, ranks: int) -> None:
+        self.averaged_over = ranks
+
+
+class LandsGradients(Protocol):
+    """Whose gradient it is, and where its way ends: an `Account`."""
+
+    chunk: Chunk
+    among: Among
+    added_as: torch.dtype
+
+    def exchange_partial(self, summed: Tensor | None) -> Tensor | None: ...
+
+    def land(self, landed: Tensor, exact: Tensor | None) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
 class Travelling:
     """A gradient on its way. It has all the memory that the way needs before the way begins."""
 
-    __slots__ = (
-        "account",
-        "communicator",
-        "divided",
-        "ends_early",
-        "exact",
-        "full",
-        "landed",
-        "lanes",
-        "pieces",
-        "summed",
-        "ticket",
-        "work",
-    )  # fmt: skip
+    account: LandsGradients
+    communicator: Communicator  # over which it is reduced
+    # what is sent to each rank, as it lies in autograd's gradients; otherwise it is in `full`
+    pieces: list[list[Tensor]] | None = None
+    full: Tensor | None = None  # 1-D [W*S]
+    divided: bool = False  # whether `full` was divided for the mean already
+    # 1-D [S], takes the sum over ranks; where there is one shard it is `full`
+    summed: Tensor = field(init=False)
+    landed: Tensor = field(init=False)  # 1-D [S], takes the mean in the chunk's gradient's dtype
+    exact: Tensor | None = None  # the sum, if it is wider than what lands
+    work: Any = None  # what else a stage needs until compute has waited for the sum
+    ends_early: bool = False  # whether it ends with the first leg
+    lanes: Lanes = field(init=False)
+    # weakly, since its legs refer to the gradient; it is alive whenever a stage runs
+    ticket: Callable[[], Ticket] = field(init=False)
 
-    def __init__(self, account: Any, communicator: Communicator) -> None:
-        self.account = account  # whose gradient it is
-        self.communicator = communicator  # over which it is reduced
-        # what is sent to each rank, as it lies in autograd's gradients; otherwise it is in `full`
-        self.pieces: list[list[Tensor]] | None = None
-        self.full: Tensor | None = None  # 1-D [W*S]
-        self.divided = False  # whether `full` was divided for the mean already
-        # 1-D [S], takes the sum over ranks; where there is one shard it is `full`
-        self.summed: Any = None
-        self.landed: Any = None  # 1-D [S], takes the mean in the dtype of the chunk's gradient
-        self.exact: Any = None  # the sum, if it is wider than what lands
-        self.work: Any = None  # what else a stage needs until compute has waited for the sum
-        self.ends_early = False  # whether it ends with the first leg
-        self.ticket: Any = None
-        self.lanes: Any = None
-
-    def moves_to(self, landed: Any, exact: Any = None) -> None:
+    def moves_to(self, landed: Tensor, exact: Tensor | None = None) -> None:
         """It is somewhere else from now on."""
         self.landed, self.exact = landed, exact
         self.summed = landed if exact is None else exact
@@ -93,7 +108,7 @@ class Flow:
         ]
 
     def take_room(
-        self, account: Any, communicator: Communicator, buffer: GradientBuffer
+        self, account: LandsGradients, communicator: Communicator, buffer: GradientBuffer
     ) -> Travelling:
         """[backup 1]"""
         gradient = Travelling(account, communicator)
@@ -106,21 +121,21 @@ class Flow:
     ) -> Ticket:
         """`into`: what it is added to."""
         ticket = Ticket(names, into)
-        # Weakly, since its legs refer to the gradient. It is alive whenever a stage runs.
-        gradient.lanes, gradient.ticket = lanes, weakref.ref(ticket)
+        gradient.lanes, gradient.ticket = lanes, weakref.ref(ticket)  # type: ignore[assignment]
         self._go(0, gradient)
         return ticket
 
     def _go(self, number: int, gradient: Travelling) -> None:
         mover = self._legs[number][0]
-        start, behind = partial(mover, gradient), partial(self._behind, number, gradient)
+        start: Callable[[], Any] = partial(mover, gradient)  # a mover's result is no None
+        behind = partial(self._behind, number, gradient)
         ticket, held = gradient.ticket(), (gradient.summed, gradient.landed)
         if mover.lane == "backup":
             ticket.go(gradient.lanes.backup, start, behind, (*held, gradient.full, gradient.work))
             # this leg alone holds them
             gradient.full = gradient.work = None
         elif mover.lane == "replicas":
-            ticket.follow(gradient.lanes.replicas, start, behind, held)
+            ticket.follow(cast(Lane, gradient.lanes.replicas), start, behind, held)
         else:
             ticket.arrive(Then(start() or Done(), behind), at_once=self._at_once)
 
@@ -148,10 +163,9 @@ class ReduceScatter:
     def take_room(self, gradient: Travelling, buffer: GradientBuffer) -> None:
         take_gradients(gradient, buffer, self._dtype, self._divides_first)
         chunk, full = gradient.account.chunk, gradient.full
-        alone = full is not None and chunk.layout.world_size == 1
         gradient.summed = (
             full
-            if alone
+            if full is not None and chunk.layout.world_size == 1
             else torch.empty(chunk.shard.shape, dtype=self._dtype, device=chunk.device)
         )
 

@@ -36,6 +36,11 @@ class GradientBuffer:
     def empty(self) -> bool:
         return self.full is None and not self._came
 
+    @property
+    def held(self) -> list[Tensor]:
+        """All memory of its gradients."""
+        return [*self._came.values(), *([] if self.full is None else [self.full])]
+
     def like(self) -> GradientBuffer:
         """An empty one."""
         return GradientBuffer(self._layout, self.made_in, self._device)

@@ -13,10 +13,10 @@ from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from ..comm.log import Entry, TransferLog
 from ..comm.streams import Lanes
-from .account import Account, Among
+from .account import Account
 from .autograd import accumulates_into, as_plain_tensors
 from .chunk import Chunk
-from .flow import Travelling
+from .flow import Among, Travelling
 from .ignored import IgnoredGradient
 from .parameters import ShardedParameter
 from .ticket import Ticket
@@ -107,22 +107,20 @@ class LayerGradients:
         def take(leaf: Tensor) -> None:
             with as_plain_tensors():  # the parameter may be released already
                 gradient, leaf.grad = leaf.grad, None
-            if gradient is not None and (gradients := layer()) is not None:
-                gradients.add(key, gradient)
+            if gradient is None or (gradients := layer()) is None:
+                return
+            sharded = gradients._hooked[key]
+            account = gradients.accounts[sharded.chunk]
+            if not account.pending and (backward := gradients.backward()) is not None:
+                # the gradient may come from outside the layer's calls, so no other hook may have
+                # begun the backward
+                backward.begin()
+            account.add(sharded.index, gradient)
 
         with as_plain_tensors():
             if (dtype := self._dtype_for(sharded.chunk.shard.dtype)) is not None:
                 parameter.grad_dtype = dtype
             parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
-
-    def add(self, key: int, gradient: Tensor) -> None:
-        sharded = self._hooked[key]
-        account = self.accounts[sharded.chunk]
-        if not account.pending and (backward := self.backward()) is not None:
-            # the gradient may come from outside the layer's calls, so no other hook may have begun
-            # the backward
-            backward.begin()
-        account.add(sharded.index, gradient)
 
     # -- how far they go
 

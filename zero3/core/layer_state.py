@@ -19,7 +19,7 @@ from ..comm.streams import Lanes
 from .account import Account
 from .autograd import as_plain_tensors, can_show, inside_backward, profiler_label
 from .chunk import Chunk, registered
-from .coordination import Gate
+from .collectives import Conductor, Fetch, Gather, Wraps, without
 from .flat import not_a_number
 from .gradient_types import UsedGradient, stepped_already
 from .ignored import IgnoredGradient
@@ -66,7 +66,7 @@ class Behaviour:
     """What a layer was made to do."""
 
     call: Callable[..., Any]  # calls the layer's module
-    gate: Gate  # outside of `Join` and `step_guard`
+    conductor: Conductor  # its own
     stays_whole: bool  # stages 1 and 2: full buffers stay filled from step to step
     keeps_until_backward: bool  # whether full buffers stay from forward to backward
     rounding: str  # for errors: what makes that which computes other than the chunks
@@ -105,7 +105,7 @@ class LayerState:
         self.chunks: list[Chunk] = []
         self.parameters: list[ShardedParameter] = []
         self.gradients = new_gradients(self.subject)
-        self.gate = behaviour.gate
+        self.conductor = behaviour.conductor
         self.presence = Presence.RELEASED
         # stages 1 and 2, or fetched by hand: full buffers stay filled from step to step
         self.stays_whole = behaviour.stays_whole
@@ -130,7 +130,7 @@ class LayerState:
         self.as_stored = False
         # the parameters' versions while the layer was fetched; graphs save these
         self.versions: list[int] = []
-        self.log = TransferLog()
+        self.write_into(TransferLog())
         self.rename(label)
 
     def add_chunk(self, chunk: Chunk, parameters: list[ParameterSites]) -> None:
@@ -165,14 +165,9 @@ class LayerState:
             spans
         )
 
-    @property
-    def log(self) -> TransferLog:
-        """The transfer log, which all layers of a runtime share."""
-        return self._log
-
-    @log.setter
-    def log(self, log: TransferLog) -> None:
-        self._log = self.subject.log = log
+    def write_into(self, log: TransferLog) -> None:
+        """All layers of a runtime share it."""
+        self.log = self.subject.log = log
         self.gradients.write_into(log)
 
     @property
@@ -215,8 +210,7 @@ class LayerState:
                 "zero3.full_params(), where its parameters are as they are stored, not in "
                 f"{self.behaviour.rounding}. Use `with zero3.resident(model):` to compute."
             )
-        self.start_fetch()
-        self.finish_fetch()
+        self.conductor.conduct(Fetch(self))
 
     def start_fetch(self) -> None:
         """[fetch 1] Starts to gather the layer, if it is released."""
@@ -226,25 +220,32 @@ class LayerState:
         self.presence = Presence.FETCHING
         for chunk in self.chunks:
             chunk.make_room(as_stored=self.as_stored)
-        with self.fetch_span, self.gate.gather(self):
-            if self.chunks:
-                self._log.entries.append(self._entry)
-            for chunk in self.chunks:
-                chunk.start_fetch(self.lanes.fetch, self._gathering)
+        if self.chunks:
+            with self.fetch_span:
+                self.conductor.conduct(Gather(self))
+
+    def gather(self) -> None:
+        """Starts the gathers. There is room for them."""
+        self.log.entries.append(self._entry)
+        for chunk in self.chunks:
+            chunk.start_fetch(self.lanes.fetch, self._gathering)
 
     def start_chunk(self, chunk: Chunk) -> None:
         chunk.start_fetch(self.lanes.fetch, self._gathering)
 
-    def take_part_in_fetch(self) -> None:
-        """Takes part in a fetch that only other ranks need."""
+    def take_part_in_gather(self) -> None:
+        """Takes part in a gather that only other ranks need."""
         if any(self.stays(chunk) for chunk in self.chunks):
-            self.fetch()
+            for chunk in self.chunks:
+                chunk.make_room()
+            self.presence = Presence.FETCHING
+            self.gather()
+            self.finish_fetch()
             self.release_or_keep()
             return
-        if self.chunks:
-            self._log.entries.append(self._entry)
+        self.log.entries.append(self._entry)
         for chunk in self.chunks:
-            chunk.take_part_in_fetch()
+            chunk.take_part_in_gather(self.lanes.fetch, self._gathering)
 
     def finish_fetch(self) -> None:
         """[fetch 4] Waits for the gather, and shows the parameters. Then the current stream may
@@ -309,6 +310,21 @@ class LayerState:
             self.keep()
         else:
             self.release(everything=False)
+
+    def conducted_by(self, conductor: Wraps) -> None:
+        """From now on, by this one. It wraps the present one."""
+        self.conductor = conductor
+
+    def no_longer_by(self, conductor: Wraps) -> None:
+        self.conductor = without(conductor, self.conductor)
+
+    def choose_residents(self, room: int) -> int:
+        """Chooses the frozen chunks whose full buffers stay from step to step, in `room` bytes.
+        Returns the room that is left.
+        """
+        for chunk in self.chunks:
+            room -= chunk.stay_within(room)
+        return room
 
     def stays(self, chunk: Chunk) -> bool:
         """Whether the chunk's full buffer stays filled from step to step, and is gathered again
@@ -572,7 +588,7 @@ def check_process(states: Iterable[LayerState]) -> None:
 
 
 class RestingLayers(list[LayerState]):
-    """A model's layers whose chunks rest elsewhere, and want to hear of forwards and backwards."""
+    """A model's layers whose chunks rest elsewhere. Their stores hear of forwards and backwards."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ def show_all(sharded: Iterable[ShardedParameter], versions: Iterable[int]) -> No
         if each.chunk.tracks_versions:
             saved.append(each.sites.parameter)
             saved_at.append(version)
-    restore_versions(saved, saved_at)
+    restore_versions(tuple(saved), tuple(saved_at))
 
 
 def own_name(name: str) -> str:

@@ -11,9 +11,9 @@ order of calls, which ranks have compared. In backward it is the trace of the fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,18 +22,14 @@ from torch import nn
 from ..comm.communicator import Communicator
 from .autograd import graph_clock, inside_backward, nodes_since, tensors_in, transforms_under_way
 from .backward import Backward, LayerCall, LayerTrace
-from .comparison import (
-    FOLD_EVERY,
-    choose_residents,
-    compare_call,
-    compare_logs,
-    drop_stale,
-)
-from .coordination import Activity
+from .collectives import Activity, Agree, CompareLogs, Look, Round
 from .layer_state import LayerState, Presence, may_get_gradients
-from .schedule import CallStack, CallTrace, ForwardOrder, ForwardPass, Frame, LearnedOrder, Order
+from .schedule import CallStack, CallTrace, ForwardOrder, Frame, LearnedOrder, Order
 
 __all__: list[str] = []
+
+# transfers; if they are not compared, the log is folded this often, so that it stays short
+FOLD_EVERY = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +69,7 @@ class Runtime:
         self.layers = self._stack.layers
         self.frames = self._stack.frames  # of layers' forwards under way
         self._order: Order[LayerState] = own_order or LearnedOrder(
-            layers if ordered else (), pace.depth, partial(compare_call, first.communicator)
+            layers if ordered else (), pace.depth, partial(_compare_call, first.communicator)
         )
         self._tells = (
             own_order is None and pace.compare_every > 1 and not first.communicator.tags_messages
@@ -142,37 +138,31 @@ class Runtime:
 
     def _watch(self, state: LayerState) -> None:
         self.backward.watch(state)
-        self._room = choose_residents(state, self._room)
+        self._room = state.choose_residents(self._room)
         self.any_stays = self.any_stays or any(state.stays(chunk) for chunk in state.chunks)
-        state.lanes, state.log = self.layers[0].lanes, self.layers[0].log
+        state.lanes = self.layers[0].lanes
+        state.write_into(self.layers[0].log)
 
     # -- the call of an outermost module
 
-    def forward_pass(self, module: nn.Module) -> ForwardPass:
-        """The context around the forward of a zero3 module."""
-        return ForwardPass(self, module)
-
-    @property
-    def in_pass(self) -> bool:
-        """Whether an outermost module's forward is under way."""
-        return self._trace is not None
-
-    def begin_pass(self, module: nn.Module) -> AbstractContextManager[Any] | None:
-        """[F1] An outermost module is called. Returns the gate's context, which is entered, or None
-        in a recomputation.
+    def begin_pass(self, module: nn.Module) -> bool | None:
+        """[F1] A zero3 module is called. None: it is not the outermost one, so a pass is under way.
+        Otherwise, whether a forward has begun: a recomputation is none.
 
         The module continues the last pass, because a plain container may call one layer after
         another. A new pass begins if the module was called in the last pass already, or if a
         backward has ended since.
         """
+        if self._trace is not None:
+            return None
         if inside_backward():
             self.backward.recompute()
             self._trace = self._new_trace()
-            return None
+            return False
         if self.backward.resting:
             self.backward.resting.go_on()
-        activity = self.layers[0].gate.doing(Activity.FORWARD)
-        activity.__enter__()
+        first = self.layers[0]
+        first.conductor.conduct(Round(first, Activity.FORWARD, begins=True))
         try:
             self._own_pace = self._is_at_own_pace(module)
             if self._own_pace:
@@ -180,9 +170,9 @@ class Runtime:
             else:
                 self._meet_for_pass(module)
         except BaseException as failure:
-            activity.__exit__(type(failure), failure, None)
+            first.conductor.conduct(Round(first, Activity.FORWARD, False, failure))
             raise
-        return activity
+        return True
 
     def _meet_for_pass(self, module: nn.Module) -> None:
         before = self._open_trace
@@ -192,7 +182,8 @@ class Runtime:
         if not continues:
             self.reset(broken=False)
         if self.any_stays:
-            drop_stale(self.communicator, self.layers)
+            first = self.layers[0]
+            first.conductor.conduct(Look(first, self.layers, self.communicator))
         self._compare_transfers(self.layers[0])
         self._order.begin(continues=continues)
         if continues:
@@ -204,21 +195,21 @@ class Runtime:
         """Compares the ranks' transfers: at every forward if messages carry no layer's tag, and
         otherwise after `compare_every`.
         """
-        log = self._log
+        log, comparison = self._log, CompareLogs(first, self.communicator, self._tells)
         if self._tells:
             log.look()
-            if not first.gate.compares_at_end:
-                log.tell(self.communicator, self._device)
+            first.conductor.conduct(comparison)
         elif log.folded + len(log.entries) >= self._due:
             log.fold()
-            if not first.gate.compares_at_end:
+            # if it is 1, `Comparing` does it before each gather
+            if self._compare_every <= 1 or first.conductor.conduct(comparison):
                 self._due = log.folded + (self._compare_every or FOLD_EVERY)
-                compare_logs(self.communicator, first, self._compare_every)
 
-    def end_pass(
-        self, activity: AbstractContextManager[Any] | None, error: BaseException | None
-    ) -> None:
-        """[F5] The outermost module's forward is over, or has raised `error`."""
+    def end_pass(self, *, began: bool, error: BaseException | None) -> None:
+        """[F5] The outermost module's forward is over, or has raised `error`. `began`: what
+        `begin_pass` has returned.
+        """
+        first = self.layers[0]
         try:
             if error is None:
                 self._finish_pass()
@@ -226,13 +217,13 @@ class Runtime:
                 self._fail_pass(error)
         except BaseException as failure:
             self._trace = self._open_trace = None
-            if activity is not None:
-                activity.__exit__(type(failure), failure, None)
+            if began:
+                first.conductor.conduct(Round(first, Activity.FORWARD, False, failure))
             raise
-        if activity is not None:
+        if began:
             if self.backward.resting:
                 self.backward.resting.settle(before_backward=self.awaits_backward)
-            activity.__exit__(None if error is None else type(error), error, None)
+            first.conductor.conduct(Round(first, Activity.FORWARD, False, error))
 
     def _finish_pass(self) -> None:
         if inside_backward() or self._own_pace:
@@ -379,3 +370,35 @@ class Runtime:
         self._lingering = [
             state for state in self._lingering if state.presence is not Presence.RELEASED
         ]
+
+
+class ForwardPass:
+    """Context around the forward of a zero3 module. At its end the runtime has the same frames as
+    before, also after an exception.
+    """
+
+    __slots__ = ("_began", "_depth", "_module", "_runtime")
+
+    def __init__(self, runtime: Runtime, module: nn.Module) -> None:
+        self._runtime = runtime
+        self._module = module
+
+    def __enter__(self) -> None:
+        self._began = self._runtime.begin_pass(self._module)
+        self._depth = len(self._runtime.frames)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        del self._runtime.frames[self._depth :]
+        if self._began is not None:
+            self._runtime.end_pass(began=self._began, error=error)
+
+
+def _compare_call(communicator: Communicator, state: LayerState, number: int) -> None:
+    """Compares the layer that is called as number `number` of a forward."""
+    place = f"the layer called as number {number} of a forward"
+    state.conductor.conduct(Agree(state, place, (state.name_among_ranks,), communicator))

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from types import TracebackType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 __all__: list[str] = []
@@ -336,30 +335,3 @@ class CallTrace(Generic[L]):
             self._open.remove(call)
             call.phase = CallPhase.CLOSED
             yield Step(call, opens=False, reduce=self._first[call.layer] is call)
-
-
-class ForwardPass:
-    """Context around the forward of a zero3 module. At its end the runtime has the same frames as
-    before, also after an exception.
-    """
-
-    __slots__ = ("_activity", "_depth", "_module", "_outermost", "_runtime")
-
-    def __init__(self, runtime: Any, module: object) -> None:
-        self._runtime = runtime
-        self._module = module
-
-    def __enter__(self) -> None:
-        self._outermost = not self._runtime.in_pass
-        self._activity = self._runtime.begin_pass(self._module) if self._outermost else None
-        self._depth = len(self._runtime.frames)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        del self._runtime.frames[self._depth :]
-        if self._outermost:
-            self._runtime.end_pass(self._activity, error)

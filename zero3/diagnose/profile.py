@@ -1,7 +1,7 @@
 """profile(): how long each layer computes, and how long the computation waits for its transfers.
 
-A step outside the context pays nothing. Inside the context, the methods that start and await
-transfers are replaced on the model's own objects.
+A step outside the context pays nothing. Inside it, a conductor sees what each layer does, and lanes
+that wrap the layers' own see its transfers.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ..access import states_of
-from ..comm.errors import NamingFailures
 from ..comm.streams import Clock, Lane, Lanes, Pending, clock_for
 from ..core.autograd import inside_backward
 from ..core.chunk import Chunk
+from ..core.collectives import Collective, Conductor, Fetch, Gather, Reduce, chain
 from ..core.layer_state import LayerState
 from ..layer import layers_of
 from ..policy import gradient_dtype
@@ -67,7 +67,7 @@ def profile(model: nn.Module) -> Iterator[Profile]:
 
 
 @dataclass(eq=False, slots=True)
-class _Timed:
+class _Transfer:
     """A transfer, and its moments by the clock. The attributes are those of `Transfer`."""
 
     layer: str
@@ -80,42 +80,43 @@ class _Timed:
     resumed: object = None
 
 
+class _Now(NamedTuple):
+    """What is conducted now."""
+
+    layer: str
+    kind: Kind
+    sizes: dict[str, Iterator[int]]  # of each of its transfers that follows, by lane
+
+
 class _TimedLane:
     """A lane that records when the transfers of one layer begin and end."""
 
-    def __init__(
-        self, lane: Lane, recorder: _Recorder, state: LayerState, kind: Kind, sizes: Iterator[int]
-    ) -> None:
-        self._lane = lane
+    def __init__(self, name: str, lane: Lane, recorder: _Recorder) -> None:
+        self.lane, self._name = lane, name
         self._recorder = recorder
-        self._state = state
-        self._kind = kind
-        self._sizes = sizes  # the bytes of each transfer that follows
 
     @contextmanager
     def issue(self) -> Iterator[None]:
-        with self._lane.issue():
-            phase, begin = _phase(), self._recorder.clock.now()
-            self._timed = _Timed(
-                self._state.subject.name, self._kind, phase, next(self._sizes), begin
-            )
+        with self.lane.issue():
+            self._timed = self._recorder.begin_transfer(self._name)
             yield
 
     def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Pending:
-        mark, clock = self._lane.complete(pending, then), self._recorder.clock
+        timed, clock = self._timed, self._recorder.clock
+        mark = self.lane.complete(pending, then)
         if clock.on_lanes:
-            self._timed.end = clock.now()
-        return _TimedMark(mark, self._timed, self._recorder)
+            timed.end = clock.now()
+        return _TimedMark(mark, timed, self._recorder)
 
     def defer(self, begin: Callable[[], Pending]) -> Pending:
-        return self._lane.defer(begin)
+        return self.lane.defer(partial(self._recorder.during, self._recorder.now, begin))
 
     def begin_deferred(self) -> None:
-        self._lane.begin_deferred()
+        self.lane.begin_deferred()
 
 
 class _TimedMark:
-    def __init__(self, mark: Pending, timed: _Timed, recorder: _Recorder) -> None:
+    def __init__(self, mark: Pending, timed: _Transfer, recorder: _Recorder) -> None:
         self._mark = mark
         self._timed = timed
         self._recorder = recorder
@@ -133,6 +134,27 @@ class _TimedMark:
             self._recorder.transfers.append(timed)
 
 
+class _Timed:
+    """Tells the recorder what the layer does."""
+
+    def __init__(self, recorder: _Recorder, inner: Conductor) -> None:
+        self._recorder = recorder
+        self.inner = inner
+
+    def conduct(self, what: Collective, *, absent: bool = False) -> Any:
+        recorder, now = self._recorder, None
+        if isinstance(what, Fetch | Reduce):
+            recorder.close()
+        if isinstance(what, Gather):
+            now = _Now(what.layer.subject.name, "fetch", {"fetch": iter(_gathered(what.layer))})
+        elif isinstance(what, Reduce):
+            now = _Now(what.layer.subject.name, "backup", _reduced(what.layer))
+        result = recorder.during(now, partial(self.inner.conduct, what, absent=absent))
+        if isinstance(what, Fetch):
+            recorder.computes(what.layer.subject.name)
+        return result
+
+
 class _Recorder:
     """Records computation and transfers. Computation counts for the layer that was fetched last,
     until that layer's call is over.
@@ -140,7 +162,8 @@ class _Recorder:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.transfers: list[_Timed] = []
+        self.transfers: list[_Transfer] = []
+        self.now: _Now | None = None
         self._spans: list[tuple[str, Phase, object, object]] = []
         self._running: tuple[str, Phase, object] | None = None
         # the layers whose forwards are under way, outer before inner
@@ -153,34 +176,33 @@ class _Recorder:
 
     def attach(self, model: nn.Module, states: list[LayerState]) -> None:
         for state in states:
-            self._replace(state, "fetch", partial(self._fetch, state, state.fetch))
-            self._replace(
-                state.gradients, "prepare", partial(self._prepare, state.gradients.prepare)
-            )
-            self._replace(
-                state.gradients, "back_up", partial(self._back_up, state, state.gradients.back_up)
-            )
-            for chunk in state.chunks:
-                self._replace(
-                    chunk,
-                    "start_fetch",
-                    partial(self._start_fetch, state, chunk, chunk.start_fetch),
+            if any(isinstance(each, _Timed) for each in chain(state.conductor)):
+                raise RuntimeError(
+                    "this model is being profiled already: leave the other zero3.profile first"
                 )
+        for state in states:
+            timed = _Timed(self, state.conductor)
+            state.conducted_by(timed)
+            self._undo.append(partial(state.no_longer_by, timed))
+        lanes = {id(state.lanes): self._timed_lanes(state.lanes) for state in states}
+        for state in states:
+            state.lanes = lanes[id(state.lanes)]
+            self._undo.append(partial(_untime, state))
         for layer in layers_of(model):
             self._undo.append(layer.register_forward_hook(self._leave, always_call=True).remove)
         self._undo.append(model.register_forward_hook(self._forward_over, always_call=True).remove)
         self._start = self.clock.now()
 
-    def _replace(self, owner: object, method: str, replacement: Callable[..., Any]) -> None:
-        if method in vars(owner):
-            raise RuntimeError(
-                "this model is being profiled already: leave the other zero3.profile first"
-            )
-        vars(owner)[method] = replacement
-        self._undo.append(partial(vars(owner).pop, method))
+    def _timed_lanes(self, lanes: Lanes) -> Lanes:
+        timed = {
+            name: _TimedLane(name, lane, self)
+            for name, lane in lanes._asdict().items()
+            if lane is not None
+        }
+        return lanes._replace(**timed)
 
     def detach(self) -> None:
-        self._close()
+        self.close()
         self._stop = self.clock.now()
         while self._undo:
             self._undo.pop()()
@@ -205,58 +227,32 @@ class _Recorder:
         ]
         result._finish(at(self._stop), spans, transfers, prefetch_depth)
 
-    # -- replacements of methods
+    # -- what the conductor tells
 
-    def _fetch(self, state: LayerState, fetch: Callable[[], None]) -> None:
-        self._close()
-        fetch()
-        name, phase = state.subject.name, _phase()
+    def computes(self, layer: str) -> None:
+        """From now on, this layer does."""
+        phase = _phase()
         if phase == "forward":
-            self._forwards.append(name)
-        self._open(name, phase)
+            self._forwards.append(layer)
+        self._open(layer, phase)
 
-    def _start_fetch(
-        self,
-        state: LayerState,
-        chunk: Chunk,
-        start_fetch: Callable[..., None],
-        lane: Lane,
-        names: NamingFailures,
-    ) -> None:
-        nbytes = _received(chunk, chunk.compute_dtype.itemsize)
-        start_fetch(_TimedLane(lane, self, state, "fetch", iter([nbytes])), names)
+    def during(self, now: _Now | None, perform: Callable[[], Any]) -> Any:
+        before, self.now = self.now, now
+        try:
+            return perform()
+        finally:
+            self.now = before
 
-    def _prepare(self, prepare: Callable[..., Any], communicator: object) -> Any:
-        self._close()
-        return prepare(communicator)
-
-    def _back_up(
-        self,
-        state: LayerState,
-        back_up: Callable[..., Any],
-        prepared: Any,
-        lanes: Lanes,
-    ) -> Any:
-        trained = [chunk for chunk in state.chunks if chunk.shard.requires_grad]
-        widths = [gradient_dtype(state.policy, chunk.shard.dtype).itemsize for chunk in trained]
-        sizes = [_received(chunk, width) for chunk, width in zip(trained, widths, strict=True)]
-        timed = lanes._replace(backup=_TimedLane(lanes.backup, self, state, "backup", iter(sizes)))
-        if lanes.replicas is not None:
-            replicas = state.communicator.world_size // state.communicator.shards
-            sums = [
-                2 * chunk.shard.numel() * width * (replicas - 1) // replicas
-                for chunk, width in zip(trained, widths, strict=True)
-            ]
-            timed = timed._replace(
-                replicas=_TimedLane(lanes.replicas, self, state, "backup", iter(sums))
-            )
-        return back_up(prepared, timed)
+    def begin_transfer(self, lane: str) -> _Transfer:
+        now = self.now or _Now("", "fetch", {})  # of a read, which is not told
+        nbytes = next(now.sizes.get(lane, iter(())), 0)
+        return _Transfer(now.layer, now.kind, _phase(), nbytes, self.clock.now())
 
     # -- forward hooks
 
     def _leave(self, *_: object) -> None:
         if not inside_backward():
-            self._close()
+            self.close()
             if self._forwards:
                 self._forwards.pop()
             if self._forwards:
@@ -264,7 +260,7 @@ class _Recorder:
 
     def _forward_over(self, *_: object) -> None:
         if not inside_backward():
-            self._close()
+            self.close()
             self._forwards.clear()
 
     # -- spans of computation
@@ -272,7 +268,7 @@ class _Recorder:
     def _open(self, name: str, phase: Phase) -> None:
         self._running = (name, phase, self.clock.now())
 
-    def _close(self) -> None:
+    def close(self) -> None:
         if self._running is not None:
             self._spans.append((*self._running, self.clock.now()))
             self._running = None
@@ -280,6 +276,36 @@ class _Recorder:
 
 def _phase() -> Phase:
     return "backward" if inside_backward() else "forward"
+
+
+def _untime(state: LayerState) -> None:
+    """Lanes as they were. A model that has made its runtime meanwhile shares them."""
+    timed = state.lanes._asdict().items()
+    state.lanes = state.lanes._replace(
+        **{name: lane.lane for name, lane in timed if isinstance(lane, _TimedLane)}
+    )
+
+
+def _gathered(layer: LayerState) -> list[int]:
+    """The bytes of each of the layer's gathers."""
+    missing = [c for c in layer.chunks if not c.full.filled and not c.resident]
+    return [_received(chunk, chunk.compute_dtype.itemsize) for chunk in missing]
+
+
+def _reduced(layer: LayerState) -> dict[str, Iterator[int]]:
+    """The bytes of each of its reductions, and of each sum over replicas."""
+    replicas = layer.communicator.world_size // layer.communicator.shards
+    trained = [
+        (chunk, gradient_dtype(layer.policy, chunk.shard.dtype).itemsize)
+        for chunk in layer.chunks
+        if chunk.shard.requires_grad
+    ]
+    return {
+        "backup": (_received(chunk, width) for chunk, width in trained),
+        "replicas": (
+            2 * chunk.shard.numel() * width * (replicas - 1) // replicas for chunk, width in trained
+        ),
+    }
 
 
 def _received(chunk: Chunk, itemsize: int) -> int:

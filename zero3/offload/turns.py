@@ -76,13 +76,13 @@ class Turn:
 
 
 class Turns:
-    """Makes an optimizer's turns. `rests`: where its state lies, by the directory of the chunks.
+    """Makes an optimizer's turns. `files`: where its state lies, by the directory of the chunks.
 
     When a turn's numbers are here, those of the turn before the last one have left.
     """
 
-    def __init__(self, rests: dict[str, StateFiles]) -> None:
-        self._rests = rests
+    def __init__(self, files: dict[str, StateFiles]) -> None:
+        self._files = files
         self.traffic = Traffic()
         self._groups = 0  # whose parameters lead loads and saves here
         # the turn whose numbers are on their way
@@ -96,10 +96,10 @@ class Turns:
                 found = (
                     (id(part.parameter), chunk) for chunk in state.chunks for part in chunk.parts
                 )
-                if directory not in self._rests:  # chunks of a group that was added later
-                    self._rests[directory] = StateFiles(directory)
+                if directory not in self._files:  # chunks of a group that was added later
+                    self._files[directory] = StateFiles(directory)
                 chunks |= {
-                    key: (chunk, self._rests[directory], state.label) for key, chunk in found
+                    key: (chunk, self._files[directory], state.label) for key, chunk in found
                 }
         turns: dict[Chunk | None, Turn] = {None: Turn(None, None)}
         for number, group in enumerate(optimizer.param_groups):

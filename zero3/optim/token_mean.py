@@ -4,9 +4,10 @@ tokens.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from math import nan
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,7 @@ from torch import Tensor, nn
 from ..access import states_of
 from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
-from ..conductors.gated import ungated
-from ..core.coordination import Action
+from ..conductors.conducted import unconducted
 from ..core.gradient_types import TOKENS, DeferredGradient
 from ..core.layer_state import LayerState, accounts_of, ignored_of
 
@@ -67,12 +67,9 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
     """
     states = states_of(model)
     error = _mistake(loss_sum, num_tokens, states)
-    with states[0].gate.passing(Action.TOKENS, states[0]):
-        weights = (
-            weigh(states, num_tokens, loss_sum.detach())
-            if error is None
-            else weigh(states, 0, 0, error)
-        )
+    mine = (num_tokens, loss_sum.detach()) if error is None else (0, 0)
+    count = CountTokens(states[0], (states, *mine, error))
+    weights: Weights = states[0].conductor.conduct(count)
     try:
         _without_ranks(loss_sum, weights.share, states).backward()  # type: ignore[no-untyped-call]
     except BaseException:
@@ -155,6 +152,25 @@ def _only_a_part(states: list[LayerState]) -> Exception | None:
     )
 
 
+@dataclass(frozen=True)
+class CountTokens:
+    """Ranks add up the tokens of a micro-batch: see `weigh`. `mine`: its arguments."""
+
+    layer: LayerState  # the model's first
+    mine: Any = field(default=None, compare=False)
+    moves: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        return "counts tokens"
+
+    def perform(self) -> Weights:
+        return weigh(*self.mine)
+
+    def take_part(self) -> None:
+        none = torch.zeros(4, dtype=torch.float64, device=self.layer.device)
+        unconducted(self.layer.communicator).all_reduce(none)
+
+
 class Weights(NamedTuple):
     """The numbers of one micro-batch on all ranks, 0-dim."""
 
@@ -190,7 +206,7 @@ def weigh(
         error = error or known
     if error is not None:
         counts.fill_(nan)
-    communicator = ungated(states[0].communicator)
+    communicator = unconducted(states[0].communicator)
     with NamingFailures(
         communicator, "counting", Subject("the tokens of the micro-batch"), "zero3.backward"
     ):

@@ -32,11 +32,6 @@ class DeviceKernels(TorchFunctionMode):
     def __init__(self, device: str) -> None:
         super().__init__()
         self.attention: Counter[str] = Counter()
-        self.answers: list[
-            bool
-            # to the question which full buffers are stale, asked at each forward where some stay
-            # (stages 1 and 2, `resident_bytes`)
-        ] = []
         on_cuda = device == "cuda"
         self._choose = _chosen_by_cuda if on_cuda else _chosen_by_cpu
         self._run = _attend_on_cuda if on_cuda else _attend_on_cpu
@@ -45,7 +40,6 @@ class DeviceKernels(TorchFunctionMode):
             Tensor.__bool__: _assume,
         }
         self._instead[torch._grouped_mm] = _multiply_groups
-        self._instead[Tensor.tolist] = self._answer
         if on_cuda:
             self._instead[nn.functional.dropout] = _dropout_on_cuda
 
@@ -62,15 +56,6 @@ class DeviceKernels(TorchFunctionMode):
         ):
             return func(*args, **(kwargs or {}))
         return instead(*args, **(kwargs or {}))
-
-    def _answer(self, flags: Tensor) -> list[int]:
-        answers, self.answers = [*map(int, self.answers)], []
-        if len(answers) != flags.numel():
-            raise RuntimeError(
-                f"the model's forward asks for {flags.numel()} values (Tensor.tolist), and a plan "
-                "has none"
-            )
-        return answers
 
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
         asked = _Attention(*args, **kwargs)

@@ -71,6 +71,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._unit, self._logits = unit, logits
         self._held: dict[int, _Allocation] = {}  # by the storage's address
+        self._resized: dict[int, _Allocation] = {}  # those that may be given back by a resize
         # the cause of what is made now; None: an activation, or logits
         self._cause: str | None = None
         self._clock = 0
@@ -102,6 +103,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin(self, layer: str, phase: str) -> None:
         """A new moment begins, with what is alive now."""
+        self._see_what_was_resized()
         self._clock += 1
         self.moments.append(
             Moment(layer, phase, self._clock, self._now, self._totals.copy(), self._clock)
@@ -130,6 +132,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Writes down the tensor's storage, if it is new or has another size now. `cause`: its
         cause from now on.
         """
+        self._see_what_was_resized()
         storage = tensor.untyped_storage()
         address, size = storage._cdata, -(-storage.nbytes() // self._unit) * self._unit
         held = self._held.get(address)
@@ -144,6 +147,24 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if held.nbytes != size:
             self._count(held.cause, size - held.nbytes)
             held.nbytes, held.born = size, self._clock
+
+    def claim(self, tensor: Tensor, cause: str, *, is_resized: bool = False) -> None:
+        """As `note`, unless another cause than activations is known. `is_resized`: its memory is
+        given back, and taken again, by resizing it.
+        """
+        held = self._held.get(address := tensor.untyped_storage()._cdata)
+        unknown = held is None or held.cause in ("activations", "logits")
+        self.note(tensor, cause if unknown else None)
+        if is_resized:
+            self._resized[address] = self._held[address]
+
+    def _see_what_was_resized(self) -> None:
+        for address, held in list(self._resized.items()):
+            storage = held.reference()
+            if storage is None or not storage.nbytes():
+                del self._resized[address]
+                self._count(held.cause, -held.nbytes)
+                held.nbytes = 0
 
     def _kind_of(self, tensor: Tensor) -> str:
         is_logits = (
@@ -180,4 +201,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _forget(self, address: int) -> None:
         held = self._held.pop(address)
+        self._resized.pop(address, None)
         self._count(held.cause, -held.nbytes)
+
+
+def tensors_in(held: Any) -> list[Tensor]:
+    """In records and sequences, and in the attributes of what stands there (a `Workspace`)."""
+    leaves = tree_leaves(held)
+    inner = [value for leaf in leaves for value in getattr(leaf, "__dict__", {}).values()]
+    return [each for each in (*leaves, *inner) if isinstance(each, Tensor)]

@@ -17,18 +17,17 @@ from torch import Tensor, nn
 
 from ..access import get_trainable_chunk, states_of
 from ..auto_wrap import Layers
-from ..core.autograd import inside_backward
+from ..core.autograd import as_plain_tensors, inside_backward
 from ..core.chunk import Chunk
-from ..core.layer_gradients import Prepared
-from ..core.layer_state import LayerState
+from ..core.collectives import Collective, Conductor, Fetch, Gather, Look, Reduce
+from ..core.layer_state import LayerState, accounts_of
 from ..faces.quantised import weight_of
 from ..faces.recipes import QuantizedWeight
 from ..policy import ShardingPolicy
-from ..quantized.codec import Codec
 from ..shard import shard
 from .absent import AbsentRanks, Awaited, Issued
 from .kernels import DeviceKernels, backward, fused_on_meta
-from .ledger import CAUSES, ELSEWHERE, Ledger, Moment
+from .ledger import CAUSES, ELSEWHERE, Ledger, Moment, tensors_in
 from .models import loss_of, vocabulary_of
 from .resting import step_by_turns
 from .work import merged, work_of
@@ -83,10 +82,11 @@ class Trace:
                 self.ledger.note(buffer)
         gc.collect()  # what construction left
         states = states_of(self.model)
+        self._accounts = accounts_of(states)
         for state in states:
             self._watch(state)
         for codec in {id(weight.codec): weight.codec for weight in _quantized_in(states)}.values():
-            vars(codec)["decode"] = partial(self._decode, codec, codec.decode)
+            codec.choose_slices(self._first)
         self.optimizer = _made(optimizer, get_trainable_chunk(self.model))
         if device == "cuda" and not self.offloads:
             self._step_as_on_cuda()
@@ -98,7 +98,7 @@ class Trace:
         self._stepped = False  # whether the optimizer has, since the last micro-batch
         self._begins: Callable[[], object] = _ignore  # called at each micro-batch
         self._reached = {id(self._root)}  # the states of layers that were fetched
-        self._times = 1.0  # how often what runs now would run: see `_decode`
+        self._times = 1.0  # how often what runs now would run: see `_first`
 
     @property
     def _root(self) -> LayerState:
@@ -214,21 +214,19 @@ class Trace:
     def _after_forward(self, *_: object) -> None:
         self.after_forward = max(self.after_forward, self.ledger.now)
 
-    # -- what is for what: methods of the model's own objects are replaced
+    # -- what is for what
 
     def _watch(self, state: LayerState) -> None:
-        state.meta_buffers = []
-        vars(state)["fetch"] = partial(self._fetch, state, state.fetch)
-        gradients = state.gradients
-        vars(gradients)["add"] = partial(self._add, gradients.add)
-        vars(gradients)["prepare"] = partial(self._prepare, gradients.prepare)
-        vars(gradients)["keep"] = partial(self._keep, gradients.keep)
+        state.meta_buffers.clear()
+        state.conducted_by(_Observed(self, state.conductor))
         for chunk in state.chunks:
             chunk.unloaded.clear()  # values never come
             self.ledger.note(chunk.shard, ELSEWHERE if chunk.store.rests else "chunks")
-            vars(chunk)["make_room"] = partial(self._make_room, chunk, chunk.make_room)
-            vars(chunk)["release"] = partial(self._release, chunk, chunk.release)
-            vars(chunk)["is_stale"] = partial(self._is_stale, chunk, chunk.is_stale)
+        for sharded in state.parameters:
+            if sharded.chunk.shard.requires_grad:
+                with as_plain_tensors():
+                    # the hook is called before autograd's gradient is taken
+                    sharded.sites.parameter.register_hook(self._came)  # type: ignore[no-untyped-call]
 
     @property
     def unreached(self) -> list[str]:
@@ -237,58 +235,61 @@ class Trace:
             _name_of(state) for state in states_of(self.model) if id(state) not in self._reached
         ]
 
-    def _fetch(self, state: LayerState, fetch: Callable[[], None]) -> None:
-        self._reached.add(id(state))
-        self.ledger.begin(_name_of(state), "backward" if inside_backward() else "forward")
-        fetch()
+    def _came(self, gradient: Tensor) -> None:
+        self.ledger.note(gradient, "gradients")
 
-    def _make_room(
-        self, chunk: Chunk, make_room: Callable[..., None], *, as_stored: bool = False
-    ) -> None:
-        with self.ledger.because("full_buffers"):
-            make_room(as_stored=as_stored)
-            if not chunk.resident:
-                self.ledger.note(chunk.full.tensor, "full_buffers")
+    def tell(self, what: Collective) -> None:
+        """It begins."""
+        for account in self._accounts:
+            for tensor in account.held:
+                self.ledger.claim(tensor, "gradients")
+        if isinstance(what, Fetch):
+            self._reached.add(id(what.layer))
+            phase = "backward" if inside_backward() else "forward"
+            self.ledger.begin(_name_of(what.layer), phase)
+        elif isinstance(what, Gather):
+            for chunk in what.layer.chunks:
+                if not chunk.resident:
+                    self.ledger.claim(chunk.full.tensor, "full_buffers", is_resized=True)
+                for tensor in tensors_in(chunk.room):
+                    self.ledger.claim(tensor, "full_buffers")
+        elif isinstance(what, Reduce):
+            for _, gradient in what.mine or ():
+                self.ledger.claim(gradient.landed, "gradients")
+                for tensor in tensors_in(gradient.pieces):
+                    self.ledger.claim(tensor, "gradients")
+                for tensor in tensors_in((gradient.full, gradient.summed, gradient.work)):
+                    self.ledger.claim(tensor, "transfers")
 
-    def _release(self, chunk: Chunk, release: Callable[[], None]) -> None:
-        buffer = chunk.full.tensor
-        release()
-        if not chunk.resident:
-            self.ledger.note(buffer)
-
-    def _is_stale(self, chunk: Chunk, is_stale: Callable[[], Tensor]) -> Tensor:
-        """The answer that values would give: see `DeviceKernels.answers`."""
-        self.kernels.answers.append(
-            not chunk.full.filled or (self._stepped and chunk.shard.requires_grad)
+    def look(self, what: Look) -> None:
+        """The answer that values would give."""
+        what.forget(
+            (state, chunk)
+            for state, chunk in what.staying()
+            if not chunk.full.filled or (self._stepped and chunk.shard.requires_grad)
         )
-        return is_stale()
 
-    def _decode(
-        self, codec: Codec, decode: Callable[..., None], quantized: Any, start: int, out: Tensor
-    ) -> None:
-        """Decodes the first of the slices in which a matrix is decoded: all are alike, and a large
-        one has hundreds.
+    def _first(self, starts: range) -> Iterator[int]:
+        """Of the slices in which a matrix is decoded: all are alike, and a large one has
+        hundreds.
         """
-        first = out[: codec.slice_numel(quantized.shape)]
-        self._times = out.numel() / max(1, first.numel())
-        decode(quantized, start, first)
+        self._times = max(1.0, (starts.stop - starts.start) / starts.step)
+        yield from starts[:1]
         self._times = 1.0
 
-    def _add(self, add: Callable[[int, Tensor], None], key: int, gradient: Tensor) -> None:
-        self.ledger.note(gradient, "gradients")
-        with self.ledger.because("gradients"):
-            add(key, gradient)
 
-    def _keep(self, keep: Callable[[], None]) -> None:
-        with self.ledger.because("gradients"):
-            keep()
+class _Observed:
+    """Tells the trace what a layer does."""
 
-    def _prepare(self, prepare: Callable[..., Prepared], communicator: Any) -> Prepared:
-        with self.ledger.because("transfers"):
-            prepared = prepare(communicator)
-        for _, gradient in prepared:
-            self.ledger.note(gradient.landed, "gradients")
-        return prepared
+    def __init__(self, trace: Trace, inner: Conductor) -> None:
+        self._trace = trace
+        self.inner = inner
+
+    def conduct(self, what: Collective, *, absent: bool = False) -> Any:
+        self._trace.tell(what)
+        if isinstance(what, Look):
+            return self._trace.look(what)
+        return self.inner.conduct(what, absent=absent)
 
 
 def _made(optimizer: OptimizerClass, chunks: list[nn.Parameter]) -> torch.optim.Optimizer:

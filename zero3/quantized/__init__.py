@@ -1,3 +1,1 @@
-"""Formats in which frozen parameters are stored in four or eight bits, and the operations that
-compute with them.
-"""
+"""Formats of four and eight bits: how numbers are put into bytes, and read out of them."""

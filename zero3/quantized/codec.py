@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -99,13 +99,21 @@ class Codec(ABC):
         the tensor's last may be short.
         """
 
+    _chosen: Callable[[range], Iterable[int]] = staticmethod(iter)
+
+    def choose_slices(self, chosen: Callable[[range], Iterable[int]]) -> None:
+        """From now on `decode` decodes those slices alone that `chosen` gives of the places where
+        they begin. A plan leaves out what is alike.
+        """
+        self._chosen = chosen
+
     def decode(self, quantized: QuantizedTensor, start: int, out: Tensor) -> None:
         """Writes the elements `[start, start + len(out))` of the flattened tensor into `out`, 1-D,
         of any floating dtype.
         """
         unit, stop = self.unit(quantized.shape), start + out.numel()
         step = self.slice_numel(quantized.shape)
-        for low in range(start // unit * unit, stop, step):
+        for low in self._chosen(range(start // unit * unit, stop, step)):
             high = min(low + step, -(-stop // unit) * unit, quantized.numel)
             if start <= low and high <= stop:
                 self.decode_units(quantized, low, out[low - start : high - start])

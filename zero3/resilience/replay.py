@@ -11,29 +11,24 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass
-from types import TracebackType
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from ..access import reset, states_of
-from ..comm.agreement import agree, tell_all
-from ..conductors.gated import ungated
-from ..core.comparison import drop_stale
-from ..core.coordination import Action, Activity, Gate
+from ..comm.agreement import tell_all
+from ..conductors.conducted import Other, unconducted
+from ..core.collectives import Agree, Collective, CompareLogs, Conductor, Round
 from ..core.layer_state import LayerState, accounts_of
-from ..core.runtime import Runtime
 from ..layer import runtimes_in
 
 __all__: list[str] = []
 
-_Operation = tuple[Any, ...]  # (operation, number of the layer, texts that ranks compare)
-
-BEGIN, END = "begin", "end"  # of a forward or a backward, where ranks meet under `Join`
 MAX_KNOWN = 8  # sequences of collectives that are remembered
 
 
@@ -45,77 +40,87 @@ class Trouble:
     is_mistake: bool = False  # the caller's, which every rank raises
 
 
-class _Phase:
-    """A forward or a backward. The inner gate's context is not left by an exception, because the
-    guard may make the rest inside of it.
+@dataclass(frozen=True)
+class EndGuard:
+    """Ranks tell each other at the end of a `step_guard` who has failed."""
+
+    layer: LayerState  # the model's first
+    end: Callable[[], dict[int, str]] | None = field(default=None, compare=False)
+    moves: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        return "ends a guarded micro-batch"
+
+    def perform(self) -> Any:
+        return self.end() if self.end is not None else None
+
+    take_part = perform
+
+
+class Recording:
+    """Notes each collective, and gives it to the inner conductor. It does not tell that one of a
+    forward that an exception has left, because the guard may make the rest.
     """
 
-    def __init__(self, gate: _RecordingGate, activity: Activity) -> None:
-        self._gate, self.activity = gate, activity
-        self.context = gate.inner.doing(activity)
-        self.error: BaseException | None = None
-
-    def __enter__(self) -> None:
-        # the caller has caught it inside the guard
-        for phase in [phase for phase in self._gate.phases if phase.error is not None]:
-            phase.leave(phase.error)
-        self._gate.done.append((BEGIN, 0, self.activity.name))
-        self.context.__enter__()
-        self._gate.phases.append(self)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.error = error
-        if error is None:
-            self.leave(None)
-
-    def leave(self, error: BaseException | None) -> None:
-        self._gate.phases.remove(self)
-        if error is None:
-            self._gate.done.append((END, 0, self.activity.name))
-        self.context.__exit__(None if error is None else type(error), error, None)
-
-
-class _RecordingGate:
-    """A gate that notes every collective, and passes it on to the inner gate."""
-
-    compares_at_end = True
-
     def __init__(
-        self, inner: Gate, numbers: dict[object, int], done: list[_Operation], phases: list[_Phase]
+        self,
+        inner: Conductor,
+        done: list[Collective],
+        under_way: dict[Round, tuple[Conductor, BaseException | None]],
     ) -> None:
-        self.inner = inner
-        self._numbers = numbers
-        self.done = done
-        self.phases = phases  # those that are entered and not left
+        """`under_way`: the ends that are still to come, of forwards and backwards that have begun;
+        and what has been raised in them.
+        """
+        self.inner = self._first = inner
+        self._done, self._under_way = done, under_way
 
-    def doing(self, activity: Activity) -> AbstractContextManager[Any]:
-        return _Phase(self, activity)
+    @property
+    def complete(self) -> bool:
+        """Whether all collectives were noted. If `Join` has ended meanwhile, they were not."""
+        return self.inner is self._first
 
-    def gather(self, layer: Any) -> AbstractContextManager[Any]:
-        if layer.chunks:
-            self._note("gather", layer)
-        return self.inner.gather(layer)
+    def conduct(self, what: Collective, *, absent: bool = False) -> Any:
+        if isinstance(what, CompareLogs):  # ranks compare them at the end of the guard
+            return False
+        if isinstance(what, Round):
+            return self._mark(what)
+        if what.moves and not isinstance(what, Other | EndGuard):
+            self._done.append(_without_own(what))
+        return self.inner.conduct(what, absent=absent)
 
-    def reduce(self, layer: Any) -> AbstractContextManager[Any]:
-        self._note("reduce", layer)
-        return self.inner.reduce(layer)
+    def _mark(self, what: Round) -> None:
+        if what.error is not None:
+            self._under_way[what] = self.inner, what.error
+            return
+        if what.begins:  # the caller has caught, inside the guard, what an earlier one has raised
+            leave(self._under_way, only_raised=True)
+        else:
+            del self._under_way[what]
+        self._done.append(what)
+        self.inner.conduct(what)
+        if what.begins:
+            self._under_way[replace(what, begins=False)] = self.inner, None
 
-    def compare(self, layer: Any, place: str, names: list[str]) -> AbstractContextManager[Any]:
-        self._note("agree", layer, place, *names)
-        return self.inner.compare(layer, place, names)
 
-    def passing(self, action: Action, layer: Any = None) -> AbstractContextManager[Any]:
-        if action in (Action.TOKENS, Action.LOOK, Action.SETTLE):
-            self._note(action.name, layer)
-        return self.inner.passing(action, layer)
+def leave(
+    under_way: dict[Round, tuple[Conductor, BaseException | None]],
+    error: BaseException | None = None,
+    *,
+    only_raised: bool = False,
+) -> None:
+    """Tells the inner conductors that these forwards and backwards are over: they have raised, if
+    nothing else then `error`.
+    """
+    for end, (inner, raised) in list(under_way.items()):
+        if raised is not None or not only_raised:
+            del under_way[end]
+            inner.conduct(replace(end, error=error or raised))
 
-    def _note(self, operation: str, layer: object, *words: str) -> None:
-        self.done.append((operation, self._numbers[layer], *words))
+
+def _without_own(what: Any) -> Collective:
+    """Without what this rank gives, whose memory is not to be kept."""
+    found: Collective = replace(what, mine=None) if hasattr(what, "mine") else what
+    return found
 
 
 @dataclass
@@ -124,9 +129,9 @@ class _Script:
 
     # the known orders with which each of these micro-batches begins
     expectations: list[tuple[Any, ...]]
-    known: list[tuple[_Operation, ...]]  # sequences of collectives, the latest first
+    known: list[tuple[Collective, ...]]  # sequences of collectives, the latest first
 
-    def after(self, done: Sequence[_Operation]) -> tuple[_Operation, ...] | None:
+    def after(self, done: Sequence[Collective]) -> tuple[Collective, ...] | None:
         """The rest of the latest sequence that begins with `done`. None if there is none."""
         return next(
             (known[len(done) :] for known in self.known if known[: len(done)] == tuple(done)), None
@@ -152,9 +157,9 @@ class CollectiveReplay:
                 f"rank {self.rank}: zero3.step_guard inside another one: give each micro-batch "
                 "one guard"
             )
-        self._done: list[_Operation] = []
-        self._phases: list[_Phase] = []
-        self._held: list[LayerState] = []
+        self._done: list[Collective] = []
+        self._under_way: dict[Round, tuple[Conductor, BaseException | None]] = {}
+        self._held: list[tuple[LayerState, Recording]] = []
         self._kind = tuple(
             (
                 s.gradients.deferred,
@@ -171,14 +176,14 @@ class CollectiveReplay:
         if self._script is not None:
             self._expect(self._script.expectations)
         self._found = self._expectations()
-        numbers: dict[object, int] = {state: number for number, state in enumerate(self._states)}
         for backward in {state.gradients.backward() for state in self._states} - {None}:
             backward.forget_zeroed()  # what was zeroed before the guard is no mistake
         try:
             for state in self._states:
-                self._held.append(state)
+                recording = Recording(state.conductor, self._done, self._under_way)
+                self._held.append((state, recording))
                 state.gradients.begin_guard()
-                state.gate = _RecordingGate(state.gate, numbers, self._done, self._phases)
+                state.conducted_by(recording)
         except BaseException:
             self.close(keep=False)
             raise
@@ -196,10 +201,7 @@ class CollectiveReplay:
 
     @property
     def _records(self) -> bool:
-        """Whether all collectives were noted. If `Join` has ended inside the guard, they were
-        not.
-        """
-        return all(isinstance(state.gate, _RecordingGate) for state in self._states)
+        return all(recording.complete for _, recording in self._held)
 
     @property
     def knows_the_rest(self) -> bool:
@@ -219,52 +221,22 @@ class CollectiveReplay:
         elif runtimes := runtimes_in(self._model):
             # without the comparisons: the next micro-batch calls layers in a known order, so it
             # needs none
-            known_ground = tuple(operation for operation in self._done if operation[0] != "agree")
+            known_ground = tuple(what for what in self._done if not isinstance(what, Agree))
             runtimes[0].replays[self._kind] = _Script(self._expectations(), [known_ground])
 
     def make_the_rest(self) -> None:
         """Makes the remaining collectives of this micro-batch, together with the other ranks."""
         following = (self._script.after(self._done) if self._script is not None else None) or ()
-        runtimes = {
-            state: runtime for runtime in runtimes_in(self._model) for state in runtime.layers
-        }
         with ExitStack() as going_on:
-            for runtime in dict.fromkeys(runtimes.values()):
+            for runtime in runtimes_in(self._model):
                 going_on.enter_context(runtime.backward.going_on())
                 runtime.reset(broken=False)
         for state in self._states:
             state.gradients.end_backward()  # what lands from now on is taken back too
-        for operation, number, *words in following:
-            self._repeat(operation, self._states[number], runtimes[self._states[number]], words)
-
-    def _repeat(
-        self, operation: str, state: LayerState, runtime: Runtime, words: list[str]
-    ) -> None:
-        if operation == BEGIN:
-            state.gate.doing(Activity[words[0]]).__enter__()
-        elif operation == END:
-            next(
-                phase for phase in reversed(self._phases) if phase.activity.name == words[0]
-            ).leave(None)
-        elif operation == "gather":
-            state.start_fetch()
-            state.finish_fetch()
-            state.release_or_keep()
-        elif operation == "reduce":
-            runtime.backward.reduce(state)
-        elif operation == "agree":
-            with state.gate.compare(state, words[0], words[1:]):
-                agree(ungated(state.communicator), state.device, words[0], words[1:])
-        elif operation == Action.LOOK.name:
-            drop_stale(ungated(state.communicator), runtime.layers)
-        elif operation == Action.SETTLE.name:
-            with state.gate.passing(Action.SETTLE, state):
-                runtime.backward.drain_backups()
-        else:
-            with state.gate.passing(Action.TOKENS, state):
-                ungated(state.communicator).all_reduce(
-                    torch.zeros(4, dtype=torch.float64, device=state.device)
-                )
+        for what in following:
+            # it knows what is compared
+            absent = not isinstance(what, Agree)
+            what.layer.conductor.conduct(what, absent=absent)
 
     def end(self, failure: str, mistake: RuntimeError | None) -> dict[int, str]:
         """Ends the micro-batch: tells the other ranks this rank's `failure` ("": none). Returns
@@ -278,25 +250,30 @@ class CollectiveReplay:
         if mistake is not None:
             trouble = Trouble(str(mistake), is_mistake=True)
         first = self._states[0]
-        with first.gate.passing(Action.GUARD, first):
-            try:
-                told = tell_end(first, trouble)
-            except torch.OutOfMemoryError as error:  # for the nine bytes: nothing is sent yet
-                reset(self._model)
-                told = tell_end(first, trouble or Trouble(f"{type(error).__name__}: {error}"))
-            errors = {rank: each.what for rank, each in enumerate(told) if each is not None}
-            if errors:
-                reset(self._model)
-                # the failed rank has not learned the orders that the others have learned
-                self._expect(self._found)
-            else:
-                self._learn()
-            for rank, each in enumerate(told):
-                if each is not None and each.is_mistake:
-                    raise RuntimeError(f"rank {rank}: {each.what}")
-            self.close(keep=not errors)  # here ranks without data do it too
+        errors: dict[int, str] = first.conductor.conduct(
+            EndGuard(first, partial(self._end, first, trouble))
+        )
         if errors:
             logging.getLogger("zero3").warning("a micro-batch was dropped on all ranks: %s", errors)
+        return errors
+
+    def _end(self, first: LayerState, trouble: Trouble | None) -> dict[int, str]:
+        try:
+            told = tell_end(first, trouble)
+        except torch.OutOfMemoryError as error:  # for the nine bytes: nothing is sent yet
+            reset(self._model)
+            told = tell_end(first, trouble or Trouble(f"{type(error).__name__}: {error}"))
+        errors = {rank: each.what for rank, each in enumerate(told) if each is not None}
+        if errors:
+            reset(self._model)
+            # the failed rank has not learned the orders that the others have learned
+            self._expect(self._found)
+        else:
+            self._learn()
+        for rank, each in enumerate(told):
+            if each is not None and each.is_mistake:
+                raise RuntimeError(f"rank {rank}: {each.what}")
+        self.close(keep=not errors)  # here ranks without data do it too
         return errors
 
     def _mistake(self) -> RuntimeError | None:
@@ -316,18 +293,15 @@ class CollectiveReplay:
 
     def close(self, *, keep: bool) -> None:
         held, self._held = self._held, []
-        for state in held:
-            state.gate = (
-                state.gate.inner if isinstance(state.gate, _RecordingGate) else state.behaviour.gate
-            )
-        for state in held:
+        for state, recording in held:
+            state.no_longer_by(recording)
+        for state, _ in held:
             state.gradients.end_guard(keep=keep)
 
     def give_up(self, error: BaseException) -> None:
         """The guard raises: under `Join` the other ranks hear of it."""
         try:
-            for phase in list(self._phases):
-                phase.leave(error)
+            leave(self._under_way, error)
         finally:
             self.close(keep=False)
 
@@ -338,7 +312,7 @@ class CollectiveReplay:
 def tell_end(first: LayerState, trouble: Trouble | None) -> list[Trouble | None]:
     """The end of a guarded micro-batch: what every rank tells the others, in rank order."""
     told = tell_all(
-        ungated(first.communicator),
+        unconducted(first.communicator),
         first.device,
         "the end of a guarded micro-batch",
         "" if trouble is None else json.dumps(asdict(trouble)),

@@ -19,8 +19,7 @@ from ..core.gradient_buffer import GradientBuffer
 from ..core.gradient_types import DeferredGradient
 from ..scratch.mapped_files import MappedFiles
 from ..scratch.nameless_file import GrowingFile
-from .pinned import watch_values
-from .resting import Keeping
+from .resting import Keeping, watch_values
 from .untouched import Span, UntouchedGradient, scale_later, touch_before_additions, watch
 
 __all__: list[str] = []

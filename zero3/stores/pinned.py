@@ -11,82 +11,18 @@ writing    the host waits for the copy of the fetch: at the end of a backward, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..comm.streams import Fence, OnHost, Pending
-from ..core.autograd import as_plain_tensors
+from ..comm.streams import Fence
 from ..core.chunk import Chunk
-from ..core.flow import Travelling
-from ..core.gradient_buffer import GradientBuffer
-from ..core.gradient_types import SEEN_WITHOUT_VALUES, each_in
 from ..scratch.regions import PinnedRegions, pinned_nbytes
-from .resting import Resting
+from .resting import WatchedParameter, watch_values
 
 __all__: list[str] = []
-
-
-class WatchedParameter(nn.Parameter):
-    """A parameter on the host whose values somebody else uses now. Whoever asks for them calls
-    `first`: he may be about to write.
-
-    It is made by switching a parameter's class. It is an ordinary one again when `first` has
-    returned, and when the model goes on.
-    """
-
-    first: Callable[[], object]
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func not in _ASKS_NO_VALUES:
-            for each in each_in([*args, *(kwargs or {}).values()]):
-                if isinstance(each, WatchedParameter):
-                    each.ask()
-            return func(*args, **(kwargs or {}))
-        with as_plain_tensors():
-            return func(*args, **(kwargs or {}))
-
-    def ask(self) -> nn.Parameter:
-        self.first()
-        return self.as_usual()
-
-    def as_usual(self) -> nn.Parameter:
-        vars(self).pop("first", None)
-        self.__class__ = nn.Parameter  # type: ignore[assignment]
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.ask().__deepcopy__(memo)  # type: ignore[no-untyped-call]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.ask().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
-_ASKS_NO_VALUES = SEEN_WITHOUT_VALUES | {
-    getattr(Tensor.grad, name) for name in ("__get__", "__set__", "__delete__")
-}
-
-
-def watch_values(chunk: Chunk, first: Callable[[], object]) -> list[nn.Parameter]:
-    """From now on whoever asks for the values of the chunk's parameters calls `first`. Returns
-    these parameters.
-    """
-    parameters = {
-        id(each): each for each in (chunk.shard, *(part.parameter for part in chunk.parts))
-    }
-    for parameter in parameters.values():
-        parameter.first = first  # type: ignore[attr-defined]
-        parameter.__class__ = WatchedParameter
-    return list(parameters.values())
 
 
 class Pinned:
@@ -165,31 +101,3 @@ class Pinned:
 
     def check_process(self) -> None:
         return None
-
-
-class Home:
-    """The way of a gradient back to the host. The host waits for the copy, and no lane does."""
-
-    lane = "host"
-    has_room = False
-
-    def __init__(self, store: Resting) -> None:
-        self._store = store
-
-    def take_room(self, gradient: Travelling, buffer: GradientBuffer) -> None:
-        return None
-
-    def __call__(self, gradient: Travelling) -> Pending:
-        exact = gradient.exact
-        both = [gradient.landed] if exact is None else [gradient.landed, exact]
-        gradient.moves_to(None)  # the leg before holds what is copied
-        into = self._store.to_copy_into
-        return _Arrival(gradient, [OnHost(each, into(each.numel(), each.dtype)) for each in both])
-
-
-class _Arrival:
-    def __init__(self, gradient: Travelling, copies: list[OnHost]) -> None:
-        self._gradient, self._copies = gradient, copies
-
-    def wait(self) -> None:
-        self._gradient.moves_to(*(copy.tensor() for copy in self._copies))

@@ -14,22 +14,31 @@ All ranks take each step together, because each rank has its own chunks to updat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor
 
-from ..comm.agreement import agree
 from ..comm.communicator import Communicator
-from ..conductors.gated import GatedCommunicator, ungated
-from ..core.comparison import drop_stale
-from ..core.coordination import Action, Activity
+from ..conductors.conducted import ConductedCommunicator, unconducted
+from ..core.collectives import (
+    Activity,
+    Agree,
+    Collective,
+    CompareLogs,
+    Conductor,
+    Gather,
+    Look,
+    Reduce,
+    Round,
+    Settle,
+)
 from ..core.layer_state import LayerState
 from ..core.runtime import Runtime
-from ..optim.token_mean import note, weigh
-from ..resilience.replay import tell_end
-from .announcements import Announcements, Doing
+from ..optim.token_mean import CountTokens, note, weigh
+from ..resilience.replay import EndGuard, tell_end
+from .announcements import Announcements
 from .changes import StateChanges
 from .headcount import Headcount, Standing
 
@@ -49,11 +58,19 @@ _CAUGHT = (
 )
 
 
-class JoinCoordinator:
-    """One rank's gate to a model's collectives inside `Join`."""
+class _Joined:
+    """Gives a layer's collectives to the coordinator."""
 
-    # ranks without data run no forward, and transfers are compared at the beginning of forwards
-    compares_at_end = True
+    def __init__(self, coordinator: JoinCoordinator, inner: Conductor) -> None:
+        self._coordinator = coordinator
+        self.inner = inner
+
+    def conduct(self, what: Collective, *, absent: bool = False) -> Any:
+        return self._coordinator.conduct(what, partial(self.inner.conduct, what, absent=absent))
+
+
+class JoinCoordinator:
+    """Conducts a model's collectives inside `Join`, on one rank."""
 
     def __init__(
         self,
@@ -63,8 +80,9 @@ class JoinCoordinator:
         step: Callable[[], Any],
     ) -> None:
         self._states = list(states)
-        self._announcements = Announcements(states, control)
-        self._runtimes = {state: runtime for runtime in runtimes for state in runtime.layers}
+        self._announcements = Announcements(_listed(runtimes), control, states[0].device)
+        self._runtimes = tuple(runtimes)
+        self._joined: dict[LayerState, _Joined] = {}
         self._control = control
         self._step = step
         self._divide_by_all = True
@@ -99,8 +117,8 @@ class JoinCoordinator:
         )
         self._changes.forget()
         for state in self._states:
-            state.gate = self
-            self._use(state, GatedCommunicator(ungated(state.communicator), self))
+            joined = self._join(state)
+            self._use(state, ConductedCommunicator(unconducted(state.communicator), joined))
 
     def end(self) -> None:
         """Leaves the context: the model is again as it was before `begin`."""
@@ -108,10 +126,17 @@ class JoinCoordinator:
         self._let_go(keep=False)
         if self._strayed:
             self._forget_orders()
+        joined, self._joined = self._joined, {}
         for state in self._states:
-            state.gate = state.behaviour.gate
-            self._use(state, ungated(state.communicator))
+            if state in joined:
+                state.no_longer_by(joined[state])
+            self._use(state, unconducted(state.communicator))
             _average_over(state, self._control.world_size)
+
+    def _join(self, state: LayerState) -> _Joined:
+        self._joined[state] = joined = _Joined(self, state.conductor)
+        state.conducted_by(joined)
+        return joined
 
     def _use(self, state: LayerState, communicator: Communicator) -> None:
         """Gives the layer and its gradients (for a loss scaler's inf) another communicator."""
@@ -120,20 +145,43 @@ class JoinCoordinator:
 
     # -- on a rank with data
 
-    def doing(self, activity: Activity) -> AbstractContextManager[None]:
-        return Doing(self, activity)
+    def conduct(self, what: Collective, perform: Callable[[], Any]) -> Any:
+        """Announces it, if ranks have no data, and performs it."""
+        # they run no forward, and transfers are compared at the beginning of forwards
+        if isinstance(what, CompareLogs):
+            return False
+        if isinstance(what, Round):
+            if what.begins:
+                self._enter(what.activity)
+            else:
+                self._leave(what)
+        if not what.moves or not self.on or self._follows or self._round is Activity.STEP:
+            return perform()
+        alone = self._round is None and self._scope is None
+        if self._round is None:
+            self._meet(Activity.OTHER if self._scope is None else self._scope)
+        if self._announces:
+            self._announce(what)
+        try:
+            result = perform()
+        except Exception:
+            self._abort()
+            raise
+        if alone:
+            self._finish()
+        return result
 
-    def gather(self, layer: object) -> AbstractContextManager[None]:
-        return self.passing(Action.GATHER, layer)
+    def _announce(self, what: Collective) -> None:
+        number = self._announcements.number(what)
+        if number is None:
+            self._give_up(
+                "it called a function whose collectives ranks without data can't join. Clip, "
+                "unscale and update inside the step function; save, load and read whole "
+                "parameters after the context"
+            )
+        self._exchange(number)
 
-    def reduce(self, layer: LayerState) -> AbstractContextManager[None]:
-        return self.passing(Action.REDUCE if layer.gradients.may_reduce else Action.KEEP, layer)
-
-    def compare(self, layer: object, place: str, names: list[str]) -> AbstractContextManager[None]:
-        # any layer: the ranks may be at different ones, and compare that next
-        return self.passing(Action.AGREE, self._states[0])
-
-    def enter(self, kind: Activity) -> None:
+    def _enter(self, kind: Activity) -> None:
         self._check_not_over()
         if not self.on or self._round is Activity.STEP:
             return
@@ -143,16 +191,16 @@ class JoinCoordinator:
         if self._scope is None:
             self._scope = kind
 
-    def leave(self, kind: Activity, error: BaseException | None = None) -> None:
-        if self._scope is not kind or self._round is Activity.STEP:
+    def _leave(self, what: Round) -> None:
+        if self._scope is not what.activity or self._round is Activity.STEP:
             return
         self._scope = None
-        if self._round is not None and error is None:
+        if self._round is not None and what.error is None:
             self._finish()
         elif self._round is not None and self._abort():
             self._over = True
             for state in self._states:
-                state.gate = self  # to see whether this rank goes on
+                self._join(state)  # to see whether this rank goes on
 
     def _check_not_over(self) -> None:
         if self._over:
@@ -160,30 +208,6 @@ class JoinCoordinator:
             self.end()
             if self.inside() is not None:
                 raise self._refusal(_CAUGHT)
-
-    @contextmanager
-    def passing(self, action: Action, layer: object = None) -> Iterator[None]:
-        if not self.on or self._follows or self._round is Activity.STEP:
-            yield
-            return
-        alone = self._round is None and self._scope is None
-        if self._round is None:
-            self._meet(Activity.OTHER if self._scope is None else self._scope)
-        if self._announces and action is Action.OTHER:
-            self._give_up(
-                "it called a function whose collectives ranks without data can't join. Clip, "
-                "unscale and update inside the step function; save, load and read whole "
-                "parameters after the context"
-            )
-        if self._announces:
-            self._exchange(action, layer)
-        try:
-            yield
-        except Exception:
-            self._abort()
-            raise
-        if alone:
-            self._finish()
 
     def step(self) -> Any:
         """Waits until all ranks with data have called this, takes part in their collectives
@@ -212,7 +236,7 @@ class JoinCoordinator:
         announces, self._round, self._announces = self._announces, None, False
         self._changes.take(only_if=announces)
         if announces:
-            self._exchange(Action.END)
+            self._exchange(Announcements.END)
 
     # -- on a rank without data, or one that waits
 
@@ -228,14 +252,14 @@ class JoinCoordinator:
         error: Exception | None = None
         while True:
             try:
-                action, state = self._exchange(Action.ABORT if error is not None else None)
+                what = self._exchange(Announcements.ABORT if error is not None else None)
             except RuntimeError:
                 if error is not None:
                     raise error from None
                 raise
-            if action is Action.END:
+            if what is None:
                 self._announces = False
-                for runtime in dict.fromkeys(self._runtimes.values()):
+                for runtime in self._runtimes:
                     runtime.backward.drain_backups()
                 for state in self._states if together is Activity.BACKWARD else ():
                     state.gradients.end_backward()
@@ -246,12 +270,12 @@ class JoinCoordinator:
                 return
             self._follows = True
             try:
-                if action is Action.TOKENS:
+                if isinstance(what, CountTokens):
                     self._tokens = weigh(self._states, 0, 0).total
-                elif action is Action.GUARD:
+                elif isinstance(what, EndGuard):
                     self._let_go(keep=not any(tell_end(self._states[0], None)))
                 else:
-                    _help_with(action, state, self._runtimes[state])
+                    what.layer.conductor.conduct(what, absent=True)
             except Exception as caught:  # the other ranks hear of it at their next announcement
                 error = caught
             finally:
@@ -332,15 +356,15 @@ class JoinCoordinator:
 
     def _forget_orders(self) -> None:
         self._strayed = self._waited = False
-        for runtime in dict.fromkeys(self._runtimes.values()):
+        for runtime in self._runtimes:
             runtime.replays.clear()
             for order in runtime.orders:
                 order.forget()
 
-    def _exchange(self, action: Action | None, layer: object = None) -> tuple[Action, LayerState]:
-        """Announces `action`, or listens (None). See `Announcements`."""
+    def _exchange(self, number: int | None) -> Collective | None:
+        """Announces it, or listens (None). See `Announcements`."""
         try:
-            return self._announcements.exchange(action, layer)
+            return self._announcements.exchange(number)
         except RuntimeError:
             self.end()
             raise
@@ -353,7 +377,7 @@ class JoinCoordinator:
         self._round = self._scope = None
         if announces:
             try:
-                self._exchange(Action.ABORT)
+                self._exchange(Announcements.ABORT)
             except RuntimeError:
                 return True
         return announces
@@ -368,29 +392,26 @@ class JoinCoordinator:
         )
 
 
-def _help_with(action: Action, state: LayerState, runtime: Runtime) -> None:
-    """Takes part in an announced collective: in a gather with its chunks, in a reduction with
+def _listed(runtimes: Sequence[Runtime]) -> list[Collective]:
+    """What a rank without data can take part in: in a gather with its chunks, in a reduction with
     zeros, in a comparison as a listener.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: The same error as on the other ranks.
     """
-    if action is Action.GATHER:
-        state.take_part_in_fetch()
-    elif action is Action.REDUCE:
-        runtime.backward.reduce(state)
-    elif action is Action.KEEP:
-        state.gradients.defer(1, replicas_only=True)
-        try:
-            runtime.backward.reduce(state)
-        finally:
-            state.gradients.defer(-1, replicas_only=True)
-    elif action is Action.SETTLE:
-        runtime.backward.drain_backups()
-    elif action is Action.LOOK:
-        drop_stale(runtime.communicator, runtime.layers)
-    elif action is Action.AGREE:
-        agree(runtime.communicator, state.device, "what comes next", [], absent=True)
+    layers = [(state, runtime.backward) for runtime in runtimes for state in runtime.layers]
+    firsts = [(runtime.layers[0], runtime) for runtime in runtimes]
+    first, runtime = firsts[0]
+    return [
+        *(Gather(state) for state, _ in layers),
+        *(
+            Reduce(state, in_replica, each)
+            for in_replica in (False, True)
+            for state, each in layers
+        ),
+        *(Settle(state, each.backward) for state, each in firsts),
+        Agree(first, "", (), runtime.communicator),
+        *(Look(state, each.layers, each.communicator) for state, each in firsts),
+        CountTokens(first),
+        EndGuard(first),
+    ]
 
 
 def _average_over(state: LayerState, ranks: int) -> None:

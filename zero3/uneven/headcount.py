@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..core.coordination import Activity
+from ..core.collectives import Activity
 
 __all__: list[str] = []
 

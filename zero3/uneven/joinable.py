@@ -13,7 +13,7 @@ from ..access import states_of
 from ..comm.agreement import agree
 from ..comm.ddp import Joinable, Shadow, still_here
 from ..comm.factory import process_group_of
-from ..conductors.gated import ungated
+from ..conductors.conducted import unconducted
 from ..core.runtime import Runtime
 from ..layer import adopt, layers_of, runtimes_in
 from ..policy import shards_gradients
@@ -74,7 +74,7 @@ class JoinableModel(Joinable):
                 f"step must be a function without arguments, found {type(step).__name__}"
             )
         first, *others = states_of(model)
-        group = process_group_of(ungated(first.communicator))
+        group = process_group_of(unconducted(first.communicator))
         if group is None:
             raise RuntimeError(
                 "torch's Join needs a process group: call torch.distributed.init_process_group() "
@@ -97,7 +97,7 @@ class JoinableModel(Joinable):
             )
         self._model = model
         self._device = first.device
-        self._communicator = ungated(first.communicator)
+        self._communicator = unconducted(first.communicator)
         self._step = step
         self._rounds: JoinCoordinator | None = None
 
