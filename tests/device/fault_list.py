@@ -174,14 +174,14 @@ FAULTS = [
         "what a gather brings is given back before it is decoded",
         "core/chunk.py",
         "            room,\n        )\n",
-        "            None,\n        )\n        self._room = None\n        ticket._legs[-1].mark.__class__\n",
+        "            None,\n        )\n        self.room = None\n        ticket._legs[-1].mark.__class__\n",
         "compressed",
     ),
     Fault(
         "what a gather brings is allocated on another stream",
         "core/chunk.py",
-        "                self._room = self.wire.room(self, full.tensor)\n",
-        "                with torch.Stream(self.shard.device):\n                    self._room = self.wire.room(self, full.tensor)\n",
+        "                self.room = self.wire.room(self, full.tensor)\n",
+        "                with torch.Stream(self.shard.device):\n                    self.room = self.wire.room(self, full.tensor)\n",
         "compressed",
     ),
     Fault(
@@ -259,7 +259,7 @@ FAULTS = [
         "core/chunk.py",
         "            values = chunk.store.lend(values, room.lent)\n        return values if",
         "            values = chunk.store.lend(values, room.lent)\n        own, received = room.own, room.received\n"
-        "        chunk._room, chunk._ticket._legs[-1].held = None, []\n        room = room._replace(lent=None)\n        return values if",
+        "        chunk.room, chunk._ticket._legs[-1].held = None, []\n        room = room._replace(lent=None)\n        return values if",
         "offload_to_cpu_bf16",
     ),
     Fault(

@@ -67,7 +67,7 @@ def profile(model: nn.Module) -> Iterator[Profile]:
 
 
 @dataclass(eq=False, slots=True)
-class _Transfer:
+class _Moving:
     """A transfer, and its moments by the clock. The attributes are those of `Transfer`."""
 
     layer: str
@@ -116,7 +116,7 @@ class _TimedLane:
 
 
 class _TimedMark:
-    def __init__(self, mark: Pending, timed: _Transfer, recorder: _Recorder) -> None:
+    def __init__(self, mark: Pending, timed: _Moving, recorder: _Recorder) -> None:
         self._mark = mark
         self._timed = timed
         self._recorder = recorder
@@ -162,7 +162,7 @@ class _Recorder:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.transfers: list[_Transfer] = []
+        self.transfers: list[_Moving] = []
         self.now: _Now | None = None
         self._spans: list[tuple[str, Phase, object, object]] = []
         self._running: tuple[str, Phase, object] | None = None
@@ -243,10 +243,10 @@ class _Recorder:
         finally:
             self.now = before
 
-    def begin_transfer(self, lane: str) -> _Transfer:
+    def begin_transfer(self, lane: str) -> _Moving:
         now = self.now or _Now("", "fetch", {})  # of a read, which is not told
         nbytes = next(now.sizes.get(lane, iter(())), 0)
-        return _Transfer(now.layer, now.kind, _phase(), nbytes, self.clock.now())
+        return _Moving(now.layer, now.kind, _phase(), nbytes, self.clock.now())
 
     # -- forward hooks
 

@@ -82,11 +82,11 @@ class Trace:
                 self.ledger.note(buffer)
         gc.collect()  # what construction left
         states = states_of(self.model)
-        self._accounts = accounts_of(states)
+        self._observer = _Observer(self.ledger, [self._root, *states])
         for state in states:
-            self._watch(state)
+            self._observer.watch(state)
         for codec in {id(weight.codec): weight.codec for weight in _quantized_in(states)}.values():
-            codec.choose_slices(self._first)
+            codec.choose_slices(self._observer.first)
         self.optimizer = _made(optimizer, get_trainable_chunk(self.model))
         if device == "cuda" and not self.offloads:
             self._step_as_on_cuda()
@@ -95,10 +95,7 @@ class Trace:
         self.model.register_forward_hook(self._after_forward)
         self._loss, self._accumulating = loss, accumulating
         self._peaks: dict[tuple[int, int, int], int] = {}
-        self._stepped = False  # whether the optimizer has, since the last micro-batch
         self._begins: Callable[[], object] = _ignore  # called at each micro-batch
-        self._reached = {id(self._root)}  # the states of layers that were fetched
-        self._times = 1.0  # how often what runs now would run: see `_first`
 
     @property
     def _root(self) -> LayerState:
@@ -167,7 +164,7 @@ class Trace:
 
         def ran(func: Any, args: Sequence[Any], result: Any) -> None:
             if (work := work_of(func, args, result)) is not None:
-                merged(found[-1], work.times(self._times))
+                merged(found[-1], work.times(self._observer.times))
 
         self.ledger.ran, self.ranks.on_event = ran, lambda event: found[-1].append(event)
         self._begins = lambda: found.append([])
@@ -184,11 +181,11 @@ class Trace:
             self._begins()
             with self._accumulating(self.model) if left else nullcontext():
                 backward(self._loss(self.model, batch, sequence))
-            self._stepped = False
+            self._observer.stepped = False
         self.ledger.begin("", "optimizer's step")
         with fused_on_meta():
             self._step_optimizer()
-        self._stepped = True
+        self._observer.stepped = True
         self.optimizer.zero_grad()
 
     @contextmanager
@@ -214,81 +211,87 @@ class Trace:
     def _after_forward(self, *_: object) -> None:
         self.after_forward = max(self.after_forward, self.ledger.now)
 
-    # -- what is for what
+    @property
+    def unreached(self) -> list[str]:
+        """The layers that no micro-batch has called yet."""
+        reached = self._observer.reached
+        return [_name_of(state) for state in states_of(self.model) if id(state) not in reached]
 
-    def _watch(self, state: LayerState) -> None:
+
+class _Observer:
+    """Tells the ledger what memory is for."""
+
+    def __init__(self, ledger: Ledger, states: Sequence[LayerState]) -> None:
+        self._ledger, self._accounts = ledger, accounts_of(states)
+        self.stepped = False  # whether the optimizer has, since the last micro-batch
+        self.reached = {id(states[0])}  # the states of layers that were fetched, and the root's
+        self.times = 1.0  # how often what runs now would run: see `first`
+
+    def watch(self, state: LayerState) -> None:
         state.meta_buffers.clear()
         state.conducted_by(_Observed(self, state.conductor))
         for chunk in state.chunks:
             chunk.unloaded.clear()  # values never come
-            self.ledger.note(chunk.shard, ELSEWHERE if chunk.store.rests else "chunks")
+            self._ledger.note(chunk.shard, ELSEWHERE if chunk.store.rests else "chunks")
         for sharded in state.parameters:
             if sharded.chunk.shard.requires_grad:
                 with as_plain_tensors():
                     # the hook is called before autograd's gradient is taken
                     sharded.sites.parameter.register_hook(self._came)  # type: ignore[no-untyped-call]
 
-    @property
-    def unreached(self) -> list[str]:
-        """The layers that no micro-batch has called yet."""
-        return [
-            _name_of(state) for state in states_of(self.model) if id(state) not in self._reached
-        ]
-
     def _came(self, gradient: Tensor) -> None:
-        self.ledger.note(gradient, "gradients")
+        self._ledger.note(gradient, "gradients")
 
     def tell(self, what: Collective) -> None:
         """It begins."""
         for account in self._accounts:
             for tensor in account.held:
-                self.ledger.claim(tensor, "gradients")
+                self._ledger.claim(tensor, "gradients")
         if isinstance(what, Fetch):
-            self._reached.add(id(what.layer))
+            self.reached.add(id(what.layer))
             phase = "backward" if inside_backward() else "forward"
-            self.ledger.begin(_name_of(what.layer), phase)
+            self._ledger.begin(_name_of(what.layer), phase)
         elif isinstance(what, Gather):
             for chunk in what.layer.chunks:
                 if not chunk.resident:
-                    self.ledger.claim(chunk.full.tensor, "full_buffers", is_resized=True)
+                    self._ledger.claim(chunk.full.tensor, "full_buffers", is_resized=True)
                 for tensor in tensors_in(chunk.room):
-                    self.ledger.claim(tensor, "full_buffers")
+                    self._ledger.claim(tensor, "full_buffers")
         elif isinstance(what, Reduce):
             for _, gradient in what.mine or ():
-                self.ledger.claim(gradient.landed, "gradients")
-                for tensor in tensors_in(gradient.pieces):
-                    self.ledger.claim(tensor, "gradients")
+                for tensor in (gradient.landed, *tensors_in(gradient.pieces)):
+                    self._ledger.claim(tensor, "gradients")
                 for tensor in tensors_in((gradient.full, gradient.summed, gradient.work)):
-                    self.ledger.claim(tensor, "transfers")
+                    self._ledger.claim(tensor, "transfers")
 
     def look(self, what: Look) -> None:
         """The answer that values would give."""
         what.forget(
             (state, chunk)
             for state, chunk in what.staying()
-            if not chunk.full.filled or (self._stepped and chunk.shard.requires_grad)
+            if not chunk.full.filled or (self.stepped and chunk.shard.requires_grad)
         )
 
-    def _first(self, starts: range) -> Iterator[int]:
+    def first(self, starts: range) -> Iterator[int]:
         """Of the slices in which a matrix is decoded: all are alike, and a large one has
         hundreds.
         """
-        self._times = max(1.0, (starts.stop - starts.start) / starts.step)
+        self.times = max(1.0, (starts.stop - starts.start) / starts.step)
         yield from starts[:1]
-        self._times = 1.0
+        self.times = 1.0
 
 
 class _Observed:
-    """Tells the trace what a layer does."""
+    """Tells the observer what a layer does."""
 
-    def __init__(self, trace: Trace, inner: Conductor) -> None:
-        self._trace = trace
+    def __init__(self, observer: _Observer, inner: Conductor) -> None:
+        self._observer = observer
         self.inner = inner
 
     def conduct(self, what: Collective, *, absent: bool = False) -> Any:
-        self._trace.tell(what)
+        self._observer.tell(what)
         if isinstance(what, Look):
-            return self._trace.look(what)
+            return self._observer.look(what)
         return self.inner.conduct(what, absent=absent)
 
 

@@ -58,7 +58,7 @@ _CAUGHT = (
 )
 
 
-class _Joined:
+class _ByCoordinator:
     """Gives a layer's collectives to the coordinator."""
 
     def __init__(self, coordinator: JoinCoordinator, inner: Conductor) -> None:
@@ -82,7 +82,7 @@ class JoinCoordinator:
         self._states = list(states)
         self._announcements = Announcements(_listed(runtimes), control, states[0].device)
         self._runtimes = tuple(runtimes)
-        self._joined: dict[LayerState, _Joined] = {}
+        self._joined: dict[LayerState, _ByCoordinator] = {}
         self._control = control
         self._step = step
         self._divide_by_all = True
@@ -133,8 +133,8 @@ class JoinCoordinator:
             self._use(state, unconducted(state.communicator))
             _average_over(state, self._control.world_size)
 
-    def _join(self, state: LayerState) -> _Joined:
-        self._joined[state] = joined = _Joined(self, state.conductor)
+    def _join(self, state: LayerState) -> _ByCoordinator:
+        self._joined[state] = joined = _ByCoordinator(self, state.conductor)
         state.conducted_by(joined)
         return joined
 
