@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import zero3
 from zero3.access import states_of
-from zero3.core.autograd import inside_backward
+from zero3.core.autograd import as_plain_tensors, inside_backward
+from zero3.core.collectives import Collective, Conductor, Fetch, Gather, Reduce
 
 NUMBERS = {  # the functions that docs/design.md numbers
     "Runtime.begin_pass": "F1", "Runtime.pre_forward": "F2", "Runtime.post_forward": "F4", "Runtime.end_pass": "F5", "Backward.begin": "B1",
@@ -32,37 +33,34 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
+class Watching:
+    """A conductor: who computes, what moves, and what each storage holds."""
+
+    def __init__(self, machine: Machine, layer: int | None, inner: Conductor) -> None:
+        self.machine, self.layer, self.inner = machine, layer, inner
+
+    def conduct(self, what: Collective, *, absent: bool = False) -> Any:
+        machine, backward, asked = self.machine, inside_backward(), self.machine.now
+        if isinstance(what, Gather | Reduce):
+            machine.moving = self.layer
+        done = self.inner.conduct(what, absent=absent)
+        if isinstance(what, Fetch):
+            machine.recorded.moments.append(Moment("B3", self.layer, asked) if backward else Moment("F3", self.layer, machine.now))
+            machine.layer, machine.doing = self.layer, "backward" if backward else "forward"
+        elif isinstance(what, Reduce):
+            legs = [leg for ticket in done for leg in ticket._legs]
+            for tensor in (each for leg in legs for held in leg.held for each in held if isinstance(each, Tensor)):
+                machine.tag("full gradients", tensor)
+        return done
+
+
 def watch(machine: Machine, model: nn.Module) -> None:
-    """Who computes, what moves, and what each storage holds: methods are replaced for that."""
-
-    def fetch(layer: int | None, method: Callable[[], None]) -> None:
-        backward, asked = inside_backward(), machine.now
-        method()
-        machine.recorded.moments.append(Moment("B3", layer, asked) if backward else Moment("F3", layer, machine.now))
-        machine.layer, machine.doing = layer, "backward" if backward else "forward"  # type: ignore[assignment]
-
-    def start_fetch(layer: int | None, method: Callable[[], None]) -> None:
-        machine.moving = layer
-        method()
-
-    def add(method: Callable[[int, Tensor], None], key: int, gradient: Tensor) -> None:
-        machine.tag("full gradients", gradient)
-        method(key, gradient)
-
-    def back_up(layer: int | None, method: Callable[..., Any], *args: Any) -> Any:
-        machine.moving = layer
-        backups = method(*args)
-        legs = [leg for ticket in backups for leg in ticket._legs]
-        for tensor in (each for leg in legs for held in leg.held for each in held if isinstance(each, Tensor)):
-            machine.tag("full gradients", tensor)
-        return backups
-
     numbers = {id(layer._state): number for number, layer in enumerate(zero3.layer.layers_of(model))}  # type: ignore[attr-defined]
     for state in states_of(model):
-        layer = numbers.get(id(state))
-        vars(state).update({"fetch": partial(fetch, layer, state.fetch), "start_fetch": partial(start_fetch, layer, state.start_fetch)})
-        gradients = state.gradients
-        vars(gradients).update({"add": partial(add, gradients.add), "back_up": partial(back_up, layer, gradients.back_up)})
+        state.conducted_by(Watching(machine, numbers.get(id(state)), state.conductor))
+        for sharded in state.parameters:
+            with as_plain_tensors():
+                sharded.sites.parameter.register_hook(partial(machine.tag, "full gradients"))  # type: ignore[no-untyped-call]
         for chunk in state.chunks:
             machine.tag("full parameters", chunk.full.tensor)
             machine.tag("chunks", chunk.shard.data)
