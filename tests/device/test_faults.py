@@ -22,7 +22,7 @@ def test_fault_is_seen(fault: Fault) -> None:
 def test_without_a_fault_nothing_is_seen() -> None:
     from tests.device.faults import broken, first_sight
 
-    none = Fault("none", "core/chunk.py", "        self._room: Room | None = None\n", "        self._room: Room | None = None\n")
+    none = Fault("none", "core/chunk.py", "        self.room: Room | None = None\n", "        self.room: Room | None = None\n")
     with broken(none) as scenarios:
         import zero3
 
