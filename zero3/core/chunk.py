@@ -473,16 +473,15 @@ class Chunk:
         own = self.wire.put(self, room)
         return self._communicator.all_gather(room.received, own, room.bounds)
 
-    def take_part_in_gather(self, lane: Lane, names: NamingFailures) -> None:
-        """Takes part in a gather that only other ranks need. This rank sends its chunk, and drops
-        what it receives.
+    def take_part_in_gather(self, lane: Lane, names: NamingFailures) -> Ticket:
+        """Starts a gather that only other ranks need. This rank sends its chunk, and drops what it
+        receives.
         """
         self.adopt_values()
         full = torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.device)
         room, ticket = self.wire.room(self, full), Ticket(names)
         ticket.go(lane, partial(self._gather, room), None, room)
-        ticket.wait()
-        self.store.rest(self.shard.data)
+        return ticket
 
     def adopt_values(self) -> None:
         """Copies values of a part that was given other data (`parameter.data = values`) back into

@@ -244,8 +244,11 @@ class LayerState:
             self.release_or_keep()
             return
         self.log.entries.append(self._entry)
-        for chunk in self.chunks:
-            chunk.take_part_in_gather(self.lanes.fetch, self._gathering)
+        lane, names = self.lanes.fetch, self._gathering
+        tickets = [chunk.take_part_in_gather(lane, names) for chunk in self.chunks]
+        for chunk, ticket in zip(self.chunks, tickets, strict=True):
+            ticket.wait()
+            chunk.store.rest(chunk.shard.data)
 
     def finish_fetch(self) -> None:
         """[fetch 4] Waits for the gather, and shows the parameters. Then the current stream may
