@@ -18,7 +18,7 @@ LAUNCH := set -- $$($(BIN)/python -c 'import os, torch; n = int("$(NPROC)" or to
 PYTEST := TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest
 
 # Without ARGS tests run in two halves at once: most wait for processes and threads of their own more than they compute.
-HALF := tests/checkpoint tests/core tests/device tests/guards tests/pairs
+HALF := tests/checkpoint tests/core tests/device tests/guards tests/pairs tests/planning
 pytest = $(if $(ARGS),$(PYTEST) $(1) $(ARGS),half=$$(mktemp); $(PYTEST) $(1) $(HALF) > $$half 2>&1 & \
 	$(PYTEST) $(1) $(HALF:%=--ignore %); first=$$?; wait $$!; second=$$?; cat $$half; rm $$half; exit $$((first | second)))
 
