@@ -102,11 +102,13 @@ class _TimedLane:
             yield
 
     def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Pending:
-        timed, clock = self._timed, self._recorder.clock
+        timed, recorder, clock = self._timed, self._recorder, self._recorder.clock
+        if then is not None:  # it may begin the next leg, whenever it is waited for
+            then = partial(recorder.during, recorder.now, then)
         mark = self.lane.complete(pending, then)
         if clock.on_lanes:
             timed.end = clock.now()
-        return _TimedMark(mark, timed, self._recorder)
+        return _TimedMark(mark, timed, recorder)
 
     def defer(self, begin: Callable[[], Pending]) -> Pending:
         return self.lane.defer(partial(self._recorder.during, self._recorder.now, begin))
