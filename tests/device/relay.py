@@ -86,17 +86,35 @@ def _reports(item: pytest.Item) -> Iterator[pytest.TestReport]:
     if reason := missing():
         yield _outcome(item, "skipped", (str(item.path), item.location[1], f"Skipped: {reason}"))
         return
-    stash = item.config.stash
     try:
+        found = _run(item)
+    except (EOFError, pytest.fail.Exception) as failure:  # it has died, or the time limit has come: the rest gets another process
+        _end(item.config)
+        yield _outcome(item, "failed", str(failure))
+        return
+    for data in found:
+        yield item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+
+
+def _run(item: pytest.Item) -> list[Any]:
+    """Its reports. If the process dies, the test is tried once more in another one, and this is told: it was seen twice, on a busy machine,
+    in a test in which zero3 takes no part.
+    """
+    stash = item.config.stash
+    for tries in (1, 2):
         if _KEY not in stash:
             items = item.session.items
             nodes = [other.nodeid for other in items[items.index(item) :] if wants_device(other)]
             stash[_KEY] = _Worker(nodes, item.config.rootpath)
-        for data in stash[_KEY].reports(item.nodeid):
-            yield item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
-    except (EOFError, pytest.fail.Exception) as failure:  # it has died, or the time limit has come: the rest gets another process
-        _end(item.config)
-        yield _outcome(item, "failed", str(failure))
+        try:
+            return [*stash[_KEY].reports(item.nodeid)]
+        except EOFError as death:
+            if tries == 2:
+                raise
+            _end(item.config)
+            if (terminal := item.config.pluginmanager.get_plugin("terminalreporter")) is not None:
+                terminal.write_line(f"\n{item.nodeid} is tried once more: {death}")
+    raise AssertionError("unreachable")
 
 
 def _end(config: pytest.Config) -> None:
