@@ -286,3 +286,28 @@ def test_a_picture_of_a_part_shows_that_part(tmp_path: Path, monkeypatch: pytest
     found.draw(tmp_path / "all.svg")
     found.draw(tmp_path / "part.svg", begin=0.25 * found.seconds, end=0.5 * found.seconds)
     assert shown == [pytest.approx((0.0, 1e3 * found.seconds)), pytest.approx((250 * found.seconds, 500 * found.seconds))]
+
+
+def test_lanes_are_ended_before_a_model_that_was_first_run_in_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are wrapped there when its runtime is made."""
+    from zero3.diagnose.profile import _Recorder, _TimedLane
+
+    ended: list[Any] = []
+    monkeypatch.setattr(streams.StreamLane, "join", lambda lane: ended.append(lane))
+    lane, recorder = object.__new__(streams.StreamLane), _Recorder(streams.clock_for(torch.device("cpu")))
+    owner = nn.Identity()
+    streams.Lanes(*(_TimedLane(name, lane, recorder) for name in ("fetch", "backup"))).end_before(owner)
+    del owner
+    assert ended == [lane, lane]
+
+
+def test_a_profile_of_a_part_leaves_no_layer_timed() -> None:
+    """Its runtime is made inside, of layers that the profile was not given, too."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.Zero3Sequential([zero3.Zero3Layer(nn.Linear(WIDTH, WIDTH), process_group=group) for _ in range(3)])
+        with zero3.profile(model[0]):
+            model(torch.ones(1, WIDTH)).sum().backward()
+        assert not [lane for state in states_of(model) for lane in state.lanes if hasattr(lane, "inner")]
+
+    run_ranks(RANKS, body)

@@ -92,9 +92,10 @@ class Lanes(NamedTuple):
         exception, transfers may be under way.
 
         `owner` owns the buffers of all transfers. Their memory is the compute stream's again as
-        soon as they are deleted.
+        soon as they are deleted. (A lane that wraps another one has it as `inner`.)
         """
-        if lanes := [lane for lane in self if isinstance(lane, StreamLane)]:
+        inner = (getattr(lane, "inner", lane) for lane in self)
+        if lanes := [lane for lane in inner if isinstance(lane, StreamLane)]:
             weakref.finalize(owner, _join, lanes).atexit = False
 
 

@@ -92,12 +92,12 @@ class _TimedLane:
     """A lane that records when the transfers of one layer begin and end."""
 
     def __init__(self, name: str, lane: Lane, recorder: _Recorder) -> None:
-        self.lane, self._name = lane, name
+        self.inner, self._name = lane, name
         self._recorder = recorder
 
     @contextmanager
     def issue(self) -> Iterator[None]:
-        with self.lane.issue():
+        with self.inner.issue():
             self._timed = self._recorder.begin_transfer(self._name)
             yield
 
@@ -105,16 +105,16 @@ class _TimedLane:
         timed, recorder, clock = self._timed, self._recorder, self._recorder.clock
         if then is not None:  # it may begin the next leg, whenever it is waited for
             then = partial(recorder.during, recorder.now, then)
-        mark = self.lane.complete(pending, then)
+        mark = self.inner.complete(pending, then)
         if clock.on_lanes:
             timed.end = clock.now()
         return _TimedMark(mark, timed, recorder)
 
     def defer(self, begin: Callable[[], Pending]) -> Pending:
-        return self.lane.defer(partial(self._recorder.during, self._recorder.now, begin))
+        return self.inner.defer(partial(self._recorder.during, self._recorder.now, begin))
 
     def begin_deferred(self) -> None:
-        self.lane.begin_deferred()
+        self.inner.begin_deferred()
 
 
 class _TimedMark:
@@ -281,11 +281,15 @@ def _phase() -> Phase:
 
 
 def _untime(state: LayerState) -> None:
-    """Lanes as they were. A model that has made its runtime meanwhile shares them."""
-    timed = state.lanes._asdict().items()
-    state.lanes = state.lanes._replace(
-        **{name: lane.lane for name, lane in timed if isinstance(lane, _TimedLane)}
-    )
+    """Lanes as they were, of all layers that share them with this one. A runtime may have been made
+    meanwhile, or have taken in others.
+    """
+    backward = state.gradients.backward()
+    for each in [state] if backward is None else backward.layers:
+        timed = each.lanes._asdict().items()
+        each.lanes = each.lanes._replace(
+            **{name: lane.inner for name, lane in timed if isinstance(lane, _TimedLane)}
+        )
 
 
 def _gathered(layer: LayerState) -> list[int]:

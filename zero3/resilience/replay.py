@@ -94,8 +94,9 @@ class Recording:
             return
         if what.begins:  # the caller has caught, inside the guard, what an earlier one has raised
             leave(self._under_way, only_raised=True)
-        else:
-            del self._under_way[what]
+        elif self._under_way.pop(what, None) is None:  # it has begun before the guard
+            self.inner.conduct(what)
+            return
         self._done.append(what)
         self.inner.conduct(what)
         if what.begins:
