@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,13 +12,16 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.device.training import scratch
+from tests.pairs.covering import covering, live_together
 from tests.pairs.exceptions import Names, all_pairs, is_free
 from tests.pairs.life import Life, Place, World, live
 from tests.pairs.rows import ROWS
 
-PART = 10  # `make test` tries one pair of so many
 PAIRS = [pair for pair in all_pairs() if all(ROWS[name].streams for name in pair) and is_free(pair)]
-OF = {name: [pair for pair in PAIRS if pair[0] == name] for name in ROWS}
+PART = 10  # `make test` leads one life of so many
+LIVES = [
+    pytest.param(life, marks=[pytest.mark.slow] * (number % PART > 0), id=" + ".join(life)) for number, life in enumerate(covering(PAIRS))
+]
 
 
 def launch(world: World, body: Callable[[Place], Any]) -> list[Any]:
@@ -48,23 +52,6 @@ def lead(names: Names, seed: int) -> None:
         shutil.rmtree(folder)
 
 
-def wrong(pairs: list[Names], seed: int) -> list[str]:
-    found = []
-    for pair in pairs:
-        try:
-            lead(pair, seed)
-        except Exception as error:
-            found.append(f"{' + '.join(pair)}: {type(error).__name__}: {error}")
-    return found
-
-
-@pytest.mark.parametrize("name", [name for name in OF if OF[name]])
-def test_pairs_on_the_device_of(name: str) -> None:
-    assert not wrong(OF[name][list(ROWS).index(name) % PART :: PART], 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in OF if OF[name]])
-def test_other_pairs_on_the_device_of(name: str) -> None:
-    others = [pair for number, pair in enumerate(OF[name]) if number % PART != list(ROWS).index(name) % PART]
-    assert not wrong(others, 1)
+@pytest.mark.parametrize("names", LIVES)
+def test_all_pairs_live_on_the_device_as_in_one_process(names: Names) -> None:
+    live_together(names, partial(lead, seed=0))

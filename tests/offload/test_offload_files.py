@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,19 @@ def test_chunks_are_read_ahead_of_their_fetches(tmp_path: Path, monkeypatch: pyt
     for place in fetched[1:]:
         expected += [("read", place), ("fetch", place), ("read", place)]  # the second time because it may have been dropped again
     assert told[: len(expected)] == expected
+
+
+def test_chunks_may_be_replaced_after_any_fetch(tmp_path: Path) -> None:
+    def body(model: nn.Module, group: ThreadCommunicator) -> list[Tensor]:
+        model(torch.ones(2, WIDTH, dtype=torch.float64))
+        before = [weakref.ref(chunk) for chunk in chunks_of(model)]
+        zero3.set_trainable(model, lambda name, info: "weight" in name)
+        gc.collect()  # the chunk that was fetched last is gone when the next one is fetched
+        assert [old() is None for old in before].count(True) == 3
+        model(torch.ones(2, WIDTH, dtype=torch.float64))
+        return [value.detach().clone() for value in zero3.full_state_dict(model, rank0_only=False).values()]
+
+    assert_same(on_ranks(2, body, tmp_path), on_ranks(2, body, None))
 
 
 def test_report_says_where_chunks_rest(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ class Row:
     options: Callable[[str, Any], dict[str, Any]] | None = None  # for param_groups
     steps: Callable[[int, int], int] | None = None  # how many steps `rank` of `world_size` has in an epoch
 
-    def drops(self, life: Life, epoch: int, micro: int) -> bool:
+    def drops(self, life: Life, epoch: int, step: int, micro: int) -> bool:
         """Whether the micro-batch fails."""
         return False
 
@@ -163,8 +163,8 @@ class Life:
         number = ((epoch * 10 + step) * 10 + micro) * 10 + rank
         return Data(1000 * number + self.seed % 1000, 1 + (rank + micro + step) % 3 if self.uneven else 2)
 
-    def drops(self, epoch: int, micro: int) -> bool:
-        return any(row.drops(self, epoch, micro) for row in self.rows)
+    def drops(self, epoch: int, step: int, micro: int) -> bool:
+        return any(row.drops(self, epoch, step, micro) for row in self.rows)
 
     def chosen(self, name: str) -> Any:
         """What the one row brings that overrides `name`, if one does."""
@@ -305,7 +305,7 @@ class Sharded(Side):
             loss = self.measured(self.model, data)
             for row in self.life.rows:
                 loss = row.loss(self, loss, data, self.rank)
-            if not self.life.drops(self.epoch, micro):
+            if not self.life.drops(self.epoch, self.step_number, micro):
                 self.show(f"the loss of micro-batch {micro}", loss)
             for row in self.life.rows:
                 loss = row.scales(self, loss)
@@ -349,7 +349,7 @@ class Plain(Side):
         steps = max(self.steps_of(rank) for rank in range(self.world_size))
         for self.step_number in range(steps):
             for micro in range(self.life.micros):
-                if not self.life.drops(self.epoch, micro):
+                if not self.life.drops(self.epoch, self.step_number, micro):
                     self.micro_batch(micro)
             self.reduce()
             self.stepping()

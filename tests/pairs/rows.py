@@ -51,15 +51,15 @@ class Failing(Row):
 
     micro = 0
 
-    def drops(self, life: Life, epoch: int, micro: int) -> bool:
-        return (epoch, micro) == (1, self.micro)
+    def drops(self, life: Life, epoch: int, step: int, micro: int) -> bool:
+        return (epoch, step, micro) == (1, 0, self.micro)
 
     def phase(self, life: Life) -> str:
         return life.dice("phase").choice(["forward", "backward"])
 
     @contextmanager
     def blowing(self, one: Sharded, micro: int, ranks: set[int]) -> Iterator[bool]:
-        fails = self.drops(one.life, one.epoch, micro)
+        fails = self.drops(one.life, one.epoch, one.step_number, micro)
         if fails and one.rank in ranks:
             one.model.blows = (self.phase(one.life), Broken)
         try:
@@ -131,20 +131,23 @@ class Guarded(Row):
 def guarded(one: Sharded, micro: int) -> Iterator[None]:
     with zero3.step_guard(one.model) as step:
         yield
-    assert step.failed == one.life.drops(one.epoch, micro), step
+    assert step.failed == one.life.drops(one.epoch, one.step_number, micro), step
 
 
 class GuardedFailing(Failing):
-    """One rank fails, in the last epoch: by then ranks know what the others do. After uneven steps they have to see it once more."""
+    """One rank fails, in the last epoch: by then ranks know what the others do. After uneven steps they have to see each kind of
+    micro-batch once more: then it fails in the second step, when the last rank is out of data.
+    """
 
     micros = 2
 
-    def drops(self, life: Life, epoch: int, micro: int) -> bool:
-        return (epoch, micro) == (life.last, 0 if life.chosen("steps") is None else 1)
+    def drops(self, life: Life, epoch: int, step: int, micro: int) -> bool:
+        return (epoch, step, micro) == (life.last, 0 if life.chosen("steps") is None else 1, 0)
 
     @contextmanager
     def around(self, one: Sharded, micro: int) -> Iterator[None]:
-        with guarded(one, micro), self.blowing(one, micro, {one.life.dice("rank").randrange(one.world_size)}):
+        steps, ranks = one.life.chosen("steps"), one.world_size
+        with guarded(one, micro), self.blowing(one, micro, {one.life.dice("rank").randrange(ranks if steps is None else ranks - 1)}):
             yield
 
 
@@ -238,7 +241,7 @@ class TokenMean(Row):
         zero3.backward(loss, data.rows, one.model)
 
     def plain_weight(self, one: Plain) -> float:
-        life, micros = one.life, [micro for micro in range(one.life.micros) if not one.life.drops(one.epoch, micro)]
+        life, micros = one.life, [micro for micro in range(one.life.micros) if not one.life.drops(one.epoch, one.step_number, micro)]
         tokens = sum(life.data(one.epoch, one.step_number, micro, rank).rows for micro in micros for rank in one.ranks())
         return (one.world_size if life.policy.gradient_reduction == "mean" else 1) / tokens
 

@@ -1,4 +1,6 @@
-"""Every pair of capabilities lives on threads as in one process, or is refused by name. `python -m tests.pairs` tries them one by one."""
+"""Every pair of capabilities lives on threads as in one process, in a life with two others, or is refused by name. `python -m tests.pairs`
+tries pairs one by one.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,15 @@ import pytest
 
 import zero3
 from tests.pairs import life, rows
+from tests.pairs.covering import covering, held, live_together
 from tests.pairs.exceptions import EXCLUDED, MISSING, Names, all_of, all_pairs, is_free
 from tests.pairs.rows import AXES, ROWS
 from tests.pairs.threads import lead
 
-PART = 5  # `make test` tries one pair of so many
-THREADS = {name: [pair for pair in all_pairs() if pair[0] == name and is_free(pair)] for name in ROWS}
+PAIRS = [pair for pair in all_pairs() if is_free(pair)]
+PART = 5  # `make test` leads one life of so many
+LIVES = covering(PAIRS)
+ASKED = [pytest.param(life, marks=[pytest.mark.slow] * (number % PART > 0), id=" + ".join(life)) for number, life in enumerate(LIVES)]
 
 # Public names that no row is about, and why.
 ELSEWHERE = {
@@ -27,26 +32,24 @@ ELSEWHERE = {
 }
 
 
-def wrong(pairs: list[Names]) -> list[str]:
-    found = []
-    for pair in pairs:
-        try:
-            lead(pair)
-        except Exception as error:
-            found.append(f"{' + '.join(pair)}: {type(error).__name__}: {error}")
-    return found
+@pytest.mark.parametrize("names", ASKED)
+def test_all_pairs_live_on_threads_as_in_one_process(names: Names) -> None:
+    live_together(names, lead)
 
 
-@pytest.mark.parametrize("name", [name for name in ROWS if THREADS[name]])
-def test_pairs_of(name: str) -> None:
-    assert not wrong(THREADS[name][list(ROWS).index(name) % PART :: PART])
+def test_every_pair_is_in_a_life_that_is_as_exact() -> None:
+    assert {pair for life in LIVES for pair in held(life)} == set(PAIRS)
+    assert all(is_free(life) for life in LIVES)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ROWS if THREADS[name]])
-def test_other_pairs_of(name: str) -> None:
-    others = [pair for number, pair in enumerate(THREADS[name]) if number % PART != list(ROWS).index(name) % PART]
-    assert not wrong(others)
+@pytest.mark.parametrize("names", [("stage 2", "no_sync", "accumulation 2"), ("stage 2", "no_sync", "clip_grad_norm_")], ids=" + ".join)
+def test_a_life_that_fails_names_the_pair_to_blame(names: Names) -> None:
+    def lead(rows: Names) -> None:
+        if {"stage 2", "no_sync"} <= set(rows) or ("accumulation 2" in rows and len(rows) > 2):
+            raise ValueError("no")
+
+    with pytest.raises(AssertionError, match=r"stage 2 \+ no_sync .*'no'.* Alone fails: stage 2 \+ no_sync$"):
+        live_together(names, lead)
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -97,9 +97,9 @@ class LayerGradients:
         parameter, key = sharded.sites.parameter, id(sharded.sites.parameter)
         layer = weakref.ref(self)
         known = key in self._hooked
-        if not sharded.chunk.trains:
+        if not (known or sharded.chunk.trains):
             return
-        self._hooked[key] = sharded
+        self._hooked[key] = sharded  # also of one that trained: else its old chunk would stay
         if known:
             return
 

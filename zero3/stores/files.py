@@ -87,6 +87,7 @@ class Files:
         most likely fetched next again.
         """
         own: _Whom = weakref.ref(chunk)
+        hash(own)  # it is a key later, when the chunk may be gone: a reference remembers its hash
         recent = self._recent
         if not recent:
             recent.extend([_nobody] * 3)
