@@ -17,16 +17,20 @@ LAUNCH := set -- $$($(BIN)/python -c 'import os, torch; n = int("$(NPROC)" or to
 
 PYTEST := TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest
 
-# Without ARGS tests run in two halves at once: most wait for processes and threads of their own more than they compute.
-HALF := tests/checkpoint tests/core tests/device tests/guards tests/pairs tests/planning
-pytest = $(if $(ARGS),$(PYTEST) $(1) $(ARGS),half=$$(mktemp); $(PYTEST) $(1) $(HALF) > $$half 2>&1 & \
-	$(PYTEST) $(1) $(HALF:%=--ignore %); first=$$?; wait $$!; second=$$?; cat $$half; rm $$half; exit $$((first | second)))
+# Without ARGS tests run in three parts at once: most wait for processes and threads of their own more than they compute.
+FIRST := tests/core tests/device tests/guards tests/pairs
+SECOND := tests/checkpoint tests/comm tests/huggingface tests/offload tests/optim tests/planning tests/quantized tests/resilience
+THIRD := $(patsubst %,--ignore %,$(FIRST) $(SECOND))
+pytest = $(if $(ARGS),$(PYTEST) $(1) $(ARGS),parts=$$(mktemp -d); \
+	$(PYTEST) $(1) $(FIRST) > $$parts/first 2>&1 & first=$$!; $(PYTEST) $(1) $(SECOND) > $$parts/second 2>&1 & second=$$!; \
+	$(PYTEST) $(1) $(THIRD); failed=$$?; wait $$first || failed=1; wait $$second || failed=1; \
+	cat $$parts/first $$parts/second; rm -r $$parts; exit $$failed)
 
-# What .ci/run needs, and the halves that it runs beside all else.
+# What .ci/run needs, and the parts that it runs beside all else.
 STAMPS := examples tests dev docs trl package deepspeed bitsandbytes
 
 .DEFAULT_GOAL := help
-.PHONY: help install first-half second-half finetune sft test test-all deepspeed bitsandbytes lint types docs package soak mutants versions clean
+.PHONY: help install first-part second-part third-part finetune sft test test-all deepspeed bitsandbytes lint types docs package soak mutants versions clean
 .NOTPARALLEL:  # two installations would get in each other's way
 
 help:  ## show this list
@@ -46,17 +50,17 @@ test-all: $(VENV)/.examples $(VENV)/.tests  ## run all tests (ARGS go to pytest)
 
 install: $(STAMPS:%=$(VENV)/.%)
 
-first-half: $(VENV)/.examples $(VENV)/.tests
-	@$(PYTEST) $(HALF)
-
-second-half: $(VENV)/.examples $(VENV)/.tests
-	@$(PYTEST) $(HALF:%=--ignore %)
+first-part: PART = $(FIRST)
+second-part: PART = $(SECOND)
+third-part: PART = $(THIRD)
+first-part second-part third-part: $(VENV)/.examples $(VENV)/.tests
+	@$(PYTEST) $(PART)
 
 deepspeed: $(VENV)/.examples $(VENV)/.tests $(VENV)/.deepspeed  ## run the tests in which DeepSpeed takes part (the others do without it)
 	PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed:$$PYTHONPATH $(BIN)/python -m pytest tests/formats/test_deepspeed.py tests/guards/test_wrappers.py -k "deepspeed_itself or likeness" $(ARGS)
 
 bitsandbytes: $(VENV)/.examples $(VENV)/.tests $(VENV)/.bitsandbytes  ## run the tests of quantised weights and 8-bit optimizers with bitsandbytes installed
-	PYTHONPATH=$(CURDIR)/$(VENV)/bitsandbytes:$$PYTHONPATH $(BIN)/python -m pytest tests/optim/test_bitsandbytes.py tests/quantized/test_bitsandbytes.py tests/quantized/test_training.py tests/quantized/test_operations.py tests/quantized/test_memory.py tests/quantized/test_loading.py tests/quantized/test_loading_codes.py $(ARGS)
+	PYTHONPATH=$(CURDIR)/$(VENV)/bitsandbytes:$$PYTHONPATH $(BIN)/python -m pytest tests/optim/test_bitsandbytes.py tests/quantized/test_bitsandbytes.py tests/quantized/test_operations.py tests/quantized/test_loading_codes.py $(ARGS)
 
 lint: $(VENV)/.dev  ## check style and formatting
 	$(BIN)/ruff check .

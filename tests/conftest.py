@@ -7,10 +7,10 @@ import gc
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
-from tests.device.relay import pytest_runtest_protocol, pytest_unconfigure
+from tests.device.relay import pytest_runtest_protocol, pytest_runtestloop, pytest_unconfigure
 from tests.support.ordering import fake_device
 
-__all__ = ["fake_device", "pytest_runtest_protocol", "pytest_unconfigure"]
+__all__ = ["fake_device", "pytest_runtest_protocol", "pytest_runtestloop", "pytest_unconfigure"]
 
 # Ranks are threads or processes of their own: more threads for each would only take turns on the same cores.
 torch.set_num_threads(1)

@@ -1,6 +1,7 @@
 """Tests that need the simulated device run in a process of their own, and are reported here, each as its own item.
 
-torch asks once, when it is imported, whether there is CUDA; a process that has imported torch can't have the device any more.
+torch asks once, when it is imported, whether there is CUDA; a process that has imported torch can't have the device any more. The process
+begins with the session, and runs its tests beside all others.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TextIO
 
 import pytest
 
@@ -53,11 +56,19 @@ class _Worker:
         assert self.process.stdin is not None
         self.process.stdin.write("\n".join(nodes).encode())
         self.process.stdin.close()
-        self._lines = os.fdopen(read)
+        self._lines: SimpleQueue[str | None] = SimpleQueue()
+        Thread(target=self._read, args=(os.fdopen(read),), daemon=True).start()
+
+    def _read(self, pipe: TextIO) -> None:
+        """At once, whoever waits for it: a pipe that is full would stop the process."""
+        with pipe:
+            for line in pipe:
+                self._lines.put(line)
+        self._lines.put(None)
 
     def reports(self, nodeid: str) -> Iterator[Any]:
         """The reports of this item, until it is finished. Raises EOFError if the process ended before."""
-        for line in self._lines:
+        while (line := self._lines.get()) is not None:
             name, report = json.loads(line)
             if name == nodeid and report is None:
                 return
@@ -74,7 +85,6 @@ class _Worker:
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
-        self._lines.close()
         self.errors.close()
 
 
@@ -104,8 +114,7 @@ def _run(item: pytest.Item) -> list[Any]:
     for tries in (1, 2):
         if _KEY not in stash:
             items = item.session.items
-            nodes = [other.nodeid for other in items[items.index(item) :] if wants_device(other)]
-            stash[_KEY] = _Worker(nodes, item.config.rootpath)
+            _begin(item.config, items[items.index(item) :])
         try:
             return [*stash[_KEY].reports(item.nodeid)]
         except EOFError as death:
@@ -115,6 +124,17 @@ def _run(item: pytest.Item) -> list[Any]:
             if (terminal := item.config.pluginmanager.get_plugin("terminalreporter")) is not None:
                 terminal.write_line(f"\n{item.nodeid} is tried once more: {death}")
     raise AssertionError("unreachable")
+
+
+def _begin(config: pytest.Config, items: list[pytest.Item]) -> None:
+    nodes = [item.nodeid for item in items if wants_device(item)]
+    if nodes and not missing():
+        config.stash[_KEY] = _Worker(nodes, config.rootpath)
+
+
+def pytest_runtestloop(session: pytest.Session) -> None:
+    if not session.config.option.collectonly and not session.testsfailed:
+        _begin(session.config, session.items)
 
 
 def _end(config: pytest.Config) -> None:

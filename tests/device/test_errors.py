@@ -77,7 +77,7 @@ def test_out_of_memory_on_all_ranks_at_any_allocation(make: Callable[..., nn.Mod
     count = _allocations_of_a_step(make)
     assert count > 50
 
-    for number in range(1, count, max(1, count // 20)):
+    for number in range(1, count, max(1, count // 8)):
 
         def body(me: Me, number: int = number) -> tuple[list[Tensor], int]:
             model = make(me)
@@ -114,7 +114,7 @@ def test_out_of_memory_on_one_rank_inside_step_guard_drops_the_micro_batch_on_al
     simulated.schedule("random", 2, progress=0.2)
     expected = run(2, lambda me: _steps(me, sharded(me), guarded=True))
     count = min(run(2, _allocations_of_a_guard))
-    for number in [1, 2, *range(3, count, count // 10), count - 1, count]:  # the last two are those of the exchange at the end
+    for number in [1, 2, *range(3, count, count // 4), count - 1, count]:  # the last two are those of the exchange at the end
 
         def body(me: Me, number: int = number) -> list[Tensor]:
             def fail(step: int) -> None:
