@@ -194,6 +194,4 @@ def _agreed(module: nn.Module, caller: str) -> list[LayerState]:
 
 def _tell_runtimes(module: nn.Module) -> None:
     for runtime in runtimes_in(module):
-        runtime.any_stays = any(
-            state.stays(chunk) for state in runtime.layers for chunk in state.chunks
-        )
+        runtime.note_lifetimes()

@@ -359,11 +359,6 @@ def shards_gradients(policy: ShardingPolicy) -> bool:
     return policy.stage > 1
 
 
-def keeps_until_backward(policy: ShardingPolicy) -> bool:
-    """Whether full parameters stay between a layer's forward and its backward."""
-    return not policy.reshard_after_forward or not shards_parameters(policy)
-
-
 def dtypes_at_the_edges(policy: ShardingPolicy) -> tuple[torch.dtype | None, torch.dtype | None]:
     """The dtypes of a layer's floating inputs and outputs. None: they are not cast."""
     return policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype

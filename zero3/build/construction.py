@@ -20,6 +20,7 @@ from ..comm.factory import IDENTITY_BYTES, WrongMesh, any_device_of, communicato
 from ..comm.plain_values import not_copied
 from ..conductors.comparing import conductor_for
 from ..core.casting import caller_for
+from ..core.chunk import Lifetime
 from ..core.ignored import IgnoredGradient
 from ..core.layer_state import Behaviour, LayerState
 from ..core.parameters import (
@@ -39,7 +40,6 @@ from ..policy import (
     directory_of,
     dtypes_at_the_edges,
     gradient_itemsize,
-    keeps_until_backward,
     rests_in,
     rounding,
     shards_parameters,
@@ -254,10 +254,15 @@ def behaviour_of(policy: ShardingPolicy) -> Behaviour:
     return Behaviour(
         call=caller_for(*dtypes_at_the_edges(policy)),
         conductor=conductor_for(policy.compare_every),
-        stays_whole=not shards_parameters(policy),
-        keeps_until_backward=keeps_until_backward(policy),
+        lifetime=lifetime_of(policy),
         rounding=rounding(policy),
     )
+
+
+def lifetime_of(policy: ShardingPolicy) -> Lifetime:
+    if not shards_parameters(policy):
+        return Lifetime.STEPS
+    return Lifetime.CALL if policy.reshard_after_forward else Lifetime.PASS
 
 
 def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examined:

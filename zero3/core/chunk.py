@@ -8,6 +8,7 @@ travel, and its face what the parameters are in the full buffer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -241,6 +242,14 @@ class FullBuffer:
             self.left = True
 
 
+class Lifetime(IntEnum):
+    """How long a full buffer stays filled. Each value holds longer than those before it."""
+
+    CALL = 0  # until the layer's call is over
+    PASS = 1  # from a forward to its backward
+    STEPS = 2  # from step to step: it is gathered again only after a change
+
+
 class OwnMemory:
     """The full buffer of a chunk that is not cut: the chunk's own memory. Nothing is allocated,
     transferred or freed, and views of it stay valid.
@@ -305,7 +314,6 @@ class Chunk:
         self.shard = shard  # 1-D [S], in the dtype that the optimizer updates
         self.compute_dtype, self.device = computes
         self.store, self.wire, self.face = store, wire, face
-        self.stays = False  # whether the full buffer stays from step to step (`resident_bytes`)
         # the optimizer's parameters: the shard itself, or parts of it
         self.parts = [Part(shard, 0, shard.numel())]
         # whether any chunk of the model is cut into parts; then ranks may hold different numbers of
@@ -325,6 +333,8 @@ class Chunk:
         # the usual wire and buffer, while others are in use: see `show_as_stored`
         self._usual: tuple[Wire, FullBuffer | OwnMemory] | None = None
         self.full = self._new_buffer(self.compute_dtype)
+        # what this chunk asks for; its layer may ask for more
+        self.lifetime = Lifetime.CALL
         # whether parameters' versions tell graphs that the full buffer was released
         self.tracks_versions = not self.resident
         # the buffer that the face shows, from its first use on; and whether it shows values there
@@ -389,8 +399,9 @@ class Chunk:
         takes of them. One that trains changes at every step.
         """
         nbytes = self.layout.padded_numel * self.compute_dtype.itemsize
-        self.stays = not self.shard.requires_grad and not self.resident and nbytes <= room
-        return nbytes if self.stays else 0
+        fits = not self.shard.requires_grad and not self.resident and nbytes <= room
+        self.lifetime = Lifetime.STEPS if fits else Lifetime.CALL
+        return nbytes if fits else 0
 
     # -- what it is for optimizers
 

@@ -18,7 +18,7 @@ from ..comm.log import Entry, TransferLog
 from ..comm.streams import Lanes
 from .account import Account
 from .autograd import as_plain_tensors, can_show, inside_backward, profiler_label
-from .chunk import Chunk, registered
+from .chunk import Chunk, Lifetime, registered
 from .collectives import Conductor, Fetch, Gather, Wraps, without
 from .flat import not_a_number
 from .gradient_types import UsedGradient, stepped_already
@@ -67,8 +67,7 @@ class Behaviour:
 
     call: Callable[..., Any]  # calls the layer's module
     conductor: Conductor  # its own
-    stays_whole: bool  # stages 1 and 2: full buffers stay filled from step to step
-    keeps_until_backward: bool  # whether full buffers stay from forward to backward
+    lifetime: Lifetime  # of the layer's full buffers
     rounding: str  # for errors: what makes that which computes other than the chunks
 
 
@@ -81,7 +80,7 @@ class LayerState:
     fetched   | shown, views of the full buffer  | all values     | release or keep
     kept      | hidden                           | all values     | release or finish_fetch
                                                    * but for chunks that stay filled from step to
-                                                     step: `stays`
+                                                     step: `lifetime`
     """
 
     def __init__(
@@ -107,8 +106,7 @@ class LayerState:
         self.gradients = new_gradients(self.subject)
         self.conductor = behaviour.conductor
         self.presence = Presence.RELEASED
-        # stages 1 and 2, or fetched by hand: full buffers stay filled from step to step
-        self.stays_whole = behaviour.stays_whole
+        self.lifetime = behaviour.lifetime  # of all chunks; one chunk may ask for more
         # of a layer of several modules: for how many calls of this pass it stays fetched
         self.modules, self.calls_left = modules, 0
         # whether a parameter's `requires_grad` may differ from its chunk's: see `guards/calls.py`
@@ -299,7 +297,7 @@ class LayerState:
         """
         # views of the buffer are in use, so the layer can't keep it
         if any(chunk.full.left for chunk in self.chunks):
-            self.release(everything=False)
+            self.release(Lifetime.PASS)
         elif self.presence is Presence.FETCHED and not self.pins:
             self._hide()
             self.presence = Presence.KEPT
@@ -312,7 +310,7 @@ class LayerState:
         if self.calls_left and self.presence is not Presence.FETCHING:
             self.keep()
         else:
-            self.release(everything=False)
+            self.release(Lifetime.PASS)
 
     def conducted_by(self, conductor: Wraps) -> None:
         """From now on, by this one. It wraps the present one."""
@@ -333,24 +331,21 @@ class LayerState:
         """Whether the chunk's full buffer stays filled from step to step, and is gathered again
         only after a change.
         """
-        return self.stays_whole or chunk.stays
+        return max(self.lifetime, chunk.lifetime) >= Lifetime.STEPS
 
-    def release(self, *, everything: bool = True) -> None:
-        """Releases the layer. `everything`: also the full buffers that stay from step to step."""
+    def release(self, over: Lifetime = Lifetime.STEPS) -> None:
+        """Releases the layer, but for full buffers that are to stay longer than `over`."""
         if self.pins or (
             self.presence is Presence.RELEASED
-            and not (everything and any(chunk.full.filled for chunk in self.chunks))
+            and not (over >= Lifetime.STEPS and any(chunk.full.filled for chunk in self.chunks))
         ):
             return
         with self.release_span:
             if self.presence is Presence.FETCHED:
                 self._hide()
             for chunk in self.chunks:
-                if (
-                    everything
-                    or chunk.full.left
-                    or not (chunk.full.filled and (self.stays_whole or chunk.stays))
-                ):
+                stays = chunk.full.filled and max(self.lifetime, chunk.lifetime) > over
+                if not stays or chunk.full.left:
                     chunk.release()
             self.presence = Presence.RELEASED
             self._invalidate_saved()
@@ -422,7 +417,7 @@ class LayerState:
             for chunk in self.chunks:
                 chunk.abandon_fetch()
         self.release_or_keep()
-        if broken and self.stays_whole:
+        if broken and self.lifetime >= Lifetime.STEPS:
             self.release()
 
     # -- outside of forward and backward
@@ -458,12 +453,12 @@ class LayerState:
 
     def keep_whole(self) -> None:
         """Hides a fetched layer. From now on its full buffers stay filled from step to step."""
-        self.stays_whole = True
+        self.lifetime = Lifetime.STEPS
         self.keep()
 
     def release_whole(self) -> None:
         """Ends what `keep_whole` began."""
-        self.stays_whole = self.behaviour.stays_whole
+        self.lifetime = self.behaviour.lifetime
         self.release()
 
     @contextmanager

@@ -22,6 +22,7 @@ from torch import nn
 from ..comm.communicator import Communicator
 from .autograd import graph_clock, inside_backward, nodes_since, tensors_in, transforms_under_way
 from .backward import Backward, LayerCall, LayerTrace
+from .chunk import Lifetime
 from .collectives import Activity, Agree, CompareLogs, Look, Round
 from .layer_state import LayerState, Presence, may_get_gradients
 from .schedule import CallStack, CallTrace, ForwardOrder, Frame, LearnedOrder, Order
@@ -91,7 +92,7 @@ class Runtime:
         self._open_trace: LayerTrace | None = None
         # whether no module may continue that pass, because ranks ran inside `resident` since
         self._pass_is_over = False
-        self.any_stays, self._room = False, pace.resident_bytes
+        self._any_stays, self._room = False, pace.resident_bytes
         # own pace: the forward under way is inside `resident`
         self._own_pace, self._passes = False, 0
         # layers whose call is over and that are not released yet
@@ -139,9 +140,13 @@ class Runtime:
     def _watch(self, state: LayerState) -> None:
         self.backward.watch(state)
         self._room = state.choose_residents(self._room)
-        self.any_stays = self.any_stays or any(state.stays(chunk) for chunk in state.chunks)
+        self.note_lifetimes()
         state.lanes = self.layers[0].lanes
         state.write_into(self.layers[0].log)
+
+    def note_lifetimes(self) -> None:
+        """Whether any full buffer stays from step to step: then each forward looks for changes."""
+        self._any_stays = any(state.stays(chunk) for state in self.layers for chunk in state.chunks)
 
     # -- the call of an outermost module
 
@@ -181,7 +186,7 @@ class Runtime:
         )
         if not continues:
             self.reset(broken=False)
-        if self.any_stays:
+        if self._any_stays:
             first = self.layers[0]
             first.conductor.conduct(Look(first, self.layers, self.communicator))
         self._compare_transfers(self.layers[0])
@@ -360,7 +365,7 @@ class Runtime:
     def _release_lingering(self, keep: Iterable[LayerState]) -> None:
         kept = set(keep)
         for state in self._lingering:
-            if state not in kept and not state.behaviour.keeps_until_backward:
+            if state not in kept and state.behaviour.lifetime < Lifetime.PASS:
                 self.backward.release(state)
             elif (
                 state not in kept and not self._stack.is_under_way(state) and not inside_backward()
